@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.mixture import ShuffledSources
-from mcore_rl.data.packing import padded, plan_epoch, plan_mixed_epoch
+from mcore_rl.data.packed_epochs import plan_epoch, plan_mixed_epoch
+from mcore_rl.data.packing import padded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,11 +1,11 @@
-"""The plan of which conversations share a packed sequence: lengths in, indices out."""
+"""Packing: which samples share a packed sequence, and which rank trains on them in which microbatch. Lengths alone
+decide, so that every rank finds the same plan without a message.
+"""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-
-import numpy
-
-from mcore_rl.data.mixture import ShuffledSources
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
 
 def padded(length: int, multiple: int) -> int:
@@ -35,49 +35,83 @@ def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     return rows
 
 
-def plan_epoch(
-    lengths: Sequence[int], row_length: int, *, buffer: int, seed: int, epoch: int
-) -> list[list[int]]:
-    """Return the packed sequences of one epoch: each conversation once, shuffled, packed within windows of `buffer`
-    conversations, and the packed sequences shuffled again.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingLimits:
+    """Lengths of the packed sequences into which completions with their prompts are laid, one for each microbatch."""
 
-    The same arguments give the same plan.
+    max_tokens: int
+    """Longest packed sequence."""
+    multiple: int
+    """Every packed sequence is a multiple of this long, or `max_tokens` long."""
+    sample_multiple: int
+    """Each sample is padded to a multiple of this, because context parallelism cuts each sample by itself."""
+    microbatch_multiple: int = 1
+    """Multiple of which the number of microbatches is; interleaved pipeline stages need it."""
+    is_fixed: bool = False
+    """All packed sequences are `max_tokens` long, because pipeline stages exchange tensors of one shape."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MinibatchPlan:
+    """Samples of one optimizer step: for each data-parallel rank its microbatches, for each of these sample indices.
+
+    All ranks have the same number of microbatches, some of which may be empty.
     """
-    generator = numpy.random.default_rng((seed, epoch))
-    order = generator.permutation(len(lengths)).tolist()
-    rows = [row for window in _packed_windows(order, lengths, row_length, buffer) for row in window]
-    return [rows[place] for place in generator.permutation(len(rows)).tolist()]
+
+    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def samples_of(self, dp_rank: int) -> list[int]:
+        """Return the indices of all samples of a data-parallel rank."""
+        return [sample for microbatch in self.microbatches[dp_rank] for sample in microbatch]
 
 
-def plan_mixed_epoch(
-    lengths: Sequence[int],
-    row_length: int,
-    *,
-    buffer: int,
-    seed: int,
-    epoch: int,
-    sources: ShuffledSources,
-) -> list[list[int]]:
-    """Return the packed sequences of one epoch of a mixture, which is as many draws from `sources` as there are
-    conversations: packed within windows of `buffer` draws, and shuffled within them, so that each window has the
-    shares of the mixture.
+def plan_minibatches(
+    lengths_N: Sequence[int], num_minibatches: int, dp_size: int, limits: PackingLimits
+) -> list[MinibatchPlan]:
+    """Cut the samples, in order, into minibatches whose sizes differ by at most one, and lay each out.
 
-    The same arguments give the same plan.
+    Args:
+        lengths_N: positions of each sample of the rollout batch.
+
+    Returns:
+        A plan for each optimizer step. Every sample lies in one microbatch of one rank; ranks have about as many
+        positions as each other, and so have the microbatches of a rank.
     """
-    generator = numpy.random.default_rng((seed, epoch))
-    order = list(sources.items(epoch * len(lengths), len(lengths)))
-    return [
-        window[place]
-        for window in _packed_windows(order, lengths, row_length, buffer)
-        for place in generator.permutation(len(window)).tolist()
-    ]
+    size, num_larger = divmod(len(lengths_N), num_minibatches)
+    plans, begin = [], 0
+    for index in range(num_minibatches):
+        end = begin + size + (index < num_larger)
+        lengths = {sample: padded(lengths_N[sample], limits.sample_multiple) for sample in range(begin, end)}
+        plans.append(lay_out(lengths, dp_size, limits))
+        begin = end
+    return plans
 
 
-def _packed_windows(
-    order: Sequence[int], lengths: Sequence[int], row_length: int, buffer: int
-) -> Iterator[list[list[int]]]:
-    """Yield the packed sequences of each window of `buffer` conversations of `order`."""
-    for begin in range(0, len(order), buffer):
-        window = order[begin : begin + buffer]
-        packed = pack([lengths[index] for index in window], row_length)
-        yield [[window[place] for place in row] for row in packed]
+def lay_out(lengths: dict[int, int], dp_size: int, limits: PackingLimits) -> MinibatchPlan:
+    """Return the plan of one optimizer step on samples of these padded lengths, each on one data-parallel rank."""
+    samples_of_ranks = _balance(lengths, dp_size)
+    packed = []
+    for samples in samples_of_ranks:
+        bins = pack([lengths[sample] for sample in samples], limits.max_tokens)
+        packed.append([[samples[index] for index in indices] for indices in bins])
+    # Every rank makes as many microbatches as the fullest one: all enter the same collectives.
+    num_microbatches = padded(max(1, *map(len, packed)), limits.microbatch_multiple)
+    microbatches = []
+    for samples, dense in zip(samples_of_ranks, packed, strict=True):
+        even = _balance({sample: lengths[sample] for sample in samples}, num_microbatches)
+        # Equally long microbatches keep pipeline stages busy, but packing alone is sure to stay within the limit.
+        fits = all(sum(lengths[sample] for sample in indices) <= limits.max_tokens for indices in even)
+        chosen = even if fits else dense + [[]] * (num_microbatches - len(dense))
+        microbatches.append(tuple(tuple(sorted(indices)) for indices in chosen))
+    return MinibatchPlan(microbatches=tuple(microbatches))
+
+
+def _balance(lengths: dict[int, int], num_parts: int) -> list[list[int]]:
+    """Deal the samples out, longest first, each to the part with the fewest positions so far."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    totals = [(0, part) for part in range(num_parts)]
+    for sample in sorted(lengths, key=lambda sample: (-lengths[sample], sample)):
+        total, part = heappop(totals)
+        parts[part].append(sample)
+        heappush(totals, (total + lengths[sample], part))
+    return parts

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.data.mixture import ShuffledSources
-from mcore_rl.data.packing import padded
-from mcore_rl.data.plan import PackingLimits, lay_out
+from mcore_rl.data.packing import PackingLimits, lay_out, padded
 from mcore_rl.data.preferences import Preferences
 
 

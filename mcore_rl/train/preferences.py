@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mcore_rl.backend.transfer import to_device
 from mcore_rl.config.preferences import PreferenceRunConfig
-from mcore_rl.data.plan import PackingLimits
+from mcore_rl.data.packing import PackingLimits
 from mcore_rl.data.preference_batches import PackedPreferences, PreferenceOrder, pack_groups, plan_batch
 from mcore_rl.data.preferences import Preferences
 from mcore_rl.model.inputs import PackedMicrobatch, localize

@@ -25,8 +25,7 @@ STEP = {
     # Microbatches, routes, logprobs, advantages, the update.
     "rl/update/learner.py": "from a rollout to updates",
     "rl/passes/batch.py": "completions as packed microbatches",
-    "data/plan.py": "which rank trains on which completion",
-    "data/packing.py": "which completions share a packed sequence",
+    "data/packing.py": "which rank trains on which completion, and which share a packed sequence",
     "model/inputs.py": "a microbatch as the model reads it",
     "backend/transfer.py": "batches go to the device",
     "rl/passes/policy_routes.py": "which pass records or imposes routes",

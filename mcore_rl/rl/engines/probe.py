@@ -19,8 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.data.packing import padded
-from mcore_rl.data.plan import PackingLimits
+from mcore_rl.data.packing import PackingLimits, padded
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.parallel.schedule import HeadOutput, Routing, run_pass

@@ -11,8 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.backend.transfer import to_device
 from mcore_rl.data.batch import Microbatch, PackedSpans
-from mcore_rl.data.packing import padded
-from mcore_rl.data.plan import PackingLimits
+from mcore_rl.data.packing import PackingLimits, padded
 from mcore_rl.model.inputs import PackedMicrobatch, localize
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.parallel.sequence import zigzag_spans

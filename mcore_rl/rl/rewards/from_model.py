@@ -16,7 +16,7 @@ from mcore_rl.config.extension import STEP_MODEL_PART
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.chat import Chat, Conversation
-from mcore_rl.data.plan import PackingLimits, plan_minibatches
+from mcore_rl.data.packing import PackingLimits, plan_minibatches
 from mcore_rl.data.steps import read_steps, step_ends, step_token
 from mcore_rl.errors import DataError
 from mcore_rl.parallel.mesh import Mesh

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.data.plan import PackingLimits, plan_minibatches
+from mcore_rl.data.packing import PackingLimits, plan_minibatches
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.schedule import Head, Routing, run_pass

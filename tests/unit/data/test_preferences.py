@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.data.chat import load_chat
-from mcore_rl.data.plan import PackingLimits
+from mcore_rl.data.packing import PackingLimits
 from mcore_rl.data.preference_batches import PreferenceOrder, pack_groups, plan_batch
 from mcore_rl.data.preferences import read_preferences
 from mcore_rl.data.tokenizer import load_tokenizer

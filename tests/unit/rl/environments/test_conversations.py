@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mcore_rl.data.chat import Conversation
-from mcore_rl.data.plan import PackingLimits
+from mcore_rl.data.packing import PackingLimits
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.engines.base import Sampling

@@ -2,7 +2,7 @@
 
 import torch
 
-from mcore_rl.data.plan import PackingLimits
+from mcore_rl.data.packing import PackingLimits
 from mcore_rl.rl.models.teachers import with_outputs_of_teacher
 from mcore_rl.rl.passes.batch import SampleShape, make_microbatch
 from tests.unit.rl.passes.test_batch import ALONE, CPU, SAMPLES

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_rl.config.rl.loss import LossConfig
-from mcore_rl.data.plan import PackingLimits
+from mcore_rl.data.packing import PackingLimits
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.passes.batch import make_microbatch
