@@ -27,7 +27,7 @@ from mcore_rl.convert.hf.text_files import (
     text_files,
 )
 from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
-from mcore_rl.convert.importing import DTYPES, OutputDtype
+from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
 from mcore_rl.families import hf_config, score_config
 from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes
@@ -161,7 +161,7 @@ def _dtype(dist_model: DistModel, name: str, copies: Sequence[RegionCopy], dtype
     if any(copy.source in dist_model.weights.fp32_keys for copy in copies):
         return torch.float32
     if dtype != "keep":
-        return DTYPES[dtype]
+        return OUTPUT_DTYPES[dtype]
     return common_dtype(name, {copy.source: dist_model.dtype(copy.source) for copy in copies})
 
 

@@ -35,7 +35,7 @@ from mcore_rl.families.regions import RegionCopy, copies_into_megatron
 from mcore_rl.families.weight_map import WeightMap
 
 OutputDtype = Literal["keep", "bf16", "fp32"]
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+OUTPUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ def _dtype(
     if key in weights.fp32_keys:
         return torch.float32
     if dtype != "keep":
-        return DTYPES[dtype]
+        return OUTPUT_DTYPES[dtype]
     return common_dtype(key, {copy.source: hf_model.dtype(copy.source) for copy in copies})
 
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+LENGTH_MULTIPLE = 64
+"""Packed sequences are padded to a multiple of this: the fast kernels of a GPU are for round numbers of tokens."""
+
 
 def padded(length: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `length`."""

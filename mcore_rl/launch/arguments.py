@@ -1,4 +1,4 @@
-"""The arguments of `mcore-rl launch` and `mcore-rl jobs`."""
+"""The arguments of `mcore-rl launch`, `mcore-rl jobs` and `mcore-rl attach`."""
 
 import argparse
 from pathlib import Path
@@ -137,8 +137,8 @@ def _allowances(allowances: argparse._ArgumentGroup) -> None:
 
 
 def positive(text: str) -> int:
-    """Return the text as a whole number above 0; ValueError when it is not one."""
+    """Return the number; argparse refuses one below 1."""
     number = int(text)
     if number < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text}, wanted 1 or more")
     return number

@@ -41,7 +41,7 @@ from mcore_rl.launch.records import LOCK, SCRIPT, Submission, done, record
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system without locks, as a Lustre that is mounted with `noflock`."""
-POLL_S = 5.0
+CHECK_POLL_S = 5.0
 """Seconds between two looks at the queue, while a check runs."""
 OTHER_LAUNCH_S = 60.0
 """Seconds to wait for another launch of the same run, which copies the code and submits."""
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
 def _await_check(plan: PlannedJob, job: str) -> int:
     """Wait until the job has ended, print what its nodes have found, and return its exit status, 0 or 1."""
     while slurm.in_queue([job]):
-        time.sleep(POLL_S)
+        time.sleep(CHECK_POLL_S)
     report = plan.folder / FOUND / REPORT
     if not report.exists():
         raise slurm.SlurmError(

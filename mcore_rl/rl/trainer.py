@@ -101,12 +101,12 @@ class RlTrainer(Trainer):
 
         updates = minibatches * self.config.rl.update.epochs
         warms_up = learner.critic_warms_up
-        with learner.updating():
+        with learner.optimizer_state_on_device():
             for index, minibatch in enumerate(updates):
                 update_start_s = time.perf_counter()
                 report = None
                 if warms_up:
-                    learner.pass_over()
+                    learner.skip_step()
                 else:
                     report = learner.update(minibatch, advantages)
                 update_s = time.perf_counter() - update_start_s

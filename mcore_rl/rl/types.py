@@ -11,6 +11,8 @@ from mcore_rl.rl.workers.failure import FailedScore
 
 FinishReason = Literal["stop", "length"]
 EpisodeEnd = Literal["done", "document", "length", "turns", "context", "failed"]
+BYTE_EXPERTS = 256
+"""Largest number of experts of a layer for which a completion's experts are of one byte each, and not of two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

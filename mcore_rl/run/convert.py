@@ -21,7 +21,7 @@ from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.hf.folder import is_hf, read_config
 from mcore_rl.convert.hf.model import open_hf_model
 from mcore_rl.convert.hf.text_files import ModelText, has_tokenizer
-from mcore_rl.convert.importing import DTYPES, ImportOptions, import_targets, plan_import
+from mcore_rl.convert.importing import OUTPUT_DTYPES, ImportOptions, import_targets, plan_import
 from mcore_rl.convert.logits import is_in_transformers, largest_distance
 from mcore_rl.convert.megatron.layouts import KeyLayout, native_layout
 from mcore_rl.convert.megatron.mesh_bytes import mesh_lines
@@ -100,7 +100,7 @@ def _wants_logits(args: argparse.Namespace, conversion: Conversion, progress: By
 
 def _check_logits(args: argparse.Namespace, progress: ByteProgress, folder: Path) -> None:
     """Raise a CheckpointError when an import computes other logits than transformers does with its source."""
-    dtype = DTYPES.get(args.dtype)
+    dtype = OUTPUT_DTYPES.get(args.dtype)
     distance = largest_distance(args.paths[0], folder, None, progress, mtp=args.mtp, dtype=dtype)
     found = f"logits differ from transformers' by at most {distance.logits:.3g}"
     if not distance.is_small:

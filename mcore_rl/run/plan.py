@@ -50,7 +50,7 @@ from mcore_rl.processes.without_gpus import run_without_gpus
 
 MAX_RANKS = 1_000_000
 """Largest world that is planned: ranks are looked at one by one."""
-MARK = "written by mcore-rl plan"
+PLAN_MARK = "written by mcore-rl plan"
 """In the files of --json and --timeline, by which an earlier one is known."""
 DRAWN_GROUPS = 3
 """Microbatches of a picture, as a multiple of the stages: warm-up, steady state and end."""
@@ -111,7 +111,9 @@ def main(args: argparse.Namespace) -> int:
         _write(schedule_lines(recorded, plan.num_microbatches, _unit(plan)))
     if args.json:
         values = (
-            {"comment": MARK} | as_json(plan) | ({} if exact is None else {"exact": summary(exact, recorded)})
+            {"comment": PLAN_MARK}
+            | as_json(plan)
+            | ({} if exact is None else {"exact": summary(exact, recorded)})
         )
         _write_file("--json", args.json, json.dumps(values, indent=1) + "\n")
     if args.rank is not None:
@@ -139,7 +141,9 @@ def _check(args: argparse.Namespace) -> None:
     for path in (args.json, args.timeline):
         if path is not None:
             _refuse_replacing(
-                args, path, lambda path: None if has_mark(path, MARK) else "is no output of `mcore-rl plan`"
+                args,
+                path,
+                lambda path: None if has_mark(path, PLAN_MARK) else "is no output of `mcore-rl plan`",
             )
     if args.world and args.world[1] > MAX_RANKS:
         raise ConfigError(f"--world has {args.world[1]} ranks; a plan is of at most {MAX_RANKS}.")
@@ -251,7 +255,7 @@ def _timeline(plan: Estimate, recorded: RecordedSchedule | None) -> str:
 
 
 def _marked(svg: str) -> str:
-    return svg.replace("\n", f"\n<!-- {MARK} -->\n", 1)
+    return svg.replace("\n", f"\n<!-- {PLAN_MARK} -->\n", 1)
 
 
 def _drawn(plan: Estimate) -> int:

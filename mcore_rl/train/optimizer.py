@@ -19,7 +19,7 @@ from mcore_rl.errors import ConfigError
 STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
 EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
 QK_NORMS = ("q_layernorm.", "k_layernorm.")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRECISION_AWARE = ("master_weights", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad")
 """Arguments of an Adam that takes moments in 16 bits: TransformerEngine's since 2.1, and ours."""
 
@@ -81,9 +81,9 @@ def _be_precision_aware(settings: OptimizerConfig, config: OptimConfig) -> None:
         "use_precision_aware_optimizer_no_fp8_or_ds_fp8": True,
         # Of an fp32 weight in two halves, the bf16 one and the rest, Megatron would save the rest as the weight.
         "store_param_remainders": False,
-        "exp_avg_dtype": DTYPES[config.exp_avg_dtype],
-        "exp_avg_sq_dtype": DTYPES[config.exp_avg_sq_dtype],
-        "main_grads_dtype": DTYPES[config.main_grads_dtype],
+        "exp_avg_dtype": STATE_DTYPES[config.exp_avg_dtype],
+        "exp_avg_sq_dtype": STATE_DTYPES[config.exp_avg_sq_dtype],
+        "main_grads_dtype": STATE_DTYPES[config.main_grads_dtype],
     }
     for name, value in values.items():
         setattr(settings, name, value)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mcore_rl.backend.transfer import to_device
 from mcore_rl.config.preferences import PreferenceRunConfig
-from mcore_rl.data.packing import PackingLimits
+from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits
 from mcore_rl.data.preference_batches import PackedPreferences, PreferenceOrder, pack_groups, plan_batch
 from mcore_rl.data.preferences import Preferences
 from mcore_rl.model.inputs import PackedMicrobatch, localize
@@ -26,9 +26,6 @@ from mcore_rl.train.batch_size import global_batch_at
 from mcore_rl.train.loop import GivenDataTrainer, Run
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step, world_sums
-
-LENGTH_MULTIPLE = 64
-"""Packed sequences are padded to a multiple of this: the fast kernels of a GPU are for round numbers of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

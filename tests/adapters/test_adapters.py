@@ -8,7 +8,7 @@ import textarena
 
 from mcore_rl.config.rl.environment import EnvironmentConfig
 from mcore_rl.rl.environments.make import environment_maker
-from mcore_rl.rl.environments.processes import Answer, EnvironmentCall, EnvironmentWorkers
+from mcore_rl.rl.environments.processes import EnvironmentAnswer, EnvironmentCall, EnvironmentWorkers
 from mcore_rl.rl.types import Problem
 
 
@@ -57,7 +57,7 @@ def test_a_game_is_won_by_halving_and_says_what_is_new() -> None:
         while True:
             moves.append(f"I say [{(low + high) // 2}]")
             (answer,) = pool.run([EnvironmentCall(state, moves[-1])])
-            assert isinstance(answer, Answer)
+            assert isinstance(answer, EnvironmentAnswer)
             state = answer.state
             if answer.is_done:
                 break

@@ -334,11 +334,41 @@ def modules_do_not_go_in_circles(sources: Sequence[Source]) -> Iterator[str]:
         yield from visit(module, ())
 
 
+def names_differ_on_a_floor(sources: Sequence[Source]) -> Iterator[str]:
+    """No two packages of one floor, folders within a package counted apart, define the same public name.
+
+    `main` is excepted: it is what a program is started by.
+    """
+    first: dict[tuple[int, str], Source] = {}
+    for source in sources:
+        floor = _floor(source.package)
+        for line, name in _public_names(source):
+            if floor is None or name == "main":
+                continue
+            other = first.setdefault((floor, name), source)
+            if other.path.parent != source.path.parent:
+                yield f"{source.path}:{line}: {name} is a name of {other.path} too"
+
+
 TREE_RULES: tuple[Callable[[Sequence[Source]], Iterator[str]], ...] = (
     patches_come_before_megatron,
     light_packages_stay_light,
     modules_do_not_go_in_circles,
+    names_differ_on_a_floor,
 )
+
+
+def _public_names(source: Source) -> Iterator[tuple[int, str]]:
+    """Lines and names of what a module defines at its top: functions, classes, constants."""
+    for node in source.tree.body:
+        targets: list[ast.expr] = []
+        if isinstance(node, Function | ast.ClassDef):
+            targets = [ast.Name(node.name)]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            if isinstance(target, ast.Name) and not target.id.startswith("_"):
+                yield node.lineno, target.id
 
 
 def _uses_megatron(source: Source) -> bool:

@@ -159,3 +159,15 @@ def test_light_packages_stay_light_also_by_way_of_others():
     assert len(list(rules.light_packages_stay_light([page, table]))) == 1
     assert list(rules.light_packages_stay_light([page, parse("mcore_rl/obs/table.py", "import json")])) == []
     assert list(rules.light_packages_stay_light([table])) == []
+
+
+def test_a_name_means_one_thing_on_a_floor():
+    step = parse("mcore_rl/train/step.py", "X = 1\ndef main(): ...\ndef _f(): ...")
+    copy = parse("mcore_rl/convert/copy.py", "from mcore_rl.a import X\ndef main(): ...\ndef _f(): ...")
+    assert list(rules.names_differ_on_a_floor([step, copy])) == []
+    for text in ("X = 2", "X: int = 2", "class X: ...", "def X(): ..."):
+        other = parse("mcore_rl/convert/hf/folder.py", text)
+        assert list(rules.names_differ_on_a_floor([step, other])) == [
+            "mcore_rl/convert/hf/folder.py:1: X is a name of mcore_rl/train/step.py too"
+        ]
+        assert list(rules.names_differ_on_a_floor([step, parse("mcore_rl/rl/folder.py", text)])) == []

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from mcore_rl.backend.cpu.compiled import library
 
-Bounds = tuple["Array[c_int64]", "Array[c_int64]"]
+BoundArrays = tuple["Array[c_int64]", "Array[c_int64]"]
 """Where each sequence begins and ends in the queries, and in the keys."""
 LANES, KEYS, ROWS, WIDTH = 48, 64, 8, 16
 """The most of each that the file uses, for the size of its scratch memory."""
@@ -48,7 +48,7 @@ def causal_attention(
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: Bounds
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: BoundArrays
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp `[B, N, s]` of each query's scores."""
     length, batch, heads, width = query.shape
@@ -65,7 +65,9 @@ class _CausalAttention(torch.autograd.Function):
     """`causal_attention` with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: Bounds) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: BoundArrays
+    ) -> Tensor:
         ctx.scale, ctx.bounds = scale, bounds
         query, key, value = _dense(query, key, value)
         output, lse = _forward(query, key, value, scale, bounds)

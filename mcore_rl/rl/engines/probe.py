@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.data.packing import PackingLimits, padded
+from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, padded
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.parallel.schedule import HeadOutput, Routing, run_pass
@@ -44,7 +44,6 @@ FEWEST, MOST = 6, 96
 number in a lower precision."""
 PACKED = 6
 """Sequences of one microbatch."""
-LENGTH_MULTIPLE = 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -27,10 +27,8 @@ from mcore_rl.rl.engines.served_routes import pick_layers, without_recomputed
 from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError
 from mcore_rl.rl.engines.server_fleet import ServerFleet
 from mcore_rl.rl.engines.weight_push import WeightPush
-from mcore_rl.rl.types import Completion, Group, Prompt, VersionSpan
+from mcore_rl.rl.types import BYTE_EXPERTS, Completion, Group, Prompt, VersionSpan
 
-MAX_BYTE = 256
-"""Experts whose indices fit into a byte."""
 SHARE = 1.25
 """Requests in progress on a server, as a multiple of the mean, beyond which a prompt goes to the one with fewest."""
 
@@ -370,7 +368,7 @@ class ServedEngine:
                 picked = without_recomputed(
                     server, picked, served.versions, num_prompt, may_miss=self._may_miss_routes
                 )
-            few = self._model.moe.num_experts <= MAX_BYTE and picked.min() >= 0
+            few = self._model.moe.num_experts <= BYTE_EXPERTS and picked.min() >= 0
             experts_TLK = torch.from_numpy(picked.astype(np.uint8 if few else np.int16))
         tokens_T, is_stopped = served.tokens_T, served.finish == "stop"
         if sampling.stop_strings:

@@ -22,7 +22,7 @@ from mcore_rl.parallel.agree import from_first_of_model, on_every_rank, world_ma
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import AskingEngine, Engine, Sampling
 from mcore_rl.rl.environments.interface import Message
-from mcore_rl.rl.environments.processes import Answer, EnvironmentCall, EnvironmentWorkers
+from mcore_rl.rl.environments.processes import EnvironmentAnswer, EnvironmentCall, EnvironmentWorkers
 from mcore_rl.rl.types import (
     Completion,
     Episode,
@@ -322,7 +322,7 @@ class Conversations:
         return requests
 
     def _next(
-        self, draft: _Draft, record: _Record, outcome: Answer | FailedScore, sampling: Sampling
+        self, draft: _Draft, record: _Record, outcome: EnvironmentAnswer | FailedScore, sampling: Sampling
     ) -> list[int] | None:
         """Take an answer in, and return the tokens with which the conversation goes on; None where it has ended."""
         assert draft.newest is not None
@@ -391,7 +391,7 @@ def _generate(
             draft.add(completion)
 
 
-def prompt_tokens(chat: Chat, start: Answer, max_tokens: int) -> tuple[int, ...]:
+def prompt_tokens(chat: Chat, start: EnvironmentAnswer, max_tokens: int) -> tuple[int, ...]:
     """Return the tokens of the messages with which an environment starts; DataError beyond rl.prompts.max_tokens."""
     if start.is_too_long:
         raise DataError("the environment starts with messages that are longer than rl.environment.max_tokens")

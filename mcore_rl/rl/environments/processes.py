@@ -19,7 +19,7 @@ from mcore_rl.rl.workers.pool import WorkerPool
 CHARACTERS_PER_TOKEN = 64
 """Characters beyond which a token has none: longer messages than this times the tokens that a conversation may have are
 not sent, nor made into tokens."""
-WANTED = "wanted: (messages, reward, whether it has ended)"
+REPLY_FORMS = "wanted: (messages, reward, whether it has ended)"
 
 MakeEnvironment = Callable[[], Environment]
 
@@ -33,7 +33,7 @@ class EnvironmentCall(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class EnvironmentAnswer:
     """Answer of an environment to one call."""
 
     state: bytes
@@ -47,7 +47,9 @@ class Answer:
 
 
 class EnvironmentWorkers(WorkerPool):
-    """Processes that run one kind of environment; `run` takes EnvironmentCall and returns Answer or FailedScore."""
+    """Processes that run one kind of environment; `run` takes EnvironmentCall, returns EnvironmentAnswer or
+    FailedScore.
+    """
 
     def __init__(self, make: MakeEnvironment, config: EnvironmentConfig) -> None:
         """Start the processes.
@@ -64,7 +66,9 @@ class EnvironmentWorkers(WorkerPool):
         )
 
 
-def _answer(make: MakeEnvironment, max_characters: int, call: EnvironmentCall) -> Answer | FailedScore:
+def _answer(
+    make: MakeEnvironment, max_characters: int, call: EnvironmentCall
+) -> EnvironmentAnswer | FailedScore:
     """Make one call of an environment."""
     with CaughtException() as guard:
         reward, is_done = 0.0, False
@@ -82,14 +86,14 @@ def _answer(make: MakeEnvironment, max_characters: int, call: EnvironmentCall) -
                     reward, is_done = float(value), bool(ended)
                 case _:
                     return FailedScore(
-                        "bad_reply", f"step returned {cut(repr(returned), MAX_TEXT // 2)}; {WANTED}"
+                        "bad_reply", f"step returned {cut(repr(returned), MAX_TEXT // 2)}; {REPLY_FORMS}"
                     )
             if not math.isfinite(reward):
                 return FailedScore("not_finite", f"the reward of a turn is {reward}")
         if isinstance(problem := _checked(messages, needs_one=not is_done), FailedScore):
             return problem
         is_too_long = sum(len(message["content"]) for message in problem) > max_characters
-        return Answer(
+        return EnvironmentAnswer(
             state=_pickled(environment),
             messages=() if is_too_long else problem,
             reward=reward,

@@ -8,7 +8,7 @@ from mcore_rl.data.chat import Chat, Conversation
 from mcore_rl.errors import DataError
 from mcore_rl.rl.environments.conversations import prompt_tokens
 from mcore_rl.rl.environments.make import environment_maker
-from mcore_rl.rl.environments.processes import Answer, EnvironmentCall, EnvironmentWorkers
+from mcore_rl.rl.environments.processes import EnvironmentAnswer, EnvironmentCall, EnvironmentWorkers
 from mcore_rl.rl.rewards.failures import FailedPart, failing_part
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.trial import NO_ANSWER
@@ -36,13 +36,13 @@ def try_environment(config: RlRunConfig, prompts: Sequence[Prompt], chat: Chat) 
         calls = [
             EnvironmentCall(start.state, text)
             for start, text in zip(starts, texts, strict=True)
-            if isinstance(start, Answer)
+            if isinstance(start, EnvironmentAnswer)
         ]
         answers = iter(workers.run(calls))
     failures = []
     for prompt, text, start in zip(prompts, texts, starts, strict=True):
         failure = start
-        if isinstance(start, Answer):
+        if isinstance(start, EnvironmentAnswer):
             failure = _failure(config, chat, start, text, next(answers))
         if failure is not None:
             problem = prompt.problem
@@ -66,7 +66,11 @@ def try_environment(config: RlRunConfig, prompts: Sequence[Prompt], chat: Chat) 
 
 
 def _failure(
-    config: RlRunConfig, chat: Chat, start: Answer, text: str, answer: Answer | FailedScore
+    config: RlRunConfig,
+    chat: Chat,
+    start: EnvironmentAnswer,
+    text: str,
+    answer: EnvironmentAnswer | FailedScore,
 ) -> FailedScore | None:
     """Return what is wrong with a start and the answer to one turn; None: nothing."""
     if isinstance(answer, FailedScore):

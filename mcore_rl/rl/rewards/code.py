@@ -14,7 +14,7 @@ from mcore_rl.rl.rewards.rules import answered
 from mcore_rl.rl.rewards.sandbox import ProgramResult, Sandbox, SandboxLimits
 from mcore_rl.rl.workers.failure import cut
 
-BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+CODE_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 """Fenced block of Markdown."""
 SHOWN = 200
 """Characters of a test, or of what a program wrote, in a reason."""
@@ -79,7 +79,7 @@ def program_of(completion: str, answer_pattern: str) -> str:
     """Return the program of a completion: what `answer_pattern` finds, or the last fenced block, or all of it."""
     if answer_pattern:
         return answered(completion, answer_pattern)
-    blocks = BLOCK.findall(completion)
+    blocks = CODE_BLOCK.findall(completion)
     return blocks[-1] if blocks else completion
 
 

@@ -16,7 +16,7 @@ from mcore_rl.config.extension import STEP_MODEL_PART
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.chat import Chat, Conversation
-from mcore_rl.data.packing import PackingLimits, plan_minibatches
+from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
 from mcore_rl.data.steps import read_steps, step_ends, step_token
 from mcore_rl.errors import DataError
 from mcore_rl.parallel.mesh import Mesh
@@ -30,9 +30,6 @@ from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.worker import Outcome, Score
 from mcore_rl.rl.types import Completion, Group
 from mcore_rl.rl.workers.failure import FailedScore
-
-LENGTH_MULTIPLE = 64
-"""Packed sequences are padded to a multiple of this, as those of the policy are."""
 
 
 class Reading(NamedTuple):

@@ -19,7 +19,7 @@ from mcore_rl.rl.rewards.code import code_function
 from mcore_rl.rl.rewards.failures import FailedPart
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
 from mcore_rl.rl.rewards.served import served_parts
-from mcore_rl.rl.rewards.worker import WANTED, Job, Outcome, RewardWorkers, Score
+from mcore_rl.rl.rewards.worker import SCORE_FORMS, Job, Outcome, RewardWorkers, Score
 from mcore_rl.rl.types import Completion, Group, Problem
 from mcore_rl.rl.workers.failure import FailedScore
 
@@ -214,7 +214,7 @@ def _with_an_applying_part(outcomes: Sequence[Outcome], weights: Sequence[float]
     found = list(outcomes)
     weighted = [index for index, weight in enumerate(weights) if weight]
     if weighted and not any(isinstance(one := found[r], FailedScore) or one.applies for r in weighted):
-        text = f"returned None (does not apply), as did every other part with a weight; {WANTED}"
+        text = f"returned None (does not apply), as did every other part with a weight; {SCORE_FORMS}"
         found[weighted[0]] = FailedScore("bad_reply", text)
     return found
 

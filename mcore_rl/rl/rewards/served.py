@@ -23,7 +23,7 @@ from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.worker import Outcome, outcome_of
 from mcore_rl.rl.workers.failure import MAX_TEXT, FailedScore, cut
 
-Answer = TypeVar("Answer")
+Parsed = TypeVar("Parsed")
 COMPLETIONS_PATH = "/chat/completions"
 """Path of an OpenAI-compatible server's chats, below the URL that ends in /v1."""
 
@@ -68,8 +68,8 @@ class RetryingClient:
         self._config = config
 
     def answers(
-        self, bodies: Sequence[Mapping[str, Any]], read: Callable[[Any, int], Answer], path: str | None = None
-    ) -> Iterator[Answer | FailedScore]:
+        self, bodies: Sequence[Mapping[str, Any]], read: Callable[[Any, int], Parsed], path: str | None = None
+    ) -> Iterator[Parsed | FailedScore]:
         """Yield what `read` makes of the answer to each body, given its index, in order, or why there is none.
 
         An answer that `read` refuses with a ServerError is no answer. Once a body has had
@@ -77,7 +77,7 @@ class RetryingClient:
         """
         is_down = False
 
-        def ask(index: int) -> Answer | FailedScore:
+        def ask(index: int) -> Parsed | FailedScore:
             nonlocal is_down
             wait_s = self._config.retry_s
             for tries_left in reversed(range(1 + self._config.retries)):

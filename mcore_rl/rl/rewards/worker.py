@@ -15,7 +15,7 @@ from mcore_rl.rl.workers.pool import GRACE_S, WorkerPool
 
 SCORE_KEYS = ("score", "reward")
 """Keys of a returned dict, one of which has the score."""
-WANTED = "wanted: a number, (number, reason), a dict with 'score', or steps [(end, value), ...]"
+SCORE_FORMS = "wanted: a number, (number, reason), a dict with 'score', or steps [(end, value), ...]"
 
 
 class Job(NamedTuple):
@@ -100,7 +100,7 @@ def _named(returned: Mapping[Any, Any]) -> tuple[Any, str]:
     found = [key for key in SCORE_KEYS if key in returned]
     if len(found) != 1:
         keys = cut(", ".join(map(str, returned)) or "none", MAX_TEXT // 2)
-        raise TypeError(f"the function returned a dict with the keys {keys}; {WANTED}")
+        raise TypeError(f"the function returned a dict with the keys {keys}; {SCORE_FORMS}")
     others = {key: value for key, value in returned.items() if key != found[0]}
     reason = [str(others.pop("reason"))] if others.get("reason") else []
     return returned[found[0]], "; ".join([*reason, *(f"{key}: {value}" for key, value in others.items())])

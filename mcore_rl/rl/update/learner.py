@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.data.packing import PackingLimits, plan_minibatches
+from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.schedule import Head, Routing, run_pass
@@ -45,10 +45,8 @@ from mcore_rl.rl.update.token_advantages import Advantages, at_positions, token_
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
 
-LENGTH_MULTIPLE = 64
-"""Packed sequences are padded to a multiple of this on a GPU, whose fast kernels are for round numbers of tokens."""
 CPU_LENGTH_MULTIPLE = 8
-"""The same on a CPU, where padding costs time alone."""
+"""Packed sequences are padded to a multiple of this on a CPU, where padding costs time alone."""
 
 RoutedPass = Callable[[Sequence[PolicyMicrobatch]], AbstractContextManager[Routing]]
 """Opens the routing of one pass over these microbatches: a method of `PolicyRoutes`."""
@@ -265,12 +263,12 @@ class Learner:
         rollouts = self.state.progress.step // self.config.updates_per_rollout
         return self.critic is not None and rollouts < self.config.rl.critic.warmup_rollouts
 
-    def updating(self) -> AbstractContextManager[None]:
-        """Have what the policy's updates need on the device inside, so that it is moved once for all of them."""
+    def optimizer_state_on_device(self) -> AbstractContextManager[None]:
+        """Keep gradients and optimizer state on the device inside, so that they are moved once for all updates."""
         residence = self.state.residence
         return residence.for_updates() if residence.moves and not self.critic_warms_up else nullcontext()
 
-    def pass_over(self) -> None:
+    def skip_step(self) -> None:
         """Count an optimizer step in which the policy stays as it is."""
         self.state.progress.step += 1
 
@@ -283,7 +281,7 @@ class Learner:
         """
         progress = self.state.progress
         if not minibatch.totals.num_tokens:
-            self.pass_over()
+            self.skip_step()
             return None
         microbatches = [
             self._with_teacher_advantages(
@@ -313,7 +311,7 @@ class Learner:
             )
         mixed: list[PolicyMicrobatch | LocalMicrobatch] = [*microbatches, *texts]
         with (
-            self.updating(),
+            self.optimizer_state_on_device(),
             self.routes.update(mixed, is_old_policy=minibatch.is_on_policy) as routing,
             self._proving(is_imposed=is_imposed),
         ):

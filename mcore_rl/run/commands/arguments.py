@@ -3,6 +3,7 @@
 import argparse
 
 from mcore_rl.config.trainings import TRAININGS
+from mcore_rl.launch.arguments import positive
 
 CONFIG_HELP = "the config: a .toml file, or the name of a recipe (`mcore-rl recipes`)"
 
@@ -16,14 +17,6 @@ def config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare nothing beside --help."""
-
-
-def positive(text: str) -> int:
-    """Return the number; argparse refuses one below 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}, wanted 1 or more")
-    return number
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

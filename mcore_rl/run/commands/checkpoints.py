@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from mcore_rl.run.commands.arguments import positive
+from mcore_rl.launch.arguments import positive
 
 BYTES_PER_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides, positive
+from mcore_rl.launch.arguments import positive
+from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides
 
 
 def generate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,8 @@ import math
 from pathlib import Path
 
 from mcore_rl.config.recipes import cluster_file
-from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides, add_program, positive
+from mcore_rl.launch.arguments import positive
+from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides, add_program
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     found = examine()
     if args.nodes:
         return _on_nodes(args.nodes, found)
-    text = json.dumps(found, indent=1) if args.json else "\n".join(readable(found))
+    text = json.dumps(found, indent=1) if args.json else "\n".join(lines_of(found))
     sys.stdout.write(f"{text}\n")
     return FAULTY if found["faults"] else 0
 
@@ -65,7 +65,7 @@ def _on_nodes(folder: Path, found: dict[str, Any]) -> int:
         return 0
     num_nodes = world_size_of_launcher()
     answers = nodes.answers(folder, num_nodes)
-    lines = {host: list(readable(dict(findings))) for host, findings in answers.items()}
+    lines = {host: list(lines_of(dict(findings))) for host, findings in answers.items()}
     text = nodes.report(answers, lines, num_nodes)
     write_atomically(folder / nodes.REPORT, "\n".join(text) + "\n")
     sys.stdout.write("\n".join(text) + "\n")
@@ -248,7 +248,7 @@ def faults(found: Found) -> Iterator[str]:
         yield f"a process may open {soft} files only, {OPEN_FILES} are wanted: ulimit -n {min(hard, OPEN_FILES)}"
 
 
-def readable(found: dict[str, Any]) -> Iterator[str]:
+def lines_of(found: dict[str, Any]) -> Iterator[str]:
     """Yield the lines for people."""
     yield "versions   " + ", ".join(f"{name} {value}" for name, value in found["versions"].items())
     for index, device in enumerate(found["devices"]):

@@ -25,7 +25,7 @@ from mcore_rl.run.study.figures import as_svg
 from mcore_rl.run.study.table import as_json, as_markdown, read_run, rows_of
 
 RESULTS = ("study.md", "study.json", "study.svg")
-MARK = "written by mcore-rl study"
+STUDY_MARK = "written by mcore-rl study"
 """In each of them, by which an earlier one is known."""
 
 
@@ -119,7 +119,9 @@ def refuse_other_files(folder: Path, config: Path) -> None:
             folder / name,
             [("STUDY", config)],
             overwrite=True,
-            foreign=lambda path: None if has_mark(path, MARK) else "was not written by `mcore-rl study`",
+            foreign=lambda path: (
+                None if has_mark(path, STUDY_MARK) else "was not written by `mcore-rl study`"
+            ),
         )
 
 
@@ -137,8 +139,8 @@ def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
         unfinished.append(f"{waiting} of {len(runs)} runs, which have not begun")
     if unfinished:
         text += f"\nNot in the table, because not done: {'; '.join(unfinished)}.\n"
-    settings = {"comment": MARK} | study.model_dump(mode="json", exclude={"run_dir", "budget_minutes"})
-    comment = f"<!-- {MARK} -->\n"
+    settings = {"comment": STUDY_MARK} | study.model_dump(mode="json", exclude={"run_dir", "budget_minutes"})
+    comment = f"<!-- {STUDY_MARK} -->\n"
     out = Path(study.run_dir)
     make_folder(out, "Choose another run_dir.")
     with disk_errors_explained(

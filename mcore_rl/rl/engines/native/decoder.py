@@ -17,9 +17,7 @@ from mcore_rl.model.layers.cache import LayerCache, StepTokens
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
 from mcore_rl.rl.engines.native.scheduler import Copy
-
-MAX_BYTE = 256
-"""Experts whose numbers fit into a byte."""
+from mcore_rl.rl.types import BYTE_EXPERTS
 
 
 class Decoder:
@@ -50,7 +48,7 @@ class Decoder:
             self.moe_layers = [layer for layer, _ in found]
             self._routers = [router for _, router in found]
         routes = (*shape, len(self._routers), self._config.moe_router_topk)
-        few = (self._config.num_moe_experts or 0) <= MAX_BYTE
+        few = (self._config.num_moe_experts or 0) <= BYTE_EXPERTS
         self._routes = torch.zeros(routes, dtype=torch.uint8 if few else torch.int16, device=self.device)
 
     @property

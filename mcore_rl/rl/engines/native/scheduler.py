@@ -57,7 +57,7 @@ class Copy:
     length: int
 
 
-class Row(NamedTuple):
+class StepToken(NamedTuple):
     """A token that a step computes."""
 
     token: int
@@ -73,7 +73,7 @@ class Step:
     copies: tuple[Copy, ...]
     num_decode: int
     spans: tuple[PromptSpan, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[StepToken, ...]
     """All of these tokens, in this order."""
     drawing: tuple[int, ...]
     """Slots that draw a token: those that decode, then those whose span ends with their prompt, with its followers."""
@@ -117,7 +117,7 @@ class Scheduler:
             if half_slot != num_decode:
                 copies.insert(0, Copy(half_slot, num_decode, half.cached))
         rows = [
-            Row(draft.tokens_T[-1] if draft.tokens_T else draft.prompt_T[-1], slot, draft.cached)
+            StepToken(draft.tokens_T[-1] if draft.tokens_T else draft.prompt_T[-1], slot, draft.cached)
             for slot, draft in enumerate(self.active[:num_decode])
         ]
         spans: list[PromptSpan] = []
@@ -128,7 +128,7 @@ class Scheduler:
             is_whole = stop == len(draft.prompt_T)
             followers = self._admit_followers(draft.group) if is_whole else ()
             spans.append(PromptSpan(slot, draft.cached, stop, followers))
-            rows += [Row(draft.prompt_T[place], slot, place) for place in range(draft.cached, stop)]
+            rows += [StepToken(draft.prompt_T[place], slot, place) for place in range(draft.cached, stop)]
             if is_whole:
                 drawing += spans[-1].drawing
             budget -= stop - draft.cached

@@ -59,7 +59,7 @@ def test_a_cpu_names_the_build_of_its_compiled_layers() -> None:
     finally:
         torch.set_num_threads(threads)
     assert found["cpu"]["build"] == build_id() and library_path().is_file()
-    (line,) = [line for line in doctor.readable(found) if line.startswith("CPU ")]
+    (line,) = [line for line in doctor.lines_of(found) if line.startswith("CPU ")]
     assert line.startswith(
         f"CPU        compiled layers, build {build_id()} (a run of one rank has 2 threads here"
     )
