@@ -23,7 +23,7 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.base import Capabilities, Sampling, check_request
+from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling, check_request
 from mcore_rl.rl.engines.make import Decode
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.types import Completion, Group, Prompt, VersionSpan, grown_routes
@@ -32,7 +32,7 @@ SEGMENT_TOKENS = 4
 """Tokens that are generated between two moments at which the weights may change."""
 
 
-class CopiedEngine:
+class CopiedEngine(QuietEngine):
     """The native engine on a copy of the policy, asked from several threads."""
 
     asks = True

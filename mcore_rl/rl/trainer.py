@@ -11,7 +11,6 @@ from mcore_rl.obs.peak import peak_flops
 from mcore_rl.obs.performance import memory_metrics, speed_metrics
 from mcore_rl.parallel.schedule import MAX
 from mcore_rl.plan.flops import train_flops_by_length
-from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.measure.routing_split import policy_split, rollout_split
 from mcore_rl.rl.models.critic import Critic, critic_metrics
 from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
@@ -258,11 +257,9 @@ class RlTrainer(Trainer):
             *memory_metrics(state.platform.device),
             *self._waiting_metrics(),
         ]
-        engine = self.rollouts.engine
-        if isinstance(engine, ServedEngine):
-            metrics += engine.take_metrics()
-            for line in engine.take_lines():
-                self.log.message(line, step=state.progress.step)
+        metrics += self.rollouts.engine.take_metrics()
+        for line in self.rollouts.engine.take_lines():
+            self.log.message(line, step=state.progress.step)
         metrics += take_auxiliary_losses(state)
         if self._load is not None:
             metrics += self._load.gather(state.mesh).metrics()

@@ -15,7 +15,7 @@ from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import Mesh, build_mesh
-from mcore_rl.rl.engines.base import Capabilities, Engine, Sampling
+from mcore_rl.rl.engines.base import Capabilities, Engine, QuietEngine, Sampling
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rollouts.prompts import TaskProblems, TaskPrompts
@@ -27,7 +27,7 @@ from mcore_rl.train.state import Progress
 PROMPTS, SIZE = 4, 4
 
 
-class ScriptedEngine:
+class ScriptedEngine(QuietEngine):
     """An engine whose completions are as long as their seed says; every third prompt's are all of one length."""
 
     capabilities = Capabilities(max_tokens=100, routes=False, seeded=True)

@@ -160,6 +160,16 @@ def compiled_layers_have_one_door(source: Source) -> Iterator[str]:
                 yield f"{source.path}:{line}: imports {name}"
 
 
+def engines_are_one_protocol(source: Source) -> Iterator[str]:
+    """Outside of rl/engines nobody asks of which class a rollout engine is: `Engine` has what a run needs."""
+    if PurePosixPath("mcore_rl/rl/engines") in source.path.parents:
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and _dotted(node.func) == "isinstance":
+            names = (_dotted(name).rpartition(".")[2] for name in ast.walk(node.args[1]))
+            yield from (f"{source.path}:{node.lineno}: {name}" for name in names if name.endswith("Engine"))
+
+
 def megatron_stays_in_its_packages(source: Source) -> Iterator[str]:
     """Programs, logs and configs do not know Megatron."""
     for line, name in source.imports():
@@ -269,6 +279,7 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     packages_are_floors,
     only_the_mesh_asks_parallel_state,
     compiled_layers_have_one_door,
+    engines_are_one_protocol,
     megatron_stays_in_its_packages,
     imports_are_absolute,
     nothing_prints,

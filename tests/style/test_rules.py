@@ -39,6 +39,8 @@ from tests.style.rules import parse
             "x = 1\nimport mcore_rl.model.layers.cpu.norm",
             2,
         ),
+        (rules.engines_are_one_protocol, "rl/trainer.py", "if isinstance(engine, ServedEngine):\n    x()", 1),
+        (rules.engines_are_one_protocol, "run/a.py", "x = 1\nisinstance(x.y, base.AskingEngine | None)", 2),
         (rules.megatron_stays_in_its_packages, "run/a.py", "import megatron.core", 1),
         (rules.megatron_stays_in_its_packages, "obs/a.py", "from megatron.core import x", 1),
         (rules.imports_are_absolute, "train/a.py", "from .state import x", 1),
@@ -108,6 +110,8 @@ def test_an_offence_is_seen_at_its_line(rule, path, text, line):
         (rules.the_environment_is_read_in_the_backend, "backend/a.py", "import os\nos.environ['A']"),
         (rules.only_files_renames, "train/a.py", "'a b'.replace(' ', '')\nreplace(x)\nself.replace(f)"),
         (rules.only_files_renames, "files.py", "import os\nos.replace(a, b)"),
+        (rules.engines_are_one_protocol, "rl/engines/base.py", "isinstance(engine, AskingEngine)"),
+        (rules.engines_are_one_protocol, "rl/a.py", "isinstance(error, EngineError)"),
         (
             rules.module_globals_do_not_change,
             "train/a.py",

@@ -19,7 +19,7 @@ class EngineConfig(Section):
     kind: Literal["native", "vllm", "sglang"] | Extension = "native"
     """Engine; `native`: the modules that train; `vllm` and `sglang`: servers, started by the run (`count`) or before it
     (`urls`), which get the new weights after every rollout batch; `module:name`: a function of your own with the
-    arguments of rl.engines.make.native_engine."""
+    arguments of rl.engines.make.native_engine, which returns an rl.engines.base.Engine."""
     slots: PositiveInt | Literal["auto"] = "auto"
     """Most completions in progress at a time: with `native` on each replica of the model, where each takes keys and
     values of the longest; with servers on each one that is started (--max-num-seqs, --max-running-requests); `auto`:

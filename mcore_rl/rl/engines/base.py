@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from mcore_rl.config.rl.rollout import RolloutConfig
-from mcore_rl.errors import EngineError
+from mcore_rl.errors import ConfigError, EngineError
+from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Group, Prompt
 
@@ -95,6 +96,43 @@ class Engine(Protocol):
         both in order. Raises EngineError before any work when a request cannot be served.
         """
 
+    def describe(self) -> list[str]:
+        """Return lines for the log at the start of a run, after the first update of the weights."""
+
+    def listen(self, message: Callable[[str], None], /) -> None:
+        """Call `message` with a line for the log, at once and from any thread, when something happens to the engine."""
+
+    def take_lines(self) -> list[str]:
+        """Return lines for the log on what happened since the last call."""
+
+    def take_metrics(self) -> list[Metric]:
+        """Return the engine's own metrics since the last call; the metrics of completions are not among them."""
+
+    def close(self) -> None:
+        """End what the engine has started: threads, requests, servers."""
+
+
+class QuietEngine:
+    """Base of an engine that has nothing to report, and nothing to end: the last five methods of `Engine`."""
+
+    def describe(self) -> list[str]:
+        """Return no line."""
+        return []
+
+    def listen(self, message: Callable[[str], None], /) -> None:
+        """Call nothing: nothing happens to the engine."""
+
+    def take_lines(self) -> list[str]:
+        """Return no line."""
+        return []
+
+    def take_metrics(self) -> list[Metric]:
+        """Return no metric."""
+        return []
+
+    def close(self) -> None:
+        """End nothing."""
+
 
 @runtime_checkable
 class AskingEngine(Engine, Protocol):
@@ -113,6 +151,17 @@ class AskingEngine(Engine, Protocol):
         """Return a group of `request_group`, whose completions have the routes of all layers, with those of this
         pipeline stage's layers alone.
         """
+
+
+def asking(engine: Engine) -> AskingEngine:
+    """Return the engine, which generates while the policy trains; ConfigError for one that does not."""
+    if not isinstance(engine, AskingEngine):
+        raise ConfigError(
+            f"rl.rollout.max_staleness is above 0, and the rollout engine, {type(engine).__name__}, has no `asks`, "
+            "`request_group` and `of_this_stage` (rl.engines.base.AskingEngine) to generate while the policy trains. "
+            "Give it these, or set max_staleness=0."
+        )
+    return engine
 
 
 def check_request(

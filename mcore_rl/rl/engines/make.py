@@ -13,7 +13,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.processes.launcher import environment_variable
-from mcore_rl.rl.engines.base import Capabilities, Engine, Sampling
+from mcore_rl.rl.engines.base import Capabilities, Engine, QuietEngine, Sampling
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.engines.served import ServedEngine
@@ -161,5 +161,17 @@ ENGINES: dict[str, Callable[[RlRunConfig, Sequence[nn.Module], Mesh, Decode], En
 
 
 def make_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
-    """Collective over the world: make the engine of `rl.engine.kind`; `decode` turns token ids into text."""
-    return choose("rl.engine.kind", config.rl.engine.kind, ENGINES)(config, chunks, mesh, decode)
+    """Collective over the world: make the engine of `rl.engine.kind`; `decode` turns token ids into text.
+
+    Raises:
+        ConfigError: an engine of the user's own lacks members of `Engine`.
+    """
+    engine = choose("rl.engine.kind", config.rl.engine.kind, ENGINES)(config, chunks, mesh, decode)
+    if missing := [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]:
+        quiet = [name for name in missing if hasattr(QuietEngine, name)]
+        raise ConfigError(
+            f"rl.engine.kind={config.rl.engine.kind} makes {type(engine).__name__}, which has no {', '.join(missing)} "
+            "(rl.engines.base.Engine). Add them"
+            + (f"; rl.engines.base.QuietEngine as a base has {', '.join(quiet)}." if quiet else ".")
+        )
+    return engine

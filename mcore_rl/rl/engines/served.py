@@ -95,7 +95,7 @@ class ServedEngine:
         self._pool = ThreadPoolExecutor(config.requests, "server_request") if self.asks else None
         self._names = (f"{mesh.world.rank}-{number}" for number in itertools.count())
         self._push: tuple[list[str], WeightPush] | None = None
-        self.on_event: Callable[[str], None] | None = None
+        self._message: Callable[[str], None] | None = None
         """Called at once with a line for the log, by any thread, when a server is lost; None: nobody listens."""
         self._metrics: list[Metric] = []
         self._lines: list[str] = []
@@ -210,6 +210,14 @@ class ServedEngine:
             Metric("servers/probe_nats", report.probe),
         ]
 
+    def describe(self) -> list[str]:
+        """Return no line: the servers that answer are among those of `take_lines`."""
+        return []
+
+    def listen(self, message: Callable[[str], None], /) -> None:
+        """Call `message` with a line for the log when a server is lost."""
+        self._message = message
+
     def take_metrics(self) -> list[Metric]:
         """Return the metrics of updates since the last call."""
         metrics, self._metrics = self._metrics, []
@@ -311,8 +319,8 @@ class ServedEngine:
                 if is_lost := not is_living and server in state.living:
                     state.living = tuple(url for url in state.living if url != server)
                     state.lost[server] = reasons[server]
-            if is_lost and self.on_event is not None:
-                self.on_event(
+            if is_lost and self._message is not None:
+                self._message(
                     f"{server} is lost, {len(state.living)} are left: {reasons[server]}. Its completions are asked of "
                     "the others"
                 )

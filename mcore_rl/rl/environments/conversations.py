@@ -20,7 +20,7 @@ from mcore_rl.data.chat import Conversation as Messages
 from mcore_rl.errors import DataError
 from mcore_rl.parallel.agree import from_first_of_model, on_every_rank, world_max
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.base import AskingEngine, Engine, Sampling
+from mcore_rl.rl.engines.base import Engine, Sampling, asking
 from mcore_rl.rl.environments.interface import Message
 from mcore_rl.rl.environments.processes import EnvironmentAnswer, EnvironmentCall, EnvironmentWorkers
 from mcore_rl.rl.types import (
@@ -180,10 +180,8 @@ class Conversations:
         Raises:
             EngineError: no server gives a turn.
         """
-        engine, workers = self._engine, self._workers
-        assert isinstance(engine, AskingEngine) and workers is not None, (
-            "only the rank that asks holds groups"
-        )
+        engine, workers = asking(self._engine), self._workers
+        assert workers is not None, "only the rank that asks holds groups"
         with ThreadPoolExecutor(len(seeds_G), f"turn-{index}") as threads:
 
             def generate(

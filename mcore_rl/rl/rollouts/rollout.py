@@ -18,7 +18,7 @@ from mcore_rl.data.steps import step_token
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.base import AskingEngine, Engine, Sampling
+from mcore_rl.rl.engines.base import Engine, Sampling, asking
 from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on
 from mcore_rl.rl.passes.batch import SampleShape, TrainedSample
@@ -295,8 +295,8 @@ class Rollouts:
         """Take the rollout batch of the prompts from `cursor` on out of `flow`, and score it as it is."""
         start_s = time.perf_counter()
         taken_groups, period_s = flow.take(cursor)
-        assert isinstance(self.engine, AskingEngine)
-        groups = [self.engine.of_this_stage(group) for group in taken_groups]
+        engine = asking(self.engine)
+        groups = [engine.of_this_stage(group) for group in taken_groups]
         taken = self._scored(
             dict(zip(flow.own_positions, groups, strict=True)),
             self.sampling,

@@ -29,8 +29,6 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.processes.launcher import world_size_of_launcher
 from mcore_rl.processes.rank_guard import rank_guard
-from mcore_rl.rl.engines.native.engine import MegatronEngine
-from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.environments.trial import try_environment
 from mcore_rl.rl.models.critic import Critic, critic_routes
 from mcore_rl.rl.models.frozen_model import FrozenModel, model_to_freeze
@@ -86,12 +84,9 @@ def train(config: RlRunConfig) -> None:
             if config.rl.rollout.max_staleness:
                 rollouts.flow = stack.enter_context(closing(make_flow(config, rollouts, run.state.progress)))
             rollouts.update_weights(run.state.progress.step)
-            if isinstance(rollouts.engine, ServedEngine):
-                rollouts.engine.on_event = run.log.message
-                for line in rollouts.engine.take_lines():
-                    run.log.message(line)
-            if isinstance(rollouts.engine, MegatronEngine) and platform.device.type == "cuda":
-                run.log.message(rollouts.engine.describe())
+            rollouts.engine.listen(run.log.message)
+            for line in [*rollouts.engine.describe(), *rollouts.engine.take_lines()]:
+                run.log.message(line)
             routes = PolicyRoutes(run.state, config)
             reference, vocab_size = load_reference(config, run), prompts.tokenizer.vocab_size
             critic = make_critic(config, run)

@@ -19,9 +19,8 @@ from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.base import AskingEngine, sampling_of
+from mcore_rl.rl.engines.base import asking, sampling_of
 from mcore_rl.rl.engines.make import make_engine
-from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.environments.make import environment_maker
 from mcore_rl.rl.environments.processes import EnvironmentWorkers
@@ -201,13 +200,7 @@ def reader_of(source: RewardModelSource, separator: str, tokenizer: Tokenizer) -
 
 def make_flow(config: RlRunConfig, rollouts: Rollouts, progress: Progress) -> GroupFlow:
     """Return the flow of groups for the rollout batches that the run has left; ConfigError for an engine without."""
-    engine, rollout, updates = rollouts.engine, config.rl.rollout, config.updates_per_rollout
-    if not isinstance(engine, AskingEngine):
-        raise ConfigError(
-            f'rl.rollout.max_staleness={rollout.max_staleness} with rl.engine.kind="{config.rl.engine.kind}", which '
-            "has no `asks`, `request_group` and `of_this_stage` (rl.engines.base.AskingEngine) to generate while the "
-            "policy trains. Give it these, or set max_staleness=0."
-        )
+    engine, rollout, updates = asking(rollouts.engine), config.rl.rollout, config.updates_per_rollout
     request = engine.request_group if rollouts.conversations is None else rollouts.conversations.hold_group
     return GroupFlow(
         lambda index, prompt: request(index, prompt, rollouts.sampling, rollouts.seeds(index)),
@@ -239,8 +232,7 @@ def open_rollouts(
         if runs_rewards(mesh):
             reward = stack.enter_context(Reward(rl.reward, max_new_tokens=rl.max_completion_tokens))
         engine, conversations = make_engine(config, chunks, mesh, tokenizer.decode), None
-        if isinstance(engine, ServedEngine):
-            stack.callback(engine.close)
+        stack.callback(engine.close)
         if rl.environment.name is not None:
             make, workers = on_every_rank(lambda: environment_maker(rl.environment)), None
             if runs_rewards(mesh):

@@ -18,7 +18,7 @@ from mcore_rl.model.build import settle_weights
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
-from mcore_rl.rl.engines.base import Capabilities, Sampling, StopStrings, check_request
+from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling, StopStrings, check_request
 from mcore_rl.rl.engines.native.decoder import Decoder
 from mcore_rl.rl.engines.native.graphs import NextToken, StaticDecode, reason_against_graphs
 from mcore_rl.rl.engines.native.routes import gather_layers
@@ -30,7 +30,7 @@ Listener = Callable[[int, int, Sequence[int]], None]
 """Called for every drawn token with the index of its prompt, its index in the group, and the completion so far."""
 
 
-class MegatronEngine:
+class MegatronEngine(QuietEngine):
     """Continuous batching over a cache of keys and values, on any mesh.
 
     The ranks of one model (its tensor- and pipeline-parallel ones) are given the same requests; each of the other
@@ -83,14 +83,14 @@ class MegatronEngine:
         """The reason why steps are not CUDA graphs; None: they are."""
         self._has_fixed_shapes = self.why_no_graphs is None if has_fixed_shapes is None else has_fixed_shapes
 
-    def describe(self) -> str:
-        """Return one line for the log."""
+    def describe(self) -> list[str]:
+        """Return the number of slots, and how steps are computed."""
         how = (
             f"step by step: {self.why_no_graphs}"
             if self.why_no_graphs
             else "steps without prompts as CUDA graphs"
         )
-        return f"rollout engine: native, {self._num_slots} slots, {how}"
+        return [f"rollout engine: native, {self._num_slots} slots, {how}"]
 
     @property
     def capabilities(self) -> Capabilities:

@@ -131,7 +131,7 @@ def test_a_request_that_fails_is_made_by_the_other_server_with_the_same_seed(
                 assert group.completions[0].tokens_T == wanted.tokens_T
         ours.servers[0].__exit__()
         events: list[str] = []
-        ours.engine.on_event = events.append
+        ours.engine.listen(events.append)
         groups = ours.engine.generate(prompts, EIGHT, seeds)
         (event,) = events
         assert event.startswith(f"{ours.servers[0].url} is lost, 1 are left: ") and "refused" in event
