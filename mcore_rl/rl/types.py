@@ -144,16 +144,6 @@ class Completion:
         return ((0, len(self.tokens_T)),) if self.episode is None else self.episode.spans
 
     @property
-    def sampled_T(self) -> tuple[bool, ...] | None:
-        """Which tokens the policy sampled; None: all of them."""
-        if self.episode is None:
-            return None
-        is_sampled_T = [False] * len(self.tokens_T)
-        for start, end in self.episode.spans:
-            is_sampled_T[start:end] = [True] * (end - start)
-        return tuple(is_sampled_T)
-
-    @property
     def num_sampled(self) -> int:
         """Number of tokens that the policy sampled."""
         return sum(end - start for start, end in self.sampled_spans)

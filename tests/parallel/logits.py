@@ -14,7 +14,6 @@ from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.mesh import Axis, Mesh, build_mesh, seed_ranks
 from mcore_rl.parallel.schedule import HeadOutput, run_pass
-from mcore_rl.parallel.sequence import unzigzag
 from tests.hf_weights import to_global
 
 Tensors = dict[str, Tensor]
@@ -39,6 +38,13 @@ def gather_vocabulary(local: Tensor, tp: Axis) -> Tensor:
     shards = [torch.empty_like(local) for _ in range(tp.size)]
     dist.all_gather(shards, local.detach().contiguous(), group=tp.group)
     return torch.cat(shards, dim=-1)
+
+
+def unzigzag(shards: list[Tensor], dim: int = 1) -> Tensor:
+    """The full sequence from the shards of all context-parallel ranks, in rank order: the inverse of `zigzag`."""
+    # Rank r has chunks r and 2*cp-1-r: the second chunks come in descending order of ranks.
+    first, second = zip(*(shard.chunk(2, dim=dim) for shard in shards), strict=True)
+    return torch.cat([*first, *reversed(second)], dim=dim) if len(shards) > 1 else shards[0]
 
 
 def gather_positions(local: Tensor, cp: Axis) -> Tensor:

@@ -17,7 +17,8 @@ from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.linear import ReplicatedLinear
 from mcore_rl.model.layers.packed import packed_params
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
-from mcore_rl.parallel.sequence import unzigzag, zigzag
+from mcore_rl.parallel.sequence import zigzag
+from tests.parallel.logits import unzigzag
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 from tests.unit.model.layers import oracles

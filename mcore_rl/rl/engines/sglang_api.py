@@ -168,10 +168,6 @@ class SglangApi:
         """Return the version of SGLang."""
         return str(self._info("version"))
 
-    def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Let the server's workers join the group that `info` describes."""
-        self._succeeds("/init_weights_update_group", info)
-
     def world_size(self) -> int:
         """Return the number of the server's workers."""
         return int(self._info("tp_size")) * int(self._info("pp_size"))

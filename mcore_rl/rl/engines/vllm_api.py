@@ -171,11 +171,6 @@ class VllmApi:
         except (KeyError, TypeError):
             raise ServerError(f"{self.url}/version: no version in {answer}") from None
 
-    def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Let the server's workers join the transport that `info` describes, such as a group of NCCL."""
-        body = {"init_info": dict(info)}
-        self._http.post("/init_weight_transfer_engine", body, timeout_s=self._update_s)
-
     def world_size(self) -> int:
         """Return the number of the server's workers."""
         answer = self._http.get("/get_world_size", timeout_s=self._update_s)

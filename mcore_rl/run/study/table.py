@@ -51,8 +51,6 @@ TAIL = 0.2
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t at 97.5 % for 1, 2, ... degrees of freedom."""
 
-Values = Mapping[str, Sequence[float]]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyRun:

@@ -312,7 +312,7 @@ def test_turns_of_an_environment_are_steps_and_text_steps_are_of_the_last_turn()
     def spelled(tokens):
         return "".join(pieces[t] for t in tokens)
 
-    assert completion.sampled_T == (True, True, False, True, True)
+    assert completion.sampled_spans == ((0, 2), (3, 5))
     # Indices are among the four sampled tokens: the first turn ends at 1, "de" of the second at 2.
     steps = token_steps(completion, (TextStep(2, 4.0), TextStep(3, 8.0)), spelled, 2.0)
     assert steps == [StepReward(1, 0.5), StepReward(2, 4.0), StepReward(3, 10.0)]

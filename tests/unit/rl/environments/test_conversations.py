@@ -64,8 +64,7 @@ def test_masks_and_logprobs_are_those_of_a_teacher_forced_pass_over_the_whole_co
     assert difference_T[batch.mask_T].max() < 1e-5
     assert batch.lengths_N.tolist() == [one.num_sampled for _, one in pairs]
     sampled = [
-        [token for token, is_sampled in zip(one.tokens_T, one.sampled_T or (), strict=True) if is_sampled]
-        for _, one in pairs
+        [token for start, end in one.sampled_spans for token in one.tokens_T[start:end]] for _, one in pairs
     ]
     assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [
         token for tokens in sampled for token in tokens
