@@ -44,7 +44,6 @@ from bench.clock import (
     write_results,
 )
 from mcore_rl import checksums
-from mcore_rl.checkpoint.folder import MANIFEST
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
@@ -52,6 +51,7 @@ from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.families import hf_config, weight_map
+from mcore_rl.folders.checkpoint import MANIFEST
 from mcore_rl.run.commands.checkpoints import num_bytes
 
 GIB = 2**30

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TypeVar
 
-from mcore_rl.checkpoint.folder import Marker, write_marker
 from mcore_rl.config.changes import kind_of_config
 from mcore_rl.config.run import RunConfig
+from mcore_rl.folders.checkpoint import Marker, write_marker
 
 C = TypeVar("C", bound=RunConfig)
 

@@ -19,7 +19,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checkpoint.folder import read_marker, write_marker
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.exporting import ExportOptions, plan_export
@@ -27,6 +26,7 @@ from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.convert.megatron.layouts import KeyLayout
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.errors import McoreRlError
+from mcore_rl.folders.checkpoint import read_marker, write_marker
 from tests.conversion import exported, imported, quiet, saved
 
 KILL_EVERY = 6

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from mcore_rl.backend.saved_files import pickles
 from mcore_rl.backend.saved_files.archives import FilePart, FileRange, damaged_record, recorded_crc32
-from mcore_rl.checkpoint.folder import COMMON, FORMAT_FILE, METADATA, Marker, others
 from mcore_rl.checksums import crc32_of
 from mcore_rl.errors import DamagedCheckpointError
+from mcore_rl.folders.checkpoint import COMMON, FORMAT_FILE, METADATA, Marker, others
 
 DESCRIPTIONS = (METADATA, COMMON, FORMAT_FILE)
 """Files that describe the others; they are small."""

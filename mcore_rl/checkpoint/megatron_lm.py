@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.backend.saved_files.pickles import load_common
-from mcore_rl.checkpoint.folder import COMMON
 from mcore_rl.config.changes import ConfigChange
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families import family_of
 from mcore_rl.families.family import Family, yarn
 from mcore_rl.families.same_model import model_changes
+from mcore_rl.folders.checkpoint import COMMON
 
 ABSENT: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (False, None),

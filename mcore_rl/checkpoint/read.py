@@ -22,24 +22,21 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.backend.saved_files import pickles
 from mcore_rl.backend.saved_files.archives import FilePart, FileRange
-from mcore_rl.checkpoint.folder import (
-    COMMON,
-    FORMAT_FILE,
-    LATEST,
-    MARKER,
-    METADATA,
-    Marker,
-    check,
-    checkpoints_in,
-    others,
-    step_of,
-)
 from mcore_rl.checkpoint.integrity import check_descriptions, check_identity, check_part
 from mcore_rl.checkpoint.megatron_lm import args_changes, read_args
 from mcore_rl.config.changes import config_changes, listing
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.families.same_model import model_changes
+from mcore_rl.folders.checkpoint import (
+    COMMON,
+    FORMAT_FILE,
+    MARKER,
+    Marker,
+    check,
+    find_checkpoint,
+    others,
+)
 from mcore_rl.model.heads import SCORE_WEIGHT
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
@@ -49,10 +46,6 @@ OWN_ENTRY = "mcore_rl"
 OPTIMIZER = "optimizer."
 CRITIC = "critic."
 """Beginning of the keys of the critic's weights and optimizer state, which a run of PPO saves beside the policy's."""
-MAX_DIGITS = 18
-"""Most digits of a step."""
-RELEASE = "release"
-"""Name that Megatron-LM gives a checkpoint without a step, and its LATEST."""
 MAX_LISTED = 3
 """Most differences that a message lists."""
 MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingException, *pickles.MALFORMED)
@@ -143,43 +136,6 @@ def read(
             f"{stored.path} cannot be read: {_reason(error)}. {others(stored.path)}"
         ) from error
     return loaded
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that `path` means: itself, the newest inside, or the newest of the run of that folder."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not there. {others(path)}")
-    if any((path / name).exists() for name in (MARKER, METADATA, FORMAT_FILE)) or step_of(path) is not None:
-        return path
-    marked = [inside for inside in checkpoints_in(path) if (inside / MARKER).exists()]
-    if marked:
-        return marked[-1]
-    if (path / LATEST).is_file():
-        return _tracked(path)
-    if (path / "checkpoints").is_dir():
-        return find_checkpoint(path / "checkpoints")
-    raise CheckpointError(f"{path} holds no checkpoint: {_foreign(path)}")
-
-
-def _tracked(path: Path) -> Path:
-    """Return the checkpoint that LATEST names, as Megatron-LM writes it; CheckpointError when it names none."""
-    text = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    is_step = text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
-    found = path / (f"iter_{int(text):07d}" if is_step else text)
-    if (is_step or text == RELEASE) and found.is_dir():
-        return found
-    there = [entry.name for entry in (*checkpoints_in(path), path / RELEASE) if entry.is_dir()]
-    holds = (
-        f"names {found.name}, which is not there" if is_step or text == RELEASE else f"holds {text[:40]!r}"
-    )
-    raise CheckpointError(
-        f"{path / LATEST} {holds}; wanted the step of a checkpoint, or {RELEASE!r}. "
-        + (
-            f"Name one of {', '.join(there)} itself, or write its step into the file"
-            if there
-            else f"There is no checkpoint in {path}"
-        )
-    )
 
 
 def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
@@ -347,16 +303,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _foreign(path: Path) -> str:
-    names = {entry.name for entry in path.iterdir()}
-    if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
-        return "it is a Hugging Face model. Convert it to a Megatron checkpoint first"
-    if "snapshots" in names:
-        return "it is a folder of the Hugging Face cache. Name the folder in its snapshots that has the files"
-    if any(name.startswith("mp_rank_") for name in names):
-        return "it is in Megatron-LM's old format `torch`. Convert it to `torch_dist` with Megatron-LM first"
-    if any(name.startswith("iter_") for name in names):
-        return f"its {', '.join(sorted(n for n in names if n.startswith('iter_')))} are not complete"
-    return "expected iter_* folders, or the files of one checkpoint (.metadata, metadata.json, *.distcp)"

@@ -12,13 +12,13 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import nn
 
-from mcore_rl.checkpoint.folder import WRITING, path_of_step, publish
 from mcore_rl.checkpoint.megatron_lm import model_args
 from mcore_rl.checkpoint.read import OWN_ENTRY, StoredCheckpoint, inspect, read
 from mcore_rl.checkpoint.write import ShardPlanner, finish, write_now
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained
+from mcore_rl.folders.checkpoint import WRITING, path_of_step, publish
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT
 from mcore_rl.parallel.agree import on_rank_zero

@@ -25,17 +25,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.backend.patches.versions import megatron_version, writer_choice
 from mcore_rl.backend.saved_files.archives import FileRange, recorded_crc32
-from mcore_rl.checkpoint.folder import (
+from mcore_rl.checksums import crc32_of
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.files import checkpoint_errors_explained, flush_to_disk, room_at
+from mcore_rl.folders.checkpoint import (
     COMMON,
     FORMAT_FILE,
     METADATA,
     Marker,
     write_marker,
 )
-from mcore_rl.checksums import crc32_of
-from mcore_rl.config.model import ModelConfig
-from mcore_rl.errors import CheckpointError
-from mcore_rl.files import checkpoint_errors_explained, flush_to_disk, room_at
 from mcore_rl.obs.attempts_file import NUMERICS
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh

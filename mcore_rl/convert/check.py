@@ -9,23 +9,24 @@ from typing import Literal
 
 from mcore_rl.backend.saved_files.archives import FilePart, FileRange
 from mcore_rl.backend.saved_files.pickles import load_metadata
-from mcore_rl.checkpoint.folder import (
+from mcore_rl.checkpoint.integrity import check_part
+from mcore_rl.checksums import as_hex, crc32_of
+from mcore_rl.convert.hf.folder import HfFolder, open_hf
+from mcore_rl.data.index_file import read_index
+from mcore_rl.data.sidecar import read_sidecar
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError, DataError
+from mcore_rl.files import with_ending
+from mcore_rl.folders.checkpoint import (
     COMMON,
     FORMAT_FILE,
     MANIFEST,
     MARKER,
     METADATA,
+    find_checkpoint,
     length_fault,
     read_marker,
 )
-from mcore_rl.checkpoint.integrity import check_part
-from mcore_rl.checkpoint.read import find_checkpoint
-from mcore_rl.checksums import as_hex, crc32_of
-from mcore_rl.convert.hf.folder import HfFolder, is_hf, open_hf, read_json
-from mcore_rl.data.index_file import read_index
-from mcore_rl.data.sidecar import read_sidecar
-from mcore_rl.errors import CheckpointError, DamagedCheckpointError, DataError
-from mcore_rl.files import with_ending
+from mcore_rl.folders.huggingface import is_hf, read_json
 
 AS_WRITTEN = "as written (CRC-32)"
 NOTHING_RECORDED = "nothing was recorded when it was written"

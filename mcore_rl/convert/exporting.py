@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint.folder import MANIFEST
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
-from mcore_rl.convert.hf.folder import ADAPTER_FILES, INDEX, HfFolder, open_hf, read_config
+from mcore_rl.convert.hf.folder import ADAPTER_FILES, INDEX, HfFolder, open_hf
 from mcore_rl.convert.hf.model import MtpLayers, expert_layout
 from mcore_rl.convert.hf.text_files import (
     CARD,
@@ -33,6 +32,8 @@ from mcore_rl.families import hf_config, score_config
 from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes
 from mcore_rl.families.weight_map import AxisRange, DuplicateTensor
 from mcore_rl.files import sizes_and_times
+from mcore_rl.folders.checkpoint import MANIFEST
+from mcore_rl.folders.huggingface import read_config
 from mcore_rl.model.heads import SCORE_SHIFT
 
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")

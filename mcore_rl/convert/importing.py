@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from mcore_rl.checkpoint.folder import checkpoints_in, name_latest, path_of_step, step_of
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
@@ -33,6 +32,7 @@ from mcore_rl.convert.megatron.writer import (
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.regions import RegionCopy, copies_into_megatron
 from mcore_rl.families.weight_map import WeightMap
+from mcore_rl.folders.checkpoint import checkpoints_in, name_latest, path_of_step, step_of
 
 OutputDtype = Literal["keep", "bf16", "fp32"]
 OUTPUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

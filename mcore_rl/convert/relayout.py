@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from mcore_rl.checkpoint.folder import COMMON, name_latest, path_of_step
 from mcore_rl.checkpoint.weights import EXTRA_STATE
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import write_manifest
@@ -24,6 +23,7 @@ from mcore_rl.convert.megatron.writer import (
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.regions import RegionCopy, whole
 from mcore_rl.families.weight_map import AxisRange, Shape, listed
+from mcore_rl.folders.checkpoint import COMMON, name_latest, path_of_step
 
 
 def plan_relayout(

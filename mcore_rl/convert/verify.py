@@ -13,7 +13,7 @@ from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.plan import TargetTensor, chunk_at, chunks_of, common_dtype
 from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.copying.source import TensorSource
-from mcore_rl.convert.hf.folder import HfFolder, is_hf, open_hf
+from mcore_rl.convert.hf.folder import HfFolder, open_hf
 from mcore_rl.convert.hf.model import HfModel, MtpLayers, open_hf_model
 from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.convert.megatron.model import DistModel, disagreements, open_dist_model
@@ -26,6 +26,7 @@ from mcore_rl.families.regions import (
     copies_into_megatron,
     whole,
 )
+from mcore_rl.folders.huggingface import is_hf
 
 SAME = "the same values"
 

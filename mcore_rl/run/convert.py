@@ -11,14 +11,12 @@ from typing import Literal
 
 from rich.console import Console
 
-from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.copying.progress import ByteProgress, readable_bytes
 from mcore_rl.convert.exporting import ExportOptions, plan_export
-from mcore_rl.convert.hf.folder import is_hf, read_config
 from mcore_rl.convert.hf.model import open_hf_model
 from mcore_rl.convert.hf.text_files import ModelText, has_tokenizer
 from mcore_rl.convert.importing import OUTPUT_DTYPES, ImportOptions, import_targets, plan_import
@@ -31,6 +29,8 @@ from mcore_rl.convert.verify import compare
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.files import is_event_log, refuse_overlap
+from mcore_rl.folders.checkpoint import find_checkpoint
+from mcore_rl.folders.huggingface import is_hf, read_config
 from mcore_rl.run.trained_model import read_trained_model, run_of_checkpoint
 
 LOGITS_BYTES = 2 << 30

@@ -11,14 +11,13 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from mcore_rl.backend import platform as platforms
-from mcore_rl.checkpoint.folder import path_of_step, saved_steps
-from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.folders.checkpoint import find_checkpoint, path_of_step, saved_steps
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks

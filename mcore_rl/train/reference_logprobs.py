@@ -11,12 +11,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoint.folder import MARKER, METADATA, saved_steps
-from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.data.preferences import Preferences
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.files import checkpoint_errors_explained, write_atomically
+from mcore_rl.folders.checkpoint import MARKER, METADATA, find_checkpoint, saved_steps
 from mcore_rl.train.run_folder import RunFolder
 
 RECORD = "reference.json"

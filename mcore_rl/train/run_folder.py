@@ -2,7 +2,7 @@
 
 config.toml, metrics.jsonl ...      files of the training
 run.json                            every start: see obs/attempts_file.py
-checkpoints/                        complete checkpoints: see checkpoint/folder.py
+checkpoints/                        complete checkpoints: see folders/checkpoint.py
 writer.json                         the attempt that may write here, the fence
 STOP                                a request by anybody to finish the step, save and end
 DONE                                the record that all steps are done

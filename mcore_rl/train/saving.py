@@ -11,7 +11,13 @@ from types import MappingProxyType
 
 import torch
 
-from mcore_rl.checkpoint.folder import (
+from mcore_rl.checkpoint.read import CRITIC, StoredCheckpoint, inspect
+from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.checkpoint.write import SavePlan, ShardPlanner, WrittenFiles, finish
+from mcore_rl.config.changes import ConfigChange, config_changes, content_changes, kind_of_config, listing
+from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, TrainingError
+from mcore_rl.files import checkpoint_errors_explained, room_at
+from mcore_rl.folders.checkpoint import (
     WRITING,
     Marker,
     check,
@@ -24,12 +30,6 @@ from mcore_rl.checkpoint.folder import (
     step_back,
     superseded,
 )
-from mcore_rl.checkpoint.read import CRITIC, StoredCheckpoint, inspect
-from mcore_rl.checkpoint.weights import load_weights
-from mcore_rl.checkpoint.write import SavePlan, ShardPlanner, WrittenFiles, finish
-from mcore_rl.config.changes import ConfigChange, config_changes, content_changes, kind_of_config, listing
-from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, TrainingError
-from mcore_rl.files import checkpoint_errors_explained, room_at
 from mcore_rl.model.build import settle_weights
 from mcore_rl.obs.attempts_file import NUMERICS, depends_on_numerics
 from mcore_rl.obs.metrics import Metric

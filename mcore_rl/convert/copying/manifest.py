@@ -7,12 +7,12 @@ from typing import Any
 
 from mcore_rl import __version__
 from mcore_rl.backend.saved_files.archives import FilePart
-from mcore_rl.checkpoint.folder import MANIFEST, MARKER, read_marker
 from mcore_rl.checksums import PartChecksum, as_hex, crc32_of, joined
 from mcore_rl.convert.copying.conversion import RULES_VERSION, RecordedTask
 from mcore_rl.convert.copying.plan import TargetTensor
 from mcore_rl.errors import DamagedCheckpointError
 from mcore_rl.files import foreign_files, write_atomically
+from mcore_rl.folders.checkpoint import MANIFEST, MARKER, read_marker
 
 
 def foreign_to(kind: str, folder: Path) -> str | None:

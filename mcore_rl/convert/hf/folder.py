@@ -15,6 +15,15 @@ import torch
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import Shape, listed
 from mcore_rl.files import sizes_and_times
+from mcore_rl.folders.huggingface import (
+    NOT_JSON,
+    POINTER_REMEDY,
+    hub_cache_fault,
+    is_lfs_pointer,
+    read_config,
+    read_json,
+    refuse_special_file,
+)
 
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_FILES = (
@@ -38,11 +47,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-POINTER = b"version https://git-lfs"
-POINTER_REMEDY = "It is a pointer of Git LFS, without the content: fetch that with `git lfs pull`."
 MAX_HEADER_BYTES = 100_000_000
-NOT_JSON = (ValueError, RecursionError, MemoryError)
-"""Exceptions that parsing JSON raises; the last two on crafted texts."""
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -119,53 +124,6 @@ def _adapter_fault(folder: Path, name: str) -> str:
     )
 
 
-def is_hf(path: Path) -> bool:
-    """Return whether a path is of Hugging Face's format: a safetensors file, or a folder that has some."""
-    return path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors*")))
-
-
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; CheckpointError when it cannot be read or is not JSON."""
-    refuse_special_file(path)
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    except NOT_JSON as error:
-        remedy = POINTER_REMEDY if _is_pointer(path) else "Take another copy."
-        raise CheckpointError(f"{path} is not JSON: {error or 'too large'}. {remedy}") from error
-
-
-def refuse_special_file(path: Path) -> None:
-    """Raise a CheckpointError for a pipe or device, which could be read for ever; what is not there passes."""
-    if path.exists() and not path.is_file():
-        raise CheckpointError(
-            f"{path} is no regular file, but a folder, pipe or device. Put the file itself there."
-        )
-
-
-def _hub_cache_fault(folder: Path) -> str | None:
-    """Return what is wrong with a folder of the hub's cache, whose files lie further down; None: it is none."""
-    snapshots = folder / "snapshots"
-    if not snapshots.is_dir() or (folder / "config.json").exists():
-        return None
-    there = sorted(str(path) for path in snapshots.iterdir())
-    name = there[0] if len(there) == 1 else f"a folder in {snapshots}"
-    return f"{folder} is a folder of the Hugging Face cache, whose files are in snapshots: name {name}"
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a folder; CheckpointError when there is none, or it is no JSON object."""
-    if (fault := _hub_cache_fault(folder)) is not None:
-        raise CheckpointError(f"{fault}.")
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{folder}/config.json is no JSON object. Take the config.json that belongs to the weights."
-        )
-    return config
-
-
 def _files(folder: Path) -> list[str]:
     """Return the files that make up the checkpoint, by the index or by their names."""
     if (folder / INDEX).is_file():
@@ -180,7 +138,7 @@ def _files(folder: Path) -> list[str]:
         raise CheckpointError(
             f"{folder} is no folder. A model of the Hugging Face hub is downloaded first (hf download)."
         )
-    if (fault := _hub_cache_fault(folder)) is not None:
+    if (fault := hub_cache_fault(folder)) is not None:
         raise CheckpointError(f"{fault}.")
     found = sorted(file.name for file in folder.glob("*.safetensors"))
     if not found:
@@ -246,16 +204,10 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
     except NOT_JSON:
         header = None
     if not isinstance(header, dict):
-        remedy = POINTER_REMEDY if _is_pointer(file) else "Download or copy it again."
+        remedy = POINTER_REMEDY if is_lfs_pointer(file) else "Download or copy it again."
         raise CheckpointError(f"{file} ({size} bytes) does not begin as safetensors do. {remedy}")
     header.pop("__metadata__", None)
     return header, 8 + length, size, sha256(raw).hexdigest()
-
-
-def _is_pointer(file: Path) -> bool:
-    """Return whether a file is what Git has in the place of one that Git LFS stores."""
-    with file.open("rb") as opened:
-        return opened.read(len(POINTER)) == POINTER
 
 
 def _entries(

@@ -9,13 +9,22 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from mcore_rl.backend.saved_files.archives import FileRange
 from mcore_rl.backend.saved_files.pickles import load_common, load_metadata
-from mcore_rl.checkpoint.folder import COMMON, FORMAT_FILE, MARKER, METADATA, Marker, check, step_of
 from mcore_rl.checkpoint.integrity import check_descriptions, check_identity
-from mcore_rl.checkpoint.read import CRITIC, find_checkpoint
-from mcore_rl.convert.hf.folder import read_json, refuse_special_file
+from mcore_rl.checkpoint.read import CRITIC
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, covered_otherwise_than_once
 from mcore_rl.files import sizes_and_times
+from mcore_rl.folders.checkpoint import (
+    COMMON,
+    FORMAT_FILE,
+    MARKER,
+    METADATA,
+    Marker,
+    check,
+    find_checkpoint,
+    step_of,
+)
+from mcore_rl.folders.huggingface import read_json, refuse_special_file
 
 OPTIMIZER = ("optimizer.", "chained_")
 """Beginnings of the keys of an optimizer's state: this program's, and Megatron-LM's for several optimizers."""

@@ -11,7 +11,6 @@ from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.extension import is_extension
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.toml import toml_value
-from mcore_rl.convert.hf.folder import read_config
 from mcore_rl.convert.hf.model import FLOATS, MtpLayers
 from mcore_rl.convert.megatron.folder import DistFolder, check_files, open_dist
 from mcore_rl.convert.megatron.layouts import KeyLayout, detect
@@ -21,6 +20,7 @@ from mcore_rl.families import weight_map
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.same_model import model_changes
 from mcore_rl.families.weight_map import Shape, WeightMap, listed
+from mcore_rl.folders.huggingface import read_config
 
 EMBEDDING, MTP = "embedding.word_embeddings.weight", "mtp."
 

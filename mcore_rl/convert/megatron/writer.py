@@ -24,14 +24,6 @@ from torch.distributed.checkpoint.metadata import (
 from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.backend.saved_files.archives import FileRange, recorded_crc32
 from mcore_rl.backend.saved_files.pickles import load_metadata
-from mcore_rl.checkpoint.folder import (
-    COMMON,
-    FORMAT_FILE,
-    MARKER,
-    METADATA,
-    Marker,
-    write_marker,
-)
 from mcore_rl.checkpoint.weights import common_state
 from mcore_rl.checkpoint.write import FORMAT
 from mcore_rl.config.model import ModelConfig
@@ -43,6 +35,14 @@ from mcore_rl.convert.megatron.saved_tensor import save
 from mcore_rl.families.regions import sizes
 from mcore_rl.families.weight_map import WeightMap
 from mcore_rl.files import flush_to_disk
+from mcore_rl.folders.checkpoint import (
+    COMMON,
+    FORMAT_FILE,
+    MARKER,
+    METADATA,
+    Marker,
+    write_marker,
+)
 from mcore_rl.parallel.mesh import Mesh
 
 ONE_RANK = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1, "vpp": 1}

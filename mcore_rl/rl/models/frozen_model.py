@@ -11,11 +11,11 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from mcore_rl.backend.platform import Platform
-from mcore_rl.checkpoint.folder import check
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.section import Store
+from mcore_rl.folders.checkpoint import check
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.train.offload import WaitingMemory, store_on

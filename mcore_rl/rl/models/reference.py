@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.checkpoint.folder import delete, saved_steps
 from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.section import Store
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained
+from mcore_rl.folders.checkpoint import delete, saved_steps
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh

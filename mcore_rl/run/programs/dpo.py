@@ -10,11 +10,11 @@ from pathlib import Path
 from torch import Tensor
 
 from mcore_rl.backend import platform as platforms
-from mcore_rl.checkpoint.folder import saved_steps
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checks.dpo import check_dpo
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.load import load_config
+from mcore_rl.folders.checkpoint import saved_steps
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.processes.launcher import world_size_of_launcher
 from mcore_rl.processes.rank_guard import rank_guard

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from mcore_rl.checkpoint.folder import complete_in, read_marker
 from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.folders.checkpoint import complete_in, read_marker
 
 
 def refuse_other_run(config: RunConfig) -> None:

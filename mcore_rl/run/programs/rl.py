@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
-from mcore_rl.checkpoint.folder import check
-from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import refuse
@@ -25,6 +23,7 @@ from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_d
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError
+from mcore_rl.folders.checkpoint import check, find_checkpoint
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.processes.launcher import world_size_of_launcher

@@ -8,7 +8,6 @@ from pathlib import Path
 from torch import nn
 
 from mcore_rl.backend.platform import Platform
-from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.model import ModelConfig
@@ -17,6 +16,7 @@ from mcore_rl.data.chat import Chat, load_chat
 from mcore_rl.data.end_tokens import describe_ends, end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.folders.checkpoint import find_checkpoint
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import asking, sampling_of

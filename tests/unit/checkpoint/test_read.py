@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.errors import CheckpointError
+from mcore_rl.folders.checkpoint import find_checkpoint
 from mcore_rl.run.cli import main
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checkpoint.read import check
+from mcore_rl.folders.checkpoint import check
 from mcore_rl.run.cli import main
 from tests.conversion import assert_same, exported, read_hf, saved
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.checkpoint.folder import check
 from mcore_rl.convert.copying.conversion import CopySettings
+from mcore_rl.folders.checkpoint import check
 from tests.conversion import (
     assert_same,
     bytes_of,

@@ -1,4 +1,4 @@
-from mcore_rl.checkpoint.folder import Marker, complete_in, path_of_step, step_of, write_marker
+from mcore_rl.folders.checkpoint import Marker, complete_in, path_of_step, step_of, write_marker
 from mcore_rl.launch.records import last_step, next_folder, submissions, writing_job
 from mcore_rl.processes.attempt import this_attempt
 from mcore_rl.train.run_folder import _text

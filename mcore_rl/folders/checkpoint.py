@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcore_rl.checksums import as_hex, crc32
-from mcore_rl.errors import DamagedCheckpointError
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.files import move_into_place, write_atomically
 
 MARKER = "checkpoint.json"
@@ -25,6 +25,10 @@ OWN_CRC32 = "marker_crc32"
 """Field of the marker with the CRC-32 of its other fields; an earlier version had none."""
 LATEST = "latest_checkpointed_iteration.txt"
 WRITING, DELETING, DAMAGED = "writing_", "deleting_", "damaged_"
+MAX_DIGITS = 18
+"""Most digits of a step."""
+RELEASE = "release"
+"""Name that Megatron-LM gives a checkpoint without a step, and its LATEST."""
 NAME = re.compile(r"iter_(\d+)")
 SAVED_NAME = re.compile(r"(?:iter_)?(\d+)(?:_|$)")
 """Name of a checkpoint, or of one that is being written without WRITING."""
@@ -96,6 +100,22 @@ def saved_steps(folder: Path) -> list[int]:
 def complete_in(folder: Path) -> list[Path]:
     """Return the checkpoints that `check` accepts, in the order of their steps."""
     return [path for path in checkpoints_in(folder) if _fault(path) is None]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that `path` means: itself, the newest inside, or the newest of the run of that folder."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not there. {others(path)}")
+    if any((path / name).exists() for name in (MARKER, METADATA, FORMAT_FILE)) or step_of(path) is not None:
+        return path
+    marked = [inside for inside in checkpoints_in(path) if (inside / MARKER).exists()]
+    if marked:
+        return marked[-1]
+    if (path / LATEST).is_file():
+        return _tracked(path)
+    if (path / "checkpoints").is_dir():
+        return find_checkpoint(path / "checkpoints")
+    raise CheckpointError(f"{path} holds no checkpoint: {_foreign(path)}")
 
 
 def check(path: Path) -> Marker:
@@ -216,6 +236,40 @@ def step_back(damaged: Path) -> tuple[Path, Path] | None:
     aside = set_aside(damaged, DAMAGED)
     write_atomically(damaged.parent / LATEST, f"{step_of(earlier[-1])}\n")
     return aside, earlier[-1]
+
+
+def _tracked(path: Path) -> Path:
+    """Return the checkpoint that LATEST names, as Megatron-LM writes it; CheckpointError when it names none."""
+    text = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    is_step = text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
+    found = path / (f"iter_{int(text):07d}" if is_step else text)
+    if (is_step or text == RELEASE) and found.is_dir():
+        return found
+    there = [entry.name for entry in (*checkpoints_in(path), path / RELEASE) if entry.is_dir()]
+    holds = (
+        f"names {found.name}, which is not there" if is_step or text == RELEASE else f"holds {text[:40]!r}"
+    )
+    raise CheckpointError(
+        f"{path / LATEST} {holds}; wanted the step of a checkpoint, or {RELEASE!r}. "
+        + (
+            f"Name one of {', '.join(there)} itself, or write its step into the file"
+            if there
+            else f"There is no checkpoint in {path}"
+        )
+    )
+
+
+def _foreign(path: Path) -> str:
+    names = {entry.name for entry in path.iterdir()}
+    if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
+        return "it is a Hugging Face model. Convert it to a Megatron checkpoint first"
+    if "snapshots" in names:
+        return "it is a folder of the Hugging Face cache. Name the folder in its snapshots that has the files"
+    if any(name.startswith("mp_rank_") for name in names):
+        return "it is in Megatron-LM's old format `torch`. Convert it to `torch_dist` with Megatron-LM first"
+    if any(name.startswith("iter_") for name in names):
+        return f"its {', '.join(sorted(n for n in names if n.startswith('iter_')))} are not complete"
+    return "expected iter_* folders, or the files of one checkpoint (.metadata, metadata.json, *.distcp)"
 
 
 def _fault(path: Path) -> str | None:

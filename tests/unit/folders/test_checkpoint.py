@@ -5,7 +5,8 @@ from typing import Literal
 
 import pytest
 
-from mcore_rl.checkpoint.folder import (
+from mcore_rl.errors import CheckpointError
+from mcore_rl.folders.checkpoint import (
     MANIFEST,
     Marker,
     check,
@@ -18,7 +19,6 @@ from mcore_rl.checkpoint.folder import (
     superseded,
     write_marker,
 )
-from mcore_rl.errors import CheckpointError
 
 
 def make_checkpoint(path: Path, step: int, *, complete: bool = True) -> Path:

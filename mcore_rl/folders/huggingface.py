@@ -1,0 +1,65 @@
+"""The small files of a Hugging Face folder, and which folders are Hugging Face's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.errors import CheckpointError
+
+POINTER = b"version https://git-lfs"
+POINTER_REMEDY = "It is a pointer of Git LFS, without the content: fetch that with `git lfs pull`."
+NOT_JSON = (ValueError, RecursionError, MemoryError)
+"""Exceptions that parsing JSON raises; the last two on crafted texts."""
+
+
+def is_hf(path: Path) -> bool:
+    """Return whether a path is of Hugging Face's format: a safetensors file, or a folder that has some."""
+    return path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors*")))
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file; CheckpointError when it cannot be read or is not JSON."""
+    refuse_special_file(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    except NOT_JSON as error:
+        remedy = POINTER_REMEDY if is_lfs_pointer(path) else "Take another copy."
+        raise CheckpointError(f"{path} is not JSON: {error or 'too large'}. {remedy}") from error
+
+
+def refuse_special_file(path: Path) -> None:
+    """Raise a CheckpointError for a pipe or device, which could be read for ever; what is not there passes."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(
+            f"{path} is no regular file, but a folder, pipe or device. Put the file itself there."
+        )
+
+
+def hub_cache_fault(folder: Path) -> str | None:
+    """Return what is wrong with a folder of the hub's cache, whose files lie further down; None: it is none."""
+    snapshots = folder / "snapshots"
+    if not snapshots.is_dir() or (folder / "config.json").exists():
+        return None
+    there = sorted(str(path) for path in snapshots.iterdir())
+    name = there[0] if len(there) == 1 else f"a folder in {snapshots}"
+    return f"{folder} is a folder of the Hugging Face cache, whose files are in snapshots: name {name}"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a folder; CheckpointError when there is none, or it is no JSON object."""
+    if (fault := hub_cache_fault(folder)) is not None:
+        raise CheckpointError(f"{fault}.")
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{folder}/config.json is no JSON object. Take the config.json that belongs to the weights."
+        )
+    return config
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Return whether a file is what Git has in the place of one that Git LFS stores."""
+    with file.open("rb") as opened:
+        return opened.read(len(POINTER)) == POINTER
