@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mcore_rl.checks.inputs import absent_inputs
+from mcore_rl.checks.inputs import absent_inputs, has_checkpoints
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.load import dump_config
-from mcore_rl.config.load import load_config as load_config_file
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import (
@@ -22,8 +21,10 @@ from mcore_rl.errors import (
     RoutingError,
     TrainingError,
 )
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
 from mcore_rl.plan.local import local_memory_violations
+from mcore_rl.processes.imports import ensure_imported
 from mcore_rl.processes.launcher import launch_local, under_launcher
 from mcore_rl.processes.rank_guard import rank_guard
 from mcore_rl.run import cli
@@ -74,7 +75,7 @@ def load_config(
         f"{key}={toml_value(str(value) if isinstance(value, Path) else value)}"
         for key, value in settings.items()
     ]
-    return load_config_file(PROGRAMS[program].config, path, written)
+    return load_run_config(PROGRAMS[program].config, path, written)
 
 
 def train(
@@ -113,6 +114,8 @@ def train(
     loaded = load_config(program, config, overrides)
     ranks = ranks or loaded.mesh.smallest_world
     PROGRAMS[program].check(loaded, ranks)
+    if not has_checkpoints(Path(loaded.run_dir)):
+        ensure_imported(loaded.checkpoint.load, loaded.model, Path(loaded.run_dir))
     refuse(
         [
             *absent_inputs(loaded),

@@ -57,9 +57,9 @@ def _content(file: Path) -> str:
 
 def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
     """Yield field, path and kind of everything that a run reads; what its own checkpoints replace is not read."""
-    if config.checkpoint.load and not _has_checkpoints(Path(config.run_dir)):
+    if config.checkpoint.load and not has_checkpoints(Path(config.run_dir)):
         yield "checkpoint.load", Path(config.checkpoint.load), "the checkpoint"
-    if isinstance(config, DPOConfig) and config.dpo.reference and not _has_checkpoints(Path(config.run_dir)):
+    if isinstance(config, DPOConfig) and config.dpo.reference and not has_checkpoints(Path(config.run_dir)):
         yield "dpo.reference", Path(config.dpo.reference), "the checkpoint"
     data = getattr(config, "data", None)
     tokenizer = getattr(data, "tokenizer", TokenizerConfig())
@@ -83,7 +83,7 @@ def _scoring_models(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
                 yield "rl.reward.parts", Path(part.removeprefix(JUDGE_PART)), "the judge's template"
         for part in config.rl.reward.model_parts:
             yield "rl.reward.parts", Path(part.partition(":")[2]), "the reward model"
-        if config.has_critic and config.rl.critic.load and not _has_checkpoints(Path(config.run_dir)):
+        if config.has_critic and config.rl.critic.load and not has_checkpoints(Path(config.run_dir)):
             yield "rl.critic.load", Path(config.rl.critic.load), "the checkpoint"
 
 
@@ -102,7 +102,8 @@ def _teachers_and_texts(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
             yield from (("rl.ptx.tokens", Path(prefix + ending), "the file") for ending in (".bin", ".idx"))
 
 
-def _has_checkpoints(run_dir: Path) -> bool:
+def has_checkpoints(run_dir: Path) -> bool:
+    """Return whether a run has checkpoints of its own, which it resumes from."""
     folder = run_dir / "checkpoints"
     return os.path.isdir(folder) and any(folder.iterdir())
 

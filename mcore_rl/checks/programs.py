@@ -11,12 +11,12 @@ from mcore_rl.checks.rm import check_rm
 from mcore_rl.checks.run import check
 from mcore_rl.checks.sft import check_sft
 from mcore_rl.config.dpo import DPOConfig
-from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.config.trainings import TRAININGS
+from mcore_rl.folders.run_config import load_run_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,14 @@ class Program:
         self, path: Path, overrides: Sequence[str], ranks: int | None
     ) -> tuple[RunConfig, int]:
         """Return the config and the number of ranks it was checked for, by default the fewest that the mesh needs."""
-        config = load_config(self.config, path, overrides)
+        config = load_run_config(self.config, path, overrides)
+        return config, self.checked_ranks(config, ranks)
+
+    def checked_ranks(self, config: RunConfig, ranks: int | None) -> int:
+        """Return the number of ranks that a config was checked for; ConfigError where it cannot run on them."""
         ranks = ranks or config.mesh.smallest_world
         self.check(config, ranks)
-        return config, ranks
+        return ranks
 
 
 PROGRAMS: dict[str, Program] = {

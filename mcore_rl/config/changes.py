@@ -26,6 +26,7 @@ EVALUATED = ("data.valid", "data.test")
 NOT_COMPARED = (
     *(
         "run_dir",
+        "model.path",
         "checkpoint",
         "log",
         "train.hang_s",

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
@@ -47,6 +47,11 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
         ConfigError: Lists everything that is wrong: unknown keys and values of another type. Whether the values go
             together is for `mcore_rl.checks`.
     """
+    return config_of(cls, read_settings(cls, path, overrides))
+
+
+def read_settings(cls: type[Section], path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Setting]:
+    """Return by key what `load_config` takes from files and overrides; ConfigError for keys that `cls` lacks."""
     fields = {doc.key: doc for doc in describe(cls)}
     tables = [] if path is None else list(_tables(config_file(path), ()))
     written = [
@@ -63,6 +68,12 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
         _refuse_other_kind(cls, path, [table for _, table in tables])
     if mistakes:
         raise ConfigError("\n".join(mistakes))
+    return settings
+
+
+def config_of(cls: type[S], settings: Mapping[str, Setting]) -> S:
+    """Return the config that has these settings; a ConfigError lists values of another type than their fields'."""
+    fields = {doc.key: doc for doc in describe(cls)}
     try:
         return _validated(cls, fields, {key: setting.value for key, setting in settings.items()})
     except ValidationError as error:
@@ -108,9 +119,14 @@ def section_of_run(cls: type[S], table: dict[str, Any]) -> S:
     return _validated(cls, fields, dict(_leaves(cls, table)))
 
 
-def dump_config(config: Section) -> str:
-    """Return TOML that `load_config` reads back to an equal config."""
-    return "\n".join(_dump_lines(config, "")).strip() + "\n"
+def dump_config(config: Section, origins: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return TOML that `load_config` reads back to an equal config.
+
+    Args:
+        config: The config.
+        origins: Comments behind the values, by key.
+    """
+    return "\n".join(_dump_lines(config, "", origins)).strip() + "\n"
 
 
 def _tables(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -294,7 +310,7 @@ def _validated(cls: type[S], fields: dict[str, FieldDoc], values: dict[str, Any]
 
 
 def _wrong_values(
-    error: ValidationError, fields: dict[str, FieldDoc], settings: dict[str, Setting]
+    error: ValidationError, fields: dict[str, FieldDoc], settings: Mapping[str, Setting]
 ) -> Iterator[str]:
     """Yield one line for each field that pydantic refused: a list with two wrong items gets one."""
     reported = set()
@@ -328,13 +344,14 @@ def _shown(value: Any) -> str:
     return toml_value(value) if isinstance(value, str | int | float | dict) else str(value)
 
 
-def _dump_lines(config: Section, key: str) -> Iterator[str]:
+def _dump_lines(config: Section, key: str, origins: Mapping[str, str]) -> Iterator[str]:
     values = {name: getattr(config, name) for name in type(config).model_fields}
     fields = {name: value for name, value in values.items() if not isinstance(value, Section)}
     if fields and key:
         yield f"\n[{key}]"
     for name, value in fields.items():
-        yield f"{name} = {toml_value(value)}"
+        origin = origins.get(f"{key}.{name}".lstrip("."))
+        yield f"{name} = {toml_value(value)}" + (f"  # {origin}" if origin else "")
     for name, value in values.items():
         if isinstance(value, Section):
-            yield from _dump_lines(value, f"{key}.{name}".lstrip("."))
+            yield from _dump_lines(value, f"{key}.{name}".lstrip("."), origins)

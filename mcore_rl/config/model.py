@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.extension import Extension
-from mcore_rl.config.section import Probability, Section
+from mcore_rl.config.section import Probability, Section, Text
 
 Switch = Literal["auto", "on", "off"]
 
@@ -109,6 +109,10 @@ class RopeConfig(Section):
 class ModelConfig(Section):
     """A decoder-only transformer of a known family."""
 
+    path: Text | None = None
+    """A folder that is the model: Hugging Face's, an import, a checkpoint or a run, or a name of the hub that is in its
+    local cache. From it come this section, the tokenizer and, where `checkpoint.load` is not set, the weights; fields
+    that are set beside it override. `none`: this section describes the model."""
     family: str | Extension = "qwen3_moe"
     """Architecture: a name of `mcore_rl.families.FAMILIES` (Hugging Face's `model_type`), or a `Family` of your own."""
     head: Literal["logits", "score"] = "logits"

@@ -123,7 +123,9 @@ def _plan_checkpoint(path: Path) -> CheckPlan:
             checks=[partial(_damaged, path / MARKER, str(error)), *by_parts],
         )
     later = sorted(
-        file.name for file in path.iterdir() if file.name not in marker.files and file.name != MARKER
+        name
+        for file in path.rglob("*")
+        if file.is_file() and (name := file.relative_to(path).as_posix()) not in (*marker.files, MARKER)
     )
     return CheckPlan(
         title=f"{path}: checkpoint of step {marker.step}, written {marker.time}",

@@ -15,11 +15,10 @@ import torch
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
-from mcore_rl.convert.hf.folder import ADAPTER_FILES, INDEX, HfFolder, open_hf
+from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf
 from mcore_rl.convert.hf.model import MtpLayers, expert_layout
+from mcore_rl.convert.hf.small_files import CARD, copy_files, small_files
 from mcore_rl.convert.hf.text_files import (
-    CARD,
-    TEMPLATES,
     ModelText,
     has_tokenizer,
     model_card,
@@ -32,7 +31,6 @@ from mcore_rl.families import hf_config, score_config
 from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes
 from mcore_rl.families.weight_map import AxisRange, DuplicateTensor
 from mcore_rl.files import sizes_and_times
-from mcore_rl.folders.checkpoint import MANIFEST
 from mcore_rl.folders.huggingface import read_config
 from mcore_rl.model.heads import SCORE_SHIFT
 
@@ -42,12 +40,6 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 """Names that transformers 5 and 4 have in config.json for the type in which a model is opened."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 """Names that transformers, compressed-tensors and MLX have in config.json for a quantization."""
-QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files of ModelOpt, GPTQ and AWQ by which engines read the weights as quantized."""
-NOT_COPIED = (MANIFEST, CARD, *ADAPTER_FILES, *QUANTIZATION_FILES)
-"""Files of a reference that are of its own weights: the export has its own, or has them merged."""
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
-"""Endings of a reference's files that are not copied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +64,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
     Everything that can be refused is refused here (CheckpointError or ConfigError, with names).
     """
     reference = _reference(options.reference)
-    copied = _copied(options.reference) if options.reference is not None else {}
+    copied = small_files(options.reference) if options.reference is not None else {}
     read = sizes_and_times(copied.values())
     experts = expert_layout(reference) if reference else "each"
     dist_model = open_dist_model(source, options.reference, mtp=options.mtp, experts=experts)
@@ -139,17 +131,6 @@ def _reference(path: Path | None) -> HfFolder | None:
         return None
     read_config(path)
     return open_hf(path) if any(path.glob("*.safetensors")) or (path / INDEX).is_file() else None
-
-
-def _copied(reference: Path) -> dict[str, Path]:
-    """Return the small files of a reference, which an export has too, by their names in it."""
-    return {
-        str(file.relative_to(reference)): file
-        for file in (*sorted(reference.iterdir()), *sorted(reference.glob(f"{TEMPLATES}/*.jinja")))
-        if file.is_file()
-        and not file.name.startswith(".")
-        and not (file.name.endswith(WEIGHT_FILES) or file.name in NOT_COPIED)
-    }
 
 
 def _is_written(duplicate: DuplicateTensor, reference: HfFolder | None) -> bool:
@@ -308,8 +289,7 @@ def _finish(
         total = sum(chunk.num_bytes for task, _ in done for chunk in task.chunks)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for name, file in copied.items():
-        _target(folder, name).write_bytes(file.read_bytes())
+    copy_files(copied, folder)
     for name, content in files.items():
         _target(folder, name).write_bytes(content)
     description = {

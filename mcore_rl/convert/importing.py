@@ -12,6 +12,7 @@ from mcore_rl.convert.copying.conversion import Conversion, CopySettings, Record
 from mcore_rl.convert.copying.manifest import write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
 from mcore_rl.convert.hf.model import HfModel, MtpLayers, check_copies, open_hf_model
+from mcore_rl.convert.hf.small_files import copy_files, small_files
 from mcore_rl.convert.hf.source import source_checksums
 from mcore_rl.convert.megatron.layouts import (
     KeyLayout,
@@ -32,6 +33,7 @@ from mcore_rl.convert.megatron.writer import (
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.regions import RegionCopy, copies_into_megatron
 from mcore_rl.families.weight_map import WeightMap
+from mcore_rl.files import sizes_and_times
 from mcore_rl.folders.checkpoint import checkpoints_in, name_latest, path_of_step, step_of
 
 OutputDtype = Literal["keep", "bf16", "fp32"]
@@ -69,6 +71,7 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
     weights.prove()
     check_copies(hf_model)
     targets = import_targets(hf_model, weights, options.dtype)
+    copied = small_files(hf_model.folder.path)
     chunks = (chunk for target in targets for chunk in chunks_of(target))
     notes = [f"{hf_model.model.family}: {len(hf_model.weights.hf_shapes)} tensors, {layout}"]
     if hf_model.dropped:
@@ -87,8 +90,8 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
         open_source=hf_model.source,
         writer=DistWriter(),
         identity=f"import {options} {hf_model.model}",
-        read=hf_model.folder.stamps,
-        finish=partial(_finish, hf_model, layout, weights),
+        read=hf_model.folder.stamps | sizes_and_times(copied.values()),
+        finish=partial(_finish, hf_model, layout, weights, copied),
         named=name_latest,
         notes=notes,
     )
@@ -123,11 +126,13 @@ def _finish(
     hf_model: HfModel,
     layout: KeyLayout,
     weights: WeightMap,
+    copied: dict[str, Path],
     folder: Path,
     plan: str,
     done: Sequence[RecordedTask],
 ) -> None:
-    """Add metadata, empty extra states, common state, manifest and marker to the tensors' files."""
+    """Add metadata, empty extra states, common state, the source's small files, manifest and marker to the tensors."""
+    copy_files(copied, folder)
     write_metadata(folder, done, empty_extra_states(weights))
     write_format(folder)
     write_common(folder, single_rank_common(hf_model.model, 0))

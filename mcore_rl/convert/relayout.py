@@ -9,6 +9,7 @@ from mcore_rl.checkpoint.weights import EXTRA_STATE
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
+from mcore_rl.convert.hf.small_files import copy_files, small_files
 from mcore_rl.convert.megatron.layouts import KeyLayout, KeyTranslation, is_stacked, refuse_singletons
 from mcore_rl.convert.megatron.model import EMBEDDING, DistModel, open_dist_model
 from mcore_rl.convert.megatron.writer import (
@@ -134,6 +135,8 @@ def _finish(
         for key, saved in dist_model.folder.objects.items()
         if EXTRA_STATE not in key
     }
+    if (dist_model.folder.path / "config.json").is_file():  # an import has the small files of its source
+        copy_files(small_files(dist_model.folder.path), folder)
     write_metadata(folder, done, objects)
     write_format(folder)
     common = dist_model.folder.path / COMMON

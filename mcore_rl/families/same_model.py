@@ -9,6 +9,7 @@ from mcore_rl.families import family_of
 from mcore_rl.families.family import Family
 
 TRAINING_ONLY = (
+    "path",
     *("attention_dropout", "hidden_dropout", "init_std", "vocab_multiple", "max_position"),
     *("head", "mtp_layers", "mtp_loss_coeff"),
     *("moe.balance", "moe.aux_loss_coeff", "moe.expert_bias_rate", "moe.z_loss_coeff"),

@@ -37,6 +37,19 @@ def refuse_special_file(path: Path) -> None:
         )
 
 
+def snapshot_in(folder: Path) -> Path | None:
+    """Return the snapshot of a model in the hub's cache, by its folder `models--...`: of its main branch, or the only
+    snapshot; None where `folder` is no such folder, or has several and does not say which.
+    """
+    snapshots = folder / "snapshots"
+    if not snapshots.is_dir() or (folder / "config.json").exists():
+        return None
+    main = folder / "refs/main"
+    named = snapshots / main.read_text(encoding="utf-8").strip() if main.is_file() else None
+    there = list(snapshots.iterdir())
+    return named if named in there else there[0] if len(there) == 1 else None
+
+
 def hub_cache_fault(folder: Path) -> str | None:
     """Return what is wrong with a folder of the hub's cache, whose files lie further down; None: it is none."""
     snapshots = folder / "snapshots"

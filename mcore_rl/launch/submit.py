@@ -23,6 +23,7 @@ from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingSt
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, McoreRlError
 from mcore_rl.files import sole_writer
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.launch import slurm
 from mcore_rl.launch.arguments import PIPELINE
 from mcore_rl.launch.code_copy import Code, copy_code, refuse_changes, this_code
@@ -110,7 +111,7 @@ def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[Planned
         return
     if not args.nodes:
         raise ConfigError("The number of nodes is missing. Give --nodes N.")
-    config = load_config(PROGRAMS[program].config, args.config, args.overrides)
+    config = load_run_config(PROGRAMS[program].config, args.config, args.overrides)
     if args.check:
         run_dir = Path(config.run_dir)
         plan = plan_check(run_dir, cluster, args.nodes, options=options, allowances=allowances)
@@ -199,7 +200,7 @@ def _stage(
 
 def _config(name: str, stage: TrainingStage) -> RunConfig:
     assert stage.config is not None, "a pipeline yields the stages that have one"
-    return load_config(PROGRAMS[name].config, Path(stage.config), stage.fields)
+    return load_run_config(PROGRAMS[name].config, Path(stage.config), stage.fields)
 
 
 def _run_dir(pipeline: PipelineConfig, name: str, stage: TrainingStage | ConversionStage) -> Path:

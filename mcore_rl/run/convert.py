@@ -31,7 +31,7 @@ from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.files import is_event_log, refuse_overlap
 from mcore_rl.folders.checkpoint import find_checkpoint
 from mcore_rl.folders.huggingface import is_hf, read_config
-from mcore_rl.run.trained_model import read_trained_model, run_of_checkpoint
+from mcore_rl.folders.model import read_run, run_of_checkpoint
 
 LOGITS_BYTES = 2 << 30
 """Largest import whose logits are compared without being asked: a minute at most on two cores."""
@@ -113,7 +113,10 @@ def _check_logits(args: argparse.Namespace, progress: ByteProgress, folder: Path
 
 
 def _export(source: Path, output: Path, args: argparse.Namespace, settings: CopySettings) -> Conversion:
-    run = run_of_checkpoint(find_checkpoint(source))
+    checkpoint = find_checkpoint(source)
+    run = run_of_checkpoint(checkpoint)
+    if args.reference is None and (checkpoint / "config.json").is_file():
+        args.reference = checkpoint  # an import, which has the small files of its source
     options = ExportOptions(
         reference=args.reference, dtype=args.dtype, mtp=args.mtp, text=_text(args, run), run=run
     )
@@ -126,7 +129,7 @@ def _text(args: argparse.Namespace, run: Path | None) -> ModelText | None:
     Raises:
         ConfigError: There is none, or the run and the reference have different ones.
     """
-    trained = read_trained_model(run) if run is not None else None
+    trained = read_run(run) if run is not None else None
     template = trained.chat_template if trained is not None else None
     if args.tokenizer == "none":
         return None

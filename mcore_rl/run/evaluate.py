@@ -13,15 +13,17 @@ from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.rm import check_rm
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.evaluation import evaluation_conditions
-from mcore_rl.config.load import kind_of, load_config
+from mcore_rl.config.load import kind_of
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.model.build import build_model
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+from mcore_rl.processes.imports import checkpoint_of
 from mcore_rl.processes.launcher import world_size_of_launcher
 from mcore_rl.processes.rank_guard import rank_guard
 from mcore_rl.rl.rewards.failures import FailureReport
@@ -38,9 +40,9 @@ def main(argv: Sequence[str]) -> int:
     path, overrides = Path(argv[0]), argv[1:]
     with rank_guard():
         if kind_of(path, overrides, ("rl", "rm")) == "rm":
-            evaluate_reward_model(load_config(RewardModelConfig, path, overrides))
+            evaluate_reward_model(load_run_config(RewardModelConfig, path, overrides))
         else:
-            evaluate(load_config(RlRunConfig, path, overrides))
+            evaluate(load_run_config(RlRunConfig, path, overrides))
     return 0
 
 
@@ -134,7 +136,7 @@ def checkpoint_to_evaluate(config: RunConfig, tokenizer: TokenizerConfig) -> Pat
             f'run_dir="{config.run_dir}" has no checkpoint, and checkpoint.load is not set: nothing to evaluate. '
             "Set one of them."
         )
-    return Path(config.checkpoint.load)
+    return checkpoint_of(config.checkpoint.load, config.model, Path(config.run_dir))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.config.load import load_config
 from mcore_rl.errors import McoreRlError
 from mcore_rl.fake_world.rank import bytes_of_rank
 from mcore_rl.fake_world.recorder import record
 from mcore_rl.fake_world.saved import saved_by_layers
 from mcore_rl.files import write_atomically
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.planner.exact import Exact
 
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Build the ranks that the arguments ask for, and write what was counted as JSON: an Exact, or what was refused."""
     args = _arguments().parse_args(argv)
     try:
-        config = load_config(PROGRAMS[args.program].config, args.config, args.overrides)
+        config = load_run_config(PROGRAMS[args.program].config, args.config, args.overrides)
         asked = zip(args.ranks, args.updated, strict=True)
         ranks = [bytes_of_rank(config, rank, args.world, updated) for rank, updated in asked]
         mesh = config.mesh

@@ -14,12 +14,14 @@ from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
-from mcore_rl.data.chat import Conversation, load_chat
+from mcore_rl.data.chat import Conversation, Message, load_chat
 from mcore_rl.data.end_tokens import end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.folders.model import ModelFolder, find_model, read_model_folder, read_run
 from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+from mcore_rl.processes.imports import checkpoint_of, ensure_imported
 from mcore_rl.processes.rank_guard import rank_guard
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.make import server_apis
@@ -27,7 +29,6 @@ from mcore_rl.rl.engines.native.engine import Listener, MegatronEngine
 from mcore_rl.rl.engines.server_api import ServedCompletion
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Problem, Prompt
-from mcore_rl.run.trained_model import TrainedModel, read_trained_model, run_of_checkpoint
 
 MAX_REQUESTS = 64
 """Requests of a server at a time."""
@@ -37,16 +38,21 @@ def main(args: argparse.Namespace) -> int:
     """Print the prompt and its continuations."""
     with rank_guard():
         _check(args)
-        trained = read_trained_model(args.run or _run_of(args.checkpoint))
+        trained, weights = model_of_arguments(args)
         if trained.model.head == "score":
             raise ConfigError(
                 "this is a run of a reward model, which has scores and no logits: there is no text to generate. Name a "
                 "run of a language model."
             )
+        if is_interactive(args):
+            chat(args, trained, weights)
+            platforms.stop()
+            return 0
         request = request_of(args, trained)
         stream = StreamedText(request) if args.stream else None
         if args.url is None:
-            texts_GT = [one.tokens_T for one in continuations(args, trained, request, stream)]
+            engine = open_engine(trained, weights, request.tokenizer, args.seed)
+            texts_GT = [one.tokens_T for one in continuations(args, engine, request, stream)]
         else:
             texts_GT = [one.tokens_T for one in served_continuations(args, trained, request)]
         if stream is not None:
@@ -83,8 +89,17 @@ class Request:
         return whole[len(before) :] if whole.startswith(before) else alone
 
 
-def request_of(args: argparse.Namespace, trained: TrainedModel) -> Request:
-    """Return the request that the arguments make of the model; ConfigError when it has no chat template for --chat."""
+def system_turn(args: argparse.Namespace) -> tuple[Message, ...]:
+    """Return the turn of `--system`, if it is given."""
+    return () if args.system is None else ({"role": "system", "content": args.system},)
+
+
+def request_of(args: argparse.Namespace, trained: ModelFolder, messages: Sequence[Message] = ()) -> Request:
+    """Return the request that the arguments, or the turns of a chat so far, make of the model.
+
+    Raises:
+        ConfigError: --chat, and the model has no chat template.
+    """
     tokenizer, path = load_tokenizer(trained.tokenizer), trained.tokenizer.path
     template = trained.chat_template
     if args.chat and template is None:
@@ -96,10 +111,8 @@ def request_of(args: argparse.Namespace, trained: TrainedModel) -> Request:
         template = "tokenizer"
     chat = None if template is None else load_chat(template, tokenizer, path)
     if args.chat and chat is not None:
-        turns = [("system", args.system)] if args.system is not None else []
-        turns.append(("user", args.prompt))
-        messages = tuple({"role": role, "content": content} for role, content in turns)
-        prompt_T = tuple(chat.prompt(Conversation(messages=messages)))
+        turns = tuple(messages) or (*system_turn(args), {"role": "user", "content": args.prompt})
+        prompt_T = tuple(chat.prompt(Conversation(messages=turns)))
     else:
         prompt_T = tuple(tokenizer.encode_marked(args.prompt))
     return Request(
@@ -111,12 +124,46 @@ def request_of(args: argparse.Namespace, trained: TrainedModel) -> Request:
     )
 
 
+def is_interactive(args: argparse.Namespace) -> bool:
+    """Return whether the arguments ask for a chat in a terminal, turn by turn."""
+    asks = bool(args.chat) and not args.prompt and args.url is None and args.n == 1
+    return asks and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def chat(args: argparse.Namespace, trained: ModelFolder, weights: Path) -> None:
+    """Chat in the terminal until the end of the input; Ctrl-C ends an answer, and at the prompt the chat."""
+    import readline  # noqa: F401 - gives input() the keys of a shell
+
+    engine = open_engine(trained, weights, load_tokenizer(trained.tokenizer), args.seed)
+    messages = list(system_turn(args))
+    sys.stdout.write("Ctrl-C ends an answer; an empty line, Ctrl-D, or Ctrl-C here ends the chat.\n")
+    while True:
+        try:
+            said = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            said = ""
+        if not said:
+            sys.stdout.write("\n")
+            return
+        messages.append({"role": "user", "content": said})
+        request = request_of(args, trained, messages)
+        stream = StreamedText(request)
+        try:
+            answer = request.text_of(continuations(args, engine, request, stream)[0].tokens_T)
+            stream.end(answer)
+        except KeyboardInterrupt:
+            answer = stream.shown
+            sys.stdout.write("\n")
+        messages.append({"role": "assistant", "content": answer})
+
+
 class StreamedText:
     """Prints one completion as it grows."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._shown = ""
+        self.shown = ""
+        """Text that has been printed of the completion."""
         self._write(request.shown)
 
     def __call__(self, prompt: int, index: int, tokens_T: Sequence[int]) -> None:
@@ -126,14 +173,14 @@ class StreamedText:
 
     def end(self, text: str) -> None:
         """Print the rest of `text`, the whole completion."""
-        self._write(text[len(self._shown) :] + "\n" if text.startswith(self._shown) else f"\n{text}\n")
+        self._write(text[len(self.shown) :] + "\n" if text.startswith(self.shown) else f"\n{text}\n")
 
     def _show(self, text: str) -> None:
         # A character of several tokens decodes to a replacement character until its last token is there; that token
         # may also change the text before it, so only a text that continues what is shown is shown.
-        if text.startswith(self._shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._write(text[len(self._shown) :])
-            self._shown = text
+        if text.startswith(self.shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._write(text[len(self.shown) :])
+            self.shown = text
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
@@ -141,7 +188,7 @@ class StreamedText:
 
 
 def served_continuations(
-    args: argparse.Namespace, trained: TrainedModel, request: Request
+    args: argparse.Namespace, trained: ModelFolder, request: Request
 ) -> tuple[ServedCompletion, ...]:
     """Return `args.n` continuations as `continuations` does, by the server at `args.url` with its own weights."""
     engine = EngineConfig(
@@ -176,20 +223,35 @@ def sampling_of_arguments(args: argparse.Namespace, request: Request) -> Samplin
     )
 
 
-def continuations(
-    args: argparse.Namespace, trained: TrainedModel, request: Request, listener: Listener | None
-) -> tuple[Completion, ...]:
-    """Return `args.n` continuations, each to one of the request's end tokens or `args.tokens` tokens."""
+def model_of_arguments(args: argparse.Namespace) -> tuple[ModelFolder, Path]:
+    """Return the model that the arguments name, and the checkpoint with its weights."""
+    if args.model is not None:
+        folder = read_model_folder(find_model(args.model, "--model"))
+        ensure_imported(args.model, folder.model, None)
+        return folder, checkpoint_of(args.model, folder.model, None)
+    if args.run is not None:
+        return read_run(args.run), args.checkpoint or args.run
+    return read_model_folder(args.checkpoint), args.checkpoint
+
+
+def open_engine(trained: ModelFolder, weights: Path, tokenizer: Tokenizer, seed: int) -> MegatronEngine:
+    """Return a rollout engine in this process with the weights of a checkpoint."""
     # The engine caches keys and values in our own attention, not in TransformerEngine's; the weights are the same.
     ours = {"recompute": "none", "layers": "auto", "fp8": "none", "bf16_products": False}
     settings = trained.platform.model_copy(update=ours)
     mesh_config = MeshConfig()
     platform = platforms.start(settings, allows_te=False)
     mesh = build_mesh(mesh_config)
-    seed_ranks(args.seed)
+    seed_ranks(seed)
     chunks = build_model(trained.model, mesh, platform, settings)
-    load_weights(chunks, mesh, trained.model, args.checkpoint or args.run)
-    engine = MegatronEngine(chunks, mesh, trained.model, request.tokenizer.decode, EngineConfig())
+    load_weights(chunks, mesh, trained.model, weights)
+    return MegatronEngine(chunks, mesh, trained.model, tokenizer.decode, EngineConfig())
+
+
+def continuations(
+    args: argparse.Namespace, engine: MegatronEngine, request: Request, listener: Listener | None
+) -> tuple[Completion, ...]:
+    """Return `args.n` continuations, each to one of the request's end tokens or `args.tokens` tokens."""
     engine.listener = listener
     problem = Problem(problem_id="--prompt", prompt=args.prompt, answer="")
     prompt = Prompt(problem=problem, tokens_T=request.prompt_T)
@@ -198,18 +260,15 @@ def continuations(
     return engine.generate([prompt], sampling, seeds_1G)[0].completions
 
 
-def _run_of(checkpoint: Path) -> Path:
-    if (folder := run_of_checkpoint(checkpoint)) is not None:
-        return folder
-    raise ConfigError(
-        f"--checkpoint {checkpoint}: there is no config.toml there or above, which names the model and its tokenizer. "
-        "Name the folder of a run with the same: --run."
-    )
-
-
 def _check(args: argparse.Namespace) -> None:
-    if args.run is None and args.checkpoint is None:
-        raise ConfigError("There is nothing to generate with: give --run RUN_DIR, --checkpoint DIR, or both.")
+    if args.model is None and args.run is None and args.checkpoint is None:
+        raise ConfigError(
+            "There is nothing to generate with: give --model FOLDER (Hugging Face's, an import, a checkpoint or a run)."
+        )
+    if args.model is not None and (
+        args.run is not None or args.checkpoint is not None or args.url is not None
+    ):
+        raise ConfigError("--model names model and weights. Give it without --run, --checkpoint and --url.")
     if args.url is not None and (args.checkpoint is not None or args.stream or args.run is None):
         raise ConfigError(
             "--url asks a server with weights of its own: give it --run RUN_DIR for the model and its tokenizer, and "
@@ -217,8 +276,11 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.url is None and (args.api_key_env or args.ca_file):
         raise ConfigError("--api-key-env and --ca-file are of a server, and --url is not given. Add it.")
-    if args.chat and not args.prompt:
-        raise ConfigError("--chat answers a prompt, and there is none. Give --prompt TEXT.")
+    if args.chat and not args.prompt and not is_interactive(args):
+        raise ConfigError(
+            "--chat answers a prompt, and there is none. Give --prompt TEXT, or chat in a terminal (without --url and "
+            "--n)."
+        )
     if args.system is not None and not args.chat:
         raise ConfigError(
             "--system is a turn of a chat, and --chat is not given. Add it, or leave out --system."

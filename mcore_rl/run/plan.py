@@ -16,6 +16,7 @@ from mcore_rl.config.load import dump_config, kind_of, load_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.files import has_mark, refuse_replacing, write_atomically
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.attempts_file import read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
 from mcore_rl.plan.activations import layers_of
@@ -69,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
             f"{args.config} is a config of {kind}, which trains nothing. Give it to {READERS[kind]}."
         )
     program = PROGRAMS[kind]
-    config = load_config(program.config, args.config, args.overrides)
+    config = load_run_config(program.config, args.config, args.overrides)
     cluster = load_config(ClusterConfig, args.cluster)
     check_cluster(cluster)
     if args.world:

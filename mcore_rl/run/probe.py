@@ -18,6 +18,7 @@ from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.folders.checkpoint import find_checkpoint, path_of_step, saved_steps
+from mcore_rl.folders.model import read_run
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
@@ -26,7 +27,6 @@ from mcore_rl.rl.engines.make import server_apis
 from mcore_rl.rl.engines.probe import Probe, ProbeReference
 from mcore_rl.rl.engines.probe_difference import FEWEST_TOKENS, ProbeDifference, difference_of
 from mcore_rl.rl.engines.server_api import ServerApi
-from mcore_rl.run.trained_model import read_trained_model
 
 GROUPS: Mapping[str, re.Pattern[str]] = {
     "norms": re.compile("norm"),
@@ -58,7 +58,7 @@ class GroupLine:
 def main(args: argparse.Namespace) -> int:
     """Print the differences and return the exit status: 0 when the server has the checkpoint's weights, otherwise 1."""
     with rank_guard():
-        trained = read_trained_model(args.run)
+        trained = read_run(args.run)
         if trained.model.head == "score":
             raise ConfigError(
                 f"{args.run} is a run of a reward model, which has no logits. Name a run of a policy."

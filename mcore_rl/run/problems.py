@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.files import refuse_replacing, written_atomically
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.rl.rollouts.prompts import TaskProblems, held_out_problems
 from mcore_rl.rl.types import Problem
 
@@ -25,7 +25,7 @@ FIRST_VALID_INDEX = 2**33
 
 def main(args: argparse.Namespace) -> int:
     """Write `args.count` problems to `args.output`, and `args.valid` others to the file beside it."""
-    config = load_config(RlRunConfig, Path(args.config), args.overrides)
+    config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
     prompts, seed = config.rl.prompts, config.train.seed
     if prompts.task == "file":
         raise ConfigError(

@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from mcore_rl.checks.rl_run import check_rl
-from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.rewards.trial import ANSWER, refuse_failing_trial, trial_groups
@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
     Returns:
         0; 1 where a score failed. A part that always fails is a TrainingError.
     """
-    config = load_config(RlRunConfig, Path(args.config), args.overrides)
+    config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
     check_rl(config, config.mesh.smallest_world)
     prompts = load_prompts(config)
     console = Console(highlight=False, markup=False, soft_wrap=True)

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from mcore_rl.config.load import load_config
 from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.rl.engines.make import servers_folder
 from mcore_rl.rl.engines.server_fleet import replacement_request
 from mcore_rl.rl.engines.server_process import ServerCommand, ServerProcess, server_command
@@ -32,7 +32,7 @@ class StopRequested(Exception):  # noqa: N818  # no error
 
 def main(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; returns 0 then, and 1 when a server was given up."""
-    config = load_config(RlRunConfig, Path(args.config), args.overrides)
+    config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
     engine = config.rl.engine
     if not engine.is_served:
         raise ConfigError(

@@ -5,12 +5,13 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.checks.inputs import absent_inputs
+from mcore_rl.checks.inputs import absent_inputs, has_checkpoints
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.load import kind_of
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.local import local_memory_violations
+from mcore_rl.processes.imports import ensure_imported
 from mcore_rl.processes.launcher import launch_local, under_launcher
 from mcore_rl.run.commands.table import Command
 from mcore_rl.run.log_folders import next_log_dir
@@ -32,6 +33,8 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
             *local_memory_violations(config, ranks, program.seq_length(config), trains=trains),
         ]
     )
+    if not has_checkpoints(Path(config.run_dir)):
+        ensure_imported(config.checkpoint.load, config.model, Path(config.run_dir))
     return launch_local(command.module, argv, ranks, next_log_dir(Path(config.run_dir)), [command.module])
 
 

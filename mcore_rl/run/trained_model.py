@@ -1,66 +1,12 @@
-"""The model and tokenizer of a run of any kind, as the config.toml in its folder names them."""
+"""The tokenizer of a training that starts from a model: the one that the model was trained with."""
 
-import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.config.load import section_of_run
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
-from mcore_rl.errors import ConfigError, DataError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedModel:
-    """The parts of a run's config.toml that runs of all kinds have."""
-
-    model: ModelConfig
-    platform: PlatformConfig
-    tokenizer: TokenizerConfig
-    chat_template: str | None
-    """data.chat_template of a run on conversations; None: a run on plain text, such as pretraining."""
-
-
-def run_of_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that wrote `checkpoint`, if any: the nearest one above whose config.toml lies beside
-    the checkpoint, or beside the folder `checkpoints` that it is in.
-    """
-    path = checkpoint.absolute()
-    # A config.toml further up may be anything's: that of a project in which a converted checkpoint lies.
-    return next(
-        (
-            folder
-            for folder in (path, *path.parents)
-            if (folder / "config.toml").is_file()
-            and (folder in (path, path.parent) or (folder / "checkpoints").is_dir())
-        ),
-        None,
-    )
-
-
-def read_trained_model(folder: Path) -> TrainedModel:
-    """Read the config.toml of a run; ConfigError when `folder` has none, or it is not one that a run wrote."""
-    path = folder / "config.toml"
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        data = tables.get("data", {})
-        return TrainedModel(
-            model=section_of_run(ModelConfig, tables.get("model", {})),
-            platform=section_of_run(PlatformConfig, tables.get("platform", {})),
-            tokenizer=section_of_run(TokenizerConfig, data.get("tokenizer", {})),
-            chat_template=data.get("chat_template"),
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. Name the run_dir of a training."
-        ) from None
-    except (ValueError, AttributeError) as error:  # not TOML, other fields; a section that is no table
-        raise ConfigError(
-            f"{path} is damaged, or not written by a training: {' '.join(str(error).split())[:200]}. Copy it again "
-            "from the run."
-        ) from None
+from mcore_rl.errors import DataError
+from mcore_rl.folders.model import read_run, run_of_checkpoint
 
 
 def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpoint: str | None) -> Tokenizer:
@@ -95,7 +41,7 @@ def refuse_other_tokenizer(
     folder = run_of_checkpoint(Path(checkpoint)) if checkpoint else None
     if folder is None or not (folder / "checkpoints").is_dir():
         return
-    trained_with = read_trained_model(folder).tokenizer
+    trained_with = read_run(folder).tokenizer
     if trained_with.path is None or not Path(trained_with.path).exists():
         return
     if load_tokenizer(trained_with).digest != tokenizer.digest:

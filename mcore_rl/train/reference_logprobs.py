@@ -16,6 +16,7 @@ from mcore_rl.data.preferences import Preferences
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.files import checkpoint_errors_explained, write_atomically
 from mcore_rl.folders.checkpoint import MARKER, METADATA, find_checkpoint, saved_steps
+from mcore_rl.processes.imports import checkpoint_of
 from mcore_rl.train.run_folder import RunFolder
 
 RECORD = "reference.json"
@@ -48,7 +49,10 @@ def find_origin(config: DPOConfig, folder: RunFolder) -> ReferenceOrigin:
         if saved_steps(folder.checkpoints):
             return _recorded(record, setting)
         source = config.dpo.reference or config.checkpoint.load
-        checkpoint = find_checkpoint(Path(source)).absolute() if source else None
+        checkpoint = None
+        if source:
+            weights = checkpoint_of(source, config.model, folder.path)
+            checkpoint = find_checkpoint(weights).absolute()
         origin = ReferenceOrigin(
             setting=setting,
             checkpoint=str(checkpoint or ""),

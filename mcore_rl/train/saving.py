@@ -35,6 +35,7 @@ from mcore_rl.obs.attempts_file import NUMERICS, depends_on_numerics
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, refuse_anywhere, world_max
 from mcore_rl.processes.forked_call import ForkedCall, ForkedCallError
+from mcore_rl.processes.imports import checkpoint_of
 from mcore_rl.train.checkpoint_state import full_state, load_full_state
 from mcore_rl.train.offload import all_present
 from mcore_rl.train.run_folder import Fence
@@ -178,7 +179,7 @@ class Checkpoints:
             if own is not None:
                 resumption = self._resume_own(own)
             elif config.load:
-                resumption = self._load_given(Path(config.load))
+                resumption = self._load_given(self._given(config.load))
             else:
                 return Resumption()
         self._metrics.append(Metric("checkpoint/load_s", time.monotonic() - started))
@@ -221,6 +222,11 @@ class Checkpoints:
         )
         self._lines += [str(error), f"warning: {warning}"]
         return earlier, warning
+
+    def _given(self, load: str) -> Path:
+        """Return the checkpoint that `checkpoint.load` means, on all ranks alike."""
+        config = self._state.config
+        return on_rank_zero(partial(checkpoint_of, load, config.model, Path(config.run_dir)))
 
     def _load_given(self, source: Path) -> Resumption:
         """Load `checkpoint.load`: the whole training state, or the weights where they alone are asked for or fit."""

@@ -14,6 +14,7 @@ import transformers
 from mcore_rl import __version__
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert.hf.small_files import TEMPLATES
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.end_tokens import GENERATION_CONFIG, end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -21,10 +22,7 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.obs.attempts_file import read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
 
-CARD = "README.md"
 TEMPLATE = "chat_template.jinja"
-TEMPLATES = "additional_chat_templates"
-"""Folder of a tokenizer's further chat templates, as transformers 5 saves them."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "*.tiktoken", TEMPLATE, "chat_template.json", f"{TEMPLATES}/*.jinja",

@@ -149,7 +149,8 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
         before: Marker of the checkpoint whose training state this one has; None: it has weights only.
     """
     # A marker is there already when its folder was refused a name: after a comparison of logits, say.
-    names = sorted(entry.name for entry in folder.iterdir() if entry.name != MARKER)
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    names = sorted(name for name in files if name != MARKER)
     archives: dict[str, list[FileRange]] = {}
     for info in (load_metadata(folder).storage_data or {}).values():
         archives.setdefault(info.relative_path, []).append(

@@ -9,6 +9,12 @@ from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides
 
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a run or a checkpoint, a prompt, and how to sample tokens."""
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="the model: a Hugging Face folder (imported once, into a cache), an import, a checkpoint, the run_dir of "
+        "a training, or a model of the hub that is in its local cache",
+    )
     parser.add_argument("--run", type=Path, help="the run_dir of a training; its newest checkpoint is used")
     parser.add_argument(
         "--checkpoint",
@@ -23,7 +29,8 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="answer the prompt: it is the user's turn in the chat template that the model was trained with",
+        help="answer the prompt: it is the user's turn in the chat template that the model was trained with; without "
+        "--prompt, in a terminal, chat turn by turn",
     )
     parser.add_argument("--system", metavar="TEXT", help="--chat: the system's turn before the user's")
     parser.add_argument("--tokens", type=positive, default=64, help="new tokens at most (default 64)")

@@ -13,8 +13,8 @@ from mcore_rl.backend import platform as platforms
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checks.dpo import check_dpo
 from mcore_rl.config.dpo import DPOConfig
-from mcore_rl.config.load import load_config
 from mcore_rl.folders.checkpoint import saved_steps
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.processes.launcher import world_size_of_launcher
 from mcore_rl.processes.rank_guard import rank_guard
@@ -45,7 +45,7 @@ GROUPS_AT_A_TIME = 64
 def main(argv: Sequence[str]) -> int:
     """Optimise on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
     with rank_guard():
-        train(load_config(DPOConfig, Path(argv[0]), argv[1:]))
+        train(load_run_config(DPOConfig, Path(argv[0]), argv[1:]))
     return 0
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.run import check
-from mcore_rl.config.load import load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.index_file import unigram_entropy
 from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.processes.launcher import world_size_of_launcher
 from mcore_rl.processes.rank_guard import rank_guard
@@ -22,7 +22,7 @@ from mcore_rl.train.objectives import NextTokenHead
 def main(argv: Sequence[str]) -> int:
     """Pretrain on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
     with rank_guard():
-        train(load_config(PretrainConfig, Path(argv[0]), argv[1:]))
+        train(load_run_config(PretrainConfig, Path(argv[0]), argv[1:]))
     return 0
 
 

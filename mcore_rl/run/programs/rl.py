@@ -12,7 +12,6 @@ from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.data import DataConfig
-from mcore_rl.config.load import load_config
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.distill import SELF
 from mcore_rl.config.rl_run import RlRunConfig
@@ -24,6 +23,8 @@ from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.folders.checkpoint import check, find_checkpoint
+from mcore_rl.folders.model import read_run, run_of_checkpoint
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.processes.launcher import world_size_of_launcher
@@ -42,7 +43,7 @@ from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.update.learner import Learner
 from mcore_rl.run.programs.open_run import is_done, open_run
 from mcore_rl.run.programs.rollouts import Prompts, load_prompts, make_flow, open_rollouts
-from mcore_rl.run.trained_model import read_trained_model, refuse_other_tokenizer, run_of_checkpoint
+from mcore_rl.run.trained_model import refuse_other_tokenizer
 from mcore_rl.train.loop import Run
 
 OF_LAYERS = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
@@ -52,7 +53,7 @@ OF_LAYERS = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads",
 def main(argv: Sequence[str]) -> int:
     """Train a policy on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
     with rank_guard():
-        train(load_config(RlRunConfig, Path(argv[0]), argv[1:]))
+        train(load_run_config(RlRunConfig, Path(argv[0]), argv[1:]))
     return 0
 
 
@@ -122,7 +123,7 @@ def try_reward_of(config: RlRunConfig, prompts: Prompts) -> tuple[FailedPart, ..
 def warnings_of(config: RlRunConfig) -> Iterator[str]:
     """Yield a sentence on each setting that is valid and likely to disappoint."""
     source = run_of_checkpoint(Path(config.checkpoint.load)) if config.checkpoint.load else None
-    learned = read_trained_model(source).chat_template if source is not None else None
+    learned = read_run(source).chat_template if source is not None else None
     if learned is not None and learned != config.data.chat_template:
         yield (
             f'warning: data.chat_template="{config.data.chat_template}", and the run of checkpoint.load={source} was '

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.rm import check_rm
-from mcore_rl.config.load import load_config
 from mcore_rl.config.rm import RewardModelConfig
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.processes.launcher import world_size_of_launcher
 from mcore_rl.processes.rank_guard import rank_guard
 from mcore_rl.run.programs.open_run import is_done, open_run
@@ -18,7 +18,7 @@ from mcore_rl.train.reward_model import RewardModelTrainer, reward_head
 def main(argv: Sequence[str]) -> int:
     """Train a reward model on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped."""
     with rank_guard():
-        train(load_config(RewardModelConfig, Path(argv[0]), argv[1:]))
+        train(load_run_config(RewardModelConfig, Path(argv[0]), argv[1:]))
     return 0
 
 

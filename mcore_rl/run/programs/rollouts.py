@@ -17,6 +17,7 @@ from mcore_rl.data.end_tokens import describe_ends, end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.folders.checkpoint import find_checkpoint
+from mcore_rl.folders.model import read_run, run_of_checkpoint
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import asking, sampling_of
@@ -41,7 +42,7 @@ from mcore_rl.rl.rollouts.flow import GroupFlow
 from mcore_rl.rl.rollouts.prompts import PromptEncoder, PromptSource, held_out_prompts, train_prompts
 from mcore_rl.rl.rollouts.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.types import Prompt
-from mcore_rl.run.trained_model import load_matching_tokenizer, read_trained_model, run_of_checkpoint
+from mcore_rl.run.trained_model import load_matching_tokenizer
 from mcore_rl.train.state import Progress
 
 
@@ -144,7 +145,7 @@ def _own_text(
     """
     reward, field = config.rl.reward, f'rl.reward.parts="{part}"'
     folder = run_of_checkpoint(path)
-    trained = read_trained_model(folder) if folder is not None and (folder / "checkpoints").is_dir() else None
+    trained = read_run(folder) if folder is not None and (folder / "checkpoints").is_dir() else None
     theirs = reward.model_tokenizer
     if theirs is None and trained is not None and trained.tokenizer.path is not None:
         # Nothing is known of a tokenizer that is gone.

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.sft import check_sft
-from mcore_rl.config.load import load_config
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.end_tokens import end_tokens, no_end_warning
@@ -16,6 +15,7 @@ from mcore_rl.data.mixture import refuse_empty_sources
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.data.records import SHOWN
 from mcore_rl.data.tokenizer import Tokenizer
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.processes.launcher import world_size_of_launcher
 from mcore_rl.processes.rank_guard import rank_guard
@@ -29,7 +29,7 @@ from mcore_rl.train.objectives import NextTokenHead
 def main(argv: Sequence[str]) -> int:
     """Fine-tune on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
     with rank_guard():
-        train(load_config(SFTConfig, Path(argv[0]), argv[1:]))
+        train(load_run_config(SFTConfig, Path(argv[0]), argv[1:]))
     return 0
 
 

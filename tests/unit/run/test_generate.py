@@ -21,11 +21,11 @@ from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
+from mcore_rl.folders.model import ModelFolder
 from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.run.cli import main
 from mcore_rl.run.generate import Request, request_of
-from mcore_rl.run.trained_model import TrainedModel
 from tests.fake_server import FakeServer, TableAnswers
 from tests.served_model import ModelAnswers
 
@@ -184,7 +184,7 @@ CHATML = (
 
 
 @pytest.fixture
-def chat_model(tmp_path: Path) -> TrainedModel:
+def chat_model(tmp_path: Path) -> ModelFolder:
     """As a run of fine-tuning on conversations leaves it, with a tokenizer whose documents end otherwise than turns."""
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"?": 0} | {c: i for i, c in enumerate(TEXT, 1)}, "?")
@@ -196,7 +196,8 @@ def chat_model(tmp_path: Path) -> TrainedModel:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     names = {"eos_token": "<|endoftext|>", "chat_template": CHATML}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
-    return TrainedModel(
+    return ModelFolder(
+        path=tmp_path,
         model=MODEL,
         platform=PlatformConfig(),
         tokenizer=TokenizerConfig(kind="huggingface", path=str(tmp_path)),
@@ -205,7 +206,7 @@ def chat_model(tmp_path: Path) -> TrainedModel:
 
 
 @pytest.mark.parametrize("system", ["the dog", None])
-def test_a_chat_begins_and_ends_as_transformers_has_it(chat_model: TrainedModel, system: str | None) -> None:
+def test_a_chat_begins_and_ends_as_transformers_has_it(chat_model: ModelFolder, system: str | None) -> None:
     args = argparse.Namespace(chat=True, prompt="the cat", system=system)
     request = request_of(args, chat_model)
     theirs = PreTrainedTokenizerFast.from_pretrained(chat_model.tokenizer.path)

@@ -13,8 +13,9 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.folders.model import read_run, run_of_checkpoint
 from mcore_rl.run.evaluate import checkpoint_to_evaluate
-from mcore_rl.run.trained_model import read_trained_model, refuse_other_tokenizer, run_of_checkpoint
+from mcore_rl.run.trained_model import refuse_other_tokenizer
 
 
 def tokenizer_in(folder: Path, *words: str) -> HuggingFaceTokenizer:
@@ -58,7 +59,7 @@ def test_a_config_that_no_training_wrote_is_refused_where_it_is_of_the_run(tmp_p
     with pytest.raises(
         ConfigError, match=r"config\.toml is damaged, or not written by a training: .* Copy it"
     ):
-        read_trained_model(tmp_path)
+        read_run(tmp_path)
 
 
 def test_a_config_of_something_else_above_a_checkpoint_is_not_its_run(tmp_path: Path) -> None:

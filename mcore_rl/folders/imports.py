@@ -1,0 +1,89 @@
+"""The place of a Hugging Face folder's import: weights are imported once, and every run and mesh loads that import."""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+
+from mcore_rl.config.extension import is_extension
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.files import sizes_and_times
+from mcore_rl.folders.checkpoint import MARKER, path_of_step
+from mcore_rl.folders.huggingface import is_hf, read_config
+from mcore_rl.folders.model import find_model, read_model_folder
+
+CACHE_VARIABLE = "MCORE_RL_CACHE"
+"""Environment variable with the folder of all imports."""
+IMPORTS = "imports"
+"""Folder of imports beside a run, or in the user's cache."""
+DIGITS = 16
+"""Hexadecimal digits of a key in the name of an import."""
+
+
+class ModelImport:
+    """An import of a Hugging Face folder: where it is, and the words after `mcore-rl` that make it."""
+
+    def __init__(self, source: Path, model: ModelConfig, imports: Path) -> None:
+        """Find the import of `source` for `model`, in the folder `imports`.
+
+        Raises:
+            CheckpointError: The folder has no weights, or its config.json cannot be read.
+        """
+        own_family = model.family if is_extension(model.family) else None
+        options = []
+        if own_family is not None:
+            options += ["--family", own_family]
+        if model.vocab_multiple != type(model)().vocab_multiple:
+            options += ["--vocab-multiple", str(model.vocab_multiple)]
+        if model.mtp_layers == 0 and read_model_folder(source, own_family).model.mtp_layers:
+            options += ["--mtp", "drop"]
+        identity = [read_config(source), options, sorted(_identity(source).items())]
+        key = sha256(repr(identity).encode()).hexdigest()[:DIGITS]
+        self.path = imports / f"{_name(source)}-{key}"
+        """Folder that has, or will have, the checkpoint."""
+        self.command = ["convert", "import", str(source), str(self.path), *options]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the import has been made."""
+        return (path_of_step(self.path, 0) / MARKER).is_file()
+
+
+def import_of(load: str, model: ModelConfig, imports: Path) -> ModelImport | None:
+    """Return the import that stands for the weights `load`; None where they are a checkpoint already.
+
+    Args:
+        load: A value of `checkpoint.load`.
+        model: The model that loads them.
+        imports: The folder of imports, as `imports_folder` returns it.
+    """
+    source = Path(load) if Path(load).exists() else find_model(load, "checkpoint.load")
+    if source.is_dir():
+        source = find_model(str(source), "checkpoint.load")
+    return ModelImport(source, model, imports) if is_hf(source) else None
+
+
+def imports_folder(environment: Mapping[str, str], run_dir: Path | None) -> Path:
+    """Return the folder of imports: MCORE_RL_CACHE, else `imports` beside a run, else in the user's cache."""
+    if named := environment.get(CACHE_VARIABLE):
+        return Path(named)
+    if run_dir is not None:
+        return run_dir.parent / IMPORTS
+    cache = Path(environment.get("XDG_CACHE_HOME", ""))
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "mcore_rl" / IMPORTS
+
+
+def _identity(source: Path) -> dict[str, tuple[int, int]]:
+    """Return size and time of each file with weights."""
+    found = sizes_and_times(sorted(source.glob("*.safetensors*")))
+    if not any(path.suffix == ".safetensors" for path in found):
+        raise CheckpointError(f"{source} has no *.safetensors, only an index. Download the folder again.")
+    return {path.name: stamp for path, stamp in found.items()}
+
+
+def _name(source: Path) -> str:
+    """Return the name of a folder's import, of a snapshot in the hub's cache by the model's name."""
+    path = source.absolute()
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.removeprefix("models--")
+    return path.name

@@ -1,0 +1,169 @@
+"""A folder's own description of the model in it: config.json of Hugging Face, a run's config.toml, or the marker of a
+checkpoint, which an import or a training wrote.
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.load import section_of_run
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.families import model_from_hf
+from mcore_rl.folders.checkpoint import MARKER, find_checkpoint, read_marker
+from mcore_rl.folders.huggingface import is_hf, read_config, snapshot_in
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""A model of the Hugging Face hub, as `Qwen/Qwen3-30B-A3B`."""
+TOKENIZERS = (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece"))
+"""Files of a tokenizer by which a folder has it, the first that is there, and the kind that reads it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFolder:
+    """Settings that a folder has for its model."""
+
+    path: Path
+    """The folder that was read: of a model in the hub's cache its snapshot, of a folder of checkpoints the newest."""
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    """Tokenizer of the model; kind "none" where the folder has none."""
+    chat_template: str | None = None
+    """`data.chat_template` of a run on conversations; None: a run on plain text, or no run."""
+    platform: PlatformConfig = field(default_factory=PlatformConfig)
+    """Section `platform` of the run."""
+    is_huggingface: bool = False
+    """Whether the weights are Hugging Face's, which are imported before they are loaded."""
+    has_training_state: bool = False
+    """Whether a training wrote it, whose optimizer state may be there; others have weights alone."""
+
+
+def find_model(name: str, field: str = "model.path") -> Path:
+    """Return the folder that `field` names: a path, or a model of the hub that lies in its local cache.
+
+    Raises:
+        ConfigError: There is no such folder, and no such model in the cache.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return snapshot_in(path) or path
+    if path.exists():
+        raise ConfigError(f"{field}={name} is a file. Name the folder that it is in.")
+    if not HUB_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{field}={name} does not exist. Name a Hugging Face folder, an import, a checkpoint, the run_dir of a "
+            "training, or a model of the hub as ORGANIZATION/NAME."
+        )
+    # Its import takes as long as all else that a config needs.
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"{field}={name} is no folder, and the hub's cache on this machine has no model of that name. Download it: "
+            f"`hf download {name}` (a gated model needs `hf auth login` first); on a machine without a network, copy a "
+            "folder that has its config.json, tokenizer and safetensors, and name that."
+        )
+    return Path(found).parent
+
+
+def read_model_folder(path: Path, family: str | None = None) -> ModelFolder:
+    """Return what the folder of a run, a checkpoint, an import or a Hugging Face model says of its model.
+
+    Args:
+        path: The folder; of a folder of checkpoints, or a run, the newest checkpoint counts.
+        family: A family of the user's own for a Hugging Face folder, as `module:name`; None: that of its config.json.
+
+    Raises:
+        CheckpointError, ConfigError: The folder describes no model, or one that Megatron's models cannot be.
+    """
+    if (path / "config.toml").is_file():
+        return read_run(path)
+    if (path / "config.json").is_file() and not (path / MARKER).exists():
+        return ModelFolder(
+            path=path,
+            model=model_from_hf(read_config(path), family),
+            tokenizer=tokenizer_in(path),
+            is_huggingface=True,
+        )
+    if is_hf(path):
+        raise CheckpointError(f"{path} has weights and no config.json. Take the one that belongs to them.")
+    return _read_checkpoint(find_checkpoint(path))
+
+
+def read_run(folder: Path) -> ModelFolder:
+    """Read the config.toml of a run; ConfigError when `folder` has none, or it is not one that a run wrote."""
+    path = folder / "config.toml"
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tables.get("data", {})
+        return ModelFolder(
+            path=folder,
+            model=section_of_run(ModelConfig, tables.get("model", {})),
+            platform=section_of_run(PlatformConfig, tables.get("platform", {})),
+            tokenizer=section_of_run(TokenizerConfig, data.get("tokenizer", {})),
+            chat_template=data.get("chat_template"),
+            has_training_state=True,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. Name the run_dir of a training."
+        ) from None
+    except (ValueError, AttributeError) as error:  # not TOML, other fields; a section that is no table
+        raise ConfigError(
+            f"{path} is damaged, or not written by a training: {' '.join(str(error).split())[:200]}. Copy it again "
+            "from the run."
+        ) from None
+
+
+def run_of_checkpoint(checkpoint: Path) -> Path | None:
+    """Return the folder of the run that wrote `checkpoint`, if any: the nearest one above whose config.toml lies beside
+    the checkpoint, or beside the folder `checkpoints` that it is in.
+    """
+    path = checkpoint.absolute()
+    # A config.toml further up may be anything's: that of a project in which a converted checkpoint lies.
+    return next(
+        (
+            folder
+            for folder in (path, *path.parents)
+            if (folder / "config.toml").is_file()
+            and (folder in (path, path.parent) or (folder / "checkpoints").is_dir())
+        ),
+        None,
+    )
+
+
+def tokenizer_in(folder: Path) -> TokenizerConfig:
+    """Return the tokenizer whose files lie in a folder; kind "none" where there is none."""
+    for name, kind in TOKENIZERS:
+        if (folder / name).is_file():
+            path = folder if kind == "huggingface" else folder / name
+            return TokenizerConfig.model_validate({"kind": kind, "path": str(path)})
+    return TokenizerConfig()
+
+
+def _read_checkpoint(path: Path) -> ModelFolder:
+    """Return what a checkpoint says: its run, where it lies in one, else its marker and the files beside it."""
+    if (run := run_of_checkpoint(path)) is not None:
+        return read_run(run)
+    if not (path / MARKER).is_file():
+        raise CheckpointError(
+            f"{path} is a checkpoint of Megatron-LM, which does not name its model. Set the section [model], and name "
+            "it in checkpoint.load."
+        )
+    marker = read_marker(path)
+    data: dict[str, Any] = marker.settings.get("data", {})
+    tokenizer = tokenizer_in(path)
+    if tokenizer.path is None:
+        tokenizer = section_of_run(TokenizerConfig, data.get("tokenizer", {}))
+    return ModelFolder(
+        path=path,
+        model=section_of_run(ModelConfig, marker.model),
+        tokenizer=tokenizer,
+        chat_template=data.get("chat_template"),
+        has_training_state=bool(marker.program),
+    )
