@@ -30,6 +30,8 @@ class Setting:
     key: str
     value: Any
     path: Path | None
+    rank: int
+    """Strength of the place: files that are extended are weaker than the file, and it than the command line."""
 
     @property
     def source(self) -> str:
@@ -55,8 +57,13 @@ def read_settings(cls: type[Section], path: Path | None, overrides: Sequence[str
     fields = {doc.key: doc for doc in describe(cls)}
     tables = [] if path is None else list(_tables(config_file(path), ()))
     written = [
-        Setting(key, value, source)
-        for source, table in [*tables, *_override_tables(fields, overrides)]
+        Setting(key, value, source, rank)
+        for rank, (source, table) in enumerate(tables)
+        for key, value in _leaves(cls, table)
+    ]
+    written += [
+        Setting(key, value, None, len(tables))
+        for _, table in _override_tables(fields, overrides)
         for key, value in _leaves(cls, table)
     ]
     settings: dict[str, Setting] = {}

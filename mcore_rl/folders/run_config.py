@@ -15,8 +15,22 @@ from mcore_rl.folders.huggingface import is_hf
 from mcore_rl.folders.model import ModelFolder, find_model, read_model_folder
 
 R = TypeVar("R", bound=RunConfig)
+OF_FOLDER = ("model", "data.tokenizer", "data.chat_template", "checkpoint.load", "checkpoint.load_optimizer")
+"""Sections and fields that a folder has: they are its own, unless they are set where it is named, or in a stronger
+place."""
+OF_TRAINING = (
+    *("model.path", "model.head", "model.attention_dropout", "model.hidden_dropout", "model.mtp_loss_coeff"),
+    *(
+        "model.moe.balance",
+        "model.moe.aux_loss_coeff",
+        "model.moe.expert_bias_rate",
+        "model.moe.z_loss_coeff",
+    ),
+    *("model.moe.capacity_factor", "model.moe.dispatcher"),
+)
+"""Fields of these that are of the training, and stay as a weaker place, such as a recipe, sets them."""
 NOT_TAKEN = ("model.path", "model.head")
-"""Fields of `model` that are of the program, not of the model in a folder."""
+"""Fields of `model` that no folder decides."""
 
 
 def load_run_config(cls: type[R], path: Path | None, overrides: Sequence[str] = ()) -> R:
@@ -35,35 +49,43 @@ def load_run_config(cls: type[R], path: Path | None, overrides: Sequence[str] = 
 def with_origins(cls: type[R], path: Path | None, overrides: Sequence[str] = ()) -> tuple[R, dict[str, str]]:
     """Return the config as `load_run_config` does, and for each field that is set where it was."""
     settings = read_settings(cls, path, overrides)
-    folder = _folder(settings)
-    if folder is not None:
-        settings = {**_defaults(cls, settings, folder), **settings}
+    folder, named = _folder(settings)
+    if folder is not None and named is not None:
+        own = {key: setting for key, setting in settings.items() if not _is_replaced(setting, named)}
+        settings = {**_defaults(cls, own, folder, named), **own}
     config = config_of(cls, settings)
     if folder is not None and config.checkpoint.load and config.checkpoint.load == config.model.path:
         _refuse_contradictions(config, folder, settings)
     return config, {key: setting.source for key, setting in settings.items()}
 
 
-def _folder(settings: Mapping[str, Setting]) -> ModelFolder | None:
-    """Return the folder of the model: `model.path`, else `checkpoint.load` where it describes a model."""
+def _folder(settings: Mapping[str, Setting]) -> tuple[ModelFolder | None, Setting | None]:
+    """Return the folder of the model, and what names it: `model.path`, else `checkpoint.load` with a model in it."""
     family = _text(settings, "model.family")
     own = family if family and is_extension(family) else None
-    if (named := _text(settings, "model.path")) is not None:
-        return read_model_folder(find_model(named), own)
-    if (named := _text(settings, "checkpoint.load")) is None or not Path(named).is_dir():
-        return None
-    path = find_model(named, "checkpoint.load")
+    if (name := _text(settings, "model.path")) is not None:
+        return read_model_folder(find_model(name), own), settings["model.path"]
+    if (name := _text(settings, "checkpoint.load")) is None or not Path(name).is_dir():
+        return None, None
+    path = find_model(name, "checkpoint.load")
     try:
-        return read_model_folder(path, own)
+        return read_model_folder(path, own), settings["checkpoint.load"]
     except (ConfigError, CheckpointError):
         # It is loaded later, and refused there with its own reason; until then [model] may describe the model.
         if is_hf(path):
             raise
-        return None
+        return None, None
+
+
+def _is_replaced(setting: Setting, named: Setting) -> bool:
+    """Whether a setting gives way to the folder that a stronger place names."""
+    key = setting.key
+    is_of_folder = any(key == name or key.startswith(f"{name}.") for name in OF_FOLDER)
+    return is_of_folder and key not in OF_TRAINING and setting.rank < named.rank
 
 
 def _defaults(
-    cls: type[RunConfig], settings: Mapping[str, Setting], folder: ModelFolder
+    cls: type[RunConfig], settings: Mapping[str, Setting], folder: ModelFolder, named: Setting
 ) -> dict[str, Setting]:
     """Return the settings that the folder has, for the fields of `cls`."""
     fields = {doc.key for doc in describe(cls)}
@@ -72,13 +94,13 @@ def _defaults(
         found |= dict(leaves(folder.tokenizer, "data.tokenizer."))
     if folder.chat_template is not None:
         found["data.chat_template"] = folder.chat_template
-    if (named := _text(settings, "model.path")) is not None and "checkpoint.load" not in settings:
-        found["checkpoint.load"] = named
-        found["checkpoint.load_optimizer"] = False
-    elif not folder.has_training_state:
+    is_load = named.key == "model.path" and "checkpoint.load" not in settings
+    if is_load:
+        found["checkpoint.load"] = named.value
+    if is_load or not folder.has_training_state:
         found["checkpoint.load_optimizer"] = False
     return {
-        key: Setting(key, "none" if value is None else value, folder.path)
+        key: Setting(key, "none" if value is None else value, folder.path, named.rank)
         for key, value in found.items()
         if key in fields
     }

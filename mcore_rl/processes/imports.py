@@ -10,6 +10,8 @@ from mcore_rl.errors import CheckpointError, ConfigError, DataError
 from mcore_rl.files import sole_writer
 from mcore_rl.folders.imports import ModelImport, import_of, imports_folder
 
+STANDARD_ERROR = 2
+"""File descriptor; `sys.stderr` may be an object without one, as in a notebook."""
 WAIT_S = 24 * 3600.0
 """Seconds that a start waits for the import of another."""
 
@@ -72,7 +74,7 @@ def _make(found: ModelImport, load: str | None) -> None:
     sys.stderr.write(f"{load} is imported once, to {found.path}\n")
     # Standard output is for what a command prints itself, such as a text.
     words = [sys.executable, "-m", "mcore_rl.run.cli", *found.command]
-    status = subprocess.run(words, stdout=sys.stderr, check=False).returncode
+    status = subprocess.run(words, stdout=STANDARD_ERROR, check=False).returncode
     if status:
         raise ConfigError(
             f"{load} could not be imported (status {status}); the reason stands above. Mend it and start again: "

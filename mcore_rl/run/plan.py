@@ -34,6 +34,7 @@ from mcore_rl.planner.exact import (
     summary,
     uncounted_lines,
 )
+from mcore_rl.planner.gpus import parse_gpus
 from mcore_rl.planner.ranks import view_of_rank
 from mcore_rl.planner.search import Place, nearest, search, shortlist
 from mcore_rl.planner.simulate import timeline_svg
@@ -48,6 +49,7 @@ from mcore_rl.planner.text import (
     world_line,
 )
 from mcore_rl.processes.without_gpus import run_without_gpus
+from mcore_rl.run.fit import fit
 
 MAX_RANKS = 1_000_000
 """Largest world that is planned: ranks are looked at one by one."""
@@ -64,6 +66,8 @@ def main(args: argparse.Namespace) -> int:
         return _calibrate(args)
     if args.config is None:
         raise ConfigError("CONFIG is missing. Give a recipe or a file, or --calibrate RUN.")
+    if args.config.is_dir():
+        return _fit(args)
     kind = args.program or kind_of(args.config, args.overrides)
     if kind not in PROGRAMS:
         raise ConfigError(
@@ -71,8 +75,7 @@ def main(args: argparse.Namespace) -> int:
         )
     program = PROGRAMS[kind]
     config = load_run_config(program.config, args.config, args.overrides)
-    cluster = load_config(ClusterConfig, args.cluster)
-    check_cluster(cluster)
+    cluster = _cluster(args)
     if args.world:
         _write(_world_lines(config, program, cluster, args))
         return 0
@@ -129,8 +132,32 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _fit(args: argparse.Namespace) -> int:
+    """Answer for the folder of a model whether a training of it fits."""
+    if args.gpus is None or args.nodes or args.world or args.search or args.exact or args.rank is not None:
+        raise ConfigError(
+            f"{args.config} is a folder: `mcore-rl plan {args.config} --gpus 8xH100` says whether a training of the "
+            "model in it fits. Other questions are about a CONFIG, in which model.path may name the folder."
+        )
+    return fit(args.config, parse_gpus(args.gpus), args.program or "sft", args.overrides)
+
+
+def _cluster(args: argparse.Namespace) -> ClusterConfig:
+    """Return the cluster that the arguments name; of --gpus with its nodes as --nodes."""
+    if args.gpus is None:
+        cluster = load_config(ClusterConfig, args.cluster)
+    else:
+        gpus = parse_gpus(args.gpus)
+        cluster = gpus.cluster()
+        args.nodes = args.nodes or gpus.nodes
+    check_cluster(cluster)
+    return cluster
+
+
 def _check(args: argparse.Namespace) -> None:
     """Raise a ConfigError for a file that the other arguments do not write, and for a world beyond all machines."""
+    if args.gpus is not None and (args.nodes or args.world or args.calibrate is not None):
+        raise ConfigError("--gpus names all GPUs. Give it without --nodes, --world and --calibrate.")
     of_one_plan = args.calibrate is None and not args.world and not args.search
     for name, path, is_written, use in (
         ("--output", args.output, args.calibrate is not None, "with --calibrate"),

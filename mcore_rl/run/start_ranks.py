@@ -19,13 +19,14 @@ from mcore_rl.run.log_folders import next_log_dir
 
 def start_ranks(command: Command, args: argparse.Namespace) -> int:
     """Be one rank of `command` under a launcher; without one, start its ranks here and wait for them."""
-    argv = [args.config, *args.overrides]
+    name, overrides = command.given(args)
+    path, argv = Path(name), [name, *overrides]
     if under_launcher():
         if args.ranks:
             raise ConfigError(f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out.")
         return int(importlib.import_module(command.module).main(argv))
-    program = PROGRAMS[_program_of(command, Path(args.config), args.overrides)]
-    config, ranks = program.checked_config(Path(args.config), args.overrides, args.ranks)
+    program = PROGRAMS[_program_of(command, path, overrides)]
+    config, ranks = program.checked_config(path, overrides, args.ranks)
     trains = command.module == program.module
     refuse(
         [

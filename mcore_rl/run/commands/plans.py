@@ -1,4 +1,4 @@
-"""Arguments of the command that plans a training."""
+"""Arguments of the commands that plan a training, and write a config for it."""
 
 import argparse
 import math
@@ -9,16 +9,36 @@ from mcore_rl.launch.arguments import positive
 from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides, add_program
 
 
+def init_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the folder of a model, GPUs, and a training."""
+    parser.add_argument("folder", metavar="FOLDER", help="the model: as of model.path")
+    parser.add_argument(
+        "--gpus",
+        metavar="NxKIND",
+        help="GPUs that it is for, as 8xH100; default: those of this machine, or its CPU",
+    )
+    add_program(parser)
+
+
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a config, a cluster, a number of nodes, and what to print about them."""
-    parser.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help=CONFIG_HELP)
-    add_overrides(parser)
     parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        type=Path,
+        nargs="?",
+        help=f"{CONFIG_HELP}; or, with --gpus, the folder of a model: does a training of it fit?",
+    )
+    add_overrides(parser)
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument(
         "--cluster",
         type=cluster_file,
-        required=True,
         metavar="CLUSTER",
         help="where it would run: a .toml file, or an example of launch/clusters by its name (example_h100)",
+    )
+    place.add_argument(
+        "--gpus", metavar="NxKIND", help="instead of a cluster and a number of nodes: GPUs, as 8xH100"
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--nodes", type=positive, metavar="N", help="number of nodes")

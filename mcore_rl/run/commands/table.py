@@ -15,8 +15,9 @@ from mcore_rl.run.commands.data import (
     show_data_arguments,
     tokenizer_arguments,
 )
+from mcore_rl.run.commands.evaluation import eval_arguments, eval_config
 from mcore_rl.run.commands.models import generate_arguments, probe_arguments, serve_arguments
-from mcore_rl.run.commands.plans import plan_arguments
+from mcore_rl.run.commands.plans import init_arguments, plan_arguments
 from mcore_rl.run.commands.runs import doctor_arguments, report_arguments, show_arguments, study_arguments
 
 
@@ -31,6 +32,8 @@ class Command:
     """Module whose `main(args)` runs the command; with `program`, whose `main(argv)` is one rank of it."""
     program: str | None = None
     """Name in PROGRAMS of the training whose ranks the command starts; None: it runs in this process."""
+    given: Callable[[argparse.Namespace], tuple[str, list[str]]] = lambda args: (args.config, args.overrides)
+    """Return the config and the fields that the arguments of a command with `program` mean."""
     other_programs: tuple[str, ...] = ()
     """Names of further trainings whose configs the command takes; the config's fields decide."""
     config: str = ""
@@ -84,9 +87,10 @@ COMMANDS: dict[str, Command] = {
         "with a reward model's config score the pairs of data.valid and print accuracy and calibration.",
         example="mcore-rl eval tiny_moe/grpo checkpoint.load=runs/tiny_moe_grpo "
         "rl.eval.samples=4 rl.eval.temperature=0.7",
-        add_arguments=config_arguments,
+        add_arguments=eval_arguments,
         module="mcore_rl.run.evaluate",
         program="rl",
+        given=eval_config,
         other_programs=("rm",),
         config="rl",
     ),
@@ -96,6 +100,12 @@ COMMANDS: dict[str, Command] = {
         add_arguments=study_arguments,
         module="mcore_rl.run.study.runs",
         config="study",
+    ),
+    "init": Command(
+        summary="Write a short config for a training of a model, on the GPUs named or on this machine.",
+        example="mcore-rl init models/Qwen3-30B-A3B --program rl --gpus 8xH100 > my.toml",
+        add_arguments=init_arguments,
+        module="mcore_rl.run.init",
     ),
     "data tokenizer": Command(
         summary="Train a sentencepiece tokenizer (byte fallback, single digits) on JSON lines or text. "

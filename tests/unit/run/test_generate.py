@@ -150,7 +150,7 @@ def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ([], "give --run RUN_DIR, --checkpoint DIR, or both"),
+        ([], "give --model FOLDER"),
         (["--run", "RUN", "--n", "2"], "at temperature 0 is 2 times the same text"),
         (
             ["--run", "RUN", "--temperature", "inf"],
@@ -165,7 +165,7 @@ def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFix
         (["--run", "RUN", "--chat", "--prompt", "?"], "a .model file has no chat template"),
         (["--run", "RUN", "--system", "Be kind."], "--system is a turn of a chat"),
         (["--run", "RUN/checkpoints"], "Name the run_dir of a training"),
-        (["--checkpoint", "/"], "Name the folder of a run"),
+        (["--checkpoint", "/"], "/ holds no checkpoint"),
     ],
 )
 def test_what_cannot_be_is_refused(

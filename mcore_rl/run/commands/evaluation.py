@@ -1,0 +1,50 @@
+"""Arguments of `mcore-rl eval`: a config, or a model, questions and rewards in its place."""
+
+import argparse
+
+from mcore_rl.config.toml import toml_value
+from mcore_rl.errors import ConfigError
+from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides, add_ranks
+
+RECIPE = "any_model/eval"
+
+
+def eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a config as `config_arguments` does, or a model, data and rewards."""
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help=CONFIG_HELP)
+    add_overrides(parser)
+    add_ranks(parser)
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help=f"without CONFIG: the recipe {RECIPE} with model.path=FOLDER, a Hugging Face folder, an import, a "
+        "checkpoint or a run",
+    )
+    parser.add_argument(
+        "--data", metavar="FILE", action="append", help="--model: questions with answers, rl.eval.files"
+    )
+    parser.add_argument(
+        "--reward", metavar="PART", action="append", help="--model: rl.reward.parts, as numeric or math"
+    )
+
+
+def eval_config(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """Return the config and the fields that the arguments of `mcore-rl eval` mean; ConfigError where they clash."""
+    config, words = args.config, list(args.overrides)
+    if args.model is None:
+        if config is None or args.data or args.reward:
+            raise ConfigError("Give CONFIG, or --model FOLDER with --data FILE and --reward PART.")
+        return config, words
+    if config is not None and "=" not in config:
+        raise ConfigError(
+            f"--model is given in the place of CONFIG. Leave {config} out, or set model.path in it."
+        )
+    if not args.data:
+        raise ConfigError("--model needs questions. Give --data FILE, JSON lines with question and answer.")
+    if config is not None:
+        words.insert(0, config)  # a field, which the parser took for the config
+    files = toml_value(args.data)
+    given = [f"model.path={args.model}", f"rl.eval.files={files}", f"rl.prompts.files={files}"]
+    if args.reward:
+        given.append(f"rl.reward.parts={toml_value(args.reward)}")
+    return RECIPE, [*given, *words]

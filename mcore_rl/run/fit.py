@@ -1,0 +1,103 @@
+"""`mcore-rl plan FOLDER --gpus 8xH100`: whether a training of a model fits on GPUs, and with which mesh."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.checks.programs import PROGRAMS, Program
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.folders.run_config import load_run_config
+from mcore_rl.plan.weights import weights_by_stage
+from mcore_rl.planner.estimate import place_of
+from mcore_rl.planner.gpus import Gpus
+from mcore_rl.planner.meshes import toml_lines
+from mcore_rl.planner.search import Choice, Place, changes, search, shortlist
+from mcore_rl.planner.text import choice_text, search_lines
+
+LARGEST = 4096
+"""Number of GPUs up to which a size that fits is looked for."""
+
+
+def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
+    """Print whether `kind` of the model in `folder` fits on the GPUs, in one line, then how; ConfigError where it does
+    not, with the smallest number that it fits on.
+    """
+    program = PROGRAMS[kind]
+    config, place, shown, lines = _tried(folder, gpus, program, overrides)
+    name = f"{folder.resolve().name}, {size_of(config)}: "
+    length = f"{program.seq_length(config):,} tokens"
+    if shown:
+        what = f"yes, {kind} in {config.platform.precision} with sequences of {length} fits on {gpus}"
+        sys.stdout.write(f"{name}{what} ({choice_text(shown[0], shown, place)})\n")
+        settings = " ".join(toml_lines(changes(config, shown[0])))
+        usual = "platform.precision=bf16 mesh.dp=auto"
+        sys.stdout.write(f"mcore-rl {kind} CONFIG model.path={folder} {usual} {settings}\n\n")
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        return 0
+    larger, found = gpus, shown
+    while not found and larger.count < LARGEST:
+        larger = Gpus(larger.count * 2, gpus.device)
+        config, place, found, _ = _tried(folder, larger, program, overrides)
+    if not found:
+        program.check(config, larger.count)  # raises where the fields are refused, whatever the mesh
+    remedy = f"It does not on {LARGEST} either: shorten the sequences, or choose larger GPUs."
+    if found:
+        remedy = f"It does on {larger} ({choice_text(found[0], found, place)})."
+    raise ConfigError(
+        f"{name}no, {kind} in {config.platform.precision} with sequences of {length} does not fit on {gpus}. {remedy}"
+    )
+
+
+def fitting_fields(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of the fastest mesh on which a training of the model fits; ConfigError where it does not."""
+    config, _, shown, _ = _tried(folder, gpus, PROGRAMS[kind], overrides)
+    if not shown:
+        raise ConfigError(
+            f"`mcore-rl plan {folder} --gpus {gpus.count}x{gpus.device} --program {kind}` says why not."
+        )
+    return changes(config, shown[0])
+
+
+def _tried(
+    folder: Path, gpus: Gpus, program: Program, overrides: Sequence[str]
+) -> tuple[RunConfig, Place, list[Choice], list[str]]:
+    """Return the config, the GPUs, the meshes that fit, and what is said of the search."""
+    cluster = gpus.cluster()
+    config = load_run_config(program.config, None, [*_usual(program, folder, gpus), *overrides])
+    place = place_of(cluster, gpus.count)
+    found = search(config, program, place)
+    shown = shortlist(found, program, place)
+    return config, place, shown, list(search_lines(config, found, shown, place))
+
+
+def _usual(program: Program, folder: Path, gpus: Gpus) -> Iterator[str]:
+    """Yield the fields of a training of which nothing is known but its model: the answer depends on no others."""
+    yield from ("platform.precision=bf16", "mesh.dp=auto", f"model.path={folder}", "checkpoint.load=none")
+    # Names of files that are not read, for the checks.
+    yield from ("data.tokenizer.kind=huggingface", f"data.tokenizer.path={folder}")
+    # At least as many sequences as ranks, so that no mesh is refused for a batch that it cannot divide.
+    if program is PROGRAMS["rl"]:
+        prompts = max(16, gpus.count // 8)
+        yield from (
+            "rl.prompts.files=prompts",
+            f"rl.rollout.prompts_per_step={prompts}",
+            "rl.rollout.group_size=8",
+        )
+        yield f"train.global_batch={8 * prompts}"
+    else:
+        yield from ("data.train=data", f"train.global_batch={max(8, gpus.count)}")
+    if program is PROGRAMS["rm"]:
+        yield "model.head=score"
+
+
+def size_of(config: RunConfig) -> str:
+    """Return the number of parameters, of a mixture of experts those at work for a token too."""
+    (weights,) = weights_by_stage(config.model, MeshConfig())
+    text = f"{weights.total / 1e9:.3g} B parameters"
+    if config.model.is_moe:
+        active = weights.dense + weights.expert * config.model.moe.top_k // config.model.moe.num_experts
+        text += f", {active / 1e9:.3g} B at work for a token"
+    return text
