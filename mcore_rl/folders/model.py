@@ -6,7 +6,7 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.load import section_of_run
@@ -15,7 +15,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import model_from_hf
 from mcore_rl.folders.checkpoint import MARKER, find_checkpoint, read_marker
-from mcore_rl.folders.huggingface import is_hf, read_config, snapshot_in
+from mcore_rl.folders.huggingface import is_hf, read_config, read_json, snapshot_in
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """A model of the Hugging Face hub, as `Qwen/Qwen3-30B-A3B`."""
@@ -33,7 +33,8 @@ class ModelFolder:
     tokenizer: TokenizerConfig
     """Tokenizer of the model; kind "none" where the folder has none."""
     chat_template: str | None = None
-    """`data.chat_template` of a run on conversations; None: a run on plain text, or no run."""
+    """Template of the model's chats, as `data.chat_template`: the run's, or that of the tokenizer; None: there is
+    none."""
     platform: PlatformConfig = field(default_factory=PlatformConfig)
     """Section `platform` of the run."""
     is_huggingface: bool = False
@@ -88,6 +89,7 @@ def read_model_folder(path: Path, family: str | None = None) -> ModelFolder:
             path=path,
             model=model_from_hf(read_config(path), family),
             tokenizer=tokenizer_in(path),
+            chat_template=_template_in(path),
             is_huggingface=True,
         )
     if is_hf(path):
@@ -146,6 +148,15 @@ def tokenizer_in(folder: Path) -> TokenizerConfig:
     return TokenizerConfig()
 
 
+def _template_in(folder: Path) -> Literal["tokenizer"] | None:
+    """Return the word for the template of the tokenizer in a folder; None where the tokenizer has none."""
+    if (folder / "chat_template.jinja").is_file():
+        return "tokenizer"
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    return "tokenizer" if isinstance(settings, dict) and settings.get("chat_template") else None
+
+
 def _read_checkpoint(path: Path) -> ModelFolder:
     """Return what a checkpoint says: its run, where it lies in one, else its marker and the files beside it."""
     if (run := run_of_checkpoint(path)) is not None:
@@ -157,13 +168,14 @@ def _read_checkpoint(path: Path) -> ModelFolder:
         )
     marker = read_marker(path)
     data: dict[str, Any] = marker.settings.get("data", {})
-    tokenizer = tokenizer_in(path)
+    tokenizer, template = tokenizer_in(path), _template_in(path)
     if tokenizer.path is None:
         tokenizer = section_of_run(TokenizerConfig, data.get("tokenizer", {}))
+        template = data.get("chat_template")
     return ModelFolder(
         path=path,
         model=section_of_run(ModelConfig, marker.model),
         tokenizer=tokenizer,
-        chat_template=data.get("chat_template"),
+        chat_template=template,
         has_training_state=bool(marker.program),
     )

@@ -15,9 +15,6 @@ from mcore_rl.folders.huggingface import is_hf
 from mcore_rl.folders.model import ModelFolder, find_model, read_model_folder
 
 R = TypeVar("R", bound=RunConfig)
-OF_FOLDER = ("model", "data.tokenizer", "data.chat_template", "checkpoint.load", "checkpoint.load_optimizer")
-"""Sections and fields that a folder has: they are its own, unless they are set where it is named, or in a stronger
-place."""
 OF_TRAINING = (
     *("model.path", "model.head", "model.attention_dropout", "model.hidden_dropout", "model.mtp_loss_coeff"),
     *(
@@ -28,7 +25,7 @@ OF_TRAINING = (
     ),
     *("model.moe.capacity_factor", "model.moe.dispatcher"),
 )
-"""Fields of these that are of the training, and stay as a weaker place, such as a recipe, sets them."""
+"""Fields of `model` that are of the training, and stay as a weaker place, such as a recipe, sets them."""
 NOT_TAKEN = ("model.path", "model.head")
 """Fields of `model` that no folder decides."""
 
@@ -51,7 +48,7 @@ def with_origins(cls: type[R], path: Path | None, overrides: Sequence[str] = ())
     settings = read_settings(cls, path, overrides)
     folder, named = _folder(settings)
     if folder is not None and named is not None:
-        own = {key: setting for key, setting in settings.items() if not _is_replaced(setting, named)}
+        own = _without_weaker(settings, folder, named)
         settings = {**_defaults(cls, own, folder, named), **own}
     config = config_of(cls, settings)
     if folder is not None and config.checkpoint.load and config.checkpoint.load == config.model.path:
@@ -77,11 +74,26 @@ def _folder(settings: Mapping[str, Setting]) -> tuple[ModelFolder | None, Settin
         return None, None
 
 
-def _is_replaced(setting: Setting, named: Setting) -> bool:
-    """Whether a setting gives way to the folder that a stronger place names."""
-    key = setting.key
-    is_of_folder = any(key == name or key.startswith(f"{name}.") for name in OF_FOLDER)
-    return is_of_folder and key not in OF_TRAINING and setting.rank < named.rank
+def _without_weaker(
+    settings: Mapping[str, Setting], folder: ModelFolder, named: Setting
+) -> dict[str, Setting]:
+    """Return the settings without those that give way to the folder, as a stronger place than theirs names it."""
+
+    def is_weaker(key: str, setting: Setting) -> bool:
+        if setting.rank >= named.rank:
+            return False
+        if key.startswith("data.tokenizer"):
+            return has_tokenizer
+        if key == "data.chat_template":
+            return has_tokenizer and folder.chat_template is not None
+        if key in ("checkpoint.load", "checkpoint.load_optimizer"):
+            return named.key == "model.path"
+        return key.startswith("model.") and key not in OF_TRAINING
+
+    # A tokenizer is one choice: its kind stays with a path that is set in a stronger place.
+    own = any(key.startswith("data.tokenizer") and s.rank >= named.rank for key, s in settings.items())
+    has_tokenizer = folder.tokenizer.kind != "none" and not own
+    return {key: setting for key, setting in settings.items() if not is_weaker(key, setting)}
 
 
 def _defaults(
@@ -92,8 +104,8 @@ def _defaults(
     found = {key: value for key, value in leaves(folder.model, "model.") if key not in NOT_TAKEN}
     if folder.tokenizer.kind != "none" and not any(key.startswith("data.tokenizer") for key in settings):
         found |= dict(leaves(folder.tokenizer, "data.tokenizer."))
-    if folder.chat_template is not None:
-        found["data.chat_template"] = folder.chat_template
+        if folder.chat_template is not None:
+            found["data.chat_template"] = folder.chat_template
     is_load = named.key == "model.path" and "checkpoint.load" not in settings
     if is_load:
         found["checkpoint.load"] = named.value

@@ -19,11 +19,13 @@ import torch
 from tests.conversion import saved
 from tests.docs.warm import warm_commands
 from tests.documented import PAGES, ROOT, Command, commands
+from tests.tokenizer_files import write_tokenizer
 
 GROUPS = (
     ("README.md",),
     ("docs/from_one_gpu_to_a_cluster.md", "docs/meshes.md"),
     ("docs/concepts.md", "docs/replay.md", "docs/report.md", "docs/extending.md"),
+    ("docs/models.md",),
     ("docs/conversion.md",),
     ("docs/gsm8k.md",),
     ("docs/rlhf.md", "docs/rewards.md"),
@@ -157,6 +159,7 @@ def lay_out(folder: Path, quickstart: Path) -> None:
     (folder / "chat.jsonl").symlink_to(quickstart / "chat.jsonl")
     shape = {"num_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     saved("qwen3_moe", folder / "models/Qwen3-30B-A3B", torch.bfloat16, **shape)
+    write_tokenizer(folder / "models/Qwen3-30B-A3B")
     (folder / "model").symlink_to("models/Qwen3-30B-A3B")
     (folder / "runs/a").symlink_to("../checkpoints/qwen3")
 

@@ -18,7 +18,7 @@ from mcore_rl.run.cli import main
 from mcore_rl.run.programs.sft import train
 from tests.conversion import imported
 from tests.ranks import run_ranks
-from tests.unit.folders.conftest import WORDS
+from tests.tokenizer_files import WORDS
 
 LINES = [
     {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": f"{word} sat"}]}

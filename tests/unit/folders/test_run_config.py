@@ -50,6 +50,25 @@ def test_a_stronger_place_that_names_a_folder_replaces_a_recipes_model_but_not_i
         load_run_config(RlRunConfig, recipe)
 
 
+def test_a_tokenizer_is_one_choice_and_a_model_without_a_template_keeps_the_recipes(
+    hf_folder: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[data]\nchat_template = "raw"\ntokenizer = { kind = "sentencepiece", path = "theirs.model" }\n'
+    )
+    named = load_run_config(
+        RlRunConfig, recipe, [f"model.path={hf_folder}", "data.tokenizer.path=mine.model"]
+    )
+    assert (named.data.tokenizer.kind, named.data.tokenizer.path) == ("sentencepiece", "mine.model")
+    assert named.data.chat_template == "raw"
+    base = tmp_path / "base"
+    shutil.copytree(hf_folder, base)
+    (base / "chat_template.jinja").unlink()
+    plain = load_run_config(RlRunConfig, recipe, [f"model.path={base}"])
+    assert plain.data.tokenizer.path == str(base) and plain.data.chat_template == "raw"
+
+
 def test_fields_that_contradict_the_weights_are_refused_with_both_values(hf_folder: Path) -> None:
     config = json.loads((hf_folder / "config.json").read_text())
     fields = [f"model.path={hf_folder}", "model.hidden_size=4096", "model.rope.theta=77.0"]
