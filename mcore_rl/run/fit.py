@@ -9,6 +9,7 @@ from mcore_rl.checks.programs import PROGRAMS, Program
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.folders.model import find_model, read_model_folder
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.plan.weights import weights_by_stage
 from mcore_rl.planner.estimate import place_of
@@ -66,21 +67,24 @@ def _tried(
 ) -> tuple[RunConfig, Place, list[Choice], list[str]]:
     """Return the config, the GPUs, the meshes that fit, and what is said of the search."""
     cluster = gpus.cluster()
-    config = load_run_config(program.config, None, [*_usual(program, folder, gpus), *overrides])
+    max_position = read_model_folder(find_model(str(folder), "FOLDER")).model.max_position
+    fields = [*_usual(program, folder, gpus, max_position), *overrides]
+    config = load_run_config(program.config, None, fields)
     place = place_of(cluster, gpus.count)
     found = search(config, program, place)
     shown = shortlist(found, program, place)
     return config, place, shown, list(search_lines(config, found, shown, place))
 
 
-def _usual(program: Program, folder: Path, gpus: Gpus) -> Iterator[str]:
+def _usual(program: Program, folder: Path, gpus: Gpus, max_position: int) -> Iterator[str]:
     """Yield the fields of a training of which nothing is known but its model: the answer depends on no others."""
     yield from ("platform.precision=bf16", "mesh.dp=auto", f"model.path={folder}", "checkpoint.load=none")
     # Names of files that are not read, for the checks.
     yield from ("data.tokenizer.kind=huggingface", f"data.tokenizer.path={folder}")
     # At least as many sequences as ranks, so that no mesh is refused for a batch that it cannot divide.
     if program is PROGRAMS["rl"]:
-        prompts = max(16, gpus.count // 8)
+        prompts, most = max(16, gpus.count // 8), min(1024, max_position // 2)
+        yield from (f"rl.prompts.max_tokens={most}", f"rl.rollout.max_new_tokens={most}")
         yield from (
             "rl.prompts.files=prompts",
             f"rl.rollout.prompts_per_step={prompts}",
@@ -88,6 +92,7 @@ def _usual(program: Program, folder: Path, gpus: Gpus) -> Iterator[str]:
         )
         yield f"train.global_batch={8 * prompts}"
     else:
+        yield f"data.seq_length={min(1024, max_position)}"
         yield from ("data.train=data", f"train.global_batch={max(8, gpus.count)}")
     if program is PROGRAMS["rm"]:
         yield "model.head=score"

@@ -37,7 +37,10 @@ def main(args: argparse.Namespace) -> int:
         ("platform.precision", "bf16" if gpus else "fp32", ""),
         ("mesh.dp", "auto", "what the ranks leave"),
     ]
-    rest = [*_data(kind), *(_rl(config, ranks) if kind == "rl" else _steps(kind, ranks))]
+    rest = [
+        *_data(kind, config.model.max_position),
+        *(_rl(config, ranks) if kind == "rl" else _steps(kind, ranks)),
+    ]
     if gpus is not None:
         fields = fitting_fields(folder, gpus, kind, [f"{key}={toml_value(value)}" for key, value, _ in rest])
         lines += [(key, value, "") for key, value in fields.items()]
@@ -51,12 +54,14 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _data(kind: str) -> Iterator[Line]:
+def _data(kind: str, max_position: int) -> Iterator[Line]:
     if kind == "rl":
+        most = min(512, max_position // 2)
         yield "rl.prompts.files", ["data/prompts.jsonl"], "JSON lines with the next two fields"
         yield "rl.prompts.prompt_field", "question", ""
         yield "rl.prompts.answer_field", "answer", ""
-        yield "rl.prompts.max_tokens", 512, ""
+        yield "rl.prompts.max_tokens", most, ""
+        yield "rl.rollout.max_new_tokens", most, ""
         yield "rl.eval.files", ["data/held_out.jsonl"], "prompts that are never trained on"
         return
     read = {
@@ -65,7 +70,7 @@ def _data(kind: str) -> Iterator[Line]:
     }
     path, comment = read.get(kind, ("data/pairs.jsonl", 'lines with "prompt", "chosen" and "rejected"'))
     yield "data.train", [path], comment
-    yield "data.seq_length", 1024, "tokens of a sequence"
+    yield "data.seq_length", min(1024, max_position), "tokens of a sequence"
 
 
 def _steps(kind: str, ranks: int) -> Iterator[Line]:
@@ -83,7 +88,6 @@ def _rl(config: RunConfig, ranks: int) -> Iterator[Line]:
         GROUP_SIZE,
         "completions of a prompt; advantages are relative to their mean",
     )
-    yield "rl.rollout.max_new_tokens", 512, ""
     yield (
         "rl.reward.parts",
         ["numeric"],

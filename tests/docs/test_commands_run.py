@@ -157,7 +157,12 @@ def lay_out(folder: Path, quickstart: Path) -> None:
         lines = [json.dumps(apples(number)) + "\n" for number in range(first, first + 16)]
         (folder / f"data/gsm8k/{name}.jsonl").write_text("".join(lines))
     (folder / "chat.jsonl").symlink_to(quickstart / "chat.jsonl")
-    shape = {"num_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {
+        "num_experts": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    }
     saved("qwen3_moe", folder / "models/Qwen3-30B-A3B", torch.bfloat16, **shape)
     write_tokenizer(folder / "models/Qwen3-30B-A3B")
     (folder / "model").symlink_to("models/Qwen3-30B-A3B")
