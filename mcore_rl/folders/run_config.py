@@ -47,11 +47,13 @@ def with_origins(cls: type[R], path: Path | None, overrides: Sequence[str] = ())
     """Return the config as `load_run_config` does, and for each field that is set where it was."""
     settings = read_settings(cls, path, overrides)
     folder, named = _folder(settings)
+    takes_weights = False
     if folder is not None and named is not None:
         own = _without_weaker(settings, folder, named)
+        takes_weights = named.key == "model.path" and "checkpoint.load" not in own
         settings = {**_defaults(cls, own, folder, named), **own}
     config = config_of(cls, settings)
-    if folder is not None and config.checkpoint.load and config.checkpoint.load == config.model.path:
+    if folder is not None and takes_weights:
         _refuse_contradictions(config, folder, settings)
     return config, {key: setting.source for key, setting in settings.items()}
 
@@ -108,7 +110,8 @@ def _defaults(
             found["data.chat_template"] = folder.chat_template
     is_load = named.key == "model.path" and "checkpoint.load" not in settings
     if is_load:
-        found["checkpoint.load"] = named.value
+        # A name of the hub as the folder that it is in the cache, for everything that looks for a file.
+        found["checkpoint.load"] = str(folder.path) if folder.is_huggingface else named.value
     if is_load or not folder.has_training_state:
         found["checkpoint.load_optimizer"] = False
     return {

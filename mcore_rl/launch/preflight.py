@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.checks.cluster import placement
-from mcore_rl.checks.inputs import absent, inputs_of
+from mcore_rl.checks.inputs import absent, has_checkpoints, inputs_of
 from mcore_rl.checks.programs import Program
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.folders.imports import import_of, imports_folder
 from mcore_rl.launch import records, slurm
 from mcore_rl.plan.disk import disk_of, disk_warning
 from mcore_rl.plan.memory import GIB
@@ -58,7 +59,11 @@ def check_training(
         raise ConfigError(f"on {nodes} nodes of {per_node} ranks:\n{error}") from None
     placed = placement(config.model, config.mesh, per_node, world)
     plan = estimate(config, program, place_of(cluster, world))
-    missing = [*_missing_inputs(config, cluster.container, allowances), *image_violations(cluster.container)]
+    missing = [
+        *_missing_inputs(config, cluster.container, allowances),
+        *_not_imported(config),
+        *image_violations(cluster.container),
+    ]
     refuse(
         [
             *(() if allowances.tp_across_nodes else placed.refused),
@@ -85,6 +90,19 @@ def check_training(
         ),
         warnings=tuple(warnings),
     )
+
+
+def _not_imported(config: RunConfig) -> Iterator[str]:
+    """Yield a sentence when the weights are a Hugging Face folder that nobody has imported, as ranks do not."""
+    load, run_dir = config.checkpoint.load, Path(config.run_dir).absolute()
+    if load is None or not Path(load).is_dir() or has_checkpoints(run_dir):
+        return
+    found = import_of(load, config.model, imports_folder(os.environ, run_dir))
+    if found is not None and not found.is_complete:
+        yield (
+            f"checkpoint.load={load} is a Hugging Face folder, which is imported once, before jobs load it: "
+            f"mcore-rl {' '.join(found.command)}"
+        )
 
 
 def image_violations(container: ContainerConfig) -> Iterator[str]:

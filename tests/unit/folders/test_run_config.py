@@ -136,7 +136,7 @@ def test_a_model_of_the_hub_is_found_in_its_cache_by_name_and_by_folder(
     model = in_hub_cache(tmp_path, hf_folder)
     named = load_run_config(PretrainConfig, None, ["model.path=org/Tiny-MoE"])
     assert named.data.tokenizer.path == str(model / "snapshots/0123abcd")
-    assert named.checkpoint.load == "org/Tiny-MoE"
+    assert named.checkpoint.load == str(model / "snapshots/0123abcd") and named.model.path == "org/Tiny-MoE"
     by_folder = load_run_config(PretrainConfig, None, [f"model.path={model}"])
     assert by_folder.data == named.data
     with pytest.raises(

@@ -18,6 +18,7 @@ from mcore_rl.launch.planning import PlannedJob
 from mcore_rl.launch.preflight import Checked
 from mcore_rl.launch.submit import _submit
 from mcore_rl.run.cli import main
+from tests.conversion import saved
 from tests.unit.launch.conftest import ROOT
 
 RECIPE = ROOT / "launch/recipes/tiny_moe/pretrain.toml"
@@ -203,6 +204,18 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
 def test_what_would_fail_later_is_refused_before_anything_is_submitted(words, message, home, slurm, capsys):
     assert launch(DATA, *words) == 2
     assert message in capsys.readouterr().err and slurm.submitted == []
+
+
+def test_a_hugging_face_folder_is_imported_before_jobs_load_it(home, slurm, capsys):
+    saved("qwen3_moe", home / "model", num_experts=8, num_attention_heads=4, num_key_value_heads=2)
+    words = [DATA, f"model.path={home}/model"]
+    assert launch(*words) == 2
+    command = re.search(r"imported once, before jobs load it: mcore-rl (.*)", capsys.readouterr().err)[1]
+    assert (
+        command.startswith(f"convert import {home}/model {home}/runs/imports/model-") and not slurm.submitted
+    )
+    assert main(command.split()) == 0
+    assert launch(*words) == 0 and slurm.submitted
 
 
 def test_the_mesh_must_fit_nodes_times_gpus(home, slurm, capsys):
