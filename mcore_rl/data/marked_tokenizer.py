@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tokenizers
 from tokenizers import AddedToken
@@ -28,13 +28,59 @@ class _Part(NamedTuple):
     token: int | None
 
 
-class MarkedTokenizer:
-    """A tokenizer.json that reads texts whose contents were made safe by `hide`."""
+class TextEncoder(Protocol):
+    """A tokenizer by which texts are encoded with the places of their tokens."""
+
+    added: dict[int, AddedToken]
+    """Tokens that are found in a text before it is cut, by id."""
+
+    def marked(self, text: str) -> Encoded:
+        """Return the tokens of a text in which the names of special tokens are tokens."""
+        ...
+
+    def plain(self, text: str, *, is_first: bool) -> Encoded:
+        """Return the tokens of a text in which the names of special tokens are text; it stands first, or behind some
+        other text.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with the names of special ones."""
+        ...
+
+
+class JsonEncoder:
+    """The encoder of a tokenizer.json."""
 
     def __init__(self, text: str) -> None:
         """Take the text of a tokenizer.json."""
-        self._tokenizer = _plain(tokenizers.Tokenizer.from_str(text))
-        self.added: dict[int, AddedToken] = self._tokenizer.get_added_tokens_decoder()
+        self._marked = _without_limits(tokenizers.Tokenizer.from_str(text))
+        self.added: dict[int, AddedToken] = self._marked.get_added_tokens_decoder()
+        self._behind = _without_limits(_never_first(text))
+        self._first = _without_limits(tokenizers.Tokenizer.from_str(text))
+        self._first.encode_special_tokens = self._behind.encode_special_tokens = True
+
+    def marked(self, text: str) -> Encoded:
+        """Return the tokens of a text in which the names of special tokens are tokens."""
+        return _encoded(self._marked, text)
+
+    def plain(self, text: str, *, is_first: bool) -> Encoded:
+        """Return the tokens of a text in which the names of special tokens are text."""
+        # A tokenizer that puts a blank in front of a text puts none behind a special token.
+        return _encoded(self._first if is_first else self._behind, text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with the names of special ones."""
+        text: str = self._marked.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+class MarkedTokenizer:
+    """A tokenizer that reads texts whose contents were made safe by `hide`."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder = encoder
+        self.added = encoder.added
         """Tokens that are found in a text before it is cut, by id."""
         self._special = {token.content: index for index, token in self.added.items() if token.special}
         # A mark in a content is hidden as well, which makes hiding reversible whatever the content.
@@ -43,8 +89,6 @@ class MarkedTokenizer:
         self._names_pattern = re.compile("|".join(map(re.escape, self._names)))
         specials = "|".join(map(re.escape, self._names[:-1]))
         self._special_pattern = re.compile(specials) if specials else None
-        self._behind, self._inside = _plain(_never_first(text)), _plain(tokenizers.Tokenizer.from_str(text))
-        self._inside.encode_special_tokens = self._behind.encode_special_tokens = True
 
     def hide(self, content: str) -> str:
         """Return a text whose names of special tokens are no names, for a template to put it in its place."""
@@ -53,8 +97,7 @@ class MarkedTokenizer:
     def encode(self, text: str) -> Encoded:
         """Return the tokens of a text, in which the names of special tokens are those tokens, and hidden names text."""
         if MARK not in text:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-            return Encoded(encoding.ids, encoding.offsets)
+            return self._encoder.marked(text)
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for part in self._parts(text):
@@ -63,16 +106,18 @@ class MarkedTokenizer:
                 offsets.append((part.begin, part.end))
                 continue
             plain, places = self._shown(text, part)
-            # A tokenizer that puts a blank in front of a text puts none behind a special token.
-            encoding = (self._behind if part.begin else self._inside).encode(plain, add_special_tokens=False)
+            encoding = self._encoder.plain(plain, is_first=part.begin == 0)
             ids += encoding.ids
-            offsets += [(places[begin], places[end]) for begin, end in encoding.offsets]
+            offsets += [
+                # All characters of a hidden name have one place, and a token of some of them covers it.
+                (places[begin], max(places[end], places[begin] + int(begin < end)))
+                for begin, end in encoding.offsets
+            ]
         return Encoded(ids, offsets)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with the names of special ones."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
+        return self._encoder.decode(ids)
 
     def _parts(self, text: str) -> Iterator[_Part]:
         """Yield the special tokens of a text and what lies between; some take the white space beside them."""
@@ -107,7 +152,12 @@ class MarkedTokenizer:
         return "".join(plain), [*places, part.end]
 
 
-def _plain(tokenizer: Any) -> Any:
+def _encoded(tokenizer: Any, text: str) -> Encoded:
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    return Encoded(encoding.ids, encoding.offsets)
+
+
+def _without_limits(tokenizer: Any) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -1,7 +1,6 @@
 """Records of data as people have it: JSON lines (also gzipped), parquet, and datasets of the Hugging Face hub."""
 
 import gzip
-import importlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, cast
 
-from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.data.packages import required_package
+from mcore_rl.errors import DataError
 
 T = TypeVar("T")
 HUB = "hub:"
@@ -74,7 +74,7 @@ def read_rows(name: str) -> Iterator[Mapping[str, Any]]:
     if name.startswith(HUB):
         yield from load_hub(name)
         return
-    parquet = _required("pyarrow.parquet", "parquet", name)
+    parquet = required_package("pyarrow.parquet", "parquet", name)
     try:
         with parquet.ParquetFile(name) as table:
             for batch in table.iter_batches(ROWS_AT_A_TIME, use_threads=False):
@@ -85,7 +85,7 @@ def read_rows(name: str) -> Iterator[Mapping[str, Any]]:
 
 def load_hub(name: str) -> Any:
     """Return the dataset that `hub:NAME#CONFIG:SPLIT` names, through `datasets`; NAME may also be a local folder."""
-    datasets = _required("datasets", "hub", name)
+    datasets = required_package("datasets", "hub", name)
     path, _, split = name.removeprefix(HUB).partition(":")
     path, _, config = path.partition("#")
     try:
@@ -188,14 +188,3 @@ def _record(line: bytes, number: int) -> Record:
     if not isinstance(entry, dict):
         return Record(line=number, problem=f"a JSON {type(entry).__name__}, wanted an object")
     return Record(line=number, entry=entry)
-
-
-def _required(module: str, extra: str, name: str) -> Any:
-    """Import a package that only some data needs, when it is needed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"{name} is read with the package {module.partition('.')[0]}, which is not installed. Install it: "
-            f"pip install 'mcore-rl[{extra}]'."
-        ) from error

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,10 +10,14 @@ import sentencepiece
 import tokenizers
 
 from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.data.tiktoken_file import TIKTOKEN_MODEL, TiktokenFile
 from mcore_rl.errors import DataError
 
+TOKENIZER_JSON = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 """Ends documents in the tokenizers that have it, even where a chat variant names another token as `eos`."""
+TIKTOKEN_END = "[EOS]"
+"""Ends documents in the tokenizers of Moonlight and Kimi; the chat variants name the end of a turn as `eos`."""
 
 
 class Tokenizer(Protocol):
@@ -64,7 +68,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.kind == "none":
         raise DataError(
             "data.tokenizer.kind is 'none', and this needs a tokenizer: set it to 'sentencepiece' (a "
-            ".model file) or 'huggingface' (a folder with tokenizer.json), and data.tokenizer.path."
+            ".model file) or 'huggingface' (a folder with tokenizer.json or tiktoken.model), and data.tokenizer.path."
         )
     path = Path(config.path or "")
     if config.path is None or not path.exists():
@@ -72,7 +76,22 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
             f"data.tokenizer.path={config.path!r} does not exist. Give "
             + ("a .model file." if config.kind == "sentencepiece" else "a folder with tokenizer.json.")
         )
-    return SentencePieceTokenizer(path) if config.kind == "sentencepiece" else HuggingFaceTokenizer(path)
+    if config.kind == "sentencepiece":
+        return SentencePieceTokenizer(path)
+    return TiktokenTokenizer(path) if _has_only_ranks(path) else HuggingFaceTokenizer(path)
+
+
+def digest_of_folder(folder: Path) -> str | None:
+    """Return the `digest` of the tokenizer in a Hugging Face folder; None where it has no file that decides ids."""
+    if _has_only_ranks(folder):
+        return TiktokenFile(folder).digest
+    path = folder / TOKENIZER_JSON
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def _has_only_ranks(folder: Path) -> bool:
+    """Return whether a folder's tokenizer is its tiktoken.model: a tokenizer.json that lies beside it goes first."""
+    return (folder / TIKTOKEN_MODEL).is_file() and not (folder / TOKENIZER_JSON).is_file()
 
 
 class SentencePieceTokenizer:
@@ -122,13 +141,14 @@ class HuggingFaceTokenizer:
     """A tokenizer of a folder: tokenizer.json decides the ids, tokenizer_config.json names the special tokens."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
+        path = folder / TOKENIZER_JSON
         if not path.is_file():
             found = (
                 ", ".join(sorted(entry.name for entry in folder.iterdir())) if folder.is_dir() else "a file"
             )
             raise DataError(
-                f"data.tokenizer.path={str(folder)!r} holds no tokenizer.json (it is: {found or 'empty'}). "
+                f"data.tokenizer.path={str(folder)!r} holds no tokenizer.json and no {TIKTOKEN_MODEL} (it is: "
+                f"{found or 'empty'}). "
                 "A folder with only a sentencepiece .model is read with kind = 'sentencepiece' and the "
                 "file's path."
             )
@@ -148,13 +168,7 @@ class HuggingFaceTokenizer:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         names = self.special_tokens = _special_names(folder)
         """Text of the special tokens, by name (`eos_token` and the like)."""
-        end = END_OF_TEXT if END_OF_TEXT in ids else names.get("eos_token", "")
-        if end not in ids:
-            raise DataError(
-                f"{folder} names no end-of-document token (eos_token is {end!r}, and there is no "
-                f"{END_OF_TEXT}). Set eos_token in its tokenizer_config.json to a token of the vocabulary."
-            )
-        self.eod_id = ids[end]
+        self.eod_id = _end_of_document(folder, END_OF_TEXT, names, ids)
         self.eos_id = ids.get(names.get("eos_token", ""))
         self.bos_id = ids.get(names.get("bos_token", ""))
         self.pad_id = ids.get(names.get("pad_token", ""))
@@ -174,6 +188,46 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+class TiktokenTokenizer:
+    """A tokenizer of a folder with tiktoken.model: its ids are those that the model's own code gives."""
+
+    def __init__(self, folder: Path) -> None:
+        file = self.file = TiktokenFile(folder)
+        """The encoding, which a chat reads with the places of tokens."""
+        names = self.special_tokens = _special_names(folder)
+        """Text of the special tokens, by name (`eos_token` and the like)."""
+        self.digest = file.digest
+        self.vocab_size = file.vocab_size
+        self.special_ids = frozenset(index for index, token in file.added.items() if token.special)
+        self.eod_id = _end_of_document(folder, TIKTOKEN_END, names, file.ids)
+        self.eos_id = file.ids.get(names.get("eos_token", ""))
+        self.bos_id = file.ids.get(names.get("bos_token", ""))
+        self.pad_id = file.ids.get(names.get("pad_token", ""))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text` alone."""
+        return self.file.ids_of(text, is_marked=False)
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Return the ids of `text`, in which the name of a special token is that token."""
+        return self.file.ids_of(text, is_marked=True)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`."""
+        return self.file.decode(ids)
+
+
+def _end_of_document(folder: Path, usual: str, names: Mapping[str, str], ids: Mapping[str, int]) -> int:
+    """Return the id of the token `usual`, or, in a vocabulary without it, of the eos_token of `names`."""
+    end = usual if usual in ids else names.get("eos_token", "")
+    if end not in ids:
+        raise DataError(
+            f"{folder} names no end-of-document token (eos_token is {end!r}, and there is no "
+            f"{usual}). Set eos_token in its tokenizer_config.json to a token of the vocabulary."
+        )
+    return ids[end]
 
 
 def _id_or_none(piece: int) -> int | None:

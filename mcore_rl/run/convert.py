@@ -1,7 +1,6 @@
 """`mcore-rl convert`: checkpoints from Hugging Face's format to Megatron's and back, on one machine without a GPU."""
 
 import argparse
-import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,7 @@ from mcore_rl.convert.megatron.mesh_bytes import mesh_lines
 from mcore_rl.convert.megatron.model import open_dist_model
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.convert.verify import compare
-from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.tokenizer import digest_of_folder, load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.files import is_event_log, refuse_overlap
 from mcore_rl.folders.checkpoint import find_checkpoint
@@ -142,17 +141,13 @@ def _text(args: argparse.Namespace, run: Path | None) -> ModelText | None:
     if trained is not None and trained.tokenizer.path is not None:
         if in_reference and not Path(trained.tokenizer.path).exists():
             return None
-        theirs = args.reference / "tokenizer.json" if in_reference else Path()
-        if trained.tokenizer.kind == "huggingface" and theirs.is_file():
-            own, other = (
-                load_tokenizer(trained.tokenizer).digest,
-                hashlib.sha256(theirs.read_bytes()).hexdigest(),
+        theirs = digest_of_folder(args.reference) if in_reference else None
+        is_comparable = trained.tokenizer.kind == "huggingface" and theirs is not None
+        if is_comparable and load_tokenizer(trained.tokenizer).digest != theirs:
+            raise ConfigError(
+                f"--reference {args.reference} has another tokenizer than {trained.tokenizer.path}, with which "
+                f"{run} was trained. Name the one that the model should have: --tokenizer FOLDER."
             )
-            if own != other:
-                raise ConfigError(
-                    f"--reference {args.reference} has another tokenizer than {trained.tokenizer.path}, with which "
-                    f"{run} was trained. Name the one that the model should have: --tokenizer FOLDER."
-                )
         return ModelText(tokenizer=trained.tokenizer, chat_template=template)
     if in_reference or args.action == "plan":
         return None

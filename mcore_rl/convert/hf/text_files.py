@@ -17,6 +17,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.hf.small_files import TEMPLATES
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.end_tokens import GENERATION_CONFIG, end_tokens
+from mcore_rl.data.tiktoken_file import TIKTOKEN_MODEL
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import CheckpointError
 from mcore_rl.obs.attempts_file import read_attempts
@@ -25,9 +26,10 @@ from mcore_rl.obs.jsonl import FILE_NAME, read_records
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "*.tiktoken", TEMPLATE, "chat_template.json", f"{TEMPLATES}/*.jinja",
+    "merges.txt", "tokenizer.model", "*.tiktoken", TIKTOKEN_MODEL, "tokenization_*.py", "tool_declaration_ts.py",
+    TEMPLATE, "chat_template.json", f"{TEMPLATES}/*.jinja",
 )  # fmt: skip
-"""Names, with wildcards, of a tokenizer's files in its folder."""
+"""Names, with wildcards, of a tokenizer's files in its folder, its code included."""
 RAW_TEMPLATE = (
     "{%- for message in messages -%}{{- message['content'] -}}"
     "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}{%- endfor -%}"
@@ -62,7 +64,7 @@ class ModelText:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether transformers finds a tokenizer in a folder."""
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken", TIKTOKEN_MODEL)
     return any(True for name in names for _ in folder.glob(name))
 
 

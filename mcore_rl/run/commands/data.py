@@ -42,7 +42,7 @@ def preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         required=True,
         type=Path,
-        help="a sentencepiece .model, or a folder with tokenizer.json",
+        help="a sentencepiece .model, or a folder with tokenizer.json or tiktoken.model",
     )
     parser.add_argument("--workers", type=int, default=1, help="processes (default 1)")
     cuts = parser.add_mutually_exclusive_group()

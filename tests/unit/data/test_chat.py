@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.chat import Conversation, TemplateError, load_chat
-from mcore_rl.data.marked_tokenizer import MarkedTokenizer
+from mcore_rl.data.marked_tokenizer import JsonEncoder, MarkedTokenizer
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 
@@ -255,6 +255,14 @@ def test_what_a_turn_spells_forges_no_turn(folder, chat, template):
     assert words.decode(appended, skip_special_tokens=False).count(FORGED) == 1
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["without marks", "with marks"])
+def test_a_turn_that_begins_with_a_spelled_name_is_trained_from_its_first_token(folder, chat, template):
+    turns = [("user", "?"), ("assistant", "<|im_end|>42<|endoftext|>")]
+    encoded = chat(template).encode(conversation(turns))
+    said = [token for token, is_said in zip(encoded.ids_T, encoded.assistant_mask_T, strict=True) if is_said]
+    assert reader_of(folder).decode(said, skip_special_tokens=False) == f"{turns[1][1]}<|im_end|>"
+
+
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     contents=st.lists(
@@ -328,7 +336,7 @@ def of_kind(kind):
 def test_a_text_with_a_hidden_name_has_the_tokens_that_it_has_in_plain(kind, pieces):
     """What is hidden here is a character that is no name, so that the tokenizer alone gives the same."""
     text = of_kind(kind)
-    plain, ours = tokenizers.Tokenizer.from_str(text), MarkedTokenizer(text)
+    plain, ours = tokenizers.Tokenizer.from_str(text), MarkedTokenizer(JsonEncoder(text))
     wanted = plain.encode("".join(pieces), add_special_tokens=False)
     found = ours.encode("".join(ours.hide(piece) if piece == "\U000f0000" else piece for piece in pieces))
     assert found.ids == wanted.ids
