@@ -34,6 +34,8 @@ UNWRITTEN = "cause that could not be written:"
 RESERVE_FILE = "reserve"
 """File beside the causes of a failure that takes room: deleted, it leaves some on a full disk for their words."""
 RESERVE_BYTES = 65536
+NOT_WRITER = "not_the_writer"
+"""File beside the causes of an attempt that has not become the writer of the run's folder, such as an evaluation."""
 GIB = 2**30
 MARK_BYTES = 4096
 """Bytes at the beginning of a text that are searched for the mark of the command that wrote it."""

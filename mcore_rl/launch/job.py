@@ -23,7 +23,7 @@ import jinja2
 
 from mcore_rl.checks.cluster import seconds_of
 from mcore_rl.errors import HUNG_STATUS, ConfigError
-from mcore_rl.files import RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, shipped
+from mcore_rl.files import NOT_WRITER, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, shipped
 
 TEMPLATES = shipped("templates")
 TEMPLATE = "job.sbatch.j2"
@@ -304,6 +304,7 @@ def render(job: JobScript) -> str:
     return environment.get_template(TEMPLATE).render(
         job=job,
         status={**STATUS, "hung_rank": HUNG_STATUS},
+        not_writer=NOT_WRITER,
         reserve=RESERVE_FILE,
         reserve_bytes=RESERVE_BYTES,
         unwritten=UNWRITTEN,

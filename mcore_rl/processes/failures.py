@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from mcore_rl.files import FULL, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, write_atomically
+from mcore_rl.files import FULL, NOT_WRITER, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, write_atomically
 
 FAILURES = "MCORE_RL_FAILURES"
 """Environment variable with the folder of the causes; unset: nobody collects them."""
@@ -138,6 +138,12 @@ def publish(folder: Path) -> None:
         write_atomically(
             folder.parent / "failure.json", json.dumps(asdict(cause), indent=1, ensure_ascii=False)
         )
+
+
+def note_writer() -> None:
+    """Record that this attempt writes the run's folder: from here on its failures are the run's."""
+    if folder := collected_in():
+        (folder.parent / NOT_WRITER).unlink(missing_ok=True)
 
 
 def collected_in() -> Path | None:

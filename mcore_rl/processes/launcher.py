@@ -19,7 +19,7 @@ from types import FrameType
 from typing import IO
 
 from mcore_rl.errors import INTERRUPTED_STATUS, REFUSED_STATUS
-from mcore_rl.files import full_disk_explained
+from mcore_rl.files import NOT_WRITER, full_disk_explained
 from mcore_rl.processes.failures import (
     FAILURES,
     Failure,
@@ -127,6 +127,7 @@ def launch_local(
     secret = (log_dir / ".store_secret").resolve()
     with full_disk_explained(log_dir):
         write_secret(secret)
+        (log_dir / NOT_WRITER).touch()
     environment |= {FAILURES: str(causes), STAGE_FILE: str(stage), SECRET_FILE: str(secret)}
     ranks: list[_Rank] = []
     with _caught_signals() as caught:

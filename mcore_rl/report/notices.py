@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_rl.files import NOT_WRITER
 from mcore_rl.report.runs import RunRecord
 
 PYTHON_WARNING = re.compile(r"^(?P<place>\S+:\d+): (?P<kind>\w*Warning): (?P<text>.*)$")
@@ -42,15 +43,21 @@ def notices(run: RunRecord) -> list[Notice]:
 
 def _failures(run: RunRecord) -> Iterator[Notice]:
     """Yield an error for each attempt whose launcher recorded a failure; the file was once [rank, status, text]."""
-    for path in sorted((run.path / "logs").glob("*/failure.json")):
-        if path.parent.is_symlink():
-            continue  # `latest` is one of the others
+    for path in _of_attempts(run, "failure.json"):
         with suppress(ValueError, LookupError, TypeError):  # the launcher was killed while it wrote
             found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
             if isinstance(found, list):
                 rank, status, text = found
                 found = {"headline": f"rank {rank} failed with status {status}", "text": text}
             yield Notice("error", f"attempt {path.parent.name}: {found['headline']}", str(found["text"]))
+
+
+def _of_attempts(run: RunRecord, pattern: str) -> Iterator[Path]:
+    """Yield files of the attempts that wrote the run: no evaluation, and no start that was refused before."""
+    for path in sorted((run.path / "logs").glob(f"*/{pattern}")):
+        # `latest` is a link to one of the others.
+        if not path.parent.is_symlink() and not (path.parent / NOT_WRITER).exists():
+            yield path
 
 
 def _state(run: RunRecord) -> Iterator[Notice]:
@@ -82,7 +89,7 @@ def _counters(run: RunRecord) -> Iterator[Notice]:
 
 def _python_warnings(run: RunRecord) -> Iterator[Notice]:
     counts: Counter[tuple[str, str]] = Counter()
-    for path in sorted((run.path / "logs").glob("*/*.log")):
+    for path in _of_attempts(run, "*.log"):
         counts.update(_warnings_in(path))
     for (kind, text), times in counts.items():
         yield Notice("note", f"{kind}: {text}" + (f" ({times} times, in all logs)" if times > 1 else ""))

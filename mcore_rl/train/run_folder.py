@@ -24,6 +24,7 @@ from mcore_rl.files import (
 )
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.processes.attempt import Attempt, this_attempt
+from mcore_rl.processes.failures import note_writer
 
 REPLACED = ("config.toml", "metrics.jsonl", "run.json")
 """Files that a run replaces from its start on."""
@@ -101,6 +102,7 @@ class RunFolder:
                     write_atomically(self._writer, _text(me))
                     break
             self.stop_file.unlink(missing_ok=True)
+            note_writer()
         return me
 
     def _refuse(self, me: Attempt, writer: Attempt) -> None:

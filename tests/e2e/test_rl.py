@@ -1,6 +1,7 @@
 """Reinforcement learning as a user does it: learned from rewards, killed, stopped and resumed, evaluated, refused."""
 
 import json
+import shutil
 import signal
 import string
 from math import exp
@@ -14,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from mcore_rl.checkpoint.read import OWN_ENTRY
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.files import NOT_WRITER
 from mcore_rl.plan.memory import memory_of_fullest_rank
 from mcore_rl.report.notices import notices
 from mcore_rl.report.runs import read_run
@@ -552,6 +554,25 @@ def test_r2_with_a_capacity_warns_and_logs_the_tokens_that_updates_drop(
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     (last,) = [record for record in records if "moe/dropped_tokens" in record]
     assert last["moe/dropped_tokens"] > 0 and 0 < last["moe/dropped_fraction"] < 0.5
+
+
+def test_the_report_of_a_finished_run_has_no_evaluation_and_no_start_that_never_wrote(
+    rl_file: Path, config_file: Path, trained: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(trained, tmp_path / "finished", symlinks=True)
+    assert not (run / "logs/0" / NOT_WRITER).exists()
+    evaluated = run_main(CLI, ["eval", rl_file, f"run_dir={run}"])
+    assert evaluated.returncode == 2 and "model.vocab_size" in evaluated.stderr, evaluated.stderr
+    other = run_main(CLI, ["pretrain", config_file, f"run_dir={run}", "data.seq_length=16"])
+    assert other.returncode == 2 and "has a finished run, which is another one" in other.stderr
+    assert all((run / f"logs/{number}/failure.json").exists() for number in (1, 2))
+    assert [notice for notice in notices(read_run(run, "run")) if notice.level == "error"] == []
+    # An attempt that wrote and failed is the run's: its step of 16 tokens is refused after the claim.
+    (run / "DONE").unlink()
+    third = run_main(CLI, ["pretrain", config_file, f"run_dir={run}", "data.seq_length=16"])
+    assert third.returncode == 2, third.stderr
+    (error,) = [notice for notice in notices(read_run(run, "run")) if notice.level == "error"]
+    assert error.text.startswith("attempt 3: ") and "data.seq_length" in error.detail
 
 
 def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Path, tmp_path: Path) -> None:
