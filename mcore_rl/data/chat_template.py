@@ -43,7 +43,10 @@ def load_template(name: str, folder: Path) -> str:
     Raises:
         DataError: the template is missing or does not parse.
     """
-    origin, text = _template_of_tokenizer(folder) if name == "tokenizer" else _template_in_file(Path(name))
+    found = _template_of_tokenizer(folder) if name == "tokenizer" else _template_in_file(Path(name))
+    if found is None:
+        raise DataError(NO_TEMPLATE.format(folder=folder))
+    origin, text = found
     try:
         render([[]], chat_template=text)
     except jinja2.TemplateSyntaxError as error:
@@ -56,6 +59,11 @@ def load_template(name: str, folder: Path) -> str:
     return text
 
 
+def has_template(folder: Path) -> bool:
+    """Return whether a tokenizer's folder has a chat template; DataError when its tokenizer_config.json is damaged."""
+    return _template_of_tokenizer(folder) is not None
+
+
 def _template_in_file(path: Path) -> tuple[Path, str]:
     try:
         return path, path.read_text(encoding="utf-8")
@@ -65,8 +73,10 @@ def _template_in_file(path: Path) -> tuple[Path, str]:
         ) from error
 
 
-def _template_of_tokenizer(folder: Path) -> tuple[Path, str]:
-    """Return a template file beside the tokenizer before the entry in tokenizer_config.json, as transformers does."""
+def _template_of_tokenizer(folder: Path) -> tuple[Path, str] | None:
+    """Return a template file beside the tokenizer before the entry in tokenizer_config.json, as transformers does; None
+    where there is neither.
+    """
     if (folder / "chat_template.jinja").is_file():
         return _template_in_file(folder / "chat_template.jinja")
     path = folder / "tokenizer_config.json"
@@ -74,6 +84,4 @@ def _template_of_tokenizer(folder: Path) -> tuple[Path, str]:
     if isinstance(entry, list):
         named = [one for one in entry if isinstance(one, dict) and one.get("name") == "default"]
         entry = named[0].get("template") if named else None
-    if not isinstance(entry, str) or not entry:
-        raise DataError(NO_TEMPLATE.format(folder=folder))
-    return path, entry
+    return (path, entry) if isinstance(entry, str) and entry else None

@@ -216,7 +216,7 @@ def _text_record(content: bytes, *, line: int) -> Document:
         text = content.decode()
     except UnicodeDecodeError as error:
         return Document(line=line, problem=_not_utf8(error))
-    return Document(line=line, text=text) if text.strip() else Document(line=line, problem="empty")
+    return Document(line=line, problem="empty") if _is_empty(text) else Document(line=line, text=text)
 
 
 def _json_record(content: bytes, *, key: str, line: int) -> Document:
@@ -239,7 +239,7 @@ def _entry_record(entry: Mapping[str, Any], *, key: str, line: int) -> Document:
     text = entry[key]
     if not isinstance(text, str):
         return Document(line=line, problem=f"{key!r} holds a {type(text).__name__}, not text")
-    if not text.strip():
+    if _is_empty(text):
         return Document(line=line, problem=f"{key!r} is empty")
     try:
         text.encode()
@@ -247,6 +247,11 @@ def _entry_record(entry: Mapping[str, Any], *, key: str, line: int) -> Document:
         # JSON can spell half a surrogate pair ("\ud800"), which no tokenizer takes.
         return Document(line=line, problem=f"{key!r} holds a lone surrogate, which is not text")
     return Document(line=line, text=text)
+
+
+def _is_empty(text: str) -> bool:
+    """Return whether a text has nothing but white space and byte order marks, which editors put before a text."""
+    return not text.replace(BOM.decode(), "").strip()
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:

@@ -16,6 +16,7 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.hf.small_files import TEMPLATES
 from mcore_rl.data.chat import load_chat
+from mcore_rl.data.chat_template import has_template
 from mcore_rl.data.end_tokens import GENERATION_CONFIG, end_tokens
 from mcore_rl.data.tiktoken_file import TIKTOKEN_MODEL
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -182,7 +183,10 @@ def _generation_config(
     text: ModelText, tokenizer: Tokenizer, reference: Path | None, path: Path
 ) -> dict[str, Any]:
     """Return generation_config.json of the reference or of the tokenizer's folder, with the tokens that end a text."""
-    chat = load_chat(text.chat_template, tokenizer, text.tokenizer.path) if text.chat_template else None
+    template = text.chat_template
+    if template is None and text.tokenizer.kind == "huggingface" and has_template(path):
+        template = "tokenizer"  # it is in the output, whatever the model was trained on
+    chat = load_chat(template, tokenizer, text.tokenizer.path) if template else None
     ends = list(end_tokens(tokenizer, chat, text.tokenizer.path))
     files = [folder / GENERATION_CONFIG for folder in (reference, path) if folder is not None]
     known: dict[str, Any] = next((json.loads(file.read_bytes()) for file in files if file.is_file()), {})

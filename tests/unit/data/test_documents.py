@@ -102,6 +102,15 @@ def test_a_bad_line_is_told_with_its_reason_and_the_next_one_read(tmp_path, line
     assert re.search(problem, bad[2])
 
 
+@pytest.mark.parametrize("content", [b"", b" \n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\xef\xbb\xbf\r\n"])
+def test_a_text_of_nothing_but_byte_order_marks_is_as_empty_as_one_without(tmp_path, content):
+    path = tmp_path / "text"
+    path.write_bytes(content)
+    assert read(path, WHOLE) == [(1, "", "empty")]
+    path.write_text(json.dumps({"text": content.decode()}))
+    assert read(path, JSONL) == [(1, "", "'text' is empty")]
+
+
 def test_a_folder_is_its_files_by_name_without_hidden_ones(tmp_path):
     for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
