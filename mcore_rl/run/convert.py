@@ -1,11 +1,13 @@
 """`mcore-rl convert`: checkpoints from Hugging Face's format to Megatron's and back, on one machine without a GPU."""
 
 import argparse
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 from rich.console import Console
@@ -19,7 +21,6 @@ from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.hf.model import open_hf_model
 from mcore_rl.convert.hf.text_files import ModelText, has_tokenizer
 from mcore_rl.convert.importing import OUTPUT_DTYPES, ImportOptions, import_targets, plan_import
-from mcore_rl.convert.logits import is_in_transformers, largest_distance
 from mcore_rl.convert.megatron.layouts import KeyLayout, native_layout
 from mcore_rl.convert.megatron.mesh_bytes import mesh_lines
 from mcore_rl.convert.megatron.model import open_dist_model
@@ -84,23 +85,28 @@ def _wants_logits(args: argparse.Namespace, conversion: Conversion, progress: By
     """Return whether the outputs of an import are compared: as the user says, else where it costs little."""
     if args.check_logits is not None:
         return bool(args.check_logits)
-    model_type = read_config(args.paths[0]).get("model_type")
-    if args.family is not None or not is_in_transformers(model_type):
-        progress.message(f"logits are not compared: transformers has no {model_type!r}")
-        return False
     if conversion.num_bytes > LOGITS_BYTES or args.max_ram is not None:
         progress.message(
             f"logits are not compared: only of models up to {readable_bytes(LOGITS_BYTES)}, without --max-ram "
             "(--check-logits compares them)"
         )
         return False
+    model_type = read_config(args.paths[0]).get("model_type")
+    if args.family is not None or not _logits().is_in_transformers(model_type):
+        progress.message(f"logits are not compared: transformers has no {model_type!r}")
+        return False
     return True
+
+
+def _logits() -> ModuleType:
+    """Import the comparison of outputs, with transformers: a second of work that only these commands need."""
+    return importlib.import_module("mcore_rl.convert.logits")
 
 
 def _check_logits(args: argparse.Namespace, progress: ByteProgress, folder: Path) -> None:
     """Raise a CheckpointError when an import computes other logits than transformers does with its source."""
     dtype = OUTPUT_DTYPES.get(args.dtype)
-    distance = largest_distance(args.paths[0], folder, None, progress, mtp=args.mtp, dtype=dtype)
+    distance = _logits().largest_distance(args.paths[0], folder, None, progress, mtp=args.mtp, dtype=dtype)
     found = f"logits differ from transformers' by at most {distance.logits:.3g}"
     if not distance.is_small:
         raise CheckpointError(
@@ -205,7 +211,7 @@ def _verify(args: argparse.Namespace, progress: ByteProgress) -> int:
     one, other = args.paths
     differs = report_differences(one, other, args, progress) > 0
     if args.logits:
-        distance = largest_distance(one, other, args.reference, progress)
+        distance = _logits().largest_distance(one, other, args.reference, progress)
         progress.message(
             f"logits differ by at most {distance.logits:.3g} (rounding explains {distance.tolerance:.3g}), outputs of "
             f"layers by {distance.layers:.3g} of the largest"

@@ -1,5 +1,6 @@
 """The files by which programs make text of an exported model: tokenizer, chat template, end tokens, model card."""
 
+import importlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-import transformers
 
 from mcore_rl import __version__
 from mcore_rl.config.data import TokenizerConfig
@@ -131,6 +131,8 @@ def sentencepiece_files(path: Path, tokenizer: Tokenizer, max_length: int) -> di
         "eos_token": processor.eos_id(),
         "pad_token": processor.pad_id(),
     }
+    # The import takes a second, for which exports of other tokenizers need not wait.
+    transformers = importlib.import_module("transformers")
     wrapped = transformers.PreTrainedTokenizerFast(
         tokenizer_object=translated,
         clean_up_tokenization_spaces=False,

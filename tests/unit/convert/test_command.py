@@ -1,6 +1,8 @@
 """`mcore-rl convert` and `inspect` as a user gives them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,27 @@ def test_arguments_that_an_action_does_not_take_are_refused_with_status_2(
 ) -> None:
     assert main(["convert", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_no_command_that_compares_no_logits_imports_transformers(tmp_path: Path) -> None:
+    code = (
+        "import sys, mcore_rl.run.cli as cli\n"
+        "status = cli.main(sys.argv[1:])\n"
+        "late = {name for name in ('transformers', 'mcore_rl.convert.logits') if name in sys.modules}\n"
+        "sys.exit(f'{status} {late}' if status or late else 0)"
+    )
+    source = saved("llama", tmp_path / "hf")
+    checkpoint, out = tmp_path / "ckpt", tmp_path / "out"
+    for words in (
+        ["plan", str(source)],
+        ["import", str(source), str(checkpoint), "--no-check-logits", "--workers", "1"],
+        ["export", str(checkpoint), str(out), "--reference", str(source), "--workers", "1"],
+        ["verify", str(checkpoint), str(out)],
+        ["relayout", str(checkpoint), str(tmp_path / "other"), "--keys", "local", "--workers", "1"],
+    ):
+        command = [sys.executable, "-c", code, "convert", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, (words, done.stderr)
 
 
 def test_sizes_are_read_as_they_are_written() -> None:
