@@ -48,6 +48,10 @@ class PassInput(Protocol):
 
 MAX = "max/"
 """Prefix of the names of outputs that are reduced over the world by their maximum; all others are summed."""
+SIGNAL = MAX + "signal"
+"""Name of the output of `signal_of`."""
+SMALLEST_SIGNAL = 1e-12
+"""Gradient below which the squares of what follows from it may be 0 in float32."""
 
 Input = TypeVar("Input", bound=PassInput, contravariant=True)
 
@@ -83,6 +87,24 @@ class Head(Protocol[Input]):
 
 class ReadsDeferredLogits:
     """A head that also takes `DeferredLogits` `[B, s, v]` in the place of logits."""
+
+
+def signal_of(numbers: Tensor) -> dict[str, Tensor]:
+    """Return the output by which a step knows that its loss moves `numbers`, on which it depends: logprobs or scores.
+
+    It is 0 until the backward, and then 1 where the gradient of a number is not 0. Where `numbers` have no gradient at
+    all, nothing in front of them is trained, and it is 1.
+    """
+    has_signal = numbers.new_zeros((), dtype=torch.float32)
+
+    def note(gradient: Tensor) -> None:
+        has_signal.copy_((gradient.abs() > SMALLEST_SIGNAL).any())
+
+    if numbers.requires_grad:
+        numbers.register_hook(note)
+    elif torch.is_grad_enabled():
+        has_signal.fill_(1)
+    return {SIGNAL: has_signal}
 
 
 def free_routing(chunk: nn.Module, index: int) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.obs.peak import peak_flops
 from mcore_rl.obs.performance import memory_metrics, speed_metrics
 from mcore_rl.obs.sinks import Log
-from mcore_rl.parallel.schedule import Head
+from mcore_rl.parallel.schedule import SIGNAL, Head
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.processes.watchdog import Watchdog
 from mcore_rl.train.auxiliary import take_auxiliary_losses
@@ -51,6 +51,20 @@ class Run:
         if self.state.platform.rank == 0:
             self.fence.check_here()
         return self.request.agreed()
+
+
+def refuse_no_gradient(report: StepReport, step: int) -> None:
+    """Raise a TrainingError when a loss that says how to change the model has no gradient: nothing would be trained.
+
+    A cross entropy always says it; a loss with the output SIGNAL where that is not 0: without advantages, or with all
+    tokens clipped, a policy's gradient is 0 as it should be.
+    """
+    if report.grad_norm == 0 and report.sums.get(SIGNAL, report.loss):
+        raise TrainingError(
+            f"step {step} has a loss of {report.loss:.4g}, a mean over {report.count}, and a "
+            "gradient of exactly 0: nothing is trained. Most likely no parameter that the loss depends on is "
+            "trainable (requires_grad), or the output of a changed module is detached (detach(), torch.no_grad)."
+        )
 
 
 class Trainer(ABC):
@@ -261,7 +275,7 @@ class SupervisedTrainer(GivenDataTrainer):
             if progress.step + 1 < train.steps:
                 self._train.prefetch(after, global_batch_at(train, after))
         report = train_step(state, microbatches, self._head)
-        self._refuse_no_gradient(report)
+        refuse_no_gradient(report, progress.step)
         progress.consumed_samples = after
         progress.consumed_tokens += report.count
         loss = report.sums["loss"]
@@ -274,15 +288,6 @@ class SupervisedTrainer(GivenDataTrainer):
         )
         if report.skipped:
             self._report_skip(report)
-
-    def _refuse_no_gradient(self, report: StepReport) -> None:
-        """Raise a TrainingError when a loss per token has no gradient at all: nothing would be trained."""
-        if report.loss and report.grad_norm == 0:
-            raise TrainingError(
-                f"step {self.state.progress.step} has a loss of {report.loss:.4g} over {report.count} tokens, and a "
-                "gradient of exactly 0: nothing is trained. Most likely no parameter that the loss depends on is "
-                "trainable (requires_grad), or the output of a changed module is detached (detach(), torch.no_grad)."
-            )
 
     def _evaluate(self, *, is_last: bool) -> None:
         self._evaluate_on("eval", self._valid)

@@ -10,7 +10,7 @@ from torch.nn.functional import softplus
 from mcore_rl.config.dpo import DPOKind, DPOSection
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import HeadOutput, ReadsDeferredLogits
+from mcore_rl.parallel.schedule import HeadOutput, ReadsDeferredLogits, signal_of
 from mcore_rl.parallel.vocab import Logits
 from mcore_rl.train.preferences import AnswerLogprobHead, PreferenceMicrobatch
 
@@ -180,6 +180,7 @@ class DPOHead(ReadsDeferredLogits):
         # All context-parallel ranks have the same pairs: the first one reports them.
         share = float(self._mesh.cp.rank == 0)
         outputs = {name: values_P.detach().double().sum() * share for name, values_P in sums.items()}
+        outputs |= signal_of(logprobs_N)
         # Without pairs the sum is 0, with the gradient 0.
         return HeadOutput(loss=pairs.loss_P.sum(), count=self.count(microbatch), outputs=outputs)
 

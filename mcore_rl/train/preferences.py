@@ -23,7 +23,7 @@ from mcore_rl.parallel.schedule import Head, HeadOutput, ReadsDeferredLogits, ru
 from mcore_rl.parallel.sequence import zigzag_spans
 from mcore_rl.parallel.vocab import IGNORED_TARGET, Logits, logprobs_and_entropy
 from mcore_rl.train.batch_size import global_batch_at
-from mcore_rl.train.loop import GivenDataTrainer, Run
+from mcore_rl.train.loop import GivenDataTrainer, Run, refuse_no_gradient
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step, world_sums
 
@@ -232,6 +232,7 @@ class PreferenceTrainer(GivenDataTrainer):
             groups = self._train.order.batch(progress.consumed_samples, num_pairs)
             microbatches = self._train.microbatches(groups, state.mesh, state.platform.device)
         report = train_step(state, microbatches, self._head)
+        refuse_no_gradient(report, progress.step)
         num_pairs, num_tokens = self._train.order.num_pairs(groups), self._train.num_tokens(groups)
         progress.consumed_samples += num_pairs
         progress.consumed_tokens += num_tokens

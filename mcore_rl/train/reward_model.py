@@ -12,7 +12,7 @@ from mcore_rl.model.build import unwrap
 from mcore_rl.model.heads import ScoreLayer
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import HeadOutput
+from mcore_rl.parallel.schedule import HeadOutput, signal_of
 from mcore_rl.train.loop import Run
 from mcore_rl.train.preferences import (
     PreferenceMicrobatch,
@@ -216,7 +216,7 @@ class RewardHead:
         sums |= {"loss": losses_P.detach().sum(), "count": torch.ones_like(losses_P).sum()}
         # All context-parallel ranks have the same pairs: the first one reports them.
         share = float(self._cp.rank == 0)
-        outputs = {name: value * share for name, value in sums.items()}
+        outputs = {name: value * share for name, value in sums.items()} | signal_of(rewards_N)
         return HeadOutput(loss=losses_P.sum(), count=self.count(microbatch), outputs=outputs)
 
     def rewards(self, microbatch: PreferenceMicrobatch, output: Tensor) -> Tensor:
@@ -250,6 +250,7 @@ class StepRewardHead:
         )
         outputs = step_statistics(scores_T.detach(), microbatch.labels_T)
         outputs["loss"] = losses_T.detach().sum()
+        outputs |= signal_of(scores_T)
         return HeadOutput(loss=losses_T.sum(), count=self.count(microbatch), outputs=outputs)
 
     def metrics(self, sums: dict[str, float]) -> list[Metric]:

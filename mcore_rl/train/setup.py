@@ -4,6 +4,9 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -13,14 +16,17 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
 from mcore_rl.backend.platform import Platform
+from mcore_rl.checkpoint.weights import weights_state
 from mcore_rl.checks.programs import program_of
 from mcore_rl.config.optim import State
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Store
 from mcore_rl.config.speed import SpeedFlags, run_flags
+from mcore_rl.errors import ConfigError
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.model.transformer_config import machine_of
 from mcore_rl.obs.performance import Timers
+from mcore_rl.parallel.agree import world_max
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.parallel.routers import routers
 from mcore_rl.train.offload import Residence
@@ -82,6 +88,7 @@ def _set_up_model(
     """
     bare = build_model(config.model, mesh, platform, config.platform)
     freeze(config, bare)
+    refuse_partly_frozen(bare, mesh)
     flags = speed_flags_of(config, platform)
     chunks = wrap_for_data_parallelism(bare, flags, mesh, config.optim.main_grads_dtype)
     optimizer = build_optimizer(config.optim, platform, chunks)
@@ -115,6 +122,32 @@ def freeze(config: RunConfig, chunks: Sequence[nn.Module]) -> None:
                 router.requires_grad_(False)
         if not config.trains_mtp and getattr(chunk, "mtp", None) is not None:
             chunk.mtp.requires_grad_(False)
+
+
+def refuse_partly_frozen(chunks: Sequence[nn.Module], mesh: Mesh) -> None:
+    """Collective over the world: raise a ConfigError on all ranks where a tensor of the checkpoint would be trained in
+    part, such as that of all layers' routers where one layer's is frozen: its moments could not be saved.
+    """
+    trained: dict[str, set[bool]] = {}
+    for shard in nested_values(weights_state(chunks, mesh)):
+        if isinstance(shard, ShardedTensor | ShardedTensorFactory) and isinstance(shard.data, nn.Parameter):
+            trained.setdefault(shard.key, set()).add(shard.data.requires_grad)
+    # Nearly always everything is trained, which one number says.
+    if not world_max(int({False} in trained.values() or {False, True} in trained.values())):
+        return
+    of_ranks: list[dict[str, set[bool]]] = [{} for _ in range(mesh.world.size)]
+    dist.all_gather_object(of_ranks, trained)
+    whole: dict[str, set[bool]] = {}
+    for found in of_ranks:
+        for key, flags in found.items():
+            whole.setdefault(key, set()).update(flags)
+    partly = sorted(key for key, flags in whole.items() if len(flags) > 1)
+    if partly:
+        raise ConfigError(
+            f"{partly[0]} is one tensor in a checkpoint, and only a part of its parameters is trainable "
+            "(requires_grad): it could not be saved. Freeze it in all layers and experts, or in none."
+            + (f" {len(partly) - 1} more are so." if len(partly) > 1 else "")
+        )
 
 
 def wrap_for_data_parallelism(

@@ -1,15 +1,27 @@
 """Steps on preferences that are given, on any mesh: apart from its tests, so that ranks need not import them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy
 from torch import Tensor
 
+from mcore_rl.backend.platform import start
 from mcore_rl.config.dpo import DPOConfig, DPOSection
 from mcore_rl.data.preferences import Preferences
+from mcore_rl.errors import TrainingError
+from mcore_rl.model.build import unwrap
 from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.run.programs.open_run import open_run
 from mcore_rl.train.preference_losses import DPOHead
-from mcore_rl.train.preferences import AnswerLogprobHead, PreferenceSource, answer_logprobs, pair_sums
+from mcore_rl.train.preferences import (
+    AnswerLogprobHead,
+    PreferenceSource,
+    PreferenceTrainer,
+    answer_logprobs,
+    pair_sums,
+)
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
 from tests.parallel.parity import Tensors
@@ -67,6 +79,33 @@ def dpo_steps(
     return reference, [
         _steps(state, config, initial, source.with_reference(reference), logprobs, loss) for loss in losses
     ]
+
+
+def trained_without_gradients(config: DPOConfig) -> dict[str, str]:
+    """On a rank: how a run on ties alone ends, and a run whose layers are cut off from its frozen output layer."""
+    preferences = random_preferences(config.model.vocab_size)
+    ties = replace(preferences, probabilities_P=0 * preferences.probabilities_P + 0.5)
+    found = {}
+    for name, data in (("ties", ties), ("detached", preferences)):
+        own = config.model_copy(update={"run_dir": f"{config.run_dir}/{name}"})
+        with open_run(own, start(own.platform)) as run:
+            state = run.state
+            logprobs = AnswerLogprobHead(state.mesh, own.model.vocab_size, chunk_tokens=16)
+            source = PreferenceSource(data, own, pad_id=0)
+            reference = answer_logprobs(state, source, logprobs, groups_at_a_time=4, before_each=lambda: None)
+            source = source.with_reference(reference)
+            head = DPOHead(logprobs, state.mesh, DPOSection())
+            if name == "detached":
+                model = unwrap(state.chunks[0])
+                model.output_layer.requires_grad_(False)
+                model.decoder.register_forward_hook(lambda *call: call[-1].detach())
+            try:
+                PreferenceTrainer(run, head, train=source, valid=None).run()
+                found[name] = "done"
+            except TrainingError as error:
+                found[name] = str(error)
+        destroy_mesh()
+    return found
 
 
 def _steps(

@@ -1,6 +1,7 @@
 """Updates on a rollout that is given, on any mesh: apart from its tests, so that ranks need not import them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from mcore_rl.config.rl.advantage import AdvantageConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
+from mcore_rl.errors import TrainingError
+from mcore_rl.model.build import unwrap
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.routers import replayed_routers, routers
@@ -28,6 +31,7 @@ from mcore_rl.rl.passes.texts import Texts
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Group, single_version
 from mcore_rl.rl.update.learner import Learner
+from mcore_rl.rl.update.token_advantages import Advantages
 from tests.generating import prompt_of
 from tests.parallel.parity import Tensors, owned
 from tests.parallel.plain import set_up_plain
@@ -199,6 +203,33 @@ def with_overflow(config: RlRunConfig, initial: Tensors) -> list[tuple[bool, int
         found.append((report.skipped, learner.state.progress.skipped_steps))
         hook.remove()
     return found
+
+
+def without_gradients(config: RlRunConfig, initial: Tensors) -> dict[str, str]:
+    """On a rank: for each way in which an update has no gradient, its gradient norm, or the error that ends the run."""
+    rollout, _, learner, minibatches = begin(config, initial)
+    decoder = unwrap(learner.state.chunks[0]).decoder
+    output_layer = unwrap(learner.state.chunks[0]).output_layer
+    advantages = learner.advantages(rollout, minibatches)
+    nothing = replace(advantages, of_samples={index: 0 * one for index, one in advantages.of_samples.items()})
+
+    def outcome(advantages: Advantages) -> str:
+        try:
+            report = learner.update(minibatches[0], advantages)
+        except TrainingError as error:
+            return str(error)
+        assert report is not None
+        return f"gradient norm {report.grad_norm}"
+
+    found = {"no advantage": outcome(nothing)}
+    # As where a changed module cuts the graph, and what comes after it is frozen.
+    output_layer.requires_grad_(False)
+    decoder.final_layernorm.requires_grad_(False)
+    cut = decoder.final_layernorm.register_forward_hook(lambda *call: call[-1].detach().requires_grad_())
+    found |= {"cut, no advantage": outcome(nothing), "cut": outcome(advantages)}
+    cut.remove()
+    decoder.final_layernorm.register_forward_hook(lambda *call: call[-1].detach())
+    return found | {"detached": outcome(advantages)}
 
 
 def cached_bytes(config: RlRunConfig, initial: Tensors) -> list[float]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.errors import TrainingError
+from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.model.build import unwrap
 from mcore_rl.run.programs.open_run import open_run
 from mcore_rl.train import setup
@@ -66,6 +66,29 @@ def test_a_loss_without_any_gradient_ends_the_run(tmp_path: Path) -> None:
     (message,) = run_ranks(detached_run, 1, config_of(tmp_path, SMALL, MeshConfig()))
     assert message.startswith("step 1 has a loss of 4.")
     assert "a gradient of exactly 0: nothing is trained. Most likely no parameter" in message
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(pp=2)], ids=["one-rank", "pp2"])
+def test_a_layer_that_is_frozen_alone_is_refused_at_the_start(mesh: MeshConfig, tmp_path: Path) -> None:
+    """Its checkpoint has one tensor for all layers: without the refusal the first save fails."""
+    messages = run_ranks(partly_frozen_run, mesh.pp, config_of(tmp_path, SMALL, mesh))
+    for message in messages:
+        assert message.startswith("decoder.layers.mlp.router.weight is one tensor in a checkpoint")
+        assert "Freeze it in all layers" in message
+
+
+def partly_frozen_run(config: PretrainConfig) -> str:
+    """On a rank: the error of a run in which the first layer's router alone is frozen."""
+    setup.freeze = freeze_first_router
+    with pytest.raises(ConfigError) as error, open_run(config, start(config.platform)):
+        pass
+    return str(error.value)
+
+
+def freeze_first_router(config: PretrainConfig, chunks: Sequence[nn.Module]) -> None:
+    """Stands for `freeze`."""
+    if chunks[0].pre_process:
+        unwrap(chunks[0]).decoder.layers[0].mlp.router.requires_grad_(False)
 
 
 def detached_run(config: PretrainConfig) -> str:

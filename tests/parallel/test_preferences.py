@@ -3,6 +3,7 @@ parallelism cuts both.
 """
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from tests.parallel.parity import Tensors, random_weights
-from tests.parallel.preference_steps import dpo_steps
+from tests.parallel.preference_steps import dpo_steps, trained_without_gradients
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -61,6 +62,15 @@ def outcome(config: DPOConfig) -> tuple[torch.Tensor, list[list[dict[str, float]
     for reference, steps in ranks:
         assert torch.equal(reference, ranks[0][0]) and steps == ranks[0][1]
     return ranks[0][0], ranks[0][1]
+
+
+def test_a_loss_that_reaches_no_parameter_ends_the_run_and_ties_do_not(tmp_path: Path) -> None:
+    """The loss of a tie is log 2 at its minimum, where policy and reference are the same."""
+    config = config_of(MeshConfig()).model_copy(update={"run_dir": str(tmp_path)})
+    config = config.model_copy(update={"train": TrainConfig(steps=1, global_batch=6)})
+    (found,) = run_ranks(trained_without_gradients, 1, config)
+    assert found["ties"] == "done"
+    assert "a gradient of exactly 0: nothing is trained" in found["detached"]
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from tests.parallel.rl_steps import (
     token_advantages,
     updates,
     with_overflow,
+    without_gradients,
 )
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY, shallow
@@ -381,6 +382,15 @@ def test_an_overflow_is_a_skipped_step_and_no_fault_of_routing(replay: ReplayKin
     config = config_of("qwen3_moe-shallow", MeshConfig(), replay=replay)
     (found,) = run_ranks(with_overflow, 1, config, weights("qwen3_moe-shallow", 1))
     assert found == [(True, 1), (False, 1)]
+
+
+def test_an_update_whose_loss_reaches_no_parameter_ends_the_run() -> None:
+    """Without an advantage a gradient of 0 is right."""
+    config = config_of("qwen3_moe-shallow", MeshConfig())
+    (found,) = run_ranks(without_gradients, 1, config, weights("qwen3_moe-shallow", 1))
+    assert found["no advantage"] == found["cut, no advantage"] == "gradient norm 0.0"
+    for case in ("cut", "detached"):
+        assert "a gradient of exactly 0: nothing is trained" in found[case]
 
 
 @pytest.mark.parametrize("replay", ["r2", "r3"])

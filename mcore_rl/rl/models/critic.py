@@ -20,6 +20,7 @@ from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
 from mcore_rl.rl.passes.heads import ValueHead, ValueLossHead
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.train.loop import refuse_no_gradient
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
 
@@ -102,7 +103,9 @@ class Critic:
                 # From the config, whatever routing the update was given.
                 is_imposed = self._config.rl.critic.replay == "r2"
                 with self._imposing(microbatches) as routing, self._proving(is_imposed=is_imposed):
-                    reports.append(train_step(self.state, microbatches, self._loss_head, routing=routing))
+                    report = train_step(self.state, microbatches, self._loss_head, routing=routing)
+                refuse_no_gradient(report, self.state.progress.step)
+                reports.append(report)
         return reports
 
     def take_metrics(self) -> list[Metric]:

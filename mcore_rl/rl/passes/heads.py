@@ -9,7 +9,7 @@ from mcore_rl.config.rl.distill import DistillConfig
 from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import MAX, HeadOutput, ReadsDeferredLogits
+from mcore_rl.parallel.schedule import MAX, HeadOutput, ReadsDeferredLogits, signal_of
 from mcore_rl.parallel.vocab import (
     IGNORED_TARGET,
     Logits,
@@ -179,7 +179,8 @@ class PolicyHead(ReadsDeferredLogits):
         )
         loss = policy_loss(tokens, self._config, self._mesh.cp, self._distill)
         maxima = {MAX + name: value.detach() for name, value in loss.maxima.items()}
-        return HeadOutput(loss=loss.loss, count=loss.count, outputs=loss.sums | maxima)
+        outputs = loss.sums | maxima | signal_of(logprobs_T)
+        return HeadOutput(loss=loss.loss, count=loss.count, outputs=outputs)
 
 
 class MixedHead(ReadsDeferredLogits):
@@ -279,11 +280,12 @@ class ValueLossHead:
     def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
         """Return the loss of one microbatch from scores `[1, T, 1]`; output it and the number of clipped tokens."""
         assert microbatch.values_T is not None and microbatch.returns_T is not None
+        values_T = output[0, :, 0].float()
         loss_T, is_clipped_T = clipped_value_loss(
-            output[0, :, 0].float(), microbatch.values_T, microbatch.returns_T, self._clip
+            values_T, microbatch.values_T, microbatch.returns_T, self._clip
         )
         loss = loss_T.where(microbatch.mask_T, 0.0).sum()
         count = self.count(microbatch)
         clipped = (is_clipped_T & microbatch.mask_T).sum()
-        outputs = {"loss": loss.detach(), "count": count, "clipped": clipped}
+        outputs = {"loss": loss.detach(), "count": count, "clipped": clipped} | signal_of(values_T)
         return HeadOutput(loss=loss, count=count, outputs=outputs)

@@ -42,6 +42,7 @@ from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.passes.texts import Texts
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.update.token_advantages import Advantages, at_positions, token_advantages
+from mcore_rl.train.loop import refuse_no_gradient
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
 
@@ -318,6 +319,7 @@ class Learner:
             report = train_step(
                 self.state, mixed, cast("Head[PolicyMicrobatch | LocalMicrobatch]", head), routing=routing
             )
+        refuse_no_gradient(report, progress.step)
         progress.consumed_samples += minibatch.num_samples
         progress.consumed_tokens += report.count
         return report
