@@ -3,6 +3,7 @@
 import itertools
 import math
 import platform
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,21 +13,36 @@ from mcore_rl.backend.cpu import attention, compiled
 from mcore_rl.backend.cpu.attention import causal_attention
 from mcore_rl.backend.cpu.compiled import Library
 
-X86 = platform.machine() == "x86_64"
-BUILDS = {"native": (), **({"avx2": ("-march=x86-64-v3",), "sse2": ("-march=x86-64",)} if X86 else {})}
-"""Options of the compiler: registers of 16, 8 and 4 numbers. Those of ARM have 4."""
+LEVELS = {
+    "x86-64": (),
+    "x86-64-v3": ("avx2", "fma", "bmi2"),
+    "x86-64-v4": ("avx512f", "avx512dq", "avx512vl"),
+}
+"""Levels of x86-64 with registers of 4, 8 and 16 numbers, and flags of the processors that have them. ARM's have 4."""
 
 
-@pytest.fixture(scope="module", params=sorted(BUILDS))
+def levels(*, here: bool) -> list[str]:
+    """Return the levels that this processor has, or those that it has not."""
+    if platform.machine() != "x86_64":
+        return []
+    flags = set(compiled._processor().split())
+    return [level for level, needed in LEVELS.items() if (flags >= {*needed}) == here]
+
+
+def build(level: str, path: Path) -> Path:
+    """Build the file as processors of that level have it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "OPTIONS", (*compiled.OPTIONS, f"-march={level}"))
+        compiled._compile(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["native", *levels(here=True)])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     """The file as other processors have it."""
-    if not BUILDS[request.param]:
+    if request.param == "native":
         return compiled.library()
-    path = tmp_path_factory.mktemp("build") / "layers.so"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "OPTIONS", (*compiled.OPTIONS, *BUILDS[request.param]))
-        compiled._compile(path)
-    return Library(path)
+    return Library(build(request.param, tmp_path_factory.mktemp("build") / "layers.so"))
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +111,57 @@ def test_output_and_gradients_are_those_of_float64(
     gradients = torch.autograd.grad((wanted * weight.double()).sum(), (query, key, value))
     for ours, theirs in zip((actual, *found), (wanted, *gradients), strict=True):
         assert_close(ours, theirs.double())
+
+
+@pytest.mark.parametrize("lengths", [None, (3, 1, 50, 7)], ids=["prefix", "packed"])
+def test_every_width_of_heads_has_the_output_and_gradients_of_float64(
+    lengths: tuple[int, ...] | None,
+) -> None:
+    """Widths are filled up to what the loops step by; one that is not runs over into the next numbers."""
+    keys = 61
+    for width in range(1, 129):
+        widths = width, width * 37 % 128 + 1
+        query, key, value = operands((41 if lengths is None else keys, keys), 1, (2, 1), widths)
+        actual = causal_attention(query, key, value, width**-0.5, lengths)
+        weight = torch.randn_like(actual)
+        found = torch.autograd.grad((actual * weight).sum(), (query, key, value))
+        parts = itertools.pairwise((0, *itertools.accumulate(lengths or (keys,))))
+        outputs = [
+            expected(query if lengths is None else query[a:b], key[a:b], value[a:b], width**-0.5)[0]
+            for a, b in parts
+        ]
+        wanted = torch.cat(outputs)
+        gradients = torch.autograd.grad((wanted * weight.double()).sum(), (query, key, value))
+        for ours, theirs in zip((actual, *found), (wanted, *gradients), strict=True):
+            assert_close(ours, theirs.double())
+
+
+@pytest.mark.parametrize("window", [0, 6, 40])
+def test_every_width_of_heads_attends_to_its_window_alone(window: int, built: Library) -> None:
+    """A new token, which alone has a compiled window, sees itself and `window` tokens before it."""
+    slots, room, groups, shared = 3, 40, 2, 2
+    positions_B = torch.tensor([0, 13, room - 1])
+    place_T = torch.arange(room)
+    is_seen_BT = (place_T <= positions_B[:, None]) & (place_T >= positions_B[:, None] - window)
+    for width in range(1, 129):
+        value_width = width * 37 % 128 + 1
+        query = torch.randn(slots, groups * shared, width)
+        keys, values = torch.randn(slots, room, groups, width), torch.randn(slots, room, groups, value_width)
+        mixed = torch.empty(slots, groups * shared, value_width)
+        sizes = slots, room, groups, shared, width, value_width, window
+        built.decode_attention(
+            query, keys, values, positions_B, *sizes, width**-0.5, mixed, torch.empty(shared * groups * room)
+        )
+        every_key, every_value = (each.double().repeat_interleave(shared, 2) for each in (keys, values))
+        scores = torch.einsum("bnd,btnd->bnt", query.double(), every_key) * width**-0.5
+        weights = scores.masked_fill(~is_seen_BT[:, None], -math.inf).softmax(-1)
+        assert_close(mixed, torch.einsum("bnt,btnd->bnd", weights, every_value))
+
+
+def test_the_file_is_built_for_the_processors_that_this_is_none_of(tmp_path: Path) -> None:
+    """It cannot run here, but its widths, which are those of the registers, are counted at the build."""
+    for level in levels(here=False):
+        assert build(level, tmp_path / f"{level}.so").stat().st_size > 0
 
 
 def test_the_log_sum_exp_is_that_of_float64() -> None:
