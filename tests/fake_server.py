@@ -122,7 +122,8 @@ class FakeServer:
     host: str = "127.0.0.1"
     port: int = 0
     software: str = "0.32.0"
-    routes_dtype: str = "uint8"
+    routes_dtype: str | None = None
+    """Dtype of routes; None: vLLM's for few experts, or SGLang's."""
     dense_layers: int | None = None
     """First layers without experts, which routes have as zeros; None: routes have the layers with experts alone."""
     api_key: str | None = None
@@ -134,7 +135,8 @@ class FakeServer:
     version: str = "default"
     tokens_before_pause: int = 0
     """Tokens that a request has when it meets a pause. They keep their logprobs, and go through the model once more
-    after it, as prompts do: their routes are those of the weights that are there then."""
+    after it, as prompts do: their routes are those of the weights that are there then. A request that has all of its
+    tokens by then goes through it too."""
     before_answer: Callable[[Asked], None] = lambda asked: None
 
     def __enter__(self) -> "FakeServer":
@@ -217,24 +219,28 @@ class FakeServer:
         name = body.get("request_id") or body.get("rid") or ""
         with self.lock:
             self.running[name] += 1
-        first, began = Answer(tokens=(), logprobs=()), self.version
+        first = Answer(tokens=(), logprobs=())
         if self.tokens_before_pause:
             first = self.answers.complete(replace(asked, max_tokens=self.tokens_before_pause))
+        began = self.version
         self.before_answer(asked)
         end_s = time.monotonic() + self.delay_s
         while time.monotonic() < end_s and name not in self.aborted:
             time.sleep(0.005)
         self.computes.wait()
+        is_whole = len(first.tokens) == asked.max_tokens or first.tokens[-1:] in {
+            (stop,) for stop in asked.stops
+        }
+        known = (*asked.prompt, *first.tokens)
         answer = self.answers.complete(
             replace(
                 asked,
-                prompt=(*asked.prompt, *first.tokens),
-                max_tokens=asked.max_tokens - len(first.tokens),
+                prompt=known[:-1] if is_whole else known,
+                max_tokens=1 if is_whole else asked.max_tokens - len(first.tokens),
             )
         )
-        answer = replace(
-            answer, tokens=(*first.tokens, *answer.tokens), logprobs=(*first.logprobs, *answer.logprobs)
-        )
+        tokens, logprobs = ((), ()) if is_whole else (answer.tokens, answer.logprobs)
+        answer = replace(answer, tokens=(*first.tokens, *tokens), logprobs=(*first.logprobs, *logprobs))
         room = self.max_len - len(asked.prompt)
         tokens, logprobs = answer.tokens[:room], answer.logprobs[:room]
         finish = "stop" if tokens[-1] in asked.stops else "length"
@@ -242,9 +248,14 @@ class FakeServer:
             finish = "abort"
         if fault == "cut_short":
             tokens, logprobs, finish = tokens[:-1], logprobs[:-1], "length"
-        spans = [{"version": self.version, "start": len(first.tokens), "end": len(tokens)}]
-        if first.tokens:
-            spans.insert(0, {"version": began, "start": 0, "end": len(first.tokens)})
+        spans = [
+            {"version": version, "start": start, "end": end}
+            for version, start, end in (
+                (began, 0, len(first.tokens)),
+                (self.version, len(first.tokens), len(tokens)),
+            )
+            if start < end
+        ]
         if fault == "wrong_spans":
             spans[-1]["end"] = len(tokens) - 1
         listed: list[float | None] = list(logprobs)
@@ -325,9 +336,9 @@ class FakeServer:
             dense = np.zeros((len(rows), self.dense_layers, rows.shape[2]), rows.dtype)
             rows = np.concatenate([dense, rows], 1)
         if self.kind == "sglang":
-            return base64.b64encode(rows.astype(np.int32).tobytes()).decode()
+            return base64.b64encode(rows.astype(self.routes_dtype or np.int32).tobytes()).decode()
         file = io.BytesIO()
-        np.save(file, rows.astype(self.routes_dtype))
+        np.save(file, rows.astype(self.routes_dtype or np.uint8))
         return base64.b64encode(file.getvalue()).decode()
 
 

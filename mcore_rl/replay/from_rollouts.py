@@ -17,6 +17,8 @@ from mcore_rl.replay.exchange import OfferedRoutes, SharedRows
 from mcore_rl.replay.layouts import MicrobatchLayout
 
 CPU = torch.device("cpu")
+ROUTE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of an engine's routes; torch does not compare the wider unsigned ones."""
 BATCH_BYTES = 2**22
 """Bytes of routes that are computed with together: many short samples one by one would cost more in calls than in
 work. Checksums take sixteen times as many bytes on the way.
@@ -125,8 +127,10 @@ def _problem_of_format(cache: RoutingCache, routes: RolloutRoutes) -> str:
             f"of shape {list(shape)}; expected {num_tokens} tokens, {len(cache.model_layers)} layers and "
             f"{cache.top_k} experts"
         )
+    name = str(dtype).removeprefix("torch.")
+    if dtype not in ROUTE_DTYPES:
+        return f"as {name}; indices of experts are integers: uint8, int8, int16, int32 or int64"
     if torch.iinfo(dtype).max < cache.num_experts - 1:
-        name = str(dtype).removeprefix("torch.")
         return f"as {name}, in which indices of {cache.num_experts} experts wrap around"
     return ""
 

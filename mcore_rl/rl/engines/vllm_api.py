@@ -204,8 +204,10 @@ def read_npy(text: str) -> NDArray[np.int32]:
         array: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     except (ValueError, EOFError, OSError, binascii.Error) as error:
         raise ServerError(f"routed_experts is no .npy file: {error}") from None
-    if array.ndim != 3 or array.dtype.kind not in "iu":
+    # Wider integers would wrap around without a word.
+    if array.ndim != 3 or array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int32):
         raise ServerError(
-            f"routed_experts has shape {array.shape} and dtype {array.dtype}; wanted integers [tokens, layers, experts]"
+            f"routed_experts has shape {array.shape} and dtype {array.dtype}; wanted uint8, uint16 or int32 [tokens, "
+            "layers, experts]"
         )
     return array.astype(np.int32)

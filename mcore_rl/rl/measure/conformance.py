@@ -161,11 +161,12 @@ def format_problems(routes: Routes, model: RoutedModel) -> Iterator[str]:
         if len(shape) != 3 or shape[1:] != (model.num_layers, model.top_k):
             yield f"{where} has routes of shape {list(shape)}, not [T, {model.num_layers}, {model.top_k}]"
             continue
-        if experts_TLK.is_floating_point() or experts_TLK.is_complex():
-            yield f"{where} has routes of {experts_TLK.dtype}, which are no indices"
+        dtype = experts_TLK.dtype
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            yield f"{where} has routes of {dtype}, which are no indices"
             continue
-        if torch.iinfo(experts_TLK.dtype).max < model.num_experts - 1:
-            yield f"{where} has routes of {experts_TLK.dtype}, in which {model.num_experts} experts wrap around"
+        if torch.iinfo(dtype).max < model.num_experts - 1:
+            yield f"{where} has routes of {dtype}, in which {model.num_experts} experts wrap around"
             continue
         experts_TLK = experts_TLK.long()
         is_out_TL = ((experts_TLK < 0) | (experts_TLK >= model.num_experts)).any(-1)

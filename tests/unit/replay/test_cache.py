@@ -553,6 +553,21 @@ def test_malformed_routes_are_refused(run: Run, change: Any, message: str) -> No
     assert str(error.value).count("sample ") == 1  # no other of the samples that were checked with it
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint16])
+def test_routes_that_are_no_integers_are_refused(run: Run, dtype: torch.dtype) -> None:
+    """They ended in an error of torch; of `uint16`, which torch does not compare, too."""
+    recorded(run)
+    generated = rollouts(run)
+    run.cache.drop(VERSION)
+    good = generated[4]
+    generated[4] = RolloutRoutes(good.tokens_T, good.experts_TLK.to(dtype))
+    message = (
+        f"sample 4: the engine returned routes as {str(dtype).removeprefix('torch.')}; indices of experts"
+    )
+    with pytest.raises(RoutingError, match=f"{message} are integers: uint8, int8, int16, int32 or int64"):
+        cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
+
+
 def test_routes_in_bytes_of_many_experts_are_refused() -> None:
     case = Case(model="", mesh=MeshConfig(), layouts=PADDED)
     with on_one_rank(case, tiny("qwen3_moe", num_layers=2, num_experts=384)) as made:

@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -254,6 +255,25 @@ def test_routes_that_cannot_be_right_are_an_error(server: FakeServer, fault: str
     with pytest.raises(ServerError, match=message):
         made = api_of(server).generate((5, 6), ROUTED, 3, salt="v0", request_id="a")
         pick_layers(server.url, made.experts_TLK, MODEL, num_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "message"),
+    [
+        ("vllm", "float32", "dtype float32; wanted uint8, uint16 or int32"),
+        ("vllm", "int64", "dtype int64; wanted uint8, uint16 or int32"),
+        ("vllm", "bool", "dtype bool; wanted uint8, uint16 or int32"),
+        # SGLang's numbers come without their dtype.
+        ("sglang", "float32", "routes name experts 0 to 1088421888, and a layer has 8"),
+        ("sglang", "float64", "routes of 4 layers with 2 experts a token; the model has 3 layers"),
+        ("sglang", "float16", "which are not 2 experts of 7 tokens|routes of 1 layers"),
+    ],
+)
+def test_routes_that_are_no_indices_are_an_error(kind: str, dtype: str, message: str) -> None:
+    sampling = replace(ROUTED, max_new_tokens=6)
+    with FakeServer(kind=kind, routes_dtype=dtype) as server, pytest.raises(ServerError, match=message):
+        made = api_of(server).generate((5, 6), sampling, 3, salt="v0", request_id="a")
+        pick_layers(server.url, made.experts_TLK, MODEL, num_tokens=7)
 
 
 @pytest.mark.parametrize("left_out", [0, -1])

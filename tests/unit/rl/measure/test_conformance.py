@@ -120,6 +120,7 @@ def test_routes_that_no_router_makes_are_named():
     for wrong, reason in (
         (right[:, :2], "of shape [4, 2, 2], not [T, 3, 2]"),
         (right.float(), "are no indices"),
+        (right.bool(), "are no indices"),
         (twice, "token 2, layer 1: an expert of [5, 5] appears twice"),
         (right + 8, "token 0, layer 0"),
         (right[:1].expand(4, 3, 2), "all 4 tokens have the same routes"),
