@@ -147,7 +147,7 @@ class FakeServer:
         self.running: Counter[str] = Counter()
         self.aborted: set[str] = set()
         handler = type("Handler", (_Handler,), {"fake": self})
-        self.http = ThreadingHTTPServer((self.host, self.port), handler)
+        self.http = _Server((self.host, self.port), handler)
         self.http.daemon_threads = True
         self.port = self.http.server_port
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
@@ -340,6 +340,10 @@ class FakeServer:
         file = io.BytesIO()
         np.save(file, rows.astype(self.routes_dtype or np.uint8))
         return base64.b64encode(file.getvalue()).decode()
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 256
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class ReplayConfig(Section):
     """Largest share of the tokens of a layer for which the engine's experts and the trainer's, chosen with the same
     weights, have none in common: rounding moves single experts, wrong or stale routes all of them. Above it the run
     ends. `auto`: three times the share of the first pass in which each layer has 1,000 tokens, at least 0.01 and at
-    most 0.2, and 0.1 until then; `none`: no limit."""
+    most 0.06, and 0.03 until then (0.2 and 0.1 with one expert a token); `none`: no limit."""
     split_interval: PositiveInt | None = None
     """Rollout batches between two that measure how much of a mismatch is due to routing, by two more passes over a
     minibatch for each mismatch: of the engine with the trainer, where the engine's routes are here, and of the old

@@ -78,6 +78,8 @@ class RouteTotals:
     """Changed choices (token, slot)."""
     moved_gates_L: list[float]
     """Gates of the changed choices."""
+    current_changed_L: list[float]
+    """Those of them of the tokens of `current_L`."""
     disjoint_L: list[float]
     """Tokens of `current_L` whose choice has no expert in common with the cached one."""
     compared_L: list[float]
@@ -86,6 +88,8 @@ class RouteTotals:
     """Those of them whose cached choices are of the weights in training."""
     consumed_L: list[float]
     """Tokens whose routes a router took or made."""
+    expert_choices_2LE: Tensor
+    """float64 on the CPU: live choices of each expert by tokens of `current_L`, and those that are not cached."""
     changed_tokens: float
     """Tokens with a changed choice in any layer."""
     compared_tokens: float
@@ -139,7 +143,8 @@ def world_totals(
     num_layers: int,
     *,
     layers: tuple[int, ...],
-    changes_l3: Tensor,
+    changes_l4: Tensor,
+    expert_choices_2lE: Tensor,
     current_tokens: int,
     consumed_l: Sequence[int],
     is_changed_t: Tensor,
@@ -153,8 +158,9 @@ def world_totals(
         mesh: the mesh that ran the pass.
         num_layers: layers of the whole model.
         layers: layers of this rank that have routers.
-        changes_l3: changed choices, the sum of their gates, and tokens of which all choices changed, in each of them,
-            float64.
+        changes_l4: changed choices, the sum of their gates, the changed choices of current tokens, and current tokens
+            of which all choices changed, in each of them, float64.
+        expert_choices_2lE: live choices of each expert by current tokens, and those that are not cached, int64.
         current_tokens: compared tokens whose cached routes are of the weights in training.
         consumed_l: tokens whose routes were taken in each of them.
         is_changed_t: uint8, whether a token's choice changed in any of them; reduced in place.
@@ -164,32 +170,38 @@ def world_totals(
     """
     # A token may have changed in the layers of another pipeline stage only: union first, then count.
     dist.all_reduce(is_changed_t, op=dist.ReduceOp.MAX, group=mesh.pp.group)
-    device = changes_l3.device
-    table = torch.zeros(num_layers + 1, 7, dtype=torch.float64, device=device)
+    device = changes_l4.device
+    table = torch.zeros(num_layers + 1, 8, dtype=torch.float64, device=device)
+    num_experts = expert_choices_2lE.shape[2]
+    choices_2LE = torch.zeros(2, num_layers, num_experts, dtype=torch.int64, device=device)
     # Without sequence parallelism the tensor-parallel ranks have the same tokens: only the first counts them.
     if mesh.sequence_parallel or mesh.tp.rank == 0:
         rows = torch.tensor(layers, dtype=torch.int64, device=device)
         counts_l4 = torch.tensor(
             [[compared_tokens, current_tokens, count, unknown_tokens] for count in consumed_l], device=device
         )
-        table[rows] = torch.cat([changes_l3, counts_l4.view(-1, 4)], 1).double()
+        table[rows] = torch.cat([changes_l4, counts_l4.view(-1, 4)], 1).double()
         # All pipeline stages have the same tokens: only the last one counts them.
         if mesh.is_last_stage:
             table[-1, 0] = is_changed_t.sum()
+        choices_2LE[:, rows] = expert_choices_2lE
     table[-1, 1] = cached_bytes
-    dist.all_reduce(table, group=mesh.world.group)
+    for sums in (table, choices_2LE):
+        dist.all_reduce(sums, group=mesh.world.group)
     *by_layer, tokens = table.tolist()
-    changed_L, moved_gates_L, disjoint_L, compared_L, current_L, consumed_L, unknown_L = (
+    changed_L, moved_gates_L, current_changed_L, disjoint_L, compared_L, current_L, consumed_L, unknown_L = (
         list(column_L) for column_L in zip(*by_layer, strict=True)
     )
     # Every layer with a router has all tokens; a stage, even the last, may have no such layer.
     return RouteTotals(
         changed_L,
         moved_gates_L,
+        current_changed_L,
         disjoint_L,
         compared_L,
         current_L,
         consumed_L,
+        choices_2LE.cpu().double(),
         changed_tokens=tokens[0],
         compared_tokens=max(compared_L),
         unknown_tokens=max(unknown_L),

@@ -127,8 +127,13 @@ class RoutingTape:
         self._num_tokens = [int(microbatch.tokens.is_real_t.sum()) for microbatch in self._microbatches]
         self._layouts = layouts
         self._witness: Witness | None = None
-        # Changed choices of each layer, the sum of their gates, and tokens of which all choices changed.
-        self._changes_l3 = torch.zeros(len(self.layers), 3, dtype=torch.float64, device=self._device)
+        # Changed choices of each layer, the sum of their gates, the changed choices of current tokens, and the current
+        # tokens of which all choices changed.
+        self._changes_l4 = torch.zeros(len(self.layers), 4, dtype=torch.float64, device=self._device)
+        # Live choices of each expert by current tokens, and those that are not cached.
+        self._choices_2lE = torch.zeros(
+            2, len(self.layers), cache.num_experts, dtype=torch.int64, device=self._device
+        )
         self.totals: RouteTotals | None = None
         """Sums over the world, once the pass is finished."""
         self.disjoint_by_sample: dict[int, tuple[int, int]] = {}
@@ -217,7 +222,8 @@ class RoutingTape:
             self._mesh,
             self._config.num_layers,
             layers=self.layers,
-            changes_l3=self._changes_l3,
+            changes_l4=self._changes_l4,
+            expert_choices_2lE=self._choices_2lE,
             consumed_l=[account.consumed for account in self.accounts],
             is_changed_t=self._is_changed(),
             compared_tokens=compared if self._compares else 0,
@@ -365,13 +371,31 @@ class RoutingTape:
         gates_Klt = live_gates(scores_ltK, live_ltK, routers.routers)
         moved_l = (gates_Klt * changed_Klt).sum((0, 2))
         disjoint_lt = changed_Klt.all(0) & microbatch.is_current_t
-        changes_3l = [changed_Klt.sum((0, 2)), moved_l, disjoint_lt.sum(1)]
-        self._changes_l3[self._columns[chunk]] += torch.stack(changes_3l, 1)
+        missed_Klt = changed_Klt & microbatch.is_current_t
+        changes_4l = [changed_Klt.sum((0, 2)), moved_l, missed_Klt.sum((0, 2)), disjoint_lt.sum(1)]
+        self._changes_l4[self._columns[chunk]] += torch.stack(changes_4l, 1)
+        self._count_experts(self._columns[chunk], live_ltK, missed_Klt, microbatch)
         here_t = changed_Klt.flatten(0, 1).any(0)
         before_t = microbatch.is_changed_t
         microbatch.is_changed_t = here_t if before_t is None else before_t | here_t
         disjoint_t, before_t = disjoint_lt.sum(0), microbatch.disjoint_t
         microbatch.disjoint_t = disjoint_t if before_t is None else before_t + disjoint_t
+
+    def _count_experts(
+        self, columns: slice, live_ltK: Tensor, missed_Klt: Tensor, microbatch: TapeMicrobatch
+    ) -> None:
+        """Count the live choices of each expert by current tokens, and those that are not cached."""
+        num_experts = self._cache.num_experts
+        first_l11 = (
+            torch.arange(columns.start, columns.stop, device=self._device)[:, None, None] * num_experts
+        )
+        is_chosen_t1 = (microbatch.has_routes_t & microbatch.is_current_t)[:, None]
+        for counts_lE, is_counted_ltK in zip(
+            self._choices_2lE, (is_chosen_t1.expand_as(live_ltK), missed_Klt.permute(1, 2, 0)), strict=True
+        ):
+            counts_lE.view(-1).index_add_(
+                0, (live_ltK + first_l11).flatten(), is_counted_ltK.flatten().long()
+            )
 
     def _add_recorded(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
         """Collect a microbatch's codes over the chunks; the last chunk's complete them, and they go to the cache."""

@@ -134,6 +134,10 @@ class RlTrainer(Trainer):
                         report.sums["advantages_abs"] or report.sums["loss"]
                     )
                     self._log_lines(self._learning.of_update(has_loss=has_loss, grad_norm=report.grad_norm))
+                    if index < len(minibatches):
+                        learner.routes.stale.add_logprobs(report.sums)
+                        if warning := learner.routes.stale.warning():
+                            self.log.message(warning)
         for report in critic_reports:
             if report.skipped:
                 self._report_skip(report, is_critic=True)

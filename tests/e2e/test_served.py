@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,10 +20,11 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import weight_map
 from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.rl.rollouts.rollout import sample_seed
 from tests.e2e.test_resume import running, wait_for_step
 from tests.e2e.test_rl import COMPUTED, computed, rl_file  # noqa: F401  # a fixture
 from tests.emitted import assert_emitted
-from tests.fake_server import FakeServer
+from tests.fake_server import Asked, FakeServer
 from tests.forked import run_main
 from tests.generating import loaded
 from tests.served_model import ModelAnswers
@@ -91,6 +93,61 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         assert evaluated.returncode == 0, evaluated.stderr
         result = json.loads(evaluated.stdout.splitlines()[-1])
         assert result["eval/reward"] == pytest.approx(wanted[4]["eval/reward"], abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "computes_again"), [("vllm", True), ("sglang", True), ("vllm", False)])
+def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server_says_nothing(
+    kind: str,
+    computes_again: bool,
+    rl_file: Path,  # noqa: F811
+    tmp_path: Path,
+    mesh: Mesh,
+) -> None:
+    """A server has sampled its completions when an update comes, and reads their routes after it, or before."""
+    config, software = load_config(RlRunConfig, rl_file, SMALL), {"vllm": "0.32.0", "sglang": "0.5.23"}
+    model = config.model
+    zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
+    with ExitStack() as stack:
+        older, newer = (
+            stack.enter_context(
+                FakeServer(
+                    ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros),
+                    kind,
+                    software=software[kind],
+                )
+            )
+            for _ in range(2)
+        )
+
+        # Not those of the first batch, without which nothing is trained, nor of an evaluation.
+        seeds = {
+            sample_seed(config.train.seed, prompt, index) for prompt in range(16, 96) for index in range(4)
+        }
+
+        def after_an_update(server: FakeServer, asked: Asked) -> None:
+            """Wait for the next update."""
+            while asked.seed in seeds and server.version == asked.salt:
+                time.sleep(0.01)
+            seeds.discard(asked.seed)
+
+        newer.before_answer = partial(after_an_update, newer)
+        if computes_again:
+            older.tokens_before_pause = 12
+            older.before_answer = partial(after_an_update, older)
+        urls = json.dumps([older.url, newer.url])
+        words = [f"rl.engine.kind={kind}", f"rl.engine.urls={urls}", "rl.rollout.max_staleness=1"]
+        words += ["rl.loss.importance_sampling=truncate", "train.eval_interval=none", "train.steps=6"]
+        words += ["train.global_batch=64", "rl.rollout.prompts_per_step=16", "optim.lr=1e-2"]
+        words += [
+            "rl.reward.length_min_tokens=11",
+            "rl.reward.length_max_tokens=12",
+            "rl.engine.requests=128",
+        ]
+        run = run_main("mcore_rl.run.programs.rl", [rl_file, *SMALL, *words])
+    assert run.returncode == 0, run.stderr
+    assert (
+        "tokens that older weights sampled agree with the present weights'" in run.stdout
+    ) == computes_again
 
 
 def test_ctrl_c_saves_and_a_second_one_ends_at_once_and_both_end_the_servers_that_the_run_started(

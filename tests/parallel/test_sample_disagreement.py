@@ -48,7 +48,7 @@ def with_stale_tokens(layout: MicrobatchLayout) -> MicrobatchLayout:
 
 def on_a_rank(
     mesh: MeshConfig, weights: Tensors, saved: Mapping[int, SavedRoutes]
-) -> tuple[dict[int, tuple[int, int]], list[str], tuple[float, float]]:
+) -> tuple[dict[int, tuple[int, int]], list[str], tuple[float, float], torch.Tensor]:
     case = Case(model=MODEL, mesh=mesh, layouts=("packed",), replay=ReplayConfig(kind="r3"))
     (run,) = opened(case, MODELS[MODEL])
     copy_in(run.state.chunks, weights)
@@ -67,8 +67,9 @@ def on_a_rank(
     by_sample, totals = tape.disjoint_by_sample, tape.totals
     # So few tokens are no evidence: those of sixty completions like these are.
     many = {n: (60 * disjoint, 60 * compared) for n, (disjoint, compared) in by_sample.items()}
-    problems = [*DisagreementLimit(case.replay, []).problems_of_samples(many)]
-    return by_sample, problems, (sum(totals.disjoint_L), sum(totals.current_L))
+    problems = [*DisagreementLimit(case.replay, MODELS[MODEL].moe.top_k, []).problems_of_samples(many)]
+    sums = (sum(totals.disjoint_L), sum(totals.current_L))
+    return by_sample, problems, sums, totals.expert_choices_2LE
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -93,9 +94,17 @@ def test_a_strangers_routes_are_counted_for_its_sample_on_every_rank_that_has_a_
         for first in [FIRST_CURRENT.get(n, 0)]
     }
     assert [n for n, (disjoint, _) in expected.items() if disjoint] == [STRANGER]
+    choices_2LE = torch.zeros(2, MODELS[MODEL].num_layers, MODELS[MODEL].moe.num_experts)
+    for n, given in engine_routes(saved).items():
+        for token in range(FIRST_CURRENT.get(n, 0), LENGTHS[n]):
+            for layer, mine_K in enumerate(saved[n].codes_nlK[token].tolist()):
+                for expert in mine_K:
+                    choices_2LE[0, layer, expert] += 1
+                    choices_2LE[1, layer, expert] += expert not in given[token, layer].tolist()
     ranks = run_ranks(on_a_rank, mesh.smallest_world, mesh, reference.weights, saved)
     assert {n: counts for counted, *_ in ranks for n, counts in counted.items()} == expected
-    for counted, problems, totals in ranks:
+    for counted, problems, totals, found_2LE in ranks:
+        assert torch.equal(found_2LE, choices_2LE.double())
         assert totals == tuple(map(sum, zip(*expected.values(), strict=True)))
         assert counted == {n: expected[n] for n in counted}
         assert [problem.split(":")[0] for problem in problems] == [f"sample {STRANGER}"] * (

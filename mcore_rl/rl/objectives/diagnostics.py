@@ -85,6 +85,8 @@ def update_statistics(
         if tokens.is_stale_T is not None:
             # Weights of one version on both sides: what the engine does otherwise, without staleness.
             sums["mismatch_kl_current"] = tokens.total(mismatch_T.where(~tokens.is_stale_T, 0.0))
+            sums["mismatch_abs"] = tokens.total(difference_T.abs())
+            sums["mismatch_abs_current"] = tokens.total(difference_T.abs().where(~tokens.is_stale_T, 0.0))
             sums["stale"] = tokens.total(tokens.is_stale_T.double())
         maxima["mismatch"] = difference_T.abs().where(tokens.mask_T, 0.0).max()
     sums["clamped"] = tokens.total(beyond_T.double())

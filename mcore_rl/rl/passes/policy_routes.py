@@ -15,7 +15,7 @@ from mcore_rl.parallel.agree import refuse_anywhere
 from mcore_rl.parallel.routers import unfuse_routers
 from mcore_rl.parallel.schedule import Routing, free_routing
 from mcore_rl.replay.cache import RoutingCache
-from mcore_rl.replay.disagreement import DisagreementLimit
+from mcore_rl.replay.disagreement import DisagreementLimit, StaleRoutes
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
@@ -54,7 +54,11 @@ class PolicyRoutes:
         self._is_recorded = config.rl.update.old_logprobs == "trainer"
         self._metrics: list[Metric] = []
         # One list, which the limit fills and each checkpoint saves.
-        self._limit = DisagreementLimit(config.replay, state.progress.disagreement_limits)
+        self._limit = DisagreementLimit(
+            config.replay, config.model.moe.top_k, state.progress.disagreement_limits
+        )
+        self.stale = StaleRoutes(config.model.moe.top_k)
+        """The engine's routes of tokens that older weights sampled."""
         self._version = 0
         self._recorded: RoutingCache | None = None
         self._from_rollout: RoutingCache | None = None
@@ -260,6 +264,7 @@ class PolicyRoutes:
                 metrics = tape.finish(name or "routes")
         if name == "rollout_routes":
             assert tape.totals is not None
+            self.stale.add_routes(tape.totals)
             problem = self._limit.problem(tape.totals)
             # The sums are equal on all ranks, so that all of them raise.
             if problem is not None:
