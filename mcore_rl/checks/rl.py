@@ -268,7 +268,9 @@ def _token_advantages(rl: RlConfig) -> Iterator[str]:
     advantage = rl.advantage
     default = AdvantageConfig()
     unused = [*TOKEN_FIELDS, *GAE_FIELDS] if not advantage.is_of_tokens else []
-    unused += GAE_FIELDS if advantage.kind == "reinforce_plus_plus" else []
+    unused += GAE_FIELDS if advantage.is_of_tokens and advantage.kind != "gae" else []
+    # The mean of a prompt's completions is no baseline of their steps.
+    unused += ["rewards_at"] if advantage.kind == "reinforce_plus_plus_baseline" else []
     unused += ["length_alpha"] if advantage.kind == "gae" and advantage.gae_lambda != "length" else []
     for name in unused:
         if getattr(advantage, name) != getattr(default, name):

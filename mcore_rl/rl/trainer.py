@@ -46,7 +46,9 @@ class RlTrainer(Trainer):
         self.held_out = held_out
         self._was_truncated = False
         """Whether all completions of the rollout batch before were truncated, which the log has a warning of."""
-        self._learning = LearningWarnings(compares_groups=not config.rl.advantage.is_of_tokens)
+        self._learning = LearningWarnings(
+            compares_groups=config.rl.advantage.compares_group or not config.rl.advantage.is_of_tokens
+        )
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
         self._flops_per_token = train_flops_by_length(config.model)
         self._peak_flops = peak_flops(

@@ -2,9 +2,10 @@
 
 import copy
 import functools
+import math
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -295,16 +296,26 @@ def test_models_that_wait_in_files_between_their_phases_are_bit_equal(num_ranks:
     assert run_ranks(stored_and_not, num_ranks, *work) == [[True]] * num_ranks
 
 
+@pytest.mark.parametrize("kind", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 @pytest.mark.parametrize("mesh", ["alone", "dp2"])
-def test_reinforce_plus_plus_normalises_discounted_rewards_over_the_world(mesh: str, tmp_path: Path) -> None:
+def test_reinforce_plus_plus_normalises_discounted_rewards_over_the_world(
+    mesh: str, kind: Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+) -> None:
+    """Of the baseline, what a reward has above the mean of those of its prompt."""
     config = config_of(TINY["qwen3_moe"])
-    advantage = AdvantageConfig(kind="reinforce_plus_plus", gamma=GAMMA, eps=EPS)
+    advantage = AdvantageConfig(kind=kind, gamma=GAMMA, eps=EPS)
     loss = config.rl.loss.model_copy(update={"kl_coeff": 0.0})
     rl = config.rl.model_copy(update={"advantage": advantage, "loss": loss, "critic": CriticConfig()})
     config = config.model_copy(update={"rl": rl, "mesh": MESHES.get(mesh, MeshConfig())})
     rollout = rollout_of(config, 0, 1)
+    rewards = [
+        reward - statistics.mean(scored) if kind == "reinforce_plus_plus_baseline" and scored else reward
+        for row in rollout.rewards_PG.tolist()
+        for scored in [[one for one in row if not math.isnan(one)]]
+        for reward in row
+    ]
     later = {
-        (index, places[-1 - t]): rollout.rewards_PG.flatten()[index].item() * GAMMA**t
+        (index, places[-1 - t]): rewards[index] * GAMMA**t
         for index, shape in rollout.shapes.items()
         if shape.is_trained and (places := sampled_positions(shape))
         for t in range(len(places))

@@ -23,6 +23,7 @@ class AdvantageConfig(Section):
             "steps",
             "gae",
             "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
         ]
         | Extension
     ) = "zscore"
@@ -33,16 +34,16 @@ class AdvantageConfig(Section):
     among all steps of its prompt's completions, of the steps that end there or later (2402.03300, process supervision);
     a reward that is a plain number is one step at the end; `gae`: of each token, by the values of a critic (PPO,
     1506.02438); `reinforce_plus_plus`: the discounted sum of a token's and later rewards, normalised over the world
-    (2501.03262); `module:name`: a function of your own (rewards `[prompts, group]`, this section -> advantages of the
-    same shape). `gae`, `reinforce_plus_plus`, `remax` and `zero` compare nothing within a group: rl.rollout.group_size
-    may be 1."""
+    (2501.03262); `reinforce_plus_plus_baseline`: that of r - mean; `module:name`: a function of your own (rewards
+    `[prompts, group]`, this section -> advantages of the same shape). `gae`, `reinforce_plus_plus`, `remax` and `zero`
+    compare nothing within a group: rl.rollout.group_size may be 1."""
     ddof: Literal[0, 1] = 1
     """Degrees of freedom of the standard deviation: 1 divides by group_size - 1 (by tokens - 1 where tokens are
     normalised), 0 by group_size."""
     eps: NonNegativeFloat = 1e-6
     """Number added to the standard deviation."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of a reward for each token that it comes later, with `gae` and `reinforce_plus_plus`."""
+    """Discount of a reward for each token that it comes later, with `gae` and `reinforce_plus_plus...`."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | Literal["length"] = 0.95
     """Weight of later differences of values in `gae`: 0 trusts the critic, 1 the rewards alone; `length`:
     1 - 1 / (length_alpha x tokens of the completion), at least 0 (VAPO, 2504.05118)."""
@@ -58,13 +59,13 @@ class AdvantageConfig(Section):
 
     @cached_property
     def is_of_tokens(self) -> bool:
-        """Whether each token has its own reward and advantage, and groups compare nothing."""
-        return self.kind in ("gae", "reinforce_plus_plus")
+        """Whether each token has its own reward and advantage."""
+        return self.kind in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
     @cached_property
     def compares_group(self) -> bool:
         """Whether a completion's advantage depends on the others of its prompt."""
-        return not self.is_of_tokens and self.kind not in ("remax", "zero")
+        return self.kind not in ("gae", "reinforce_plus_plus", "remax", "zero")
 
     @cached_property
     def uses_steps(self) -> bool:

@@ -85,7 +85,7 @@ class LossConfig(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL: added to the loss, or its sum over a completion, under the old policy, taken from the reward. In
     the reward a completion that `mask_truncated` masks pays too, and a group of equal rewards still gets zeros. With
-    `gae` and `reinforce_plus_plus` it is taken from the reward of each token, as in PPO (2203.02155)."""
+    `gae` and `reinforce_plus_plus...` it is taken from the reward of each token, as in PPO (2203.02155)."""
     reference_refresh_rollouts: PositiveInt | None = None
     """Rollout batches after which the reference becomes the policy (iterative GRPO); `none`: never."""
     reference_store: Literal["device", "host"] = "host"

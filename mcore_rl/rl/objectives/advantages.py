@@ -81,6 +81,14 @@ def group_centered(rewards_PG: Tensor) -> Tensor:
     return rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
 
 
+def above_group_mean(rewards_PG: Tensor) -> Tensor:
+    """Subtract each prompt's mean over the rewards that are not NaN (REINFORCE++-Baseline, arXiv 2501.03262); NaN stays
+    NaN, and groups of equal rewards have exact zeros.
+    """
+    centered_PG = rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)
+    return centered_PG.masked_fill(constant_groups(rewards_PG)[:, None] & ~rewards_PG.isnan(), 0.0)
+
+
 def group_zscore(rewards_PG: Tensor, *, ddof: int, eps: float) -> Tensor:
     """Divide `group_centered` by the row's standard deviation + eps (arXiv 2402.03300)."""
     return group_centered(rewards_PG) / (rewards_PG.std(dim=1, correction=ddof, keepdim=True) + eps)

@@ -209,7 +209,7 @@ class Learner:
         """Return the advantages of each sample that this rank trains on, and with a critic its returns.
 
         All tokens of a completion have the same advantage, except with rl.advantage.kind="steps", "gae" and
-        "reinforce_plus_plus".
+        "reinforce_plus_plus...".
         """
         loss, advantage = self.config.rl.loss, self.config.rl.advantage
         if advantage.is_of_tokens:

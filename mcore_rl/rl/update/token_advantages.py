@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.objectives.advantages import above_group_mean
 from mcore_rl.rl.objectives.diagnostics import kl_estimate
 from mcore_rl.rl.objectives.gae import (
     generalized_advantages,
@@ -54,7 +55,8 @@ def token_advantages(
     *,
     kl_coeff: float,
 ) -> Advantages:
-    """Collective over the world: return the advantages of rl.advantage.kind "gae" or "reinforce_plus_plus".
+    """Collective over the world: return the advantages of rl.advantage.kind "gae", "reinforce_plus_plus", or the latter
+    with the mean of each prompt's rewards as baseline.
 
     Args:
         config: the run's config.
@@ -88,8 +90,11 @@ def token_advantages(
 
     group_size = rollout.rewards_PG.shape[1]
     uses_steps = advantage.uses_steps
+    rewards_PG = rollout.rewards_PG
+    if advantage.kind == "reinforce_plus_plus_baseline":
+        rewards_PG = above_group_mean(rewards_PG)
     rewards_NC = token_rewards(
-        rollout.rewards_PG.flatten()[samples],
+        rewards_PG.flatten()[samples],
         kl_NC,
         lengths_N,
         kl_coeff=kl_coeff if has_kl else 0.0,

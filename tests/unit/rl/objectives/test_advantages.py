@@ -12,6 +12,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.rl.objectives.advantages import (
     StepReward,
     above_greedy,
+    above_group_mean,
     constant_groups,
     group_advantages,
     group_centered,
@@ -93,6 +94,18 @@ def test_rewards_that_differ_by_rounding_are_equal():
 
 def test_centered_rows_sum_to_zero():
     assert group_centered(tensor([[1.0, 0.0, 0.5]])).tolist() == [[0.5, -0.5, 0.0]]
+
+
+def test_a_reward_above_the_mean_of_those_of_its_prompt_that_have_not_failed():
+    """In float64, by hand; 0.1 + 0.2 and 0.3 are equal."""
+    nan = math.nan
+    rewards = [[1.0, 0.0, 0.5, nan], [0.1 + 0.2, 0.3, 0.3, 0.3], [nan, nan, nan, nan], [nan, 3.0, nan, nan]]
+    got = above_group_mean(tensor(rewards, dtype=torch.float64)).tolist()
+    assert got[0][:3] == pytest.approx([0.5, -0.5, 0.0], abs=1e-15)
+    assert got[1] == [0.0] * 4
+    assert got[3][1] == 0.0
+    failed = [math.isnan(one) for row in rewards for one in row]
+    assert [math.isnan(one) for row in got for one in row] == failed
 
 
 def test_a_reward_that_is_not_finite_never_gets_this_far():
