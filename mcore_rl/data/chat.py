@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +47,16 @@ class Chat(Protocol):
         """Return the tokens after which the assistant's next turn begins."""
         ...
 
+    def open_turn(self, conversation: Conversation) -> list[int]:
+        """Return the tokens of a conversation up to the end of the assistant's text in its last turn, which goes on
+        from there: the first tokens of the whole conversation.
+
+        Raises:
+            DataError: the last turn has no text, or calls tools.
+            TemplateError: where the template does not render the text as it is, or its tokens depend on what follows.
+        """
+        ...
+
     def reply(
         self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
     ) -> list[int]:
@@ -79,6 +89,20 @@ class Chat(Protocol):
 
 class TemplateError(DataError):
     """A chat template that does not render a growing conversation as one growing text."""
+
+
+def prompt_ids(chat: Chat, conversation: Conversation) -> list[int]:
+    """Return the tokens after which the assistant writes: its next turn, or more of the last one if that is its own."""
+    is_open = conversation.messages[-1:] and conversation.messages[-1]["role"] == "assistant"
+    return chat.open_turn(conversation) if is_open else chat.prompt(conversation)
+
+
+def answered(conversation: Conversation, text: str) -> Conversation:
+    """Return the conversation with what the assistant has written after `prompt_ids`."""
+    *before, last = conversation.messages
+    if last["role"] == "assistant":
+        return replace(conversation, messages=(*before, {**last, "content": last["content"] + text}))
+    return replace(conversation, messages=(*before, last, {"role": "assistant", "content": text}))
 
 
 def load_chat(template: str, tokenizer: Tokenizer, path: str | None) -> Chat:
@@ -125,6 +149,11 @@ class PlainChat:
         """Return the tokens after which the assistant\'s next turn begins."""
         ids = [token for turn, _ in self._turns(conversation) for token in turn]
         return ids + self._header("assistant")
+
+    def open_turn(self, conversation: Conversation) -> list[int]:
+        """Return the tokens of a conversation but for the one that ends its last turn."""
+        _text_to_continue(conversation)
+        return [token for turn, _ in self._turns(conversation) for token in turn][:-1]
 
     def reply(
         self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
@@ -204,6 +233,30 @@ class TemplateChat:
         """Return the tokens after which the assistant\'s next turn begins."""
         text, _ = self._render(conversation, len(conversation.messages), add_generation_prompt=True)
         return self._tokenizer.encode(text).ids
+
+    def open_turn(self, conversation: Conversation) -> list[int]:
+        """Return the tokens of a conversation up to the end of the assistant's text in its last turn; TemplateError
+        where the template changes the text, or its tokens depend on what follows.
+        """
+        content = self._tokenizer.hide(_text_to_continue(conversation))
+        *before, last = conversation.messages
+        probed = replace(conversation, messages=(*before, {**last, "content": PROBE}))
+        whole, _ = self._render(conversation, len(conversation.messages))
+        head, _, tail = self._render(probed, len(conversation.messages))[0].rpartition(PROBE)
+        if whole != head + content + tail:
+            raise TemplateError(
+                "the assistant's last turn cannot go on: the chat template does not render its text "
+                f"{content[:SHOWN]!r} as it is. Leave out white space at its ends, or set data.chat_template to a file "
+                "that keeps it"
+            )
+        ids = self._tokenizer.encode(head + content).ids
+        if self._tokenizer.encode(whole).ids[: len(ids)] != ids:
+            raise TemplateError(
+                f"the assistant's last turn cannot go on: the tokens of its text {content[-SHOWN:]!r} are others when "
+                f"{tail[:SHOWN]!r} follows, which the chat template puts there. Set data.chat_template to a file that "
+                "ends turns with a special token"
+            )
+        return ids
 
     def reply(
         self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
@@ -313,6 +366,23 @@ class TemplateChat:
                 f"the chat template does not take it: {str(error) or type(error).__name__}"
             ) from error
         return rendered[0], [tuple(span) for span in spans[0]] if spans else []
+
+
+def _text_to_continue(conversation: Conversation) -> str:
+    """Return the text of the last turn, the assistant's; DataError where nothing can follow it."""
+    last = conversation.messages[-1]
+    content = last.get("content")
+    if not isinstance(content, str) or not content:
+        raise DataError(
+            f"the last turn is the assistant's, and its content is {content!r}: there is no text from which it could "
+            "go on. Leave the turn out"
+        )
+    if last.get("tool_calls"):
+        raise DataError(
+            "the last turn is the assistant's and calls tools: it cannot go on. Add the tools' answers, or leave the "
+            "calls out"
+        )
+    return content
 
 
 def _without_absent(message: Message) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
-from mcore_rl.data.chat import Chat, Conversation
+from mcore_rl.data.chat import Chat, Conversation, answered, prompt_ids
 from mcore_rl.errors import DataError
 
 
@@ -63,7 +63,7 @@ def read_steps(chat: Chat, prompt: Conversation, text: str, ends: Sequence[int])
 
     Args:
         chat: the chat's template and tokenizer.
-        prompt: the turns before the answer.
+        prompt: the turns before the answer, which may end in its beginning.
         text: the answer.
         ends: characters up to the end of each step, rising, the last one the length of the text.
 
@@ -71,10 +71,9 @@ def read_steps(chat: Chat, prompt: Conversation, text: str, ends: Sequence[int])
         DataError: two steps end in the same token, the tokenizer changes the text, or the template does not take the
             conversation.
     """
-    turn = {"role": "assistant", "content": text}
-    whole = chat.encode(Conversation(messages=(*prompt.messages, turn), tools=prompt.tools))
+    whole = chat.encode(answered(prompt, text))
     ids_T, mask_T = whole.ids_T, whole.assistant_mask_T
-    first = num_common(chat.prompt(prompt), ids_T)
+    first = num_common(prompt_ids(chat, prompt), ids_T)
     answer_T = ids_T[first:]
     # A tokenizer may normalize texts; a token may have the end of the prompt and the beginning of the answer.
     is_kept = chat.as_decoded(text) == text

@@ -14,7 +14,7 @@ from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
-from mcore_rl.data.chat import Conversation, Message, load_chat
+from mcore_rl.data.chat import Conversation, Message, load_chat, prompt_ids
 from mcore_rl.data.end_tokens import end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
@@ -74,7 +74,8 @@ class Request:
     prompt_T: tuple[int, ...]
     shown: str
     """Text that is printed before a completion: the prompt that it continues; empty in a chat."""
-    is_chat: bool
+    is_whole: bool
+    """Whether the completion is a text of its own, and not the rest of one."""
     ends: frozenset[int]
     """Tokens that end a completion, and are no part of its text."""
 
@@ -82,16 +83,17 @@ class Request:
         """Return the text of a completion, or of its first tokens."""
         said_T = tokens_T[:-1] if tokens_T[-1] in self.ends else tokens_T
         alone = self.tokenizer.decode(said_T)
-        if self.is_chat:
+        if self.is_whole:
             return alone
         # The first piece of a text loses its space when it is decoded without what comes before it (sentencepiece).
         before, whole = self.tokenizer.decode(self.prompt_T), self.tokenizer.decode((*self.prompt_T, *said_T))
         return whole[len(before) :] if whole.startswith(before) else alone
 
 
-def system_turn(args: argparse.Namespace) -> tuple[Message, ...]:
-    """Return the turn of `--system`, if it is given."""
-    return () if args.system is None else ({"role": "system", "content": args.system},)
+def opening_turns(args: argparse.Namespace) -> tuple[Message, ...]:
+    """Return the turns that the arguments give: the system's, the user's, and the beginning of the answer."""
+    given = (("system", args.system), ("user", args.prompt or None), ("assistant", args.answer))
+    return tuple({"role": role, "content": content} for role, content in given if content is not None)
 
 
 def request_of(args: argparse.Namespace, trained: ModelFolder, messages: Sequence[Message] = ()) -> Request:
@@ -111,15 +113,15 @@ def request_of(args: argparse.Namespace, trained: ModelFolder, messages: Sequenc
         template = "tokenizer"
     chat = None if template is None else load_chat(template, tokenizer, path)
     if args.chat and chat is not None:
-        turns = tuple(messages) or (*system_turn(args), {"role": "user", "content": args.prompt})
-        prompt_T = tuple(chat.prompt(Conversation(messages=turns)))
+        turns = tuple(messages) or opening_turns(args)
+        prompt_T = tuple(prompt_ids(chat, Conversation(messages=turns)))
     else:
         prompt_T = tuple(tokenizer.encode_marked(args.prompt))
     return Request(
         tokenizer=tokenizer,
         prompt_T=prompt_T or (tokenizer.eod_id,),
-        shown="" if args.chat else args.prompt,
-        is_chat=args.chat,
+        shown=args.answer or "" if args.chat else args.prompt,
+        is_whole=args.chat and args.answer is None,
         ends=frozenset(end_tokens(tokenizer, chat, path)),
     )
 
@@ -135,7 +137,7 @@ def chat(args: argparse.Namespace, trained: ModelFolder, weights: Path) -> None:
     import readline  # noqa: F401 - gives input() the keys of a shell
 
     engine = open_engine(trained, weights, load_tokenizer(trained.tokenizer), args.seed)
-    messages = list(system_turn(args))
+    messages = list(opening_turns(args))
     sys.stdout.write("Ctrl-C ends an answer; an empty line, Ctrl-D, or Ctrl-C here ends the chat.\n")
     while True:
         try:
@@ -281,10 +283,11 @@ def _check(args: argparse.Namespace) -> None:
             "--chat answers a prompt, and there is none. Give --prompt TEXT, or chat in a terminal (without --url and "
             "--n)."
         )
-    if args.system is not None and not args.chat:
-        raise ConfigError(
-            "--system is a turn of a chat, and --chat is not given. Add it, or leave out --system."
-        )
+    for name in ("system", "answer"):
+        if getattr(args, name) is not None and not args.chat:
+            raise ConfigError(
+                f"--{name} is a turn of a chat, and --chat is not given. Add it, or leave out --{name}."
+            )
     if args.n > 1 and args.stream:
         raise ConfigError(
             f"--stream shows one text as it grows, --n {args.n} asks for several. Leave out one."

@@ -15,7 +15,7 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.extension import STEP_MODEL_PART
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.data.chat import Chat, Conversation
+from mcore_rl.data.chat import Chat, Conversation, answered
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
 from mcore_rl.data.steps import read_steps, step_ends, step_token
 from mcore_rl.errors import DataError
@@ -114,14 +114,13 @@ def text_reader(chat: Chat, separator: str | None) -> Reader:
         )
         ends = [len(text)] if separator is None else step_ends(text, separator)
         if separator is None:
-            answer = {"role": "assistant", "content": text}
-            ids_T = chat.encode(Conversation(messages=(*prompt.messages, answer))).ids_T
+            ids_T = chat.encode(answered(prompt, text)).ids_T
             return Reading(ids_T, (len(ids_T) - 1,))
         if not ends:
             return None
         # Blank lines at the end belong to the last step.
-        answered = read_steps(chat, prompt, text, [*ends[:-1], len(text)])
-        return Reading(answered.ids_T, answered.tokens, tuple(ends))
+        stepped = read_steps(chat, prompt, text, [*ends[:-1], len(text)])
+        return Reading(stepped.ids_T, stepped.tokens, tuple(ends))
 
     return read
 

@@ -9,7 +9,7 @@ import numpy
 from mcore_rl.config.rl.distill import DistillConfig
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.rl.rollout import EvalConfig
-from mcore_rl.data.chat import Chat, Conversation
+from mcore_rl.data.chat import Chat, Conversation, prompt_ids
 from mcore_rl.data.mixture import ShuffledSources, refuse_empty_sources
 from mcore_rl.data.records import SHOWN
 from mcore_rl.errors import DataError
@@ -121,7 +121,9 @@ class TaskPrompts:
 
 
 class PromptEncoder:
-    """Encodes problems with the chat template, up to where the assistant's answer begins."""
+    """Encodes problems with the chat template, up to where the assistant's answer begins, or goes on: a conversation
+    that ends in a turn of the assistant has the beginning of the answer.
+    """
 
     def __init__(self, chat: Chat, max_tokens: int) -> None:
         self._chat = chat
@@ -131,7 +133,7 @@ class PromptEncoder:
         """Return the prompt of `problem`; PromptTooLongError beyond rl.prompts.max_tokens."""
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
         try:
-            tokens_T = tuple(self._chat.prompt(Conversation(messages=tuple(messages))))
+            tokens_T = tuple(prompt_ids(self._chat, Conversation(messages=tuple(messages))))
         except DataError as error:
             raise DataError(f"prompt {problem.problem_id}: {error}") from error
         if not tokens_T:

@@ -33,6 +33,9 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt, in a terminal, chat turn by turn",
     )
     parser.add_argument("--system", metavar="TEXT", help="--chat: the system's turn before the user's")
+    parser.add_argument(
+        "--answer", metavar="TEXT", help="--chat: beginning of the answer, which goes on from there"
+    )
     parser.add_argument("--tokens", type=positive, default=64, help="new tokens at most (default 64)")
     parser.add_argument("--n", type=positive, default=1, help="number of continuations (default 1)")
     parser.add_argument("--stream", action="store_true", help="show the text as it grows")

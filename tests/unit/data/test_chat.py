@@ -1,6 +1,7 @@
 """Tokens of conversations against transformers' own `apply_chat_template`, masks against its generation marks."""
 
 import json
+import re
 
 import pytest
 import tokenizers
@@ -10,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.data.chat import Conversation, TemplateError, load_chat
+from mcore_rl.data.chat import Conversation, TemplateError, answered, load_chat, prompt_ids
 from mcore_rl.data.marked_tokenizer import JsonEncoder, MarkedTokenizer
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
@@ -342,3 +343,81 @@ def test_a_text_with_a_hidden_name_has_the_tokens_that_it_has_in_plain(kind, pie
     assert found.ids == wanted.ids
     if "\U000f0000" not in pieces:
         assert found.offsets == wanted.offsets
+
+
+OPEN = {"without marks": PLAIN, "with marks": MARKED, "brackets": BRACKETS, "forgetful": FORGETFUL}
+
+
+@pytest.mark.parametrize("template", [*OPEN, "plain", "raw"])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    contents=st.lists(
+        st.lists(
+            st.sampled_from(["<|im_end|>", "<think>", " ", "\n", "e", "|", "mcorerlprobe"])
+            | st.text(max_size=4),
+            min_size=1,
+            max_size=5,
+        )
+        .map("".join)
+        .filter(bool),
+        min_size=1,
+        max_size=4,
+    ),
+    more=st.text(max_size=4),
+)
+def test_an_open_turn_has_the_first_tokens_of_the_whole_conversation(
+    folder, tmp_path_factory, template, contents, more
+):
+    """Whatever its text; with more of the text the turn goes on, and nothing before it changes."""
+    name = template
+    if template in OPEN:
+        path = tmp_path_factory.getbasetemp() / f"{template}.jinja"
+        path.write_text(OPEN[template])
+        name = str(path)
+    loaded = load_chat(
+        name, load_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder))), str(folder)
+    )
+    roles = [("user", "assistant")[(len(contents) - i) % 2] for i in range(len(contents))]
+    turns = conversation(zip(roles, contents, strict=True))
+    ids, whole = prompt_ids(loaded, turns), loaded.encode(turns).ids_T
+    assert list(whole[: len(ids)]) == ids
+    # What is left is the end of the turn, and all of the text is before it.
+    rest = reader_of(folder).decode(list(whole[len(ids) :]), skip_special_tokens=False)
+    ends = {"brackets": "<|im_end|>", "plain": "<|endoftext|>", "raw": "<|endoftext|>"}
+    assert rest == ends.get(template, "<|im_end|>\n")
+    longer = answered(turns, more)
+    assert longer.messages == (*turns.messages[:-1], {"role": "assistant", "content": contents[-1] + more})
+
+
+def test_a_turn_that_is_not_the_assistants_is_followed_by_the_assistants(folder, chat):
+    turns = conversation(CHATS[1][:2])
+    assert prompt_ids(chat(PLAIN), turns) == chat(PLAIN).prompt(turns)
+    assert answered(turns, "x").messages == (*turns.messages, {"role": "assistant", "content": "x"})
+
+
+def test_an_open_turn_is_where_transformers_goes_on(folder, chat):
+    turns = [*CHATS[0][:1], ("assistant", "The answer is")]
+    wanted = of_transformers(folder, turns, PLAIN, continue_final_message=True)["input_ids"]
+    assert prompt_ids(chat(PLAIN), conversation(turns)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "reason"),
+    [
+        (PLAIN.replace("message.content", "message.content | trim"), "a ", "does not render its text 'a '"),
+        # Without an end of the turn, a character of the text and of the line break behind it may be one token.
+        (PLAIN.replace("<|im_end|>", "ed"), "indent", "the tokens of its text 'indent' are others when 'ed"),
+        (PLAIN, "", "its content is ''"),
+        (PLAIN, None, "its content is None"),
+        ("plain", "", "its content is ''"),
+    ],
+)
+def test_a_turn_that_cannot_go_on_is_refused(chat, template, content, reason):
+    with pytest.raises(DataError, match=re.escape(reason)):
+        prompt_ids(chat(template), conversation([("user", "?"), ("assistant", content)]))
+
+
+def test_a_call_of_tools_cannot_go_on(chat):
+    call = {"role": "assistant", "content": "I look", "tool_calls": [{"name": "look"}]}
+    with pytest.raises(DataError, match="calls tools: it cannot go on"):
+        prompt_ids(chat(PLAIN), Conversation(messages=({"role": "user", "content": "?"}, call)))

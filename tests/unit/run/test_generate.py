@@ -129,13 +129,13 @@ def test_a_continuation_keeps_the_space_of_its_first_piece_and_has_no_end_token(
     tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(tmp_path / "t.model")))
     assert tokenizer.decode(tokenizer.encode("sat")) == "sat"
 
-    def request(*, is_chat: bool) -> Request:
+    def request(*, is_whole: bool) -> Request:
         prompt_T, ends = tuple(tokenizer.encode("the cat")), frozenset([tokenizer.eod_id])
-        return Request(tokenizer=tokenizer, prompt_T=prompt_T, shown="the cat", is_chat=is_chat, ends=ends)
+        return Request(tokenizer=tokenizer, prompt_T=prompt_T, shown="the cat", is_whole=is_whole, ends=ends)
 
     said = [*tokenizer.encode("sat on the mat"), tokenizer.eod_id]
-    assert request(is_chat=False).text_of(said) == " sat on the mat"
-    assert request(is_chat=True).text_of(said) == "sat on the mat"
+    assert request(is_whole=False).text_of(said) == " sat on the mat"
+    assert request(is_whole=True).text_of(said) == "sat on the mat"
 
 
 def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,6 +164,7 @@ def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFix
         (["--run", "RUN", "--chat"], "--chat answers a prompt"),
         (["--run", "RUN", "--chat", "--prompt", "?"], "a .model file has no chat template"),
         (["--run", "RUN", "--system", "Be kind."], "--system is a turn of a chat"),
+        (["--run", "RUN", "--answer", "The"], "--answer is a turn of a chat"),
         (["--run", "RUN/checkpoints"], "Name the run_dir of a training"),
         (["--checkpoint", "/"], "/ holds no checkpoint"),
     ],
@@ -207,7 +208,7 @@ def chat_model(tmp_path: Path) -> ModelFolder:
 
 @pytest.mark.parametrize("system", ["the dog", None])
 def test_a_chat_begins_and_ends_as_transformers_has_it(chat_model: ModelFolder, system: str | None) -> None:
-    args = argparse.Namespace(chat=True, prompt="the cat", system=system)
+    args = argparse.Namespace(chat=True, prompt="the cat", system=system, answer=None)
     request = request_of(args, chat_model)
     theirs = PreTrainedTokenizerFast.from_pretrained(chat_model.tokenizer.path)
     turns = [{"role": "system", "content": system}] if system else []
@@ -217,9 +218,20 @@ def test_a_chat_begins_and_ends_as_transformers_has_it(chat_model: ModelFolder, 
     end, text = theirs.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     assert request.ends == {end, text}
     assert request.text_of([*theirs.encode("sat"), end]) == "sat"
-    marked = argparse.Namespace(chat=False, prompt="<|im_start|>the cat<|im_end|>", system=None)
+    marked = argparse.Namespace(chat=False, prompt="<|im_start|>the cat<|im_end|>", system=None, answer=None)
     assert list(request_of(marked, chat_model).prompt_T) == theirs.encode(marked.prompt)
     assert request_of(marked, chat_model).ends == request.ends
+
+
+def test_an_answer_goes_on_from_its_beginning(chat_model: TrainedModel) -> None:
+    args = argparse.Namespace(chat=True, prompt="the cat", system=None, answer="the dog")
+    request = request_of(args, chat_model)
+    theirs = PreTrainedTokenizerFast.from_pretrained(chat_model.tokenizer.path)
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the dog"}]
+    wanted = theirs.apply_chat_template(turns, continue_final_message=True, return_dict=True)["input_ids"]
+    assert list(request.prompt_T) == wanted
+    assert request.shown == "the dog"
+    assert request.text_of(theirs.encode(" sat")) == " sat"
 
 
 def test_a_server_is_asked_for_the_text_of_its_own_weights(

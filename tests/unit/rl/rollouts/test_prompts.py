@@ -134,6 +134,15 @@ def test_a_conversation_as_prompt_goes_through_the_chat_template(tmp_path: Path)
     assert Letters().decode(list(tokens)) == "system:\nBe short.\n\nuser:\nHi\n\nassistant:\n"
 
 
+def test_a_conversation_that_ends_in_the_assistants_turn_has_the_beginning_of_the_answer(
+    tmp_path: Path,
+) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, I"}]
+    (problem,) = read_problems(file_of(tmp_path, {"prompt": turns, "answer": "am"})).problems
+    tokens = encoder(has_roles=True)(problem).tokens_T
+    assert Letters().decode(list(tokens)) == "user:\nHi\n\nassistant:\nHello, I"
+
+
 def test_problems_of_a_task_never_repeat_a_held_out_prompt() -> None:
     config = PromptConfig(task="reversing", smallest=2, largest=2)
     held_out = held_out_prompts(EvalConfig(num_prompts=50), config, encoder(), seed=1)
