@@ -24,7 +24,8 @@ class PromptConfig(Section):
     """Weight of each of `files` in the mixture, in prompts: with [3, 1] three of four are from the first, and each file
     begins anew, in another order, when it has been read; an empty list: every prompt once an epoch."""
     prompt_field: str = "prompt"
-    """The field with the prompt: text, or a list of {"role", "content"}."""
+    """The field with the prompt: text, or a list of {"role", "content"}; one that ends in a turn of the assistant has
+    the beginning of the answer, which goes on from there, and is not scored."""
     prompt_template: Text | None = None
     """Text of the prompt in which {name} is a field of the line ({{name}} is the text {name}), as "{question} Put the
     answer in \\boxed{}."; `none`: the prompt is `prompt_field`."""

@@ -1,5 +1,6 @@
 """The section `rl.reward`: the parts of a completion's reward."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -118,7 +119,8 @@ class RewardConfig(Section):
     `none`: the completion has no reward, and leaves the statistics of its group and the loss."""
     max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
     """Largest fraction of a part's scores in one rollout batch that may fail; above it the run ends; 1: it goes on
-    whatever fails."""
+    whatever fails. A part of weight 0 only measures, and ends no run, unless groups are sampled by it
+    (rl.rollout.dynamic_sampling_by)."""
     max_memory_gib: Gibibytes | None = None
     """GiB of address space that a process which computes rewards, and each that it starts, may take beyond what it
     begins with (RLIMIT_AS); a function that needs more gets a MemoryError; `none`: no limit."""
@@ -158,18 +160,22 @@ class RewardConfig(Section):
         return correct_part(self.correct, self.parts)
 
     @cached_property
+    def weight_of(self) -> Mapping[str, float]:
+        """Weight of each part."""
+        weights = self.weights or (1.0,) * len(self.parts)
+        return dict(zip(self.parts, weights, strict=True))
+
+    @cached_property
     def environment_weight(self) -> float:
         """Weight of the part `environment`; 0 without it."""
-        weights = self.weights or (1.0,) * len(self.parts)
-        return dict(zip(self.parts, weights, strict=True)).get(ENVIRONMENT_PART, 0.0)
+        return self.weight_of.get(ENVIRONMENT_PART, 0.0)
 
     @cached_property
     def of_functions(self) -> "RewardConfig | None":
         """The parts that are functions, not models or the environment, with their weights; None: there are none."""
-        weights = self.weights or (1.0,) * len(self.parts)
         rest = [
             (part, weight)
-            for part, weight in zip(self.parts, weights, strict=True)
+            for part, weight in self.weight_of.items()
             if part not in self.model_parts and part != ENVIRONMENT_PART
         ]
         if not rest:

@@ -36,6 +36,16 @@ class RlConfig(Section):
     """Train no router: their weights, and the biases on the choice of experts, stay as they are."""
 
     @cached_property
+    def deciding_parts(self) -> frozenset[str]:
+        """Parts of the reward on which training depends: those with a weight, and the one by which groups are sampled;
+        all others only measure.
+        """
+        parts = {part for part, weight in self.reward.weight_of.items() if weight}
+        if self.rollout.dynamic_sampling and self.samples_by_accuracy and self.reward.correct_part:
+            parts.add(self.reward.correct_part)
+        return frozenset(parts)
+
+    @cached_property
     def samples_by_accuracy(self) -> bool:
         """Whether dynamic sampling asks if completions are correct, and not for their reward."""
         by, part = self.rollout.dynamic_sampling_by, self.reward.correct_part

@@ -192,7 +192,9 @@ def kl_penalised_advantages(
 
 
 def above_greedy(rewards_PG: Tensor, greedy_P: Tensor) -> Tensor:
-    """Subtract the reward of each prompt's greedy completion (ReMax, arXiv 2310.10505, algorithm 2); zeros where a
-    reward is NaN, because there is none.
+    """Subtract the reward of each prompt's greedy completion (ReMax, arXiv 2310.10505, algorithm 2); zeros where both
+    differ by rounding alone, and where a reward is NaN, because there is none.
     """
-    return (rewards_PG - greedy_P[:, None]).nan_to_num(nan=0.0)
+    greedy_PG = greedy_P[:, None].expand_as(rewards_PG)
+    is_equal_PG = _are_equal(torch.stack([rewards_PG, greedy_PG], dim=-1))
+    return (rewards_PG - greedy_PG).masked_fill(is_equal_PG, 0.0)

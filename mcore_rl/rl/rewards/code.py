@@ -108,7 +108,9 @@ def tests_of(fields: Mapping[str, Any], name: str) -> list[str] | list[tuple[str
 
 
 def _lines(value: Any) -> str:
-    """Return what a program reads or writes: a text as it is, each entry of a list on a line."""
+    """Return what a program reads or writes: a text as it is, each entry of a list on a line, nothing for null."""
+    if value is None:
+        return ""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -100,7 +100,7 @@ def refuse_failing_parts(
     """Raise a TrainingError for the part that fails most often, if it does so for more than the allowed fraction.
 
     Args:
-        num_failed: number of failed scores by part.
+        num_failed: number of failed scores by part, of those on which training depends.
         num_scores: number of scores of each part.
         failures: at least the first failure of each part.
         max_failed_fraction: `rl.reward.max_failed_fraction`.

@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from numbers import Real
+from typing import Any
 
 from mcore_rl.rl.rewards.interface import RewardInput
 
@@ -133,6 +135,8 @@ def countdown(scored: RewardInput, *, answer_pattern: str) -> float:
     """Return 1 when the answer is an expression with + - * / of exactly the prompt's numbers that equals its target,
     else 0. Both are fields of the prompt; text after an equals sign is not read.
     """
+    target = _exactly(scored.fields["target"])
+    wanted = Counter(map(_exactly, scored.fields["numbers"]))
     text = answered(scored.completion, answer_pattern).partition("=")[0].strip()
     if len(text) > MAX_EXPRESSION:
         return 0.0
@@ -141,7 +145,14 @@ def countdown(scored: RewardInput, *, answer_pattern: str) -> float:
         value, numbers = _evaluate(tree)
     except (SyntaxError, ValueError, ZeroDivisionError):
         return 0.0
-    return float(value == scored.fields["target"] and Counter(numbers) == Counter(scored.fields["numbers"]))
+    return float(value == target and Counter(map(Fraction, numbers)) == wanted)
+
+
+def _exactly(number: Any) -> Fraction:
+    """Return a number of a prompt's fields as it is written: 0.1 is a tenth, and not the nearest number in binary."""
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise ValueError(f'{number!r} in the prompt\'s fields "target" and "numbers" is no number')
+    return Fraction(str(number))
 
 
 def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:

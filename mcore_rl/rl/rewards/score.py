@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_rl.config.extension import choose
 from mcore_rl.config.rl.reward import ENVIRONMENT_PART, RewardConfig
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.rl.objectives.advantages import overlong_penalty
+from mcore_rl.rl.objectives.advantages import ROUNDING, overlong_penalty
 from mcore_rl.rl.rewards import rules
 from mcore_rl.rl.rewards.code import code_function
 from mcore_rl.rl.rewards.failures import FailedPart
@@ -54,7 +54,8 @@ class Scores:
         if self.correct_part is None:
             return None
         values_PG = self.parts[self.correct_part]
-        return (values_PG >= 1).double().masked_fill(values_PG.isnan(), torch.nan)
+        # Steps or parts of 0.1 do not quite add up to 1.
+        return (values_PG >= 1 - ROUNDING).double().masked_fill(values_PG.isnan(), torch.nan)
 
     def metrics(self) -> Iterator[Metric]:
         """Yield this rank's metrics of rewards, parts, accuracy and errors; means are over what has a value."""

@@ -111,7 +111,7 @@ def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...]
     steps: list[TextStep] = []
     for one in returned:
         match one:
-            case (Integral() as end, Real() | numpy.bool_() as value):
+            case (Integral() as end, Real() | numpy.bool_() as value) if not isinstance(end, bool):
                 steps.append(TextStep(int(end), float(value)))
             case _:
                 return FailedScore("bad_steps", f"{cut(repr(one), MAX_TEXT // 2)} is no (end, value)")

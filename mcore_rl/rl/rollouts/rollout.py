@@ -374,6 +374,8 @@ class Rollouts:
         num_failed: Counter[str] = Counter()
         for replica in gathered:
             num_failed += replica.num_failed
+        for part in num_failed.keys() - self.config.rl.deciding_parts:
+            del num_failed[part]
         refuse_failing_parts(num_failed, num_completions, failures, self.config.rl.reward.max_failed_fraction)
 
     def _summaries(self, groups: dict[int, Group], scores: Scores) -> list[GroupSummary]:

@@ -9,11 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mcore_rl.config.rl.reward import RewardConfig
+from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups
@@ -22,7 +27,7 @@ from mcore_rl.rl.rewards.interface import RewardInput, TextStep
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.trial import try_reward
 from mcore_rl.rl.rewards.worker import Job, RewardWorkers
-from mcore_rl.rl.rollouts.rollout import token_step, token_steps
+from mcore_rl.rl.rollouts.rollout import Rollouts, _ReplicaScores, token_step, token_steps
 from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, Turn, single_version
 from mcore_rl.rl.workers.failure import MAX_TEXT, MAX_TRACEBACK, FailedScore
 from tests.emitted import rows_of
@@ -269,6 +274,7 @@ def test_bad_steps_are_counted_by_their_kind(own_module):
         "[(99, 1.0)]",
         "[3.0]",
         "[(1.5, 2)]",
+        "[(True, 1.0)]",
         "[(1, float('nan'))]",
         "[]",
     )
@@ -276,9 +282,46 @@ def test_bad_steps_are_counted_by_their_kind(own_module):
         RewardConfig(parts=(f"{own_module}:evaluated",), error_value=-1.0), max_new_tokens=8
     ) as reward:
         scores = reward([text_group("", *texts)])
-    assert [failed.failure.kind for failed in scores.failures] == ["bad_steps"] * 5 + ["not_finite"]
-    assert scores.rewards_PG.tolist() == [[-1, -1, -1, -1, -1, -1, 0]]
-    assert reduced(scores.metrics())["reward/errors_bad_steps"] == 5
+    assert [failed.failure.kind for failed in scores.failures] == ["bad_steps"] * 6 + ["not_finite"]
+    assert scores.rewards_PG.tolist() == [[-1, -1, -1, -1, -1, -1, -1, 0]]
+    assert reduced(scores.metrics())["reward/errors_bad_steps"] == 6
+
+
+def test_steps_that_add_up_to_1_but_for_rounding_are_correct(own_module):
+    """Ten steps of 0.1 are 0.9999999999999999."""
+    text = "[(i, 0.1) for i in range(1, 11)]"
+    part = f"{own_module}:evaluated"
+    with Reward(RewardConfig(parts=(part,), correct=part), max_new_tokens=8) as reward:
+        scores = reward([text_group("", text, "0.99")])
+    assert scores.rewards_PG[0, 0] < 1
+    assert scores.correct_PG.tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "ends"),
+    [({}, False), ({"dynamic_sampling": True, "dynamic_sampling_by": "accuracy"}, True)],
+)
+def test_a_part_that_only_measures_ends_no_run_however_often_it_fails(own_module, one_rank, rollout, ends):
+    """Unless groups are sampled by it."""
+    part = f"{own_module}:never"
+    reward_config = RewardConfig(parts=("exact", part), weights=(1.0, 0.0), correct=part)
+    config = SimpleNamespace(rl=RlConfig(reward=reward_config, rollout=RolloutConfig(**rollout)))
+    with Reward(reward_config, max_new_tokens=8) as reward:
+        failures = reward([text_group("a", "b", "c")]).failures
+    messages = []
+    rollouts = Rollouts(
+        engine=None,
+        reward=None,
+        failures=FailureReport(messages.append, None),
+        prompts=None,
+        sampling=None,
+        mesh=one_rank,
+        config=config,
+    )
+    found = _ReplicaScores(num_failed=Counter({part: 2}), first_failures=failures[:1])
+    with pytest.raises(TrainingError, match="failed for 2 of 2") if ends else nullcontext():
+        rollouts._report_failures([found], 2)
+    assert "lost" in messages[0]
 
 
 def test_a_step_ends_at_the_first_token_with_which_the_text_is_as_long():

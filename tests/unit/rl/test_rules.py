@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 
+from mcore_rl.rl.rewards import code
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.mathematics import math_equal
 from mcore_rl.rl.rewards.rules import (
@@ -191,5 +192,25 @@ def test_countdown_takes_any_expression_of_the_numbers_that_makes_the_target(com
     assert countdown(scored(completion, target=24, numbers=[3, 5, 3]), answer_pattern="") == reward
 
 
+def test_numbers_of_countdown_are_those_that_are_written():
+    assert countdown(scored("1 / 10", target=0.1, numbers=[1, 10]), answer_pattern="") == 1
+    assert countdown(scored("1 / 10", target=0.1, numbers=[1.0, 10]), answer_pattern="") == 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{"target": "24"}, {"target": None}, {"target": True}, {"numbers": ["3", 5, 3]}]
+)
+def test_fields_of_countdown_that_no_answer_could_equal_are_an_error(fields):
+    given = {"target": 24, "numbers": [3, 5, 3]} | fields
+    with pytest.raises(ValueError, match="is no number"):
+        countdown(scored("3 * (5 + 3)", **given), answer_pattern="")
+
+
 def test_countdown_divides_exactly():
     assert countdown(scored("8 / (3 - 8 / 3)", target=24, numbers=[3, 3, 8, 8]), answer_pattern="") == 1
+
+
+def test_a_program_reads_nothing_where_the_input_of_a_test_is_null():
+    """It read the text None."""
+    pairs = [{"input": None, "output": 0}, {"input": [1, 2], "output": None}]
+    assert code.tests_of({"tests": pairs}, "tests") == [("", "0"), ("1\n2", "")]

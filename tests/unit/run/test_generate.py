@@ -223,7 +223,7 @@ def test_a_chat_begins_and_ends_as_transformers_has_it(chat_model: ModelFolder, 
     assert request_of(marked, chat_model).ends == request.ends
 
 
-def test_an_answer_goes_on_from_its_beginning(chat_model: TrainedModel) -> None:
+def test_an_answer_goes_on_from_its_beginning(chat_model: ModelFolder) -> None:
     args = argparse.Namespace(chat=True, prompt="the cat", system=None, answer="the dog")
     request = request_of(args, chat_model)
     theirs = PreTrainedTokenizerFast.from_pretrained(chat_model.tokenizer.path)

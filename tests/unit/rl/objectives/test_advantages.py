@@ -215,3 +215,11 @@ def test_remax_subtracts_the_greedy_reward_and_leaves_what_has_no_reward_out() -
     assert above_greedy(rewards_PG, greedy_P).tolist() == [[0.25, -0.25], [0.25, 0.0], [0.0, 0.0]]
     # Equal rewards have a signal too: both are better than what the policy would say itself.
     assert above_greedy(torch.ones(1, 2), torch.zeros(1)).tolist() == [[1.0, 1.0]]
+
+
+def test_rounding_is_no_distance_from_the_greedy_completion() -> None:
+    """Adam makes a step of an advantage of any size."""
+    rewards_PG, greedy_P = torch.tensor([[0.1 + 0.2, 0.5]], dtype=torch.float64), torch.tensor([0.3]).double()
+    greedy_P[0] = 0.3
+    assert 0.1 + 0.2 != 0.3
+    assert above_greedy(rewards_PG, greedy_P).tolist() == [[0.0, 0.2]]
