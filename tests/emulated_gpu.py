@@ -97,6 +97,7 @@ class EmulatedGpu(TorchDispatchMode):
             self.wait()
         if self.capturing and function is aten.copy_.default and on_gpu and not is_on_gpu(operands[-1]):
             self.refuse_in_capture("a copy from memory that is not page-locked", operands[-1])
+        is_asynchronous = function is aten.copy_.default and len(args) > 2 and args[2]
         self.refuse_races(function, operands)
         is_sum = function is aten.cumsum.default and args[0].is_floating_point()
         if on_gpu and is_sum and torch.are_deterministic_algorithms_enabled():
@@ -115,9 +116,10 @@ class EmulatedGpu(TorchDispatchMode):
                     put_on_gpu(tensor)
                     self.streams[-1].made(tensor)
             # Without `non_blocking` the host waits until the copy is over.
-            is_asynchronous = len(args) > 2 and args[2]
-            if function is aten.copy_.default and is_asynchronous and not is_on_gpu(operands[-1]):
+            if is_asynchronous and not is_on_gpu(operands[-1]):
                 self.streams[-1].reads(operands[-1])
+        elif is_asynchronous and is_on_gpu(operands[-1]):
+            self.streams[-1].writes(operands[0])
         return result
 
     def answer(self, name: str, value: Any, *_: Any, **__: Any) -> Any:
@@ -138,8 +140,11 @@ class EmulatedGpu(TorchDispatchMode):
 
     def refuse_races(self, function: Any, operands: Sequence[Tensor]) -> None:
         """RuntimeError where a tensor that another stream makes is used before a wait for it, or page-locked memory is
-        written that a copy may still read.
+        written that a copy may still read, or read that a copy may still write.
         """
+        is_queued = function is aten.copy_.default and any(map(is_on_gpu, operands))
+        if not is_queued and any(hasattr(tensor.untyped_storage(), "writer") for tensor in operands):
+            raise RuntimeError(f"{function}: {site()} uses what a copy from the GPU may not have written yet")
         for tensor in operands:
             maker = getattr(tensor.untyped_storage(), "maker", None)
             if maker is not None and maker is not self.streams[-1]:
@@ -360,6 +365,7 @@ class StreamOfGpu(cpu.Stream):
         self._gpu = gpu
         self._made: list[Any] = []
         self._read: list[Any] = []
+        self._written: list[Any] = []
 
     def made(self, tensor: Tensor) -> None:
         """Record memory that is filled on this stream."""
@@ -375,13 +381,25 @@ class StreamOfGpu(cpu.Stream):
             storage.reader = self
             self._read.append(storage)
 
+    def writes(self, target: Tensor) -> None:
+        """Record memory of the host that a copy on this stream writes; the host waits for pageable memory."""
+        storage: Any = target.untyped_storage()
+        if hasattr(storage, "pinned"):
+            storage.writer = self
+            self._written.append(storage)
+
     def is_over(self) -> None:
         """The host knows that everything so far is done."""
         self.is_seen()
-        for storage in self._read:
-            if hasattr(storage, "reader"):
-                del storage.reader
-        self._read.clear()
+        for storages, name in ((self._read, "reader"), (self._written, "writer")):
+            for storage in storages:
+                if hasattr(storage, name):
+                    delattr(storage, name)
+            storages.clear()
+
+    def query(self) -> bool:
+        """Whether the host knows that the copies so far are done."""
+        return not any(hasattr(one, "reader") or hasattr(one, "writer") for one in self._read + self._written)
 
     def is_seen(self) -> None:
         """The stream that the host queues on waits for everything so far."""
@@ -410,7 +428,9 @@ class StreamOfGpu(cpu.Stream):
     def record(self, stream: Any = None) -> None:
         """Be an event of a stream's work so far."""
         other = stream or self._gpu.streams[-1]
-        self._made, self._read = list(other._made), list(other._read)
+        self._made, self._read, self._written = (
+            list(storages) for storages in (other._made, other._read, other._written)
+        )
 
     def record_event(self, _: Any = None) -> cpu.Stream:
         """Return an event of the work so far."""

@@ -18,6 +18,7 @@ from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
+from mcore_rl.replay.storage import RouteStorage
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
@@ -112,6 +113,21 @@ def races() -> list[str]:
     ahead.begin(lambda: staging.to(GPU, non_blocking=True))
     found.append(error_of(lambda: staging.fill_(1.0)))
     return found
+
+
+def kept_routes() -> tuple[list[list[int]], str, int]:
+    """Rows that a storage in page-locked memory reads at once, what the emulation says of a read of its block without
+    a wait, and the waits of a second read.
+    """
+    storage = RouteStorage("pinned", GPU)
+    bytes_nw = to_device(torch.arange(12, dtype=torch.uint8).view(4, 3), GPU)
+    first, second = storage.add(bytes_nw), storage.add(bytes_nw)
+    too_early = error_of(lambda: storage._blocks[second][0] + 1)
+    rows = storage.read(first, torch.tensor([2, 0]), GPU)
+    with counted_syncs() as syncs:
+        storage.read(second, torch.tensor([1]), GPU)
+        num_waits = sum(syncs.values())
+    return rows.tolist(), too_early, num_waits
 
 
 def error_of(call: Callable[[], Any]) -> str:

@@ -36,3 +36,12 @@ def test_on_an_emulated_gpu_routes_travel_before_the_microbatch_in_front_of_them
     assert "uses what another stream may not have made yet" in before_the_wait
     assert after_it == ""
     assert "overwrites what a copy to the GPU may not have read yet" in overwritten
+
+
+def test_on_an_emulated_gpu_routes_in_page_locked_memory_are_read_after_their_copy() -> None:
+    done = emulated("cuda", "tests.emulated_replay:kept_routes")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows, too_early, num_waits = json.loads(done.stdout.splitlines()[-1])
+    assert rows == [[6, 7, 8], [0, 1, 2]]
+    assert "uses what a copy from the GPU may not have written yet" in too_early
+    assert num_waits == 0  # the read before has waited for all copies
