@@ -105,12 +105,7 @@ def first_outside(index: IndexFile, vocab_size: int) -> OutsideToken | None:
     SCANNED_BLOCKS blocks, evenly spread.
     """
     tokens_T = index.tokens_T()
-    last = max(0, tokens_T.size - BLOCK_TOKENS)
-    if tokens_T.size <= SCANNED_BLOCKS * BLOCK_TOKENS:
-        starts = list(range(0, tokens_T.size, BLOCK_TOKENS))
-    else:
-        starts = [round(i * last / (SCANNED_BLOCKS - 1)) for i in range(SCANNED_BLOCKS)]
-    for start in starts:
+    for start in _starts(tokens_T.size, BLOCK_TOKENS):
         block_T = tokens_T[start : start + BLOCK_TOKENS]
         if block_T.min() < 0 or block_T.max() >= vocab_size:
             place = start + int(((block_T < 0) | (block_T >= vocab_size)).argmax())
@@ -122,16 +117,31 @@ def first_outside(index: IndexFile, vocab_size: int) -> OutsideToken | None:
 
 
 def unigram_entropy(*prefixes: str) -> float:
-    """Return the entropy of the tokens' frequencies in nats/token: the loss of the best model without context."""
-    counts_V = numpy.zeros(0, numpy.int64)
+    """Return the entropy of the tokens' frequencies in nats/token: the loss of the best model without context. Of files
+    of more than SCANNED_BLOCKS x BLOCK_TOKENS tokens it is that of evenly spread blocks, the same at each start.
+    """
+    counts_V: NDArray[Any] = numpy.zeros(0)
+    block_tokens = -(-BLOCK_TOKENS // len(prefixes))
     for prefix in prefixes:
         tokens_T = read_index(prefix).tokens_T()
-        for start in range(0, tokens_T.size, BLOCK_TOKENS):
-            block_V = numpy.bincount(tokens_T[start : start + BLOCK_TOKENS], minlength=counts_V.size)
+        starts = _starts(tokens_T.size, block_tokens)
+        blocks = [tokens_T[start : start + block_tokens] for start in starts]
+        # A file counts by its size, however much of it is looked at.
+        weight = tokens_T.size / sum(block_T.size for block_T in blocks)
+        for block_T in blocks:
+            block_V = weight * numpy.bincount(block_T, minlength=counts_V.size)
             block_V[: counts_V.size] += counts_V
             counts_V = block_V
     shares_V = counts_V[counts_V > 0] / counts_V.sum()
     return float(-(shares_V * numpy.log(shares_V)).sum())
+
+
+def _starts(num_tokens: int, block_tokens: int) -> list[int]:
+    """Return where the blocks that are looked at begin: all of a file, or SCANNED_BLOCKS evenly spread ones."""
+    if num_tokens <= SCANNED_BLOCKS * block_tokens:
+        return list(range(0, num_tokens, block_tokens))
+    last = num_tokens - block_tokens
+    return [round(i * last / (SCANNED_BLOCKS - 1)) for i in range(SCANNED_BLOCKS)]
 
 
 def _require_pair(prefix: str) -> None:

@@ -1,5 +1,6 @@
 import math
 import struct
+from collections import Counter
 
 import numpy
 import pytest
@@ -125,3 +126,18 @@ def test_entropy_of_a_half_and_two_quarters(tmp_path, monkeypatch, block):
 
 def test_entropy_of_one_token_is_zero(tmp_path):
     assert unigram_entropy(write(tmp_path / "data", [[4, 4, 4]])) == 0.0
+
+
+def test_entropy_of_large_files_is_that_of_blocks_of_each_counted_as_the_whole_file(tmp_path, monkeypatch):
+    """Eight blocks of two tokens, at 0, 14, 28, ... 98 of a file of 100; a smaller one is counted as it is."""
+    monkeypatch.setattr(index_file, "BLOCK_TOKENS", 4)  # of all files together
+    large, small = [(7 * place) % 11 for place in range(100)], [3] * 15
+    seen = [large[start + i] for start in range(0, 99, 14) for i in (0, 1)]
+    assert len(seen) == 16
+    counts = Counter()
+    for token in seen:
+        counts[token] += 100 / 16
+    counts[3] += 15
+    wanted = -sum(count / 115 * math.log(count / 115) for count in counts.values())
+    prefixes = [write(tmp_path / "large", [large]), write(tmp_path / "small", [small])]
+    assert unigram_entropy(*prefixes) == pytest.approx(wanted, rel=1e-12)
