@@ -1,6 +1,7 @@
 """The engine whose completions inference servers make: which server is asked, what is tried again, and new weights."""
 
 import itertools
+import secrets
 import time
 import zlib
 from collections import Counter
@@ -91,6 +92,9 @@ class ServedEngine:
         self._mesh, self._model, self._config, self._refusal = mesh, model, config, refusal
         self._imposes_routes, self._may_miss_routes = imposes_routes, may_miss_routes
         self._layers = list(routed_layers(chunks))
+        # Another run, and this one after a resume, may have other weights of a version: a tier of a server's cache that
+        # a reset does not reach has their keys, values and routes.
+        self._salt = ""
         self._state = _State()
         self._pool = ThreadPoolExecutor(config.requests, "server_request") if self.asks else None
         self._names = (f"{mesh.world.rank}-{number}" for number in itertools.count())
@@ -170,6 +174,7 @@ class ServedEngine:
         state, start_s = self._state, time.perf_counter()
         with state.lock:
             state.is_updating = True
+        self._salt = self._salt or on_rank_zero(lambda: secrets.token_hex(4))
         lost = self._lost_anywhere()
         fleet = self._fleet
 
@@ -293,7 +298,7 @@ class ServedEngine:
                 with self._in_progress(name, server):
                     version = self.policy_version
                     served = self._api_at(server).generate(
-                        prompt.tokens_T, sampling, seed, salt=f"v{version}", request_id=name
+                        prompt.tokens_T, sampling, seed, salt=f"{self._salt}v{version}", request_id=name
                     )
                 completion = self._completion(prompt, sampling, served, server)
             except ServerError as error:

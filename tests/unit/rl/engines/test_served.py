@@ -312,6 +312,36 @@ def test_routes_that_newer_weights_computed_again_are_not_those_of_the_tokens_be
             assert ids.count(list(prompt.tokens_T)) == 2
 
 
+@pytest.mark.parametrize(("kind", "field"), [("vllm", "cache_salt"), ("sglang", "extra_key")])
+def test_what_another_run_has_left_in_a_servers_caches_is_not_read(
+    kind: str, field: str, one_rank: Mesh, tmp_path: Path
+) -> None:
+    """A resumed run has other weights of a version too, and a reset does not reach every tier of a cache."""
+
+    def salts(ours: Served) -> set[str]:
+        found = {
+            body[field] for server in ours.servers for body in server.bodies(GENERATE[kind]) if field in body
+        }
+        for server in ours.servers:
+            server.calls.clear()
+        return found
+
+    of_runs = []
+    for run in range(2):
+        with served(one_rank, tmp_path / str(run), kind) as ours:
+            of_versions = []
+            for version in range(2):
+                if version:
+                    ours.engine.update_weights(version)
+                for token in (1, 2, 3):
+                    ours.completion((token, 2, 3))
+                (salt,) = salts(ours)
+                of_versions.append(salt)
+            of_runs.append(of_versions)
+    assert len({salt for of_versions in of_runs for salt in of_versions}) == 4
+    assert [salt[-2:] for salt in of_runs[0]] == ["v0", "v1"]
+
+
 def test_a_server_that_was_started_anew_at_its_address_is_not_believed(
     one_rank: Mesh, tmp_path: Path
 ) -> None:
