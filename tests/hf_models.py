@@ -81,6 +81,25 @@ GLM4 = GROUPED | {
     "use_qk_norm": True,
     "num_mtp_layers": 0,
 }
+GLM4_LITE = {
+    key: value for key, value in DEEPSEEK.items() if key not in ("first_k_dense_replace", "num_mtp_layers")
+} | {"routed_scaling_factor": 1.8}
+DOTS1 = {
+    key: value
+    for key, value in GLM4.items()
+    if key not in ("attention_bias", "use_qk_norm", "num_mtp_layers")
+} | {"norm_topk_prob": True, "sliding_window": None}
+SOLAR = {
+    key: value
+    for key, value in GLM4.items()
+    if key not in ("intermediate_size", "first_k_dense_replace", "use_qk_norm", "num_mtp_layers")
+} | {"attention_bias": False}
+MINIMAX_M2 = GROUPED | {
+    "intermediate_size": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 12,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -134,6 +153,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         GLM4 | {"attention_bias": False, "use_qk_norm": False, "n_group": 1, "topk_group": 1},
     ),
+    "glm4_moe_lite": ("Glm4MoeLite", GLM4_LITE),
+    "dots1": ("Dots1", DOTS1),
+    "solar_open": ("SolarOpen", SOLAR),
+    "solar_open-yarn": ("SolarOpen", SOLAR | {"attention_bias": True, "rope_parameters": YARN}),
+    "minimax_m2": ("MiniMaxM2", MINIMAX_M2),
+    "seed_oss": ("SeedOss", GROUPED),
+    "mistral": ("Mistral", GROUPED | {"sliding_window": None}),
 }
 """Name: the class's prefix in transformers, and its config."""
 

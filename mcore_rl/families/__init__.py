@@ -10,15 +10,21 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families import (
     deepseek_v2,
     deepseek_v3,
+    dots1,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     llama,
+    minimax_m2,
+    mistral,
     mixtral,
     olmoe,
     qwen2,
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
+    solar_open,
 )
 from mcore_rl.families.family import Family
 from mcore_rl.families.hf_config import LIST, OBJECT, HfConfig, check_types
@@ -31,15 +37,21 @@ FAMILIES: dict[str, Family] = {
     for family in (
         deepseek_v2.FAMILY,
         deepseek_v3.FAMILY,
+        dots1.FAMILY,
         glm4_moe.FAMILY,
+        glm4_moe_lite.FAMILY,
         gpt_oss.FAMILY,
         llama.FAMILY,
+        minimax_m2.FAMILY,
+        mistral.FAMILY,
         mixtral.FAMILY,
         olmoe.FAMILY,
         qwen2.FAMILY,
         qwen2_moe.FAMILY,
         qwen3.FAMILY,
         qwen3_moe.FAMILY,
+        seed_oss.FAMILY,
+        solar_open.FAMILY,
     )
 }
 """The families that `model.family` may name, by Hugging Face's `model_type`."""

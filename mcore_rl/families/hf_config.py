@@ -46,17 +46,17 @@ KINDS = {
         (LAYERS, "num_hidden_layers"),
         (WHOLE, "hidden_size num_attention_heads num_key_value_heads head_dim vocab_size"),
         (WHOLE, "intermediate_size moe_intermediate_size shared_expert_intermediate_size"),
-        (WHOLE, "max_position_embeddings original_max_position_embeddings sliding_window"),
+        (WHOLE, "max_position_embeddings original_max_position_embeddings sliding_window rotary_dim"),
         (WHOLE, "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
         (WHOLE, "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok"),
         (WHOLE, "experts_per_token n_group topk_group first_k_dense_replace decoder_sparse_step"),
-        (WHOLE, "num_mtp_layers num_nextn_predict_layers"),
+        (WHOLE, "num_mtp_layers num_nextn_predict_layers max_window_layers"),
         (NUMBER, "rms_norm_eps attention_dropout initializer_range routed_scaling_factor"),
         (NUMBER, "router_aux_loss_coef aux_loss_alpha rope_theta partial_rotary_factor factor"),
-        (NUMBER, "attention_factor beta_fast beta_slow mscale mscale_all_dim"),
+        (NUMBER, "attention_factor beta_fast beta_slow mscale mscale_all_dim residual_dropout"),
         (FLAG, "tie_word_embeddings attention_bias mlp_bias qkv_bias use_qk_norm norm_topk_prob seq_aux"),
         (FLAG, "use_sliding_window truncate"),
-        (LIST, "layer_types mlp_only_layers"),
+        (LIST, "layer_types mlp_only_layers mlp_layer_types attn_type_list"),
     )
     for name in names.split()
 }

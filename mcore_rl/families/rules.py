@@ -64,6 +64,8 @@ class MoENames:
     """The MLP of the shared experts."""
     shared_gate: str = "shared_expert_gate"
     """The sigmoid gate on the shared experts' output, in a family that has one."""
+    bias: str = "gate.e_score_correction_bias"
+    """The bias on the choice of experts, in a family that has one."""
 
 
 def decoder_layers(model: ModelConfig) -> list[LayerNames]:
@@ -230,9 +232,7 @@ def _moe(
     prefix = names.prefix if layout == "each" else "mlp."
     yield layer.matrix("mlp.router.weight", hidden, (prefix + "gate.weight", moe.num_experts))
     if moe.expert_bias:
-        bias = layer.vector(
-            "mlp.router.expert_bias", prefix + "gate.e_score_correction_bias", moe.num_experts
-        )
+        bias = layer.vector("mlp.router.expert_bias", prefix + names.bias, moe.num_experts)
         yield replace(bias, fp32=True)
     if moe.shared_experts:
         yield from _gated(model, layer, "mlp.shared_experts.", moe.shared_width, f"{prefix}{names.shared}.")

@@ -55,6 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": EVEN,
     "glm4_moe": TWO_GROUPS,
     "gpt_oss": TWO_GROUPS,
+    "minimax_m2": TWO_GROUPS,
+    "glm4_moe_lite": EVEN,
 }
 """A family a line: a case of tests/hf_models.py, and what makes it fit the meshes. Experts: 6, of deepseek 8."""
 Converted = dict[str, tuple[ModelConfig, Path]]
@@ -111,7 +113,7 @@ def test_weights_that_are_streamed_equal_an_export_and_need_the_memory_of_a_laye
         every["mtp"] = (open_hf_model(mtp, vocab_multiple=16).model, imported(mtp, tmp_path / "mtp"))
     cases = every if config.smallest_world == 1 else CUT_STREAMED
     wanted = {case: every[case] for case in cases if fits(every[case][0], config)}
-    assert len(wanted) == (13 if config.smallest_world == 1 else 3)
+    assert len(wanted) == (15 if config.smallest_world == 1 else 3)
     ranks = run_ranks(streamed_weights, config.smallest_world, config, wanted, message_bytes)
     for case, (model, checkpoint) in wanted.items():
         tensors = read_hf(exported(checkpoint, tmp_path / f"{case} exported", mtp="drop"))

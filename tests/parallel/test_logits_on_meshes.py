@@ -19,12 +19,16 @@ MESHES = {
 
 
 CASES_ON = {
-    "tp2": ["qwen3_moe", "deepseek_v3", "qwen2"],
-    "tp2-ep2": ["qwen3_moe", "deepseek_v3", "qwen2_moe", "gpt_oss", "olmoe", "deepseek_v2", "glm4_moe"],
+    "tp2": ["qwen3_moe", "deepseek_v3", "qwen2", "seed_oss", "mistral"],
+    "tp2-ep2": [
+        "qwen3_moe", "deepseek_v3", "qwen2_moe", "gpt_oss", "olmoe", "deepseek_v2", "glm4_moe", "glm4_moe_lite",
+        "dots1", "solar_open", "minimax_m2",
+    ],
     "pp2-vpp2": [
         "qwen3_moe", "deepseek_v3", "qwen2", "qwen2_moe", "gpt_oss", "olmoe", "deepseek_v2", "glm4_moe",
+        "glm4_moe_lite", "dots1", "solar_open", "minimax_m2", "seed_oss", "mistral",
     ],
-    "cp2": ["qwen3_moe", "deepseek_v3", "gpt_oss"],
+    "cp2": ["qwen3_moe", "deepseek_v3", "gpt_oss", "minimax_m2"],
     "tp2-etp2": ["qwen3_moe", "deepseek_v3", "qwen2_moe", "olmoe", "deepseek_v2", "glm4_moe"],
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ MESHES = {
 NO_ROUTER_LOSS = {"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
 MODELS = {
     name: TINY[name].model_copy(update={"moe": TINY[name].moe.model_copy(update=NO_ROUTER_LOSS)})
-    for name in ("qwen3_moe", "deepseek_v3")
+    for name in ("qwen3_moe", "deepseek_v3", "minimax_m2")
 }
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})
 MODELS["deepseek_v3-mtp2"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 2})
@@ -147,7 +147,12 @@ def reference(model: str) -> tuple[Tensors, dict[str, float], Tensors]:
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [(model, mesh) for model in ("qwen3_moe", "deepseek_v3") for mesh in ("1", "tp2-ep2", "cp2", "pp2-vpp2")]
-    + [("deepseek_v3-mtp", "1"), ("deepseek_v3-mtp", "cp2"), ("deepseek_v3-mtp2", "cp2-pp2-ep2")],
+    + [
+        ("minimax_m2", "tp2-ep2"),
+        ("deepseek_v3-mtp", "1"),
+        ("deepseek_v3-mtp", "cp2"),
+        ("deepseek_v3-mtp2", "cp2-pp2-ep2"),
+    ],
 )
 def test_packed_conversations_train_as_one_by_one(model: str, mesh: str) -> None:
     initial, sums, gradients = reference(model)

@@ -62,6 +62,9 @@ CASES += [
     for model in ("qwen2_moe", "glm4_moe", "olmoe", "gpt_oss")
     for mesh in ("tp2-ep2", "pp2-vpp2", "cp2")
 ]
+CASES += [("minimax_m2", "tp2-ep2"), ("minimax_m2", "pp2-vpp2"), ("minimax_m2", "cp2")]
+CASES += [(model, "tp2-ep2") for model in ("glm4_moe_lite", "dots1", "solar_open")]
+CASES += [("seed_oss", "tp2"), ("mistral", "tp2")]
 CASES += [(model, "tp2-ep2-shared-overlapped") for model in ("deepseek_v3", "qwen2_moe")]
 CASES += [("qwen2", "tp2"), ("glm4_moe", "tp2-etp2"), ("deepseek_v2", "tp2-ep2")]
 CASES += [("deepseek_v3-mtp", mesh) for mesh in ("tp2", "pp2-vpp2", "pp2-vpp2-balanced", "cp2")]
@@ -121,6 +124,7 @@ def assert_trains_as_one_rank(
     "mixtral-tp2-ep2",
     "gpt_oss-pp2-vpp2",
     "glm4_moe-tp2-etp2",
+    "minimax_m2-tp2-ep2",
     "qwen2-tp2",
 )
 @pytest.mark.parametrize(("model", "mesh"), CASES)

@@ -21,6 +21,8 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import Shape
 
 FP8 = (torch.float8_e4m3fn,)
+FP8_FORMATS = ("e4m3", "float8_e4m3fn")
+"""Names of the format in config.json: DeepSeek's and MiniMax's."""
 FP8_SCALE = "_scale_inv"
 """`X.weight_scale_inv` holds the scales of the fp8 blocks of `X.weight`."""
 FP8_SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
@@ -52,7 +54,8 @@ def fp8_block_size(config: Mapping[str, Any]) -> int:
     if method == "mxfp4":
         return FP8_BLOCK
     size = block[0] if isinstance(block, list) and isinstance(block[0], int) else 0
-    if method != "fp8" or block != [size, size] or size < 1 or quantization.get("fmt", "e4m3") != "e4m3":
+    is_read = quantization.get("fmt", "e4m3") in FP8_FORMATS
+    if method != "fp8" or block != [size, size] or size < 1 or not is_read:
         raise CheckpointError(
             f"config.json has quantization_config {quantization}. Only fp8 (e4m3) in square blocks and mxfp4 are "
             "read here: dequantize the weights first."

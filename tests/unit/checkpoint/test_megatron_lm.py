@@ -29,6 +29,12 @@ WANTED: dict[str, dict[str, Any]] = {
     "glm4_moe": SIGMOID | GROUPED | {"moe_router_enable_expert_bias": True},
     "deepseek_v2": SOFTMAX | LATENT | {"qk_layernorm": True, "moe_router_pre_softmax": True},
     "deepseek_v3": SIGMOID | LATENT | {"qk_layernorm": True, "moe_router_enable_expert_bias": True},
+    "glm4_moe_lite": SIGMOID | LATENT | {"qk_layernorm": True, "moe_router_enable_expert_bias": True},
+    "dots1": SIGMOID | GROUPED | {"qk_layernorm": True, "moe_router_enable_expert_bias": True},
+    "solar_open": SIGMOID | GROUPED | {"qk_layernorm": False, "moe_layer_freq": 1},
+    "minimax_m2": SIGMOID | GROUPED | {"qk_layernorm": True, "moe_router_enable_expert_bias": True},
+    "seed_oss": DENSE | GROUPED | {"add_qkv_bias": True, "qk_layernorm": False},
+    "mistral": DENSE | GROUPED | {"add_qkv_bias": False, "qk_layernorm": False},
     "gpt_oss": GROUPED
     | {
         "num_experts": 8,

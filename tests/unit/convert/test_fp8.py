@@ -1,5 +1,6 @@
 """fp8 in blocks of 128 x 128 is dequantized exactly, and faults of its scales are refused."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,9 @@ WIDE = {
 }
 """So that blocks are cut at both edges, and an expert has more than one."""
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+UNCONVERTED = ["gate", "e_score_correction_bias", "lm_head"]
+MINIMAX_FP8 = FP8 | {"fmt": "float8_e4m3fn", "modules_to_not_convert": UNCONVERTED}
+WIDE_MINIMAX = {"hidden_size": 200, "intermediate_size": 136, "num_hidden_layers": 2}
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,24 +54,27 @@ def exact(values: Tensor, scales: Tensor) -> Tensor:
     return result
 
 
-def model() -> tuple[dict[str, object], Tensors, Tensors]:
-    """config.json, the tensors as DeepSeek publishes them, and what they stand for."""
-    theirs = oracle("deepseek_v3", **WIDE)
+def model(case: str = "deepseek_v3") -> tuple[dict[str, object], Tensors, Tensors]:
+    """config.json, the tensors as DeepSeek and MiniMax publish them, and what they stand for."""
+    theirs = oracle(case, **(WIDE if case == "deepseek_v3" else WIDE_MINIMAX))
     stored: Tensors = {}
     meant: Tensors = {}
     for name, tensor in theirs.tensors.items():
-        if name.endswith("_proj.weight") or "_proj_with_mqa" in name or "q_a_proj" in name:
+        if re.search(r"(_proj|_proj_with_mqa|\.w[123])\.weight$", name):
             values, scales = quantized(tensor)
             stored[name], stored[name + "_scale_inv"] = values, scales
             meant[name] = exact(values, scales)
         else:
             plain = tensor if name.endswith("correction_bias") else tensor.bfloat16()
             stored[name] = meant[name] = plain
-    return theirs.config | {"quantization_config": FP8, "dtype": "bfloat16"}, stored, meant
+    quantization = FP8 if case == "deepseek_v3" else MINIMAX_FP8
+    return theirs.config | {"quantization_config": quantization, "dtype": "bfloat16"}, stored, meant
 
 
-def test_blocks_equal_the_exact_product_rounded_once(tmp_path: Path) -> None:
-    config, stored, meant = model()
+@pytest.mark.parametrize("case", ["deepseek_v3", "minimax_m2"])
+def test_blocks_equal_the_exact_product_rounded_once(case: str, tmp_path: Path) -> None:
+    config, stored, meant = model(case)
+    assert any(".experts." in name and name.endswith("_scale_inv") for name in stored)
     # Names are dealt out to shards in turn, so that scales lie in other files than their weights.
     source = write_hf(tmp_path / "hf", config, stored, shards=3)
     checkpoint = imported(source, tmp_path / "ckpt")

@@ -275,6 +275,142 @@ def test_the_published_config_of_gpt_oss() -> None:
     )
 
 
+PUBLISHED_MINIMAX_M2: dict[str, Any] = {
+    "model_type": "minimax_m2",
+    "attention_dropout": 0.0,
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+
+
+PUBLISHED_GLM_FLASH: dict[str, Any] = {
+    "model_type": "glm4_moe_lite",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
+
+def test_the_published_config_of_minimax_m2_which_counts_mtp_modules_that_its_folder_has_not() -> None:
+    assert checked_model_from_hf(PUBLISHED_MINIMAX_M2) == ModelConfig(
+        family="minimax_m2",
+        num_layers=62,
+        hidden_size=3072,
+        num_heads=48,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_hidden_size=1536,
+        vocab_size=200064,
+        max_position=196608,
+        rope=RopeConfig(theta=5e6, fraction=0.5),
+        moe=MoEConfig(num_experts=256, top_k=8, ffn_hidden_size=1536, balance="none", expert_bias=True),
+    )
+
+
+def test_the_published_config_of_glm_4_7_flash_and_its_dense_layers_by_either_key() -> None:
+    model = ModelConfig(
+        family="glm4_moe_lite",
+        num_layers=47,
+        hidden_size=2048,
+        num_heads=20,
+        num_kv_heads=20,
+        head_dim=102,
+        ffn_hidden_size=10240,
+        vocab_size=154880,
+        max_position=202752,
+        norm_eps=1e-5,
+        mtp_layers=1,
+        rope=RopeConfig(theta=1e6),
+        mla=MLAConfig(
+            q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256
+        ),
+        moe=MoEConfig(
+            num_experts=64,
+            top_k=4,
+            ffn_hidden_size=1536,
+            shared_experts=1,
+            first_dense_layers=1,
+            routed_scaling=1.8,
+            balance="none",
+            expert_bias=True,
+        ),
+    )
+    assert checked_model_from_hf(PUBLISHED_GLM_FLASH) == model
+    types = ["dense"] + ["sparse"] * 46
+    by_types = {**PUBLISHED_GLM_FLASH, "first_k_dense_replace": None, "mlp_layer_types": types}
+    assert checked_model_from_hf(by_types) == model
+
+
+def test_the_bias_of_dots1_is_named_by_its_method_or_by_its_scores() -> None:
+    config = oracle("dots1").config
+    assert checked_model_from_hf(config | {"scoring_func": "noaux_tc"}) == checked_model_from_hf(
+        config | {"scoring_func": "sigmoid"}
+    )
+
+
+def test_a_window_as_long_as_the_context_of_mistral_is_none() -> None:
+    config = oracle("mistral").config
+    assert checked_model_from_hf(config | {"sliding_window": 256}) == checked_model_from_hf(config)
+
+
+def test_the_dropout_of_seed_oss_is_that_of_its_config() -> None:
+    model = checked_model_from_hf(oracle("seed_oss").config | {"residual_dropout": 0.2})
+    assert (model.attention_dropout, model.hidden_dropout) == (0.1, 0.2)
+
+
 YARN = PUBLISHED_DEEPSEEK_V3["rope_scaling"]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
@@ -324,6 +460,27 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
     ("deepseek_v3", {"num_experts_per_tok": 6}, r"top_k=6.*best 3 experts"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate=false"),
+    ("glm4_moe_lite", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("glm4_moe_lite", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types="),
+    ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 beside number of dense layers"),
+    ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave=False"),
+    ("dots1", {"norm_topk_prob": None}, "norm_topk_prob=None"),
+    ("dots1", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("dots1", {"layer_types": ["sliding_attention"] * 3}, "layer_types="),
+    ("dots1", {"layer_types": None, "sliding_window": 7, "max_window_layers": 2}, "max_window_layers=2"),
+    ("solar_open", {"use_qk_norm": True}, "use_qk_norm=True"),
+    ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace=1"),
+    ("solar_open", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'"),
+    ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size=64"),
+    ("minimax_m2", {"attn_type_list": [1, 0, 1]}, r"attn_type_list=\[1, 0, 1\]"),
+    ("minimax_m2", {"rotary_dim": 8}, r"partial_rotary_factor=0.3333.* beside .*partial_rotary_factor=0.5"),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False"),
+    ("seed_oss", {"attention_out_bias": True}, "attention_out_bias=True"),
+    ("seed_oss", {"mlp_bias": True}, "mlp_bias=True"),
+    ("mistral", {"sliding_window": 255}, "sliding_window=255"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
     ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),

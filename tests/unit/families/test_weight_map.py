@@ -118,6 +118,53 @@ PUBLISHED: dict[str, tuple[float, ModelConfig]] = {
             ),
         ),
     ),
+    "MiniMax-M2": (
+        228.7,
+        ModelConfig(
+            family="minimax_m2",
+            num_layers=62,
+            hidden_size=3072,
+            num_heads=48,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=200064,
+            moe=MoEConfig(num_experts=256, top_k=8, ffn_hidden_size=1536, expert_bias=True),
+        ),
+    ),
+    "Seed-OSS-36B": (
+        36.15,
+        ModelConfig(
+            family="seed_oss",
+            num_layers=64,
+            hidden_size=5120,
+            num_heads=80,
+            num_kv_heads=8,
+            head_dim=128,
+            ffn_hidden_size=27648,
+            vocab_size=155136,
+        ),
+    ),
+    "dots.llm1": (
+        142.8,
+        ModelConfig(
+            family="dots1",
+            num_layers=62,
+            hidden_size=4096,
+            num_heads=32,
+            num_kv_heads=32,
+            head_dim=128,
+            ffn_hidden_size=10944,
+            vocab_size=152064,
+            moe=MoEConfig(
+                num_experts=128,
+                top_k=6,
+                ffn_hidden_size=1408,
+                shared_experts=2,
+                first_dense_layers=1,
+                expert_bias=True,
+            ),
+        ),
+    ),
 }
 """Billions of parameters, and the config."""
 

@@ -87,6 +87,13 @@ WRONG_CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "window dropped": ("gpt_oss", lambda m: m.model_copy(update={"sliding_window": None})),
     "one position more in the window": ("gpt_oss", lambda m: m.model_copy(update={"sliding_window": 8})),
     "yarn's range rounded": ("gpt_oss", lambda m: rope(m, truncate=True)),
+    "groups of glm4_moe_lite dropped": ("glm4_moe_lite", lambda m: moe(m, num_groups=None, top_groups=None)),
+    "scaling factor of glm4_moe_lite dropped": ("glm4_moe_lite", lambda m: moe(m, routed_scaling=1.0)),
+    "groups of dots1 dropped": ("dots1", lambda m: moe(m, num_groups=None, top_groups=None)),
+    "groups of solar_open dropped": ("solar_open", lambda m: moe(m, num_groups=None, top_groups=None)),
+    "whole heads of minimax_m2 turned": ("minimax_m2", lambda m: rope(m, fraction=1.0)),
+    "one expert more of minimax_m2": ("minimax_m2", lambda m: moe(m, top_k=3)),
+    "theta of mistral": ("mistral", lambda m: rope(m, theta=1e6)),
     "scaling factor dropped": ("deepseek_v3", lambda m: moe(m, routed_scaling=1.0)),
 }
 
@@ -210,6 +217,25 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
     ),
     "full norm of keys dropped": ("olmoe", lambda t: replaced(t, "k_norm.weight", torch.ones_like)),
     "full norm of queries reversed": ("olmoe", lambda t: replaced(t, "q_norm.weight", lambda w: w.flip(0))),
+    "full norm of keys of minimax_m2 reversed": (
+        "minimax_m2",
+        lambda t: replaced(t, "k_norm.weight", lambda w: w.flip(0)),
+    ),
+    "expert bias of minimax_m2 dropped": (
+        "minimax_m2",
+        lambda t: replaced(t, "correction_bias", torch.zeros_like),
+    ),
+    "gate and up of minimax_m2 swapped": ("minimax_m2", lambda t: swap(t, ".w1.", ".w3.")),
+    "expert bias of glm4_moe_lite dropped": (
+        "glm4_moe_lite",
+        lambda t: replaced(t, "correction_bias", torch.zeros_like),
+    ),
+    "norms of queries of dots1 dropped": ("dots1", lambda t: replaced(t, "q_norm.weight", torch.ones_like)),
+    "biases of solar_open dropped": (
+        "solar_open-yarn",
+        lambda t: replaced(t, "_proj.bias", torch.zeros_like),
+    ),
+    "biases of seed_oss dropped": ("seed_oss", lambda t: replaced(t, "_proj.bias", torch.zeros_like)),
     "sinks dropped": ("gpt_oss", lambda t: replaced(t, "sinks", lambda s: s - 100)),
     "sinks zero": ("gpt_oss", lambda t: replaced(t, "sinks", torch.zeros_like)),
     "router bias dropped": ("gpt_oss", lambda t: replaced(t, "router.bias", torch.zeros_like)),

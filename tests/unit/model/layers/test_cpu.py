@@ -21,7 +21,10 @@ from mcore_rl.model.layers.packed import packed_params
 from mcore_rl.parallel.mesh import Mesh
 from tests.tiny_models import TINY
 
-FUSED = {"llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+FUSED = {
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("dots1", "seed_oss", "solar_open"),
+}
 """Families whose heads are split, normalized and rotated in one pass."""
 
 

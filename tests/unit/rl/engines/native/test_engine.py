@@ -53,7 +53,9 @@ def training_logits(chunks: list[nn.Module], mesh: Mesh, tokens: list[int]) -> T
     return kept[0]["logits"][0, :, :VOCAB]
 
 
-@pytest.mark.parametrize("case", [*CASES, "gpt_oss", "deepseek_v2-lite"])
+@pytest.mark.parametrize(
+    "case", [*CASES, "gpt_oss", "deepseek_v2-lite", "minimax_m2", "glm4_moe_lite", "dots1", "seed_oss"]
+)
 def test_greedy_tokens_are_those_of_transformers(case: str, one_rank: Mesh) -> None:
     """For two rows of each prompt: one read it, the other took it over."""
     theirs, _, engine = engine_of(case, one_rank, slots=5, step_tokens=16)
@@ -110,7 +112,7 @@ def test_ids_beyond_the_tokenizers_are_never_drawn_and_have_no_probability(one_r
             assert completion.logprobs_T == pytest.approx(wanted_T.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "minimax_m2", "glm4_moe_lite"])
 def test_routes_are_those_of_the_training_pass(case: str, one_rank: Mesh) -> None:
     theirs, chunks, engine = engine_of(case, one_rank, slots=5, step_tokens=16)
     routed: list[Tensor] = []

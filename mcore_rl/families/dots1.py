@@ -1,0 +1,69 @@
+"""dots.llm1 (arXiv 2506.05767): grouped-query attention with normed queries and keys, experts as DeepSeek-V3's."""
+
+from typing import Any
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.family import GROUPED_EXPERTS, Family
+from mcore_rl.families.hf_config import (
+    KINDS,
+    HfConfig,
+    check_types,
+    common,
+    grouped_experts,
+    refusal,
+    require,
+    require_keys,
+)
+from mcore_rl.families.hf_export import grouped_experts_to_hf
+
+
+class Dots1(Family):
+    """A bias on the choice of experts evens out their load; every layer attends to all positions."""
+
+    model_type = "dots1"
+    hf_class = "Dots1ForCausalLM"
+    has_score_class = False
+    router = "sigmoid"
+    qk_norm = ("on",)
+    settings = (*GROUPED_EXPERTS, "moe.expert_bias")
+    experts_in_group_score = 2
+
+    def from_hf(self, config: HfConfig) -> dict[str, Any]:
+        """Return the keyword arguments of ModelConfig."""
+        require_keys(config, "num_key_value_heads", "norm_topk_prob")
+        if config.get("norm_topk_prob") is not True:
+            raise refusal(config, "norm_topk_prob", "has only True")
+        # Published configs name the method of balancing where others name the function of the scores.
+        if config.get("scoring_func") != "noaux_tc":
+            require(config, {"scoring_func": "sigmoid"})
+        arguments = common(config)
+        _refuse_windows(config, arguments["num_layers"])
+        moe = grouped_experts({"n_group": 1, "topk_group": 1, **config})
+        return arguments | {"moe": moe | {"balance": "none", "expert_bias": True}}
+
+    def to_hf(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the family's keys of config.json."""
+        return grouped_experts_to_hf(model) | {
+            "attention_bias": False,
+            "norm_topk_prob": True,
+            "scoring_func": "noaux_tc",
+            "sliding_window": None,
+            "max_window_layers": model.num_layers,
+        }
+
+
+def _refuse_windows(config: HfConfig, num_layers: int) -> None:
+    """Raise ConfigError for a model some layers of which see a window only, by the defaults of transformers."""
+    check_types(config, KINDS)
+    types = config.get("layer_types")
+    if types is not None and types != ["full_attention"] * num_layers:
+        raise refusal(config, "layer_types", "attends to all positions in all layers")
+    if types is None and config.get("sliding_window", 4096) is not None:
+        first = config.get("max_window_layers", 62)
+        if first is None or first < num_layers:
+            raise refusal(
+                config, "max_window_layers", f"has no window (sliding_window) in any of {num_layers} layers"
+            )
+
+
+FAMILY = Dots1()

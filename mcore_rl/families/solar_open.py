@@ -1,0 +1,54 @@
+"""Solar Open: grouped-query attention, in every layer experts as GLM-4.5's."""
+
+from typing import Any
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.family import GROUPED_EXPERTS, Family
+from mcore_rl.families.hf_config import HfConfig, common, grouped_experts, needed, require, require_keys
+from mcore_rl.families.hf_export import grouped_experts_to_hf
+
+
+class SolarOpen(Family):
+    """A bias on the choice of experts evens out their load; no layer is dense."""
+
+    model_type = "solar_open"
+    hf_class = "SolarOpenForCausalLM"
+    has_score_class = False
+    router = "sigmoid"
+    qkv_bias = ("off", "on")
+    settings = (*(name for name in GROUPED_EXPERTS if name != "moe.first_dense_layers"), "moe.expert_bias")
+    experts_in_group_score = 2
+
+    def from_hf(self, config: HfConfig) -> dict[str, Any]:
+        """Return the keyword arguments of ModelConfig."""
+        require_keys(config, "num_key_value_heads", "head_dim")
+        require(
+            config,
+            {
+                "norm_topk_prob": True,
+                "use_qk_norm": False,
+                "first_k_dense_replace": 0,
+                "num_nextn_predict_layers": 0,
+                "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc",
+            },
+        )
+        # `attention_bias` means queries, keys and values alone here, and the width of dense layers has no use.
+        width = needed(config, "moe_intermediate_size")
+        arguments = common({**config, "attention_bias": False, "intermediate_size": width}, theta=1e6)
+        moe = grouped_experts({**config, "first_k_dense_replace": 0})
+        return arguments | {
+            "qkv_bias": "on" if config.get("attention_bias") else "off",
+            "moe": moe | {"balance": "none", "expert_bias": True},
+        }
+
+    def to_hf(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the family's keys of config.json."""
+        return grouped_experts_to_hf(model) | {
+            "attention_bias": self.has_qkv_bias(model),
+            "norm_topk_prob": True,
+            "use_qk_norm": False,
+        }
+
+
+FAMILY = SolarOpen()
