@@ -137,6 +137,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", OLMOE | {"norm_topk_prob": False}),
     "olmoe-normalized": ("Olmoe", OLMOE | {"norm_topk_prob": True}),
     "deepseek_v2": ("DeepseekV2", DEEPSEEK_V2),
+    "deepseek_v2-three-groups": (
+        "DeepseekV2",
+        # 6 experts of 3 groups, as DeepSeek-V2-236B: Megatron would rank a group by its best 2.
+        DEEPSEEK_V2 | {"n_routed_experts": 16, "num_experts_per_tok": 6, "topk_group": 3},
+    ),
+    "deepseek_v3-three-a-group": (
+        "DeepseekV3",
+        DEEPSEEK | {"n_routed_experts": 16, "num_experts_per_tok": 6},
+    ),
     "deepseek_v2-lite": (
         "DeepseekV2",
         DEEPSEEK_V2

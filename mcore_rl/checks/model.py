@@ -202,12 +202,8 @@ def _groups(model: ModelConfig, family: Family) -> Iterator[str]:
             f"{settings} leave {chosen * (moe.num_experts // groups)} experts to choose from, fewer than "
             f"model.moe.top_k={moe.top_k}. Choose more groups."
         )
-    # Megatron scores a group by its best top_k // top_groups experts, a family by a fixed number. Where all groups
-    # are chosen their scores do not matter.
-    best = family.experts_in_group_score
-    if best and chosen < groups and moe.top_k // chosen != best:
+    elif moe.num_experts // groups < (best := family.experts_in_group_score or 0):
         yield (
-            f"model.moe.top_k={moe.top_k} with model.moe.top_groups={chosen}: Megatron would score a group "
-            f"by its best {moe.top_k // chosen} experts, {model.family} is defined by the best {best}. Choose "
-            f"top_k = {best} x top_groups."
+            f"model.moe.num_groups={groups} with model.moe.num_experts={moe.num_experts}: a group has "
+            f"{moe.num_experts // groups} experts, and {model.family} ranks it by its best {best}. Choose fewer groups."
         )

@@ -157,6 +157,16 @@ class Family(ABC):
         """Return whether queries and keys are normed: the setting, or the family's default for `auto`."""
         return (self.qk_norm[0] if model.qk_norm == "auto" else model.qk_norm) == "on"
 
+    def own_group_score(self, model: ModelConfig) -> int | None:
+        """Return the number of best experts that rank a group, where Megatron would take another; None elsewhere.
+
+        Megatron takes `top_k // top_groups`. Where all groups are chosen their scores do not matter.
+        """
+        best, groups, chosen = self.experts_in_group_score, model.moe.num_groups, model.moe.top_groups
+        if best is None or groups is None or chosen is None or chosen == groups:
+            return None
+        return best if model.moe.top_k // chosen != best else None
+
     def _grouped_query_attention(self, model: ModelConfig) -> dict[str, Any]:
         return {
             "num_attention_heads": model.num_heads,

@@ -71,6 +71,7 @@ def transformer_config(
     config.layers = platform.layers
     config.rounds_products = platform.rounds_products
     config.full_qk_norm = family.has_full_qk_norm
+    config.experts_in_group_score = family.own_group_score(model)
     config.latent_norm_eps = model.mla.norm_eps
     if model.rope.scaling == "yarn" and not family.is_latent:
         for name, value in yarn(model).items():
@@ -83,6 +84,12 @@ def _refuse_without_our_layers(model: ModelConfig, family: Family) -> None:
         raise ConfigError(
             f"{model.family} norms the queries and the keys of all heads at once, which Megatron's layers by "
             'TransformerEngine do not. Set platform.layers="torch".'
+        )
+    if best := family.own_group_score(model):
+        raise ConfigError(
+            f"{model.family} ranks a group of experts by its best {best}, Megatron's layers by TransformerEngine rank "
+            f"it by its best {model.moe.top_k // (model.moe.top_groups or 1)} (model.moe.top_k={model.moe.top_k}, "
+            f'model.moe.top_groups={model.moe.top_groups}). Set platform.layers="torch".'
         )
     if family.is_latent and model.mla.norm_eps != model.norm_eps:
         raise ConfigError(

@@ -1,9 +1,10 @@
-"""Routers of a model's chunks, by the index of their layer."""
+"""Routers of a model's chunks, by the index of their layer, and their choice among groups of experts."""
 
 from collections.abc import Iterator, Sequence
 
 from megatron.core.transformer.moe.router import TopKRouter
-from torch import nn
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 
 def routers(chunk: nn.Module) -> Iterator[tuple[int, TopKRouter]]:
@@ -31,3 +32,27 @@ def unfuse_routers(chunks: Sequence[nn.Module]) -> None:
     for chunk in chunks:
         for _, router in routers(chunk):
             router.config.moe_router_fusion = False
+
+
+def own_group_score(config: TransformerConfig) -> int | None:
+    """Return the number of best experts that rank a group, where the model's family has another than Megatron."""
+    best: int | None = getattr(config, "experts_in_group_score", None)
+    return best
+
+
+def best_in_groups(
+    scores_TE: Tensor, top_k: int, *, num_groups: int, top_groups: int, experts_in_score: int
+) -> tuple[Tensor, Tensor]:
+    """Return the scores and the indices `[T, K]` of the best experts of each token's best groups.
+
+    A group's score is the sum of its best experts' scores: of one in DeepSeek-V2 (arXiv 2405.04434, section 2.2.2), of
+    two in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). Megatron sums as many as a token takes from each of its groups
+    on average.
+    """
+    scores_TGe = scores_TE.unflatten(1, (num_groups, -1))
+    group_scores_TG = scores_TGe.topk(experts_in_score, dim=-1).values.sum(-1)
+    chosen_TG = group_scores_TG.topk(top_groups, dim=-1, sorted=False).indices
+    is_closed_TG = scores_TE.new_ones(group_scores_TG.shape).scatter(1, chosen_TG, 0.0).bool()
+    open_TGe = scores_TGe.masked_fill(is_closed_TG[:, :, None], float("-inf"))
+    scores_TK, experts_TK = open_TGe.flatten(1).topk(top_k, dim=-1)
+    return scores_TK, experts_TK

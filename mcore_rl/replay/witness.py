@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ from mcore_rl.backend.transfer import to_device
 from mcore_rl.errors import RoutingError
 from mcore_rl.parallel.agree import refuse_anywhere
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import replayed_routers
+from mcore_rl.parallel.routers import best_in_groups, own_group_score, replayed_routers
 from mcore_rl.parallel.schedule import Routing
 from mcore_rl.parallel.vocab import Logits, last_tensor
 from mcore_rl.replay.checksums import expert_hashes, token_hashes
@@ -615,12 +614,12 @@ def _best_scores(router: TopKRouter, scores_nE: Tensor) -> Tensor:
     """Return the scores `[n, K]` of the experts that a router would choose."""
     if not router.config.moe_router_group_topk:
         return scores_nE.topk(router.topk).values
-    best_nK: Tensor = group_limited_topk(
-        scores=scores_nE,
-        topk=router.topk,
-        num_tokens=len(scores_nE),
-        num_experts=scores_nE.shape[1],
-        num_groups=router.config.moe_router_num_groups,
-        group_topk=router.config.moe_router_group_topk,
+    config = router.config
+    top_groups = config.moe_router_group_topk
+    return best_in_groups(
+        scores_nE,
+        router.topk,
+        num_groups=config.moe_router_num_groups,
+        top_groups=top_groups,
+        experts_in_score=own_group_score(config) or router.topk // top_groups,
     )[0]
-    return best_nK

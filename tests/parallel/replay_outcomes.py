@@ -22,6 +22,9 @@ MODELS = {
     "deepseek_v3-full": tiny("deepseek_v3", capacity_factor=1.0),
     "qwen3_moe-allgather": tiny("qwen3_moe", num_layers=2, dispatcher="allgather"),
     "deepseek_v3-mtp": tiny("deepseek_v3", mtp=1),
+    "minimax_m2-shallow": tiny("minimax_m2", num_layers=2),
+    # A token takes 2 experts of each group, which is ranked by its best one.
+    "deepseek_v2-groups": tiny("deepseek_v2", num_layers=3, top_k=4),
 }
 LAYOUTS = ("packed", "padded")
 

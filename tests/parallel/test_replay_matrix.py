@@ -79,6 +79,15 @@ def test_routes_of_one_rank_give_its_gradients_on_every_mesh(mesh: str, family: 
         assert again == {case.recompute != "none"}
 
 
+@pytest.mark.parametrize("model", ["minimax_m2-shallow", "deepseek_v2-groups"])
+def test_routes_of_other_families_give_their_gradients_on_tensor_and_expert_ranks(model: str) -> None:
+    """A bias next to the router's matrix, and a ranking of groups that is not Megatron's."""
+    case = Case(model=model, mesh=MESHES["tp2-ep2"], recompute="full")
+    (found,) = outcomes([case])
+    for layout in LAYOUTS:
+        assert_equal(found[layout], one_rank(model).outcomes[layout])
+
+
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_moe-shallow", "deepseek_v3-shallow"])
 def test_replay_changes_many_routes_of_the_other_weights(model: str) -> None:
     """Else the matrix would compare nothing."""

@@ -9,10 +9,31 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.parallel.routers import best_in_groups, own_group_score
 
 
 class Router(router.TopKRouter):
-    """Megatron's router, which does not ask in each pass whether its weights are on the device: they are."""
+    """Megatron's router, which ranks groups of experts as the model's family does.
+
+    It does not ask in each pass whether its weights are on the device: they are.
+    """
+
+    router_replay: Any
+    """Object that is asked for the experts; None: Megatron's choice."""
+
+    def routing(self, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return the gates and the map `[T, E]` of the chosen experts, from the logits `[s, B, E]`."""
+        best = own_group_score(self.config)
+        if best is None:
+            routed: tuple[Tensor, Tensor] = super().routing(logits, *args, **options)
+            return routed
+        hook = self.router_replay
+        self.router_replay = GroupChoice(best, hook)
+        try:
+            routed = super().routing(logits, *args, **options)
+        finally:
+            self.router_replay = hook
+        return routed
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits `[s, B, E]` of `input` `[s, B, D]`."""
@@ -20,6 +41,34 @@ class Router(router.TopKRouter):
         dtype = dtypes.get(self.config.moe_router_dtype, input.dtype)
         logits: Tensor = router.router_gating_linear(input, self.weight, self.bias, dtype)
         return logits
+
+
+class GroupChoice:
+    """Object that a router asks for its experts in the place of a hook of replay, which it asks in turn."""
+
+    def __init__(self, experts_in_score: int, hook: Any) -> None:
+        """`hook` is an object with the same method; None: nothing is recorded or imposed."""
+        self._experts_in_score, self._hook = experts_in_score, hook
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, _: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores and the indices `[T, K]` of the chosen experts; Megatron's router calls this by name."""
+        if self._hook is None:
+            return self._choice(scores, topk, num_groups, group_topk)
+        replayed: tuple[Tensor, Tensor] = self._hook.get_replay_topk(
+            scores, topk, num_groups, group_topk, self._choice
+        )
+        return replayed
+
+    def _choice(self, scores: Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:
+        return best_in_groups(
+            scores,
+            topk,
+            num_groups=num_groups,
+            top_groups=group_topk,
+            experts_in_score=self._experts_in_score,
+        )
 
 
 class MoELayer(moe_layer.MoELayer):

@@ -11,6 +11,7 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.families.family import Family
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.transformer_config import transformer_config
@@ -128,6 +129,24 @@ def test_transformer_engine_which_knows_one_epsilon_refuses_two(one_rank: Mesh) 
     platform = dataclasses.replace(start(settings), layers="te")
     with pytest.raises(ConfigError, match=r"model.mla.norm_eps=1e-06 and model.norm_eps=1e-05 differ"):
         transformer_config(oracle("deepseek_v3").ours, one_rank, platform, settings)
+
+
+def test_transformer_engine_which_ranks_groups_by_other_experts_refuses_deepseek_v2(one_rank: Mesh) -> None:
+    settings = PlatformConfig()
+    platform = dataclasses.replace(start(settings), layers="te")
+    message = r"ranks a group of experts by its best 1, .* by its best 2 .* Set platform.layers=\"torch\""
+    with pytest.raises(ConfigError, match=message):
+        transformer_config(oracle("deepseek_v2-three-groups").ours, one_rank, platform, settings)
+
+
+@pytest.mark.parametrize("case", ["deepseek_v2-three-groups", "deepseek_v3-three-a-group"])
+def test_groups_ranked_as_megatron_ranks_them_change_the_logits(
+    case: str, one_rank: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = oracle(case)
+    weights = to_global(theirs.tensors, theirs.ours)
+    monkeypatch.setattr(Family, "own_group_score", lambda family, model: None)
+    assert distance(theirs, theirs.ours, weights, one_rank) > SEEN
 
 
 def test_transformer_engine_which_norms_each_head_refuses_a_norm_of_all(one_rank: Mesh) -> None:

@@ -112,7 +112,7 @@ def test_ids_beyond_the_tokenizers_are_never_drawn_and_have_no_probability(one_r
             assert completion.logprobs_T == pytest.approx(wanted_T.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("case", [*CASES, "minimax_m2", "glm4_moe_lite"])
+@pytest.mark.parametrize("case", [*CASES, "minimax_m2", "glm4_moe_lite", "deepseek_v2-three-groups"])
 def test_routes_are_those_of_the_training_pass(case: str, one_rank: Mesh) -> None:
     theirs, chunks, engine = engine_of(case, one_rank, slots=5, step_tokens=16)
     routed: list[Tensor] = []
