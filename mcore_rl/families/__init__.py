@@ -29,6 +29,7 @@ from mcore_rl.families import (
 from mcore_rl.families.family import Family
 from mcore_rl.families.hf_config import LIST, OBJECT, HfConfig, check_types
 from mcore_rl.families.hf_export import common_to_hf
+from mcore_rl.families.refused import REFUSED
 from mcore_rl.families.rules import ExpertLayout, duplicates
 from mcore_rl.families.weight_map import WeightMap, build_map
 
@@ -85,6 +86,11 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
         names = {
             alias: name for name, known in FAMILIES.items() for alias in (name, *known.other_model_types)
         }
+        if model_type in REFUSED:
+            raise ConfigError(
+                f"config.json has model_type={model_type!r}, which is refused: {REFUSED[model_type]}. Take a model of "
+                "another architecture (docs/families.md), or write a family of your own (docs/extending.md)."
+            )
         if model_type not in names:
             raise ConfigError(f"config.json has model_type={model_type!r}. Known are {', '.join(names)}.")
         family = names[model_type]

@@ -1,0 +1,92 @@
+"""Architectures that have no family here, by Hugging Face's `model_type`, and what each would need."""
+
+DELTA_NETS = (
+    "most of its layers are gated delta nets, and its attention has an output gate: neither is built here"
+)
+KIMI_DELTA = "most of its layers are Kimi delta attention, which is not built here"
+INDEXER = "an indexer chooses the keys that a query sees (DSA), which is not built here"
+IMAGES = (
+    "its folder has parts for images around a text model, and such folders are neither read nor written yet"
+)
+LATE_NORMS = "it norms what a layer's parts return, Megatron's layers only what these are given"
+SOFTMAX_BIAS = "its router adds a bias to softmax scores, which Megatron has for sigmoid scores only"
+TURNED_FIRST = "it norms queries and keys after they are turned, Megatron before"
+MULTIPLIERS = "it multiplies embeddings, scores, residuals and logits by factors of its own"
+WINDOWS = (
+    "some of its layers see a window and the others all positions, in another order than every second one"
+)
+BY_POSITION = "it scales queries by their position (llama_4_scaling_beta), which is not built here"
+NO_ORACLE = "transformers has no class of it that its logits could be compared with"
+STEP = "some of its layers see a window and have other numbers of heads, and its attention has an output gate"
+MAMBA = "most of its layers are Mamba-2, which is not built here"
+NOT_WRITTEN = "no file of rules is written for it yet"
+
+REFUSED: dict[str, str] = {
+    "afmoe": LATE_NORMS,
+    "apertus": "its MLP has no gate (xIELU)",
+    "axk1": LATE_NORMS,
+    "bailing_hybrid": KIMI_DELTA,
+    "bailing_moe": NO_ORACLE,
+    "bailing_moe_v2": NO_ORACLE,
+    "cohere2_moe": "its attention and its experts work side by side on one norm's output",
+    "deepseek_v32": INDEXER,
+    "deepseek_v4": "it has compressed attention, hyper-connections and routing by hash, none of which is built here",
+    "ernie4_5": "it turns neighbouring numbers of a head as pairs, for which no rules are written",
+    "ernie4_5_moe": SOFTMAX_BIAS,
+    "ernie4_5_vl_moe": SOFTMAX_BIAS,
+    "exaone4": LATE_NORMS,
+    "exaone_moe": WINDOWS,
+    "flex_olmo": LATE_NORMS,
+    "gemma3": LATE_NORMS,
+    "gemma3_text": LATE_NORMS,
+    "gemma4": LATE_NORMS,
+    "gemma4_text": LATE_NORMS,
+    "glm4": LATE_NORMS,
+    "glm4v_moe": IMAGES,
+    "glm5_next": "it has linear attention, an indexer and hyper-connections, none of which is built here",
+    "glm_moe_dsa": INDEXER,
+    "granite": MULTIPLIERS,
+    "granitemoe": MULTIPLIERS,
+    "granitemoehybrid": MAMBA,
+    "granitemoeshared": MULTIPLIERS,
+    "hunyuan_v1_dense": TURNED_FIRST,
+    "hunyuan_v1_moe": TURNED_FIRST,
+    "hy_v3": NOT_WRITTEN,
+    "hy_v4": "it has an indexer and hyper-connections, neither of which is built here",
+    "kimi_k25": IMAGES,
+    "kimi_linear": KIMI_DELTA,
+    "laguna": STEP,
+    "lfm2_moe": "most of its layers are short convolutions, which are not built here",
+    "llama4": IMAGES,
+    "llama4_text": "some of its layers have no positions or see a chunk, and its gates multiply the experts' inputs",
+    "longcat_flash": "a layer has two attentions, and some of its experts return their input",
+    "mellum": WINDOWS,
+    "mimo_v2_flash": WINDOWS,
+    "minimax": "most of its layers are lightning attention, which is not built here",
+    "minimax_m1": "most of its layers are lightning attention, which is not built here",
+    "minimax_m3_vl": "it attends to blocks of keys that an indexer chooses, and its folder has parts for images",
+    "ministral": WINDOWS,
+    "ministral3": BY_POSITION,
+    "mistral3": IMAGES,
+    "mistral4": BY_POSITION,
+    "mistral_large4": "it has an indexer and layers without positions, neither of which is built here",
+    "nemotron_h": MAMBA,
+    "olmo2": LATE_NORMS,
+    "olmo3": LATE_NORMS,
+    "phi3": NOT_WRITTEN,
+    "phimoe": "it has LayerNorms with biases and a router of its own (sparsemixer)",
+    "qwen2_5_vl": IMAGES,
+    "qwen3_5": DELTA_NETS,
+    "qwen3_5_moe": DELTA_NETS,
+    "qwen3_5_moe_text": DELTA_NETS,
+    "qwen3_5_text": DELTA_NETS,
+    "qwen3_next": DELTA_NETS,
+    "qwen3_omni_moe": IMAGES,
+    "qwen3_vl": IMAGES,
+    "qwen3_vl_moe": IMAGES,
+    "qwen4_exp": "it has gated delta nets, hyper-connections and embeddings of n-grams, none of which is built here",
+    "smollm3": "some of its layers have no positions",
+    "step3p5": STEP,
+    "step3p7": STEP,
+}
+"""The reason why a config.json with this `model_type` is refused: a clause that ends the message."""
