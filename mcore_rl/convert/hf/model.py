@@ -14,10 +14,15 @@ from mcore_rl.convert.hf.folder import HfFolder, open_hf
 from mcore_rl.convert.hf.quantization import (
     FP8,
     FP8_SCALE,
+    INT4_PACKED,
+    INT4_SCALE,
+    INT4_SHAPE,
     MXFP4_BLOCKS,
     MXFP4_SCALES,
     fp8_block_size,
     fp8_faults,
+    int4_faults,
+    int4_shapes,
     mxfp4_faults,
     mxfp4_shapes,
     with_scale_types,
@@ -50,7 +55,7 @@ class HfModel:
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that a tensor is read as; a quantized tensor is read as the model's type."""
         tensor = self.folder.tensors.get(name)
-        # mxfp4 tensors are absent: the folder has their blocks and scales, under other names.
+        # mxfp4 and int4 tensors are absent: the folder has their blocks and scales, under other names.
         if tensor is None or tensor.dtype in FP8:
             return _model_dtype(self.folder.config or {})
         return tensor.dtype
@@ -156,6 +161,10 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
         shapes.pop(name + MXFP4_BLOCKS)
         shapes.pop(name + MXFP4_SCALES, None)
         shapes[name] = shape
+    for name, shape in int4_shapes(found.folder.tensors).items():
+        for suffix in (INT4_PACKED, INT4_SCALE, INT4_SHAPE):
+            shapes.pop(name + suffix, None)
+        shapes[name] = shape
     # The indices of MTP layers follow those of the model's layers.
     count = found.model.num_layers
     mtp = tuple(f"model.layers.{count + i}." for i in range(found.model.mtp_layers))
@@ -170,7 +179,7 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
 def _check_types(found: HfModel) -> None:
     """CheckpointError when a tensor is no float, or is quantized in a way that does not fit its scales."""
     tensors = found.folder.tensors
-    faults = [*fp8_faults(tensors, found.fp8_block), *mxfp4_faults(tensors)]
+    faults = [*fp8_faults(tensors, found.fp8_block), *mxfp4_faults(tensors), *int4_faults(tensors)]
     for name in found.weights.hf_shapes:
         dtype = found.dtype(name) if name not in tensors else tensors[name].dtype
         if dtype not in (*FLOATS, *FP8):

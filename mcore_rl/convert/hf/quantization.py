@@ -6,6 +6,10 @@ bf16, or as powers of two (e8m0: the exponent plus 127 in a byte).
 mxfp4 (gpt-oss): 4-bit floats (e2m1) in blocks of 32 with a power of two each (e8m0). `X_blocks`
 `[E, rows, columns / 32, 16]` has two values a byte, the first in its low half; `X_scales` `[E, rows, columns / 32]` the
 exponents plus 127, where 255 is no number. They stand for `X` `[E, columns, rows]`.
+
+int4 (Kimi-K2, the format pack-quantized of compressed-tensors): whole numbers from -8 to 7 in blocks of 32 with a scale
+each. `X_packed` `[rows, columns / 8]` has eight numbers an int32, each plus 8, the first in the lowest four bits;
+`X_scale` `[rows, columns / 32]` is a float; `X_shape` repeats the shape of `X` `[rows, columns]`.
 """
 
 import math
@@ -41,7 +45,15 @@ BYTE_VALUES = torch.stack([E2M1_VALUES.repeat(16), E2M1_VALUES.repeat_interleave
 E8M0_POWERS = torch.tensor([2.0**exponent for exponent in range(-127, 128)] + [float("nan")])
 """`[256]`: the power of two of a scale; 255 is no number."""
 BAND_BYTES = 1 << 20
-"""Bytes of mxfp4 blocks that are unpacked at a time."""
+"""Bytes of mxfp4 and int4 blocks that are unpacked at a time."""
+
+INT4_PACKED, INT4_SCALE, INT4_SHAPE = "_packed", "_scale", "_shape"
+INT4_BLOCK, INT4_PER_WORD = 32, 8
+"""Numbers of a block, and of an int32."""
+INT4_SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
+INT4_SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+INT4_SETTINGS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": INT4_BLOCK}
+"""Settings in config.json of each group of layers whose int4 weights are read here."""
 
 
 def fp8_block_size(config: Mapping[str, Any]) -> int:
@@ -51,16 +63,30 @@ def fp8_block_size(config: Mapping[str, Any]) -> int:
         return FP8_BLOCK
     method = quantization.get("quant_method")
     block = quantization.get("weight_block_size") or [FP8_BLOCK, FP8_BLOCK]
-    if method == "mxfp4":
+    if method == "mxfp4" or (method == "compressed-tensors" and _is_int4(quantization)):
         return FP8_BLOCK
     size = block[0] if isinstance(block, list) and isinstance(block[0], int) else 0
     is_read = quantization.get("fmt", "e4m3") in FP8_FORMATS
     if method != "fp8" or block != [size, size] or size < 1 or not is_read:
         raise CheckpointError(
-            f"config.json has quantization_config {quantization}. Only fp8 (e4m3) in square blocks and mxfp4 are "
-            "read here: dequantize the weights first."
+            f"config.json has quantization_config {quantization}. Only fp8 (e4m3) in square blocks, mxfp4, and int4 in "
+            "blocks of 32 (pack-quantized, symmetric) are read here: dequantize the weights first."
         )
     return int(size)
+
+
+def _is_int4(quantization: Mapping[str, Any]) -> bool:
+    """Return whether compressed-tensors' settings are those of the int4 blocks that are read here."""
+    groups = quantization.get("config_groups")
+    if quantization.get("format") != "pack-quantized" or not isinstance(groups, Mapping) or not groups:
+        return False
+    weights = [group.get("weights") if isinstance(group, Mapping) else None for group in groups.values()]
+    return all(
+        isinstance(settings, Mapping)
+        and {name: settings.get(name) for name in INT4_SETTINGS} == INT4_SETTINGS
+        and not settings.get("actorder")
+        for settings in weights
+    )
 
 
 def with_scale_types(tensors: Mapping[str, HfTensor], config: Mapping[str, Any]) -> dict[str, HfTensor]:
@@ -150,3 +176,41 @@ def unpack_mxfp4(out: Tensor, blocks: Tensor, scales: Tensor) -> None:
         band = slice(start, start + rows)
         pairs = BYTE_VALUES[blocks[band].int()].flatten(-2)  # [rows, G, 32]
         out[band] = pairs.mul_(E8M0_POWERS[scales[band].int()].unsqueeze(-1)).flatten(-2)
+
+
+def int4_shapes(tensors: Mapping[str, HfTensor]) -> dict[str, Shape]:
+    """Return names and shapes of the tensors that int4 blocks stand for."""
+    found: dict[str, Shape] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(INT4_PACKED) and tensor.dtype == torch.int32 and len(tensor.shape) == 2:
+            rows, words = tensor.shape
+            found[name.removesuffix(INT4_PACKED)] = (rows, words * INT4_PER_WORD)
+    return found
+
+
+def int4_faults(tensors: Mapping[str, HfTensor]) -> Iterator[str]:
+    """Yield a sentence for each int4 tensor whose blocks and scales do not fit."""
+    for name, (rows, columns) in int4_shapes(tensors).items():
+        scales, wanted = tensors.get(name + INT4_SCALE), (rows, columns // INT4_BLOCK)
+        if columns % INT4_BLOCK:
+            yield f"{name + INT4_PACKED} has {columns} numbers a row, which are no whole blocks of {INT4_BLOCK}"
+        elif scales is None:
+            yield f"{name + INT4_PACKED} has no {name + INT4_SCALE}: without its scales it means nothing"
+        elif scales.dtype not in INT4_SCALE_TYPES or scales.shape != wanted:
+            types = ", ".join(map(str, INT4_SCALE_TYPES))
+            yield f"{name + INT4_SCALE} is {scales.dtype} {scales.shape}, wanted {wanted} in one of {types}"
+        if name in tensors:
+            yield f"{name} is there, and as {name + INT4_PACKED} too"
+
+
+def unpack_int4(out: Tensor, packed: Tensor, scales: Tensor) -> None:
+    """Fill `out` `[rows, columns]` from `packed` `[rows, columns / 8]` and `scales` `[rows, columns / 32]`.
+
+    The product is exact in fp32, and rounded once, to the type of `out`.
+    """
+    rows = max(1, BAND_BYTES // max(1, packed.shape[1] * packed.element_size()))
+    for start in range(0, len(packed), rows):
+        band = slice(start, start + rows)
+        # The shift of a negative word copies its sign, which the mask takes off again.
+        numbers = ((packed[band, :, None] >> INT4_SHIFTS & 15) - 8).flatten(1).unflatten(1, (-1, INT4_BLOCK))
+        out[band] = (numbers.float() * scales[band, :, None].float()).flatten(1)

@@ -14,10 +14,14 @@ from mcore_rl.convert.hf.quantization import (
     FP8,
     FP8_BLOCK,
     FP8_SCALE,
+    INT4_PACKED,
+    INT4_SCALE,
     MXFP4_BLOCKS,
     MXFP4_SCALES,
     dequantize_fp8,
+    int4_shapes,
     mxfp4_shapes,
+    unpack_int4,
     unpack_mxfp4,
 )
 from mcore_rl.families.regions import sizes, whole
@@ -25,18 +29,22 @@ from mcore_rl.families.weight_map import AxisRange, Region
 
 
 class HfSource:
-    """Tensors of a Hugging Face folder; fp8 and mxfp4 ones with their scales are read as what they stand for."""
+    """Tensors of a Hugging Face folder; fp8, mxfp4 and int4 ones with their scales are read as what they stand for."""
 
     def __init__(self, folder: HfFolder, fp8_block: int = FP8_BLOCK) -> None:
         self._tensors = folder.tensors
         self._files = FileBytes(folder.path)
         self._fp8_block = fp8_block
         self._mxfp4_shapes = mxfp4_shapes(folder.tensors)
+        self._int4_shapes = int4_shapes(folder.tensors)
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
         """Copy a region to `out` (see TensorSource)."""
         if name in self._mxfp4_shapes:
             self._fill_from_mxfp4(out, name, where)
+            return
+        if name in self._int4_shapes:
+            self._fill_from_int4(out, name, where)
             return
         tensor = self._tensors[name]
         run = self.run(name, where)
@@ -64,12 +72,14 @@ class HfSource:
         """Let the disk begin to read a region (see TensorSource)."""
         if name in self._mxfp4_shapes:
             name, where = name + MXFP4_BLOCKS, where[:1]
+        if name in self._int4_shapes:
+            name, where = name + INT4_PACKED, where[:1]
         tensor = self._tensors[name]
         self._files.prefetch(tensor.file, *_bytes_of_rows(tensor, where))
 
     def run(self, name: str, where: Region) -> ByteRun | None:
         """Return where a region is stored (see TensorSource)."""
-        if name in self._mxfp4_shapes:
+        if name in self._mxfp4_shapes or name in self._int4_shapes:
             return None
         tensor = self._tensors[name]
         if not _is_one_run(tensor, where):
@@ -100,6 +110,19 @@ class HfSource:
             values_RC = torch.empty(rows.count, self._mxfp4_shapes[name][1], dtype=out.dtype)
             unpack_mxfp4(values_RC, *parts)
             out_ECR[index] = values_RC[:, slice(*columns)].mT
+
+    def _fill_from_int4(self, out: Tensor, name: str, where: Region) -> None:
+        """Fill `out` from the rows of blocks that `where` asks for, each row stored in one run."""
+        rows, columns = where
+        parts = []
+        for suffix in (INT4_PACKED, INT4_SCALE):
+            tensor = self._tensors[name + suffix]
+            part = torch.empty((rows.count, tensor.shape[1]), dtype=tensor.dtype)
+            self.fill(part, name + suffix, (rows, AxisRange(0, tensor.shape[1])))
+            parts.append(part)
+        values_RC = torch.empty(rows.count, self._int4_shapes[name][1], dtype=out.dtype)
+        unpack_int4(values_RC, *parts)
+        out.copy_(values_RC[:, slice(*columns)].view(out.shape))
 
 
 def source_checksums(folder: HfFolder, done: Iterable[RecordedTask]) -> dict[str, Any]:

@@ -1,0 +1,171 @@
+"""Packed int4 experts of published Kimi-K2 folders are unpacked as the format defines, and faults are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.convert.hf.quantization import unpack_int4
+from mcore_rl.errors import CheckpointError
+from tests.conversion import assert_same, differing, exported, imported, read_hf, write_hf
+from tests.hf_models import Tensors, oracle
+
+WIDE = {
+    "hidden_size": 96,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_hidden_layers": 2,
+}
+"""Whole blocks, three and two of them."""
+WEIGHTS = {
+    "actorder": None,
+    "dynamic": False,
+    "group_size": 32,
+    "num_bits": 4,
+    "strategy": "group",
+    "symmetric": True,
+    "type": "int",
+}
+INT4: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+}
+
+
+def unpacked(packed: Tensor, scales: Tensor) -> Tensor:
+    """Number by number, with whole numbers of Python: the word's nibbles from the lowest, each less 8."""
+    rows, words = packed.shape
+    values = torch.empty(rows, 8 * words, dtype=torch.float64)
+    for row in range(rows):
+        for word in range(words):
+            bits = int(packed[row, word]) % 2**32
+            for i in range(8):
+                column = 8 * word + i
+                values[row, column] = ((bits >> 4 * i) % 16 - 8) * float(scales[row, column // 32])
+    return values.bfloat16()
+
+
+def random_blocks(rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator).int()
+    return packed, (torch.rand(rows, columns // 32, generator=generator) * 0.02 + 1e-3).bfloat16()
+
+
+def model() -> tuple[dict[str, Any], Tensors, Tensors]:
+    """config.json, the tensors as they are published, and what they stand for."""
+    theirs = oracle("deepseek_v3", **WIDE)
+    stored: Tensors = {}
+    meant: Tensors = {}
+    for number, (name, tensor) in enumerate(sorted(theirs.tensors.items())):
+        if ".mlp.experts." in name:
+            packed, scales = random_blocks(*tensor.shape, number)
+            stored |= {
+                name + "_packed": packed,
+                name + "_scale": scales,
+                name + "_shape": torch.tensor(tensor.shape, dtype=torch.int32),
+            }
+            meant[name] = unpacked(packed, scales)
+        else:
+            plain = tensor if name.endswith("correction_bias") else tensor.bfloat16()
+            stored[name] = meant[name] = plain
+    config = theirs.config | {"model_type": "kimi_k2", "quantization_config": INT4, "dtype": "bfloat16"}
+    return config, stored, meant
+
+
+def test_every_number_in_every_place_of_a_word() -> None:
+    words = [value << 4 * place for place in range(8) for value in range(16)]
+    packed = (
+        torch.tensor(words, dtype=torch.int64).sub(2**32 * torch.tensor([w >= 2**31 for w in words])).int()
+    )
+    packed = packed.view(-1, 4)  # a block a row
+    out, scales = (
+        torch.empty(len(packed), 32, dtype=torch.bfloat16),
+        torch.full((len(packed), 1), 0.25).bfloat16(),
+    )
+    unpack_int4(out, packed, scales)
+    assert torch.equal(out, unpacked(packed, scales))
+    assert out.min() == -2.0 and out.max() == 1.75
+
+
+def test_packed_experts_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
+    config, stored, meant = model()
+    source = write_hf(tmp_path / "hf", config, stored, shards=3)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    again = exported(checkpoint, tmp_path / "again", reference=source)
+    assert_same(read_hf(again), meant)
+    assert "quantization_config" not in (again / "config.json").read_text()
+    assert differing(source, checkpoint) == [] and differing(source, again) == []
+
+
+def test_a_changed_scale_is_found(tmp_path: Path) -> None:
+    config, stored, _ = model()
+    checkpoint = imported(write_hf(tmp_path / "hf", config, stored), tmp_path / "ckpt")
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    scales = stored[name + "_scale"].clone()
+    scales[5, 1] *= 2
+    other = write_hf(tmp_path / "other", config, stored | {name + "_scale": scales})
+    assert {difference.name for difference in differing(other, checkpoint)} == {name}
+
+
+NAME = "model.layers.1.mlp.experts.3.down_proj.weight"
+FAULTS = {
+    "no scales": (
+        lambda t: {k: v for k, v in t.items() if k != NAME + "_scale"},
+        "has no .*down_proj.weight_scale",
+    ),
+    "scales of another shape": (
+        lambda t: t | {NAME + "_scale": t[NAME + "_scale"][:, :1]},
+        r"down_proj.weight_scale is torch.bfloat16 \(96, 1\), wanted \(96, 2\)",
+    ),
+    "zero points": (
+        lambda t: t | {NAME + "_zero_point": torch.zeros(12, 2, dtype=torch.int32)},
+        "weight_zero_point .* belongs to nothing",
+    ),
+    "no whole blocks": (
+        lambda t: t | {NAME + "_packed": t[NAME + "_packed"][:, :5]},
+        r"has shape \(96, 40\), the model wants \(96, 64\)",
+    ),
+    "both forms": (lambda t: t | {NAME: torch.zeros(96, 64)}, "is there, and as"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_blocks_and_scales_that_do_not_fit_are_refused_by_name(fault: str, tmp_path: Path) -> None:
+    config, stored, _ = model()
+    change, message = FAULTS[fault]
+    source = write_hf(tmp_path / "hf", config, change(stored))
+    with pytest.raises(CheckpointError, match=message):
+        imported(source, tmp_path / "ckpt")
+    assert not (tmp_path / "ckpt").exists()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "another format": INT4 | {"format": "nvfp4-pack-quantized"},
+    "eight bits": INT4 | {"config_groups": {"group_0": {"weights": WEIGHTS | {"num_bits": 8}}}},
+    "groups of 128": INT4 | {"config_groups": {"group_0": {"weights": WEIGHTS | {"group_size": 128}}}},
+    "zero points": INT4 | {"config_groups": {"group_0": {"weights": WEIGHTS | {"symmetric": False}}}},
+    "columns in another order": INT4
+    | {"config_groups": {"group_0": {"weights": WEIGHTS | {"actorder": "group"}}}},
+    "no groups": INT4 | {"config_groups": {}},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_settings_of_compressed_tensors_are_refused(other: str, tmp_path: Path) -> None:
+    config, stored, _ = model()
+    source = write_hf(tmp_path / "hf", config | {"quantization_config": OTHERS[other]}, stored)
+    with pytest.raises(
+        CheckpointError, match=r"int4 in blocks of 32 \(pack-quantized, symmetric\) are read here"
+    ):
+        imported(source, tmp_path / "ckpt")
