@@ -4,20 +4,24 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
+from mcore_rl.convert.copying.source import ByteRun, TensorSource
 from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf
-from mcore_rl.convert.hf.model import MtpLayers, expert_layout
+from mcore_rl.convert.hf.model import MtpLayers, expert_layout, in_text_names
+from mcore_rl.convert.hf.quantization import FP8
 from mcore_rl.convert.hf.small_files import CARD, copy_files, small_files
+from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.convert.hf.text_files import (
     ModelText,
     has_tokenizer,
@@ -27,9 +31,11 @@ from mcore_rl.convert.hf.text_files import (
 from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
+from mcore_rl.errors import CheckpointError
 from mcore_rl.families import hf_config, score_config
-from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes
-from mcore_rl.families.weight_map import AxisRange, DuplicateTensor
+from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes, whole
+from mcore_rl.families.shells import TEXT, shell_of
+from mcore_rl.families.weight_map import AxisRange, DuplicateTensor, Region
 from mcore_rl.files import sizes_and_times
 from mcore_rl.folders.huggingface import read_config
 from mcore_rl.model.heads import SCORE_SHIFT
@@ -63,12 +69,21 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
 
     Everything that can be refused is refused here (CheckpointError or ConfigError, with names).
     """
-    reference = _reference(options.reference)
+    reference, others = _reference(options.reference)
     copied = small_files(options.reference) if options.reference is not None else {}
     read = sizes_and_times(copied.values())
     experts = expert_layout(reference) if reference else "each"
     dist_model = open_dist_model(source, options.reference, mtp=options.mtp, experts=experts)
+    passing = _passing(reference, others)
+    if passing and dist_model.model.head == "score":
+        raise CheckpointError(
+            f"{source} has scores, and --reference {options.reference} is a model of images, which has none. Leave out "
+            "--reference, and name the tokenizer: --tokenizer."
+        )
     targets = export_targets(dist_model, options.dtype, reference)
+    if shell := shell_of(reference.config or {}) if reference else None:
+        targets = [replace(target, name=shell.folder_name(target.name)) for target in targets]
+    targets += passing
     shards = shards_of(targets, settings.shard_bytes)
     file_of = {target.name: file for file, group in shards.items() for target in group}
     chunks = (chunk for target in targets for chunk in chunks_of(target))
@@ -79,14 +94,19 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
         sources=list(_sources(source, dist_model, options)),
         targets=targets,
         tasks=tasks_of(chunks, settings.task_bytes, file_of),
-        open_source=dist_model.source,
+        open_source=partial(_source, dist_model, reference if passing else None),
         writer=SafetensorsWriter(shards),
         identity=f"export {options} {_digest(files)} {dist_model.model} {dist_model.folder.digest}",
-        read=read | dist_model.folder.stamps,
+        read=read | dist_model.folder.stamps | (reference.stamps if reference and passing else {}),
         finish=partial(_finish, dist_model, copied, files, file_of),
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {dist_model.layout}",
             *notes,
+            *(
+                [f"{len(passing)} tensors that are not of the text model are copied from the reference"]
+                if passing
+                else []
+            ),
             *_padding_notes(dist_model),
             *_shift_notes(dist_model),
         ],
@@ -125,12 +145,76 @@ def export_targets(
     ]
 
 
-def _reference(path: Path | None) -> HfFolder | None:
-    """Return the reference's tensors, if it has any: a folder with config and tokenizer alone is a reference too."""
+def _reference(path: Path | None) -> tuple[HfFolder | None, tuple[str, ...]]:
+    """Return the reference's tensors under their family's names, and the names of those that are not of its text model.
+
+    A folder with config and tokenizer alone is a reference too, unless it is of a model around a text model: an export
+    copies the tensors around it.
+    """
     if path is None:
-        return None
-    read_config(path)
-    return open_hf(path) if any(path.glob("*.safetensors")) or (path / INDEX).is_file() else None
+        return None, ()
+    config = read_config(path)
+    if any(path.glob("*.safetensors")) or (path / INDEX).is_file():
+        return in_text_names(open_hf(path))
+    if shell_of(config) is not None:
+        raise CheckpointError(
+            f"--reference {path} has model_type={config['model_type']!r} and no tensors: those that are not of the "
+            "text model would be missing in the output. Give the folder with its safetensors, or export the text "
+            "model alone, without --reference."
+        )
+    return None, ()
+
+
+def _passing(reference: HfFolder | None, names: Sequence[str]) -> list[TargetTensor]:
+    """Return these tensors of the reference as they are."""
+    targets = []
+    for name in names:
+        assert reference is not None
+        tensor = reference.tensors[name]
+        if tensor.dtype in FP8:
+            raise CheckpointError(
+                f"{name} is quantized and not of the text model: the output's config.json could not say so of it "
+                "alone. Give an unquantized folder of the same model as --reference."
+            )
+        copies = (RegionCopy(whole(tensor.shape), name, whole(tensor.shape)),)
+        targets.append(TargetTensor(name=name, shape=tensor.shape, dtype=tensor.dtype, copies=copies))
+    return targets
+
+
+def _source(dist_model: DistModel, reference: HfFolder | None) -> TensorSource:
+    """Open the checkpoint, and the reference where tensors are copied from it."""
+    source = dist_model.source()
+    return source if reference is None else WithReference(source, HfSource(reference))
+
+
+class WithReference:
+    """Tensors of a checkpoint, and those of a Hugging Face folder that it does not have."""
+
+    def __init__(self, source: TensorSource, reference: HfSource) -> None:
+        self._source, self._reference = source, reference
+
+    def _of(self, name: str) -> TensorSource:
+        return self._reference if self._reference.has(name) else self._source
+
+    def fill(self, out: Tensor, name: str, where: Region) -> None:
+        """Copy a region to `out` (see TensorSource)."""
+        self._of(name).fill(out, name, where)
+
+    def prefetch(self, name: str, where: Region) -> None:
+        """Let the disk begin to read a region (see TensorSource)."""
+        self._of(name).prefetch(name, where)
+
+    def run(self, name: str, where: Region) -> ByteRun | None:
+        """Return where a region of the checkpoint is stored (see TensorSource); copied tensors are filled."""
+        return None if self._reference.has(name) else self._source.run(name, where)
+
+    def read(self, run: ByteRun, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a run (see TensorSource)."""
+        self._source.read(run, start, out)
+
+    def checksum(self, run: ByteRun) -> int:
+        """Return the CRC-32 of a run."""
+        return self._source.checksum(run)
 
 
 def _is_written(duplicate: DuplicateTensor, reference: HfFolder | None) -> bool:
@@ -209,20 +293,22 @@ def _config(
             name: token for name, token in special.items() if name == "pad_token_id"
         }
         changed.append("the model is one for sequence classification, with one label")
-    changed += [
-        f"{name} is left out, as the weights are not quantized any more"
-        for name in QUANTIZATION_KEYS
-        if config.pop(name, None)
-    ]
-    for name in DTYPE_KEYS:
-        # A null is no claim: readers take the type of the weights then.
-        if str(config.get(name) or dtype).removeprefix("torch.") != dtype:
-            changed.append(f"{name} is {dtype}, as the weights are, instead of {config[name]}")
-            config[name] = dtype
-    for name in MTP_COUNTS:
-        if config.get(name, dist_model.model.mtp_layers) != dist_model.model.mtp_layers:
-            changed.append(f"{name} is {dist_model.model.mtp_layers} instead of {config[name]}")
-            config[name] = dist_model.model.mtp_layers
+    # Of a model around a text model both configs tell of the weights.
+    for part in (config, config[TEXT]) if shell_of(config) is not None else (config,):
+        changed += [
+            f"{name} is left out, as the weights are not quantized any more"
+            for name in QUANTIZATION_KEYS
+            if part.pop(name, None)
+        ]
+        for name in DTYPE_KEYS:
+            # A null is no claim: readers take the type of the weights then.
+            if str(part.get(name) or dtype).removeprefix("torch.") != dtype:
+                changed.append(f"{name} is {dtype}, as the weights are, instead of {part[name]}")
+                part[name] = dtype
+        for name in MTP_COUNTS:
+            if part.get(name, dist_model.model.mtp_layers) != dist_model.model.mtp_layers:
+                changed.append(f"{name} is {dist_model.model.mtp_layers} instead of {part[name]}")
+                part[name] = dist_model.model.mtp_layers
     return (_json(config) if changed else raw), [
         f"config.json is the reference's, but {line}" for line in changed
     ]

@@ -76,6 +76,11 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
     notes = [f"{hf_model.model.family}: {len(hf_model.weights.hf_shapes)} tensors, {layout}"]
     if hf_model.dropped:
         notes.append(f"left out because of --mtp drop: {len(hf_model.dropped)} tensors of MTP layers")
+    if hf_model.passing:
+        notes.append(
+            f"{len(hf_model.passing)} tensors are not of the text model ({listed_beginnings(hf_model.passing)}): an "
+            "export copies them from --reference"
+        )
     if later := [path.name for path in checkpoints_in(folder) if step_of(path)]:
         raise CheckpointError(
             f"{folder} has checkpoints of later steps ({later[-1]}), which whoever loads it would get instead of the "
@@ -95,6 +100,11 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
         named=name_latest,
         notes=notes,
     )
+
+
+def listed_beginnings(names: Sequence[str]) -> str:
+    """Return the first two parts of the names, each once, for a message."""
+    return ", ".join(sorted({".".join(name.split(".")[:2]) + ".*" for name in names}))
 
 
 def import_targets(hf_model: HfModel, weights: WeightMap, dtype: OutputDtype) -> list[TargetTensor]:
@@ -140,7 +150,7 @@ def _finish(
         "kind": "import",
         "family": hf_model.model.family,
         "layout": {"keys": layout.keys, "layers": layout.layers},
-        "left_out": list(hf_model.dropped),
+        "left_out": [*hf_model.dropped, *hf_model.passing],
     }
     write_manifest(folder, plan, description, source_checksums(hf_model.folder, done), done)
     write_last_file(folder, hf_model.model, 0)

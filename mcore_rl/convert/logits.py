@@ -37,6 +37,7 @@ from mcore_rl.families.regions import (
     copies_into_megatron,
     whole,
 )
+from mcore_rl.families.shells import text_config
 from mcore_rl.families.weight_map import AxisRange
 from mcore_rl.folders.huggingface import is_hf
 from mcore_rl.model.build import build_uninitialized, unwrap
@@ -148,13 +149,17 @@ def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | Non
 
     Returns each layer's output `[B, S, D]`, and last the logits `[B, S, V]`.
     """
-    model_type = (found.folder.config or {}).get("model_type")
+    text = text_config(found.folder.config or {})
+    model_type = text.get("model_type")
     if not is_in_transformers(model_type):
         raise ConfigError(
             f"{found.folder.path} has model_type {model_type!r}, which transformers does not have: there is nothing to "
             "compare the logits with. Leave out --check-logits or --logits."
         )
-    config = transformers.AutoConfig.from_pretrained(found.folder.path)
+    if text is found.folder.config:
+        config = transformers.AutoConfig.from_pretrained(found.folder.path)
+    else:  # within a model of images, under the names of the text model's own class
+        config = transformers.AutoConfig.for_model(**text)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     is_scored = found.model.head == "score"

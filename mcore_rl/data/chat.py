@@ -17,6 +17,10 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Opening tag of the assistant's text, in templates that mark it."""
 SHOWN = 60
 """Characters of a text in an error."""
+MEDIA = frozenset(
+    ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio")
+)
+"""Types of the parts of a turn that are no text, which are also their keys."""
 Message = Mapping[str, Any]
 
 
@@ -352,10 +356,12 @@ class TemplateChat:
         self, conversation: Conversation, num_turns: int, **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of the first `num_turns` turns and the offsets of the text between generation marks."""
+        turns = conversation.messages[:num_turns]
+        _refuse_media(turns)
         rendered: Any
         try:
             rendered, spans = render(
-                [[self._hidden(_without_absent(one)) for one in conversation.messages[:num_turns]]],
+                [[self._hidden(_without_absent(one)) for one in turns]],
                 tools=[self._hidden(tool) for tool in conversation.tools] or None,
                 chat_template=self._template,
                 **options,
@@ -383,6 +389,19 @@ def _text_to_continue(conversation: Conversation) -> str:
             "calls out"
         )
     return content
+
+
+def _refuse_media(messages: Sequence[Message]) -> None:
+    """Raise a DataError for an image or a sound in a turn: the tokens of its place would stand for nothing."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            found = MEDIA & {str(part.get("type")), *part} if isinstance(part, Mapping) else None
+            if found:
+                raise DataError(
+                    f"a turn of {message.get('role')!r} has a part {min(found)!r}; only texts are trained on. Leave "
+                    "out such entries"
+                )
 
 
 def _without_absent(message: Message) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from mcore_rl.families.hf_config import LIST, OBJECT, HfConfig, check_types
 from mcore_rl.families.hf_export import common_to_hf
 from mcore_rl.families.refused import REFUSED
 from mcore_rl.families.rules import ExpertLayout, duplicates
+from mcore_rl.families.shells import SHELLS, shell_of, text_config
 from mcore_rl.families.weight_map import WeightMap, build_map
 
 FAMILIES: dict[str, Family] = {
@@ -75,12 +76,19 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
     """Return the model that a config.json describes.
 
     Args:
-        config: The content of config.json.
+        config: The content of config.json, of a model of images too: the model is the text model inside.
         family: A family of the user's own, as `module:name`; None: the one that `model_type` names.
 
     Raises:
         ConfigError: the family is not known, or the model has something that Megatron's does not.
     """
+    head = _head_of(config)
+    if head == "score" and shell_of(config) is not None:
+        raise ConfigError(
+            f"config.json has architectures={config['architectures']}: a score of texts and images, which is not read "
+            "here. Take a model with logits."
+        )
+    config = text_config(config)
     model_type = str(config.get("model_type"))
     if family is None:
         names = {
@@ -92,9 +100,10 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
                 "another architecture (docs/families.md), or write a family of your own (docs/extending.md)."
             )
         if model_type not in names:
-            raise ConfigError(f"config.json has model_type={model_type!r}. Known are {', '.join(names)}.")
+            raise ConfigError(
+                f"config.json has model_type={model_type!r}. Known are {', '.join([*names, *SHELLS])}."
+            )
         family = names[model_type]
-    head = _head_of(config)
     try:
         return ModelConfig(family=family, head=head, **_family_named(family).from_hf(config))
     except ValidationError as error:

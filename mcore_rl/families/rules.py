@@ -7,8 +7,9 @@ from typing import Literal
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.weight_map import DuplicateTensor, HfRows, Shape, WeightRule
 
-ExpertLayout = Literal["each", "fused"]
-"""Layout of Hugging Face's experts: a tensor each, as in published checkpoints, or one tensor for all of a layer."""
+ExpertLayout = Literal["each", "fused", "transposed"]
+"""Layout of Hugging Face's experts: a tensor each, as in most published checkpoints, or one tensor for all of a layer,
+in which each matrix may be transposed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,7 +229,7 @@ def _moe(
 ) -> Iterator[WeightRule]:
     """Yield the rules of router, shared experts and experts."""
     moe, hidden = model.moe, model.hidden_size
-    # In the fused layout all families have the same names.
+    # In the fused layouts all families have the same names.
     prefix = names.prefix if layout == "each" else "mlp."
     yield layer.matrix("mlp.router.weight", hidden, (prefix + "gate.weight", moe.num_experts))
     if moe.expert_bias:
@@ -239,7 +240,10 @@ def _moe(
     if has_shared_gate:
         gate = (f"{prefix}{names.shared_gate}.weight", 1)
         yield layer.matrix("mlp.shared_experts.gate_weight", hidden, gate)
-    yield from (_fused_experts(model, layer) if layout == "fused" else _experts(model, layer, names))
+    if layout == "each":
+        yield from _experts(model, layer, names)
+    else:
+        yield from (_fused_experts if layout == "fused" else _transposed_experts)(model, layer)
 
 
 def _experts(model: ModelConfig, layer: LayerNames, names: MoENames) -> Iterator[WeightRule]:
@@ -265,3 +269,16 @@ def _fused_experts(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule
         rows = (HfRows(f"{layer.hf}mlp.experts.{name}", 0, moe.num_experts),)
         key = f"{layer.mcore}mlp.experts.experts.{key}.weight"
         yield WeightRule(key=key, rows=rows, row=row, index=layer.index, lead=layer.lead)
+
+
+def _transposed_experts(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
+    """Yield the rules of experts that lie in one tensor a layer, each as the transpose of Megatron's matrix."""
+    moe, hidden = model.moe, model.hidden_size
+    for e in range(moe.num_experts):
+        expert = replace(layer, index=(*layer.index, e), lead=(*layer.lead, moe.num_experts))
+        for key, name, rows, width in (
+            ("linear_fc1", "gate_up_proj", 2 * moe.ffn_hidden_size, hidden),
+            ("linear_fc2", "down_proj", hidden, moe.ffn_hidden_size),
+        ):
+            part = HfRows(f"{layer.hf}mlp.experts.{name}", 0, rows, at=(e,), transposed=True)
+            yield expert.tensor(f"mlp.experts.experts.{key}.weight", [part], (width,))

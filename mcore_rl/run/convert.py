@@ -28,6 +28,7 @@ from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.convert.verify import compare
 from mcore_rl.data.tokenizer import digest_of_folder, load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.families.shells import text_config
 from mcore_rl.files import is_event_log, refuse_overlap
 from mcore_rl.folders.checkpoint import find_checkpoint
 from mcore_rl.folders.huggingface import is_hf, read_config
@@ -91,7 +92,7 @@ def _wants_logits(args: argparse.Namespace, conversion: Conversion, progress: By
             "(--check-logits compares them)"
         )
         return False
-    model_type = read_config(args.paths[0]).get("model_type")
+    model_type = text_config(read_config(args.paths[0])).get("model_type")
     if args.family is not None or not _logits().is_in_transformers(model_type):
         progress.message(f"logits are not compared: transformers has no {model_type!r}")
         return False

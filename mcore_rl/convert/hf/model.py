@@ -33,9 +33,12 @@ from mcore_rl.families import weight_map
 from mcore_rl.families.hf_config import OBJECT, check_types
 from mcore_rl.families.regions import RegionCopy, whole
 from mcore_rl.families.rules import ExpertLayout
+from mcore_rl.families.shells import shell_of, text_config
 from mcore_rl.families.weight_map import WeightMap, listed
 
 MtpLayers = Literal["keep", "drop"]
+QUANTIZATION = "quantization_config"
+"""Key in config.json of a quantization that is read here."""
 CONSOLIDATED_REMEDY = "Take the files model*.safetensors of the same model"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,6 +54,8 @@ class HfModel:
     """Rows and columns of an fp8 block."""
     dropped: tuple[str, ...]
     """Tensors that are left out because of `--mtp drop`."""
+    passing: tuple[str, ...]
+    """Tensors that are not of the text model: no conversion opens them, and an export copies them."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that a tensor is read as; a quantized tensor is read as the model's type."""
@@ -87,8 +92,14 @@ def open_hf_model(
         )
     _refuse_consolidated(folder)
     config = folder.config
-    check_types(config, {"quantization_config": OBJECT})
-    folder = replace(folder, tensors=with_scale_types(folder.tensors, config))
+    # Of a model around a text model the quantization stands in the config of either.
+    quantized = {
+        **text_config(config),
+        **({QUANTIZATION: config[QUANTIZATION]} if config.get(QUANTIZATION) else {}),
+    }
+    check_types(quantized, {QUANTIZATION: OBJECT})
+    folder = replace(folder, tensors=with_scale_types(folder.tensors, quantized))
+    folder, passing = in_text_names(folder)
     model, layout = checked_model_from_hf(config, family), expert_layout(folder)
     if vocab_multiple is not None:
         model = model.model_copy(update={"vocab_multiple": vocab_multiple})
@@ -103,8 +114,9 @@ def open_hf_model(
         folder=folder,
         model=converted,
         weights=weights,
-        fp8_block=fp8_block_size(config),
+        fp8_block=fp8_block_size(quantized),
         dropped=tuple(sorted(dropped & folder.tensors.keys())),
+        passing=passing,
     )
     weights.prove()
     _check_names(found, dropped)
@@ -126,9 +138,27 @@ def check_copies(found: HfModel) -> None:
         )
 
 
+def in_text_names(folder: HfFolder) -> tuple[HfFolder, tuple[str, ...]]:
+    """Return a folder with its text model's tensors under the names of their family, and the names of all others."""
+    shell = shell_of(folder.config or {})
+    if shell is None:
+        return folder, ()
+    names = {name: shell.text_name(name) for name in folder.tensors}
+    tensors = {names[name] or name: tensor for name, tensor in folder.tensors.items()}
+    return replace(folder, tensors=tensors), tuple(name for name, text in names.items() if text is None)
+
+
 def expert_layout(folder: HfFolder) -> ExpertLayout:
-    """Return whether the experts of a layer are one tensor ("fused") or a tensor each."""
-    return "fused" if any(name.endswith(".experts.gate_up_proj") for name in folder.tensors) else "each"
+    """Return whether the experts of a layer are a tensor each or one, and then whether that has them transposed."""
+    fused = next((t for name, t in folder.tensors.items() if name.endswith(".experts.gate_up_proj")), None)
+    if fused is None:
+        return "each"
+    shell = shell_of(folder.config or {})
+    if shell is None or not shell.has_transposed_experts:
+        return "fused"
+    # A program may have written them as other families have them; where shapes are alike they are as published.
+    hidden = text_config(folder.config or {}).get("hidden_size")
+    return "transposed" if fused.shape[1:2] == (hidden,) else "fused"
 
 
 def _model_dtype(config: dict[str, Any]) -> torch.dtype:
@@ -151,10 +181,11 @@ def _refuse_consolidated(folder: HfFolder) -> None:
 
 def _check_names(found: HfModel, dropped: set[str]) -> None:
     """CheckpointError unless the folder's tensors are those of the model; scales count as part of their tensors."""
+    left = dropped.union(found.passing)
     shapes = {
         name: shape
         for name, shape in found.folder.shapes.items()
-        if name not in dropped
+        if name not in left
         and not (name.endswith(FP8_SCALE) and name.removesuffix(FP8_SCALE) in found.folder.tensors)
     }
     for name, shape in mxfp4_shapes(found.folder.tensors).items():

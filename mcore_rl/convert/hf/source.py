@@ -38,6 +38,10 @@ class HfSource:
         self._mxfp4_shapes = mxfp4_shapes(folder.tensors)
         self._int4_shapes = int4_shapes(folder.tensors)
 
+    def has(self, name: str) -> bool:
+        """Return whether the folder has a tensor of this name."""
+        return name in self._tensors
+
     def fill(self, out: Tensor, name: str, where: Region) -> None:
         """Copy a region to `out` (see TensorSource)."""
         if name in self._mxfp4_shapes:

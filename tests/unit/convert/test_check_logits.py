@@ -8,9 +8,11 @@ import torch
 
 from mcore_rl.families.qwen3_moe import Qwen3Moe
 from mcore_rl.run.cli import main
-from tests.conversion import saved, write_hf
+from tests.conversion import assert_same, read_hf, saved, write_hf
 from tests.hf_models import oracle
 from tests.unit.convert.test_fp8 import model as fp8_model
+from tests.unit.convert.test_shells import as_published
+from tests.unit.convert.test_shells import whole as images_and_text
 
 
 def test_an_import_that_computes_something_else_gets_no_name(
@@ -73,3 +75,26 @@ def test_weights_that_compute_nothing_finite_are_not_taken_for_another_model(
     assert main([*arguments, "--no-check-logits"]) == 0
     if not options:
         assert main(["convert", "verify", str(source), str(tmp_path / "ckpt")]) == 0
+
+
+def test_the_text_model_in_a_model_of_images_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = images_and_text("qwen3_vl_moe")
+    source = write_hf(tmp_path / "hf", theirs.config, as_published(theirs.tensors))
+    assert main(["convert", "import", str(source), str(tmp_path / "ckpt"), "--workers", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "logits differ from transformers' by at most" in printed
+    assert "tensors are not of the text model (model.visual.*)" in printed
+    arguments = [
+        str(tmp_path / "ckpt"),
+        str(tmp_path / "again"),
+        "--reference",
+        str(source),
+        "--workers",
+        "1",
+    ]
+    assert main(["convert", "export", *arguments]) == 0
+    assert_same(read_hf(tmp_path / "again"), read_hf(source))
+    assert main(["convert", "plan", str(source)]) == 0
+    assert main(["inspect", str(source)]) == 0

@@ -127,6 +127,20 @@ def test_a_template_in_which_later_turns_change_earlier_ones_is_refused(chat):
     assert any(chat(FORGETFUL).encode(conversation(turns[:2])).assistant_mask_T)
 
 
+PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text or '<image>' }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image"}, {"type": "image_url", "image_url": {"url": "a.png"}}, {"image": "a.png"}]
+)
+def test_a_part_of_a_turn_that_is_no_text_is_refused(chat, part):
+    text = {"type": "text", "text": "what is it?"}
+    turns = [("user", [text]), ("assistant", [text])]
+    assert chat(PARTS).prompt(conversation(turns))
+    with pytest.raises(DataError, match=r"'user' has a part 'image.*'; only texts are trained on"):
+        chat(PARTS).prompt(conversation([("user", [text, part]), *turns[1:]]))
+
+
 def test_what_a_template_raises_is_said(chat):
     strict = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}" + PLAIN
     with pytest.raises(DataError, match="does not take it: user first"):

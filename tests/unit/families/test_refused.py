@@ -8,6 +8,7 @@ import pytest
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import FAMILIES, model_from_hf
 from mcore_rl.families.refused import REFUSED
+from mcore_rl.families.shells import SHELLS
 
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 
@@ -20,6 +21,7 @@ def rows(title: str) -> dict[str, str]:
 
 def test_the_page_lists_every_family_and_every_refused_architecture() -> None:
     assert rows("Supported").keys() == FAMILIES.keys()
+    assert rows("Text models inside models of images").keys() == SHELLS.keys()
     assert rows("Refused") == REFUSED
     assert not REFUSED.keys() & {
         name for family in FAMILIES.values() for name in (family.model_type, *family.other_model_types)

@@ -1,0 +1,215 @@
+"""A text model inside of a model of images: its weights are converted, all other tensors pass byte for byte."""
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mcore_rl.checks.model import checked_model_from_hf
+from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.parallel.mesh import Mesh
+from tests.conversion import assert_same, differing, exported, imported, read_dist, read_hf, write_hf
+from tests.hf_models import TOLERANCE, Oracle, Tensors, oracle, random_tokens, randomize
+from tests.hf_weights import to_global
+from tests.unit.convert.test_int4 import model as int4_model
+from tests.unit.model.test_logits_equal_transformers import logits_of
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 24,
+    "max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [4, 4, 4],
+        "mrope_interleaved": True,
+    },
+}
+EXPERTS = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2}
+VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "deepstack_visual_indexes": [1],
+    "num_position_embeddings": 16,
+}
+CLASSES = {"qwen3_vl_moe": ("Qwen3VLMoe", TEXT | EXPERTS), "qwen3_vl": ("Qwen3VL", TEXT)}
+
+
+@cache
+def whole(name: str) -> Oracle:
+    """A model of images with random weights, whose experts lie as transformers saves them: not transposed."""
+    prefix, text = CLASSES[name]
+    config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=VISION)
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+    randomize(model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        saved = json.loads((Path(folder) / "config.json").read_text())
+        tensors = load_file(Path(folder) / "model.safetensors")
+    return Oracle(model=model, config=saved, tensors={name: t.clone() for name, t in tensors.items()})
+
+
+def as_published(tensors: Tensors) -> Tensors:
+    """With the matrices of the experts transposed."""
+    return {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
+
+
+def of_text(tensors: Tensors) -> Tensors:
+    """The text model's tensors, under its family's names."""
+    return {
+        name.replace("model.language_model.", "model."): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("model.visual.")
+    }
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_texts_have_the_logits_of_the_whole_model(name: str, one_rank: Mesh) -> None:
+    theirs = whole(name)
+    assert theirs.ours.family == name.replace("_vl", "")
+    tokens_BS = random_tokens()
+    with torch.no_grad():
+        wanted: Tensor = theirs.model(input_ids=tokens_BS).logits
+    found = logits_of(theirs.ours, to_global(of_text(theirs.tensors), theirs.ours), tokens_BS, one_rank)
+    assert (found - wanted).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("is_published", [False, True], ids=["as transformers saves", "as published"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_tensor_comes_back_bit_for_bit(name: str, is_published: bool, tmp_path: Path) -> None:
+    theirs = whole(name)
+    tensors = as_published(theirs.tensors) if is_published else theirs.tensors
+    source = write_hf(tmp_path / "hf", theirs.config, tensors, shards=3)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    assert_same(read_dist(checkpoint), to_global(of_text(theirs.tensors), theirs.ours))
+    again = exported(checkpoint, tmp_path / "again", reference=source)
+    assert_same(read_hf(again), tensors)
+    assert (again / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert differing(source, checkpoint) == [] and differing(source, again) == []
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    passing = {tensor for tensor in tensors if tensor.startswith("model.visual.")}
+    assert passing and passing == set(manifest["left_out"])
+    assert passing <= manifest["sources"]["tensors"].keys()
+
+
+def test_without_a_reference_an_export_is_the_text_model_alone(tmp_path: Path) -> None:
+    theirs = whole("qwen3_vl_moe")
+    source = write_hf(tmp_path / "hf", theirs.config, as_published(theirs.tensors))
+    alone = exported(imported(source, tmp_path / "ckpt"), tmp_path / "alone")
+    assert json.loads((alone / "config.json").read_text())["model_type"] == "qwen3_moe"
+    read = read_hf(alone)
+    assert not any("visual" in name or "language_model" in name for name in read)
+    experts = theirs.tensors["model.language_model.layers.1.mlp.experts.down_proj"]
+    assert torch.equal(read["model.layers.1.mlp.experts.4.down_proj.weight"], experts[4])
+
+
+def test_a_reference_without_its_tensors_is_refused(tmp_path: Path) -> None:
+    theirs = whole("qwen3_vl_moe")
+    source = write_hf(tmp_path / "hf", theirs.config, theirs.tensors)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="model_type='qwen3_vl_moe' and no tensors"):
+        exported(checkpoint, tmp_path / "again", reference=source)
+
+
+def kimi() -> tuple[dict[str, Any], Tensors]:
+    """A folder as Kimi-K2.5's: the text model of Kimi-K2 under names of its own, a tower and a projector."""
+    text = oracle("deepseek_v3")
+    around = {
+        "vision_tower.patch_embed.proj.weight": torch.rand(16, 3, 2, 2),
+        "mm_projector.proj.0.bias": torch.rand(16).bfloat16(),
+    }
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "tie_word_embeddings": False,
+        "text_config": text.config | {"model_type": "kimi_k2", "tie_word_embeddings": True},
+        "vision_config": {"vt_hidden_size": 16},
+    }
+    return config, {f"language_model.{name}": t for name, t in text.tensors.items()} | around
+
+
+def test_kimi_k25_is_kimi_k2_within_a_tower_and_a_projector(tmp_path: Path) -> None:
+    config, tensors = kimi()
+    source = write_hf(tmp_path / "hf", config, tensors, shards=2)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    theirs = oracle("deepseek_v3")
+    assert_same(read_dist(checkpoint), to_global(theirs.tensors, theirs.ours))
+    assert_same(read_hf(exported(checkpoint, tmp_path / "again", reference=source)), tensors)
+
+
+def test_the_int4_experts_of_kimi_k25_are_read_and_its_config_says_that_they_are_no_more(
+    tmp_path: Path,
+) -> None:
+    """The quantization stands in the text model's config there."""
+    text, stored, meant = int4_model()
+    config, _ = kimi()
+    tower = {"vision_tower.blocks.0.wo.weight": torch.rand(8, 8).bfloat16()}
+
+    def inside(tensors: Tensors) -> Tensors:
+        return {f"language_model.{name}": tensor for name, tensor in tensors.items()} | tower
+
+    source = write_hf(tmp_path / "hf", config | {"text_config": text}, inside(stored))
+    again = exported(imported(source, tmp_path / "ckpt"), tmp_path / "again", reference=source)
+    assert_same(read_hf(again), inside(meant))
+    written = json.loads((again / "config.json").read_text())
+    assert (
+        "quantization_config" not in written["text_config"]
+        and written["vision_config"] == config["vision_config"]
+    )
+    other = text | {"quantization_config": {"quant_method": "gptq"}}
+    (source / "config.json").write_text(json.dumps(config | {"text_config": other}))
+    with pytest.raises(CheckpointError, match=r"quantization_config .*'gptq'"):
+        imported(source, tmp_path / "other")
+
+
+def test_quantized_tensors_that_pass_are_refused(tmp_path: Path) -> None:
+    config, tensors = kimi()
+    quantized = {"vision_tower.blocks.0.wo.weight": torch.rand(8, 8).to(torch.float8_e4m3fn)}
+    source = write_hf(tmp_path / "hf", config, tensors)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    other = write_hf(tmp_path / "other", config, tensors | quantized)
+    with pytest.raises(CheckpointError, match=r"blocks.0.wo.weight is quantized and not of the text"):
+        exported(checkpoint, tmp_path / "again", reference=other)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no text": ({"text_config": None}, "lacks text_config"),
+    "another text": ({"text_config": {"model_type": "qwen3_next"}}, "text_config.model_type='qwen3_next'"),
+    "tied or not": ({"tie_word_embeddings": None}, "lacks tie_word_embeddings"),
+    "of another type": ({"text_config": ["deepseek_v3"]}, "wanted an object"),
+    "two classes": ({"architectures": ["KimiK25ForSequenceClassification"]}, "2 labels"),
+    "a score": (
+        {"architectures": ["KimiK25ForSequenceClassification"], "num_labels": 1},
+        "a score of texts and images",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_shell_lacks_is_refused_by_name(case: str) -> None:
+    change, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        checked_model_from_hf(kimi()[0] | change)
+
+
+def test_a_tensor_that_belongs_to_no_part_is_refused(tmp_path: Path) -> None:
+    config, tensors = kimi()
+    source = write_hf(tmp_path / "hf", config, tensors | {"audio_tower.weight": torch.ones(3)})
+    with pytest.raises(CheckpointError, match=r"audio_tower.weight \(3,\) belongs to nothing"):
+        imported(source, tmp_path / "ckpt")
