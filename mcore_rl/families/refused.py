@@ -42,7 +42,6 @@ REFUSED: dict[str, str] = {
     "gemma4": LATE_NORMS,
     "gemma4_text": LATE_NORMS,
     "glm4": LATE_NORMS,
-    "glm4v_moe": IMAGES,
     "glm5_next": "it has linear attention, an indexer and hyper-connections, none of which is built here",
     "glm_moe_dsa": INDEXER,
     "granite": MULTIPLIERS,

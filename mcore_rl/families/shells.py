@@ -25,6 +25,8 @@ class Shell:
     """Whether embeddings are tied where config.json does not tell; None: it must."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the text model that its class has built in."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the text model that its class takes where config.json has none, other than the family's."""
     has_transposed_experts: bool = False
     """True when a published tensor of all experts of a layer has each matrix transposed."""
 
@@ -43,21 +45,29 @@ class Shell:
         return text_name
 
 
-QWEN3_VL, QWEN3_VISION = {"model.language_model.": "model."}, ("model.visual.",)
+LANGUAGE_MODEL, VISUAL = {"model.language_model.": "model."}, ("model.visual.",)
 SHELLS: dict[str, Shell] = {
     "qwen3_vl": Shell(
         text_types={"qwen3_vl_text": "qwen3"},
-        prefixes=QWEN3_VL,
-        passing=QWEN3_VISION,
+        prefixes=LANGUAGE_MODEL,
+        passing=VISUAL,
         is_tied=False,
     ),
     "qwen3_vl_moe": Shell(
         text_types={"qwen3_vl_moe_text": "qwen3_moe"},
-        prefixes=QWEN3_VL,
-        passing=QWEN3_VISION,
+        prefixes=LANGUAGE_MODEL,
+        passing=VISUAL,
         is_tied=False,
         fixed={"norm_topk_prob": True},
         has_transposed_experts=True,
+    ),
+    "glm4v_moe": Shell(
+        text_types={"glm4v_moe_text": "glm4_moe"},
+        prefixes=LANGUAGE_MODEL,
+        passing=VISUAL,
+        is_tied=False,
+        fixed={"use_qk_norm": False},
+        defaults={"attention_bias": True},
     ),
     "kimi_k25": Shell(
         text_types={"kimi_k2": "deepseek_v3", "deepseek_v3": "deepseek_v3"},
@@ -96,4 +106,10 @@ def text_config(config: HfConfig) -> HfConfig:
     tied = config.get("tie_word_embeddings", shell.is_tied)
     if tied is None:
         needed(config, "tie_word_embeddings")
-    return {**inner, **shell.fixed, "model_type": shell.text_types[kind], "tie_word_embeddings": tied}
+    return {
+        **shell.defaults,
+        **inner,
+        **shell.fixed,
+        "model_type": shell.text_types[kind],
+        "tie_word_embeddings": tied,
+    }
