@@ -23,7 +23,7 @@ class OptimConfig(Section):
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Learning rate after the warm-up; `wsd`: constant, then a decay over `wsd_decay_steps` (arXiv 2404.06395)."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up from a learning rate of 0."""
+    """Steps of linear warm-up: step 1 has lr / warmup_steps, step warmup_steps has lr."""
     decay_steps: PositiveInt | Literal["auto"] = "auto"
     """Step at which the decay ends; `auto`: the run's last step."""
     wsd_decay_steps: PositiveInt | Literal["auto"] = "auto"
@@ -74,3 +74,9 @@ class OptimConfig(Section):
     def moment_bytes(self) -> int:
         """Bytes of both moments of a weight."""
         return STATE_BYTES[self.exp_avg_dtype] + STATE_BYTES[self.exp_avg_sq_dtype]
+
+    def feels_warmup(self, step: int) -> bool:
+        """Return whether learning rates after `step` steps depend on the warm-up: in it, and in a cosine or linear
+        decay, which begins at its end.
+        """
+        return self.warmup_steps > 0 and (step < self.warmup_steps or self.schedule in ("cosine", "linear"))

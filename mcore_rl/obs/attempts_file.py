@@ -17,7 +17,7 @@ from mcore_rl.errors import DataError
 from mcore_rl.families import family_of
 
 FILE_NAME = "run.json"
-NUMERICS = 5
+NUMERICS = 6
 """Version of what a training step computes from the same config, weights and data.
 
 1: Rows that pad the vocabulary take part in the losses of pretraining and fine-tuning. Balance and z losses act at
@@ -28,10 +28,13 @@ NUMERICS = 5
 3: The expert bias moves by exact counts of tokens.
 4: Reinforcement learning keeps layers of multi-token prediction as they are: no weight decay.
 5: Biases of experts have no weight decay (gpt_oss).
+6: A warm-up over W steps begins at lr / W, not at 0, and ends a step earlier, where a cosine or linear decay begins.
 """
 
 
-def depends_on_numerics(model: ModelConfig, precision: str, before: int, *, trains_mtp: bool = True) -> bool:
+def depends_on_numerics(
+    model: ModelConfig, precision: str, before: int, *, trains_mtp: bool = True, feels_warmup: bool = False
+) -> bool:
     """Return whether the code of NUMERICS trains this model otherwise than that of version `before` did.
 
     Args:
@@ -39,8 +42,11 @@ def depends_on_numerics(model: ModelConfig, precision: str, before: int, *, trai
         precision: `platform.precision`.
         before: The earlier version.
         trains_mtp: Whether passes go through the layers of multi-token prediction.
+        feels_warmup: Whether learning rates yet to come depend on a warm-up (OptimConfig.feels_warmup).
     """
     moe = model.moe
+    if before < 6 and feels_warmup:
+        return True
     if before < 5 and model.is_moe and family_of(model).has_linear_bias:
         return True
     if before < 4 and model.mtp_layers and not trains_mtp:

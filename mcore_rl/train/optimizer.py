@@ -155,14 +155,18 @@ def decays(config: OptimConfig, param: torch.Tensor, name: str) -> bool:
 
 
 def build_schedule(config: OptimConfig, optimizer: MegatronOptimizer, steps: int) -> OptimizerParamScheduler:
-    """Build the learning rate of every step: linear warm-up from zero, then the schedule, in optimizer steps."""
+    """Build the learning rate of every step: linear warm-up, then the schedule, in optimizer steps.
+
+    Step t = 1, 2, ... of a warm-up over W has lr t / W, so that the first one learns. Megatron counts from 0 and gives
+    step t its rate of t - 1 of `lr_warmup_steps`: from `init_lr` = lr / W, the full rate is reached after W - 1.
+    """
     wsd_decay_steps = max(1, steps // 10) if config.wsd_decay_steps == "auto" else config.wsd_decay_steps
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=config.lr / max(1, config.warmup_steps),
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=config.warmup_steps,
+        lr_warmup_steps=max(0, config.warmup_steps - 1),
         lr_decay_steps=steps if config.decay_steps == "auto" else config.decay_steps,
         lr_decay_style=STYLES[config.schedule],
         start_wd=config.weight_decay,

@@ -307,7 +307,11 @@ class Checkpoints:
         else:  # an earlier version recorded the model alone
             changes = config_changes(marker.model, config.model, "model.")
         precision, trains_mtp = config.platform.precision, config.trains_mtp
-        if depends_on_numerics(config.model, precision, marker.numerics, trains_mtp=trains_mtp):
+        optims = [config.optim] if config.critic_optim is None else [config.optim, config.critic_optim]
+        feels_warmup = any(optim.feels_warmup(marker.step) for optim in optims)
+        if depends_on_numerics(
+            config.model, precision, marker.numerics, trains_mtp=trains_mtp, feels_warmup=feels_warmup
+        ):
             changes.append(ConfigChange(key="numerics", before=marker.numerics, now=NUMERICS))
         return changes
 

@@ -148,6 +148,9 @@ def test_changes_on_a_resume_are_logged_and_those_of_data_and_random_numbers_ref
     earlier = {k: v for k, v in fields.items() if k not in ("program", "settings", "crc32", "marker_crc32")}
     marker.write_text(json.dumps(earlier))
     assert not [line for line in run(changed, until=2).lines if line.startswith("not as")]
+    # One before the warm-up began above 0 has other rates until the end of the cosine.
+    marker.write_text(json.dumps(earlier | {"numerics": 5}))
+    assert f"- numerics is 5 there, {NUMERICS} here\n" in run_ranks(refusal, 2, changed)[0]
     # One before the losses of routers and of a padded vocabulary changed goes on when asked to.
     del earlier["numerics"]
     marker.write_text(json.dumps(earlier))

@@ -3,6 +3,7 @@
 import pytest
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import OptimConfig
 from mcore_rl.obs.attempts_file import depends_on_numerics
 from tests.tiny_models import TINY
 
@@ -59,3 +60,24 @@ def test_since_version_4_reinforcement_learning_keeps_layers_of_multi_token_pred
 )
 def test_since_version_5_biases_of_experts_do_not_decay(model: str, before: int, depends: bool) -> None:
     assert depends_on_numerics(TINY[model], "fp32", before) == depends
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup_steps", "step", "depends"),
+    [
+        ("constant", 4, 3, True),
+        ("constant", 4, 4, False),
+        ("wsd", 4, 4, False),
+        ("cosine", 4, 4, True),
+        ("linear", 1, 9, True),
+        ("cosine", 0, 0, False),
+    ],
+)
+def test_since_version_6_a_warm_up_begins_above_0(
+    schedule: str, warmup_steps: int, step: int, depends: bool
+) -> None:
+    optim = OptimConfig(schedule=schedule, warmup_steps=warmup_steps)  # type: ignore[arg-type]
+    model = TINY["qwen3_moe"].model_copy(update=EVEN)
+    feels_warmup = optim.feels_warmup(step)
+    assert depends_on_numerics(model, "fp32", before=5, feels_warmup=feels_warmup) == depends
+    assert not depends_on_numerics(model, "fp32", before=6, feels_warmup=feels_warmup)

@@ -34,9 +34,43 @@ def rates(config: OptimConfig, steps: int) -> list[float]:
 
 def test_cosine_after_a_linear_warm_up() -> None:
     config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4, schedule="cosine")
-    expected = [step / 4 for step in range(4)]
-    expected += [0.1 + 0.9 * (1 + math.cos(math.pi * (step - 4) / 16)) / 2 for step in range(4, 20)]
+    expected = [0.25, 0.5, 0.75]
+    expected += [0.1 + 0.9 * (1 + math.cos(math.pi * step / 17)) / 2 for step in range(17)]
     assert rates(config, 20) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "after"),
+    [
+        ("constant", [1.0] * 6),
+        ("linear", [1 - 0.9 * step / 6 for step in range(6)]),
+        ("wsd", [1, 1, 1, 1, 0.7, 0.4]),
+    ],
+)
+@pytest.mark.parametrize("warmup_steps", [0, 1, 2, 5])
+def test_step_t_of_a_warm_up_over_w_has_t_over_w_of_the_rate(
+    schedule: str, after: list[float], warmup_steps: int
+) -> None:
+    """The last step of the warm-up is the first of the decay; without a warm-up that is the first of the run."""
+    config = OptimConfig(
+        lr=1.0,
+        min_lr=0.1,
+        warmup_steps=warmup_steps,
+        schedule=schedule,
+        wsd_decay_steps=3,  # type: ignore[arg-type]
+    )
+    expected = [(step + 1) / warmup_steps for step in range(warmup_steps - 1)] + after
+    assert rates(config, len(expected)) == pytest.approx(expected)
+
+
+def test_a_resumed_warm_up_goes_on_where_it_was() -> None:
+    config = OptimConfig(lr=1.0, warmup_steps=4, schedule="constant")
+    saved = build_schedule(config, Groups(), 9)  # type: ignore[arg-type]
+    saved.step(2)
+    groups = Groups()
+    schedule = build_schedule(config, groups, 9)  # type: ignore[arg-type]
+    schedule.load_state_dict(saved.state_dict())
+    assert groups.param_groups[0]["lr"] == pytest.approx(0.75)
 
 
 def test_wsd_is_constant_and_then_falls() -> None:
