@@ -35,6 +35,10 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--faults {args.faults} without --preferences: problems have no wrong answers. Add --preferences."
         )
+    if args.cut_fraction and args.preferences:
+        raise ConfigError(
+            f"--cut-fraction {args.cut_fraction} with --preferences: pairs have --faults. Leave one of both out."
+        )
     held_out = frozenset(problem.prompt for problem in held_out_problems(config.rl.eval, prompts, seed))
     kind = "pairs of answers to problems" if args.preferences else "problems"
     # The problems to validate on are chosen first, and none of the others has their text.
@@ -46,7 +50,9 @@ def main(args: argparse.Namespace) -> int:
     to_learn = [problems[index] for index in range(FIRST_INDEX, FIRST_INDEX + args.count)]
 
     def line(problem: Problem) -> dict[str, str]:
-        return line_of_pair(problem, seed, args.faults) if args.preferences else line_of_problem(problem)
+        if args.preferences:
+            return line_of_pair(problem, seed, args.faults)
+        return line_of_problem(problem, seed, args.cut_fraction)
 
     files = {args.output: list(map(line, to_learn))}
     if args.valid:
@@ -67,9 +73,17 @@ def valid_path(output: Path) -> Path:
     return output.with_stem(f"{output.stem}_valid")
 
 
-def line_of_problem(problem: Problem) -> dict[str, str]:
-    """Return a problem as a line to fine-tune on."""
-    return {"prompt": problem.prompt, "answer": problem.answer, "response": problem.answer}
+def line_of_problem(problem: Problem, seed: int, cut_fraction: float) -> dict[str, str]:
+    """Return a problem as a line to fine-tune on: its answer, and the response to imitate.
+
+    Args:
+        problem: The problem.
+        seed: Seed of the run, on which it depends which responses are cut.
+        cut_fraction: Probability that the last character of the response is left out.
+    """
+    is_cut = random.Random(f"{seed}/{problem.problem_id}").random() < cut_fraction
+    response = problem.answer[:-1] if is_cut else problem.answer
+    return {"prompt": problem.prompt, "answer": problem.answer, "response": response}
 
 
 def line_of_pair(problem: Problem, seed: int, faults: str) -> dict[str, str]:

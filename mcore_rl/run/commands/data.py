@@ -91,6 +91,15 @@ def problems_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is wrong in a pair's wrong answer: a character; or, each as often, a character replaced, left out, "
         "added, or swapped with the next one, or all of it (default character)",
     )
+    parser.add_argument(
+        "--cut-fraction",
+        type=probability,
+        default=0.0,
+        metavar="FRACTION",
+        help="give the responses a bad habit: in this fraction of them, drawn at random, the last character is "
+        "missing. A model that imitates them forgets it as often, and reinforcement learning has something to unlearn "
+        "(default 0)",
+    )
     parser.add_argument("--output", type=Path, required=True, help="the file to write, JSON lines")
     parser.add_argument(
         "--valid",

@@ -1,6 +1,7 @@
 """`mcore-rl problems`."""
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -26,6 +27,22 @@ def test_it_writes_problems_with_answers_none_of_them_held_out(tmp_path: Path) -
     assert len(held_out) == 64
     assert not {problem.prompt for problem in held_out} & {line["prompt"] for line in lines}
     assert list(output.parent.iterdir()) == [output]
+
+
+def test_of_a_fraction_of_the_responses_the_last_character_is_missing(tmp_path: Path) -> None:
+    output = tmp_path / "chat.jsonl"
+    words = ["--count", "2000", "--cut-fraction", "0.65", "--output", str(output)]
+    assert main(["problems", str(RECIPE), *words]) == 0
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert all(line["answer"] == line["prompt"][:-1][::-1] for line in lines)
+    assert all(line["response"] in (line["answer"], line["answer"][:-1]) for line in lines)
+    cut = [line for line in lines if line["response"] != line["answer"]]
+    # Within four standard deviations of a binomial distribution, in all and of the shortest alone.
+    assert abs(len(cut) / 2000 - 0.65) < 4 * math.sqrt(0.65 * 0.35 / 2000)
+    shortest = [len(line["answer"]) == 5 for line in lines]
+    cut_shortest = sum(len(line["answer"]) == 5 for line in cut)
+    assert abs(cut_shortest / sum(shortest) - 0.65) < 4 * math.sqrt(0.65 * 0.35 / sum(shortest))
+    assert main(["problems", str(RECIPE), *words]) == 0  # the same lines once more
 
 
 def test_problems_to_validate_on_are_in_no_line_to_learn_from(tmp_path: Path) -> None:
@@ -79,6 +96,7 @@ def test_wrong_answers_of_any_kind_are_wrong_and_of_each_kind_as_often(tmp_path:
         (["--output", "/dev/null"], "output /dev/null is a device or pipe, and a file is written"),
         (["--output", "."], "output . is a folder, and a file is written. Name another output"),
         (["--faults", "any", "--output", "x.jsonl"], "Add --preferences"),
+        (["--preferences", "--cut-fraction", "0.5", "--output", "x.jsonl"], "Leave one of both out"),
     ],
 )
 def test_what_it_cannot_write_is_refused(
