@@ -179,8 +179,8 @@ class LogConfig(Section):
     wandb_project: Text | None = None
     """Weights & Biases project to log to as well; `none`: no logging to Weights & Biases."""
     peak_tflops: PositiveFloat | Literal["auto"] = "auto"
-    """Dense peak of one rank's device in TFLOP/s, for MFU; `auto`: that of a known GPU by its name, otherwise measured
-    at the start."""
+    """Dense peak of one rank's device in TFLOP/s, for MFU; `auto`: that of a known GPU by its name, of another GPU
+    measured at the start; on CPUs, which other processes share, no MFU."""
 
 
 class RunConfig(Section):

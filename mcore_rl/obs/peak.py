@@ -13,11 +13,15 @@ Precision = Literal["fp32", "bf16", "fp8"]
 
 def peak_flops(
     device: torch.device, precision: Precision, configured_tflops: float | Literal["auto"]
-) -> float:
-    """Return the peak FLOP/s of the device: as configured, else by its name, else measured (~0.2 s)."""
+) -> float | None:
+    """Return the peak FLOP/s of the device: as configured, else a GPU's by its name, else measured (~0.2 s). None: a
+    CPU's, of which a measurement says only how much of it other processes left at that moment.
+    """
     if configured_tflops != "auto":
         return configured_tflops * 1e12
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if device.type == "cpu":
+        return None
+    name = torch.cuda.get_device_name(device)
     known = known_peak_tflops(name, precision)
     if known is not None:
         return known * 1e12

@@ -47,7 +47,7 @@ class Timers:
 
 
 def speed_metrics(
-    num_tokens: float, step_s: float, num_ranks: int, flops_per_token: float, peak_flops: float
+    num_tokens: float, step_s: float, num_ranks: int, flops_per_token: float, peak_flops: float | None
 ) -> list[Metric]:
     """Return tokens/s, model TFLOP/s and MFU per rank, and the time of the step.
 
@@ -56,16 +56,18 @@ def speed_metrics(
         step_s: Wall time of the step.
         num_ranks: Number of ranks in the world.
         flops_per_token: Model FLOPs of forward and backward (plan/flops.py).
-        peak_flops: Peak FLOP/s of one rank's device (obs/peak.py).
+        peak_flops: Peak FLOP/s of one rank's device (obs/peak.py); None: it is not known, and there is no MFU.
     """
     flops = num_tokens * flops_per_token
     rank_s = step_s * num_ranks
-    return [
+    metrics = [
         Metric("train/step_s", step_s),
         Metric("train/tokens_per_s_per_rank", num_tokens, rank_s),
         Metric("train/model_tflops_per_rank", flops / 1e12, rank_s),
-        Metric("train/mfu", flops, rank_s * peak_flops),
     ]
+    if peak_flops is not None:
+        metrics.append(Metric("train/mfu", flops, rank_s * peak_flops))
+    return metrics
 
 
 def memory_metrics(device: torch.device) -> list[Metric]:

@@ -28,6 +28,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
         "model.family=glm4_moe",
         "model.mtp_layers=1",
         "model.moe.z_loss_coeff=1e-3",
+        "log.peak_tflops=0.1",
         f"data.test=['{corpus}/valid']",
     ]
     straight = run_main("mcore_rl.run.programs.pretrain", [config_file, *fields], 2)

@@ -33,6 +33,10 @@ def test_the_configured_peak_wins():
     assert peak_flops(torch.device("cpu"), "fp32", configured_tflops=1.5) == 1.5e12
 
 
+def test_on_shared_cores_no_peak_is_guessed():
+    assert peak_flops(torch.device("cpu"), "fp32", configured_tflops="auto") is None
+
+
 def test_the_measured_peak_is_that_of_the_fastest_product(monkeypatch):
     with FlopCounterMode(display=False) as counter:
         torch.ones(1024, 1024) @ torch.ones(1024, 1024)
@@ -49,6 +53,7 @@ def test_measuring_draws_nothing_from_the_generator_of_dropout():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_peak_that_cannot_be_measured_is_asked_for():
-    with pytest.raises(ConfigError, match=r"fp8 peak of CPU is not known: set log\.peak_tflops"):
-        peak_flops(torch.device("cpu"), "fp8", configured_tflops="auto")
+def test_a_peak_that_cannot_be_measured_is_asked_for(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some New GPU")
+    with pytest.raises(ConfigError, match=r"fp8 peak of Some New GPU is not known: set log\.peak_tflops"):
+        peak_flops(torch.device("cuda"), "fp8", configured_tflops="auto")

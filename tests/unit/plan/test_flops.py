@@ -177,3 +177,8 @@ def test_speed_of_one_rank_is_the_mean_over_steps():
         "train/model_tflops_per_rank": 0.25,
         "train/mfu": 0.25,
     }
+
+
+def test_without_a_peak_there_is_no_mfu():
+    found = {one.name for one in speed_metrics(1000, 2.0, num_ranks=4, flops_per_token=1e9, peak_flops=None)}
+    assert found == {"train/step_s", "train/tokens_per_s_per_rank", "train/model_tflops_per_rank"}
