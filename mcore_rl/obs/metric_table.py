@@ -386,6 +386,8 @@ METRICS: dict[str, MetricRow] = {
     "reward/groups_without_signal_fraction": MetricRow(
         "fraction", MEAN, "Groups whose rewards are all the same."
     ),
+    "policy/groups": MetricRow("groups", SUM, "Groups that updates train on, where a group is compared."),
+    "policy/groups_without_signal": MetricRow("groups", SUM, "Those whose rewards are all the same."),
     "reward/unscored_completions": MetricRow(
         "completions",
         SUM,

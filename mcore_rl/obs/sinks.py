@@ -134,12 +134,21 @@ class ConsoleSink:
         self._first: tuple[int, float] | None = None
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Print one line with the COLUMNS that have a value."""
-        cells = [
-            f"[dim]{label}[/] {show(value)}"
-            for name, (label, show) in COLUMNS.items()
-            if isinstance(value := values.get(name), float | int)
-        ]
+        """Print one line with the COLUMNS that have a value.
+
+        Where no group of the updates has a signal, the line says so, and has no norm of a gradient that would be 0.000.
+        """
+        cells = []
+        num_groups = values.get("policy/groups")
+        has_signal = not num_groups or values.get("policy/groups_without_signal") != num_groups
+        for name, (label, show) in COLUMNS.items():
+            if not isinstance(value := values.get(name), float | int):
+                continue
+            if name == "train/grad_norm" and not has_signal:
+                cells.append(f"no signal in {num_groups:.0f} of {num_groups:.0f} groups")
+                if value < LEAST_NORM:
+                    continue
+            cells.append(f"[dim]{label}[/] {show(value)}")
         if "train/lr" in values and (left := self._time_left(step)) is not None:
             cells.append(f"{left} [dim]left[/]")
         if cells:
@@ -201,6 +210,8 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "test/perplexity": ("perplexity", "{:.2f}".format),
 }
 """Metrics that the console shows, in this order: metric -> label, format."""
+LEAST_NORM = 5e-4
+"""Norm of a gradient below which its column shows 0.000."""
 
 
 class TensorBoardSink:

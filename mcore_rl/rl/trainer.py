@@ -18,7 +18,7 @@ from mcore_rl.rl.passes.batch import Minibatch
 from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_interval, evaluation_metrics
 from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts
 from mcore_rl.rl.rollouts.samples import gather_samples, table_lines, write_samples
-from mcore_rl.rl.rollouts.signal import LearningWarnings, evaluation_warnings
+from mcore_rl.rl.rollouts.signal import LearningWarnings, evaluation_warnings, update_signal
 from mcore_rl.rl.types import Prompt
 from mcore_rl.rl.update.learner import Learner
 from mcore_rl.train.auxiliary import take_auxiliary_losses
@@ -46,9 +46,12 @@ class RlTrainer(Trainer):
         self.held_out = held_out
         self._was_truncated = False
         """Whether all completions of the rollout batch before were truncated, which the log has a warning of."""
+        advantage = config.rl.advantage
         self._learning = LearningWarnings(
-            compares_groups=config.rl.advantage.compares_group or not config.rl.advantage.is_of_tokens
+            compares_groups=advantage.compares_group or not advantage.is_of_tokens
         )
+        self._compares_rewards = advantage.compares_group and not advantage.uses_steps
+        """Whether an advantage is a completion's reward beside those of its group."""
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
         self._flops_per_token = train_flops_by_length(config.model)
         self._peak_flops = peak_flops(
@@ -113,6 +116,8 @@ class RlTrainer(Trainer):
                 update_s = time.perf_counter() - update_start_s
                 if report is not None:
                     metrics += self._update_metrics(minibatch, report, update_s)
+                    if self._compares_rewards:
+                        metrics += update_signal(rollout.rewards_PG, minibatch.loss_weights_N)
                 metrics += learner.routes.take_metrics()
                 if index == len(updates) - 1:
                     if splits:

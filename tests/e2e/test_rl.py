@@ -606,6 +606,7 @@ def test_a_run_that_the_balance_loss_alone_moves_warns_in_log_and_report(
     assert finished.returncode == 0, finished.stderr
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     assert all(record["train/grad_norm"] > 0 for record in records if "train/grad_norm" in record)
+    assert finished.stdout.count("| no signal in 4 of 4 groups |") == 11
     found = [notice.text for notice in notices(read_run(tmp_path / "rl", "rl"))]
     for begin in (
         "all 32 scores of a rollout batch are 0: nothing is learned from them. Likely reason: 0 % of the completions",

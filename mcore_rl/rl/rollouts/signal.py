@@ -1,11 +1,12 @@
-"""Warnings where a policy learns nothing, each with the likely reason and what to change."""
+"""The signal of rollout batches, and warnings where a policy learns nothing, each with the reason and a remedy."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.objectives.advantages import constant_groups
 
 NUM_BATCHES = 10
@@ -50,6 +51,19 @@ def signal_of(scores_PN: Tensor, correct: Sequence[bool | None]) -> Signal:
         num_correct=sum(one is True for one in correct),
         num_decided=sum(one is not None for one in correct),
     )
+
+
+def update_signal(rewards_PG: Tensor, loss_weights_N: Tensor) -> Iterator[Metric]:
+    """Yield how many groups an update trains on, and how many of them have rewards that are all the same.
+
+    Args:
+        rewards_PG: float64: rewards of a rollout batch; NaN: there is none.
+        loss_weights_N: float64: weights of its samples in the update; 0: another update has the sample, or none.
+    """
+    is_trained_P = (loss_weights_N.view_as(rewards_PG) > 0).any(dim=1)
+    yield Metric("policy/groups", int(is_trained_P.sum()))
+    without_signal_P = constant_groups(rewards_PG) & is_trained_P
+    yield Metric("policy/groups_without_signal", int(without_signal_P.sum()))
 
 
 class Onset:

@@ -130,3 +130,11 @@ def _corpus(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", choices=("jsonl", "text"), help="default: by the files' endings")
     parser.add_argument("--key", default="text", help="JSON lines: the field with the text (default 'text')")
+
+
+def probability(text: str) -> float:
+    """Return a number from 0 to 1; argparse refuses others."""
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text}, wanted a number from 0 to 1")
+    return number

@@ -120,14 +120,6 @@ def rank(text: str) -> int:
     return number
 
 
-def probability(text: str) -> float:
-    """Return a number from 0 to 1; argparse refuses others."""
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text}, wanted a number from 0 to 1")
-    return number
-
-
 def multiple(text: str) -> float:
     """Return a multiple of a mean that is the largest of several; argparse refuses one below 1."""
     number = float(text)

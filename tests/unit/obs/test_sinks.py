@@ -127,6 +127,22 @@ def test_a_step_is_one_plain_line_when_the_output_is_not_a_terminal():
     )
 
 
+@pytest.mark.parametrize(
+    ("num_without_signal", "norm", "cells"),
+    [
+        (8.0, 0.0, "no signal in 8 of 8 groups"),
+        (8.0, 0.0123, "no signal in 8 of 8 groups | grad norm 0.012"),  # of another term of the loss
+        (7.0, 0.0, "grad norm 0.000"),
+        (7.0, 0.25, "grad norm 0.250"),
+    ],
+)
+def test_updates_whose_groups_all_lack_a_signal_say_so(num_without_signal, norm, cells):
+    text, sink = console_text()
+    groups = {"policy/groups": 8.0, "policy/groups_without_signal": num_without_signal}
+    sink.write(4, {"reward/mean": 1.0, "train/lr": 1e-5, "train/grad_norm": norm, **groups})
+    assert text.getvalue() == f"step    4/2000 | reward 1.000 | lr 1.00e-05 | {cells}\n"
+
+
 def test_a_loss_that_is_not_finite_is_shown_as_it_is():
     text, sink = console_text()
     sink.write(1, {"train/loss_nats": math.nan, "train/grad_norm": math.inf})

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from mcore_rl.rl.rollouts.signal import NUM_BATCHES, LearningWarnings, Onset, evaluation_warnings, signal_of
+from mcore_rl.obs.metrics import reduced
+from mcore_rl.rl.rollouts.signal import (
+    NUM_BATCHES,
+    LearningWarnings,
+    Onset,
+    evaluation_warnings,
+    signal_of,
+    update_signal,
+)
 
 NAN = math.nan
 NOTHING = [[0.0, 0.0], [0.0, 0.0]]
@@ -26,6 +34,19 @@ def test_a_signal_counts_groups_and_completions() -> None:
     assert signal([[0.1 + 0.2, 0.3], [0.3, NAN]]).are_equal
     assert not signal([[NAN, NAN]]).are_equal
     assert signal_of(torch.zeros(0, 0), []).num_groups == 0
+
+
+def test_groups_of_an_update_are_those_with_weights_in_it() -> None:
+    """Of three groups of two, an update has the first one whole, and one completion of the second."""
+    rewards_PG = torch.tensor([[1.0, 1.0], [0.0, 1.0], [2.0, 2.0]], dtype=torch.float64)
+    for weights, counts in (
+        ([0.5, 0.5, 0.5, 0, 0, 0], (2, 1)),
+        ([0, 0, 0, 0.5, 0.5, 0.5], (2, 1)),
+        ([1.0, 0, 0, 0, 0, 0], (1, 1)),
+        ([0, 0, 1.0, 1.0, 0, 0], (1, 0)),
+    ):
+        found = reduced(update_signal(rewards_PG, torch.tensor(weights, dtype=torch.float64)))
+        assert (found["policy/groups"], found["policy/groups_without_signal"]) == counts
 
 
 def test_equal_scores_are_warned_of_at_once_and_not_again_while_they_go_on() -> None:
