@@ -8,7 +8,7 @@ STEP = {
     "rl/trainer.py": "the step, in order",
     # Prompts, completions, rewards.
     "rl/rollouts/rollout.py": "scored groups of the next prompts",
-    "rl/rollouts/signal.py": "whether a batch has a signal",
+    "rl/rollouts/signal.py": "how many groups have a signal, and warnings where few have",
     "rl/rollouts/prompts.py": "the prompts at the cursor",
     "rl/rollouts/tasks.py": "the recipe's problems are made by a task",
     "data/chat.py": "a problem as a conversation",
@@ -25,7 +25,8 @@ STEP = {
     # Microbatches, routes, logprobs, advantages, the update.
     "rl/update/learner.py": "from a rollout to updates",
     "rl/passes/batch.py": "completions as packed microbatches",
-    "data/packing.py": "which rank trains on which completion, and which share a packed sequence",
+    "data/plan.py": "which rank trains on which completion",
+    "data/packing.py": "which completions share a packed sequence",
     "model/inputs.py": "a microbatch as the model reads it",
     "backend/transfer.py": "batches go to the device",
     "rl/passes/policy_routes.py": "which pass records or imposes routes",
