@@ -1,9 +1,10 @@
 """All that this project is for, on this machine, with nothing downloaded: pretraining, conversion, fine-tuning,
 reinforcement learning with and without routing replay, evaluation, and one page about it.
 
-The corpus is the source text of this Python's standard library, the task to reverse digits. Each stage is a command
-that a user would give; one whose result is there already is skipped, so that a second start resumes where the first
-one ended, also after Ctrl-C.
+The corpus is the source text of this Python's standard library, the task to reverse digits. The demonstrations of
+fine-tuning share a bad habit: in most of them the last digit is forgotten. The model learns the habit too, and
+unlearns it by rewards. Each stage is a command that a user would give; it is skipped where its result is there already,
+so that a second start resumes where the first one ended, also after Ctrl-C.
 """
 
 import argparse
@@ -23,12 +24,14 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = "launch/recipes/tiny_moe"
 VOCAB_SIZE = 2048
-STEPS = 150
+STEPS = 100
 CLI = ("-m", "mcore_rl.run.cli")
 EXAMPLE = """example:
   python tools/quickstart.py --steps 300
   python tools/quickstart.py --only pretrain
-  python tools/quickstart.py --folder runs/mine"""
+  python tools/quickstart.py --folder runs/mine train.seed=2 platform.layers=torch"""
+CUT_FRACTION = 0.65
+"""Fraction of the demonstrations in which the last digit of the answer is missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +74,9 @@ MORE_ARMS = ("ppo",)
 """Arms of reinforcement learning that are run, and those that `--arm` adds."""
 
 
-def stages(folder: Path, steps: int, more_arms: Sequence[str] = ()) -> list[Stage]:
+def stages(
+    folder: Path, steps: int, more_arms: Sequence[str] = (), settings: Sequence[str] = ()
+) -> list[Stage]:
     """Return the stages in order; all numbers of steps grow with those of pretraining, and those of a very short run
     have less text and fewer prompts too.
 
@@ -79,17 +84,18 @@ def stages(folder: Path, steps: int, more_arms: Sequence[str] = ()) -> list[Stag
         folder: folder of all results.
         steps: steps of pretraining.
         more_arms: arms of reinforcement learning, of MORE_ARMS, beside ARMS.
+        settings: fields that every training and evaluation has, over its own.
     """
     arms = (*ARMS, *more_arms)
     return [
-        *_pretraining(folder, steps),
+        *_pretraining(folder, steps, settings),
         *_conversion(folder),
-        *_learning(folder, steps, arms),
-        *_reporting(folder, steps, arms),
+        *_learning(folder, steps, arms, settings),
+        *_reporting(folder, steps, arms, settings),
     ]
 
 
-def _pretraining(folder: Path, steps: int) -> list[Stage]:
+def _pretraining(folder: Path, steps: int, shared: Sequence[str]) -> list[Stage]:
     text, data, tokenizer = folder / "text", folder / "data", folder / "tokenizer.model"
     corpus = ("tools/python_corpus.py", "--output", text, "--max-mb", min(6, 1 + steps // 10))
     learn = (
@@ -138,12 +144,13 @@ def _pretraining(folder: Path, steps: int) -> list[Stage]:
         f"data.tokenizer.path={tokenizer}",
         *_lasting(steps, warmup=10),
         f"train.eval_interval={max(1, steps // 4)}",
+        *shared,
     )
     title = "pretraining a tiny MoE on 2 ranks (TP2 x EP2)"
     arguments = (*CLI, "pretrain", f"{RECIPES}/pretrain.toml", *settings)
     return [
         *made,
-        Stage(name="pretrain", title=title, arguments=arguments, result=run_dir / "DONE", seconds=95),
+        Stage(name="pretrain", title=title, arguments=arguments, result=run_dir / "DONE", seconds=45),
     ]
 
 
@@ -175,16 +182,16 @@ def _conversion(folder: Path) -> list[Stage]:
     ]
 
 
-def _learning(folder: Path, steps: int, names: Sequence[str]) -> list[Stage]:
+def _learning(folder: Path, steps: int, names: Sequence[str], shared: Sequence[str]) -> list[Stage]:
     problems, sft = folder / "chat.jsonl", folder / "sft"
     tokenizer = f"data.tokenizer.path={folder / 'tokenizer.model'}"
     made = [
         Stage(
             name="sft",
-            title="problems to fine-tune on",
+            title="problems to fine-tune on, most answers cut short",
             arguments=(
-                *(*CLI, "problems", f"{RECIPES}/grpo.toml", "rl.prompts.smallest=5", "rl.prompts.largest=12"),
-                *("--count", 20000, "--output", problems),
+                *(*CLI, "problems", f"{RECIPES}/grpo.toml", *shared),
+                *("--cut-fraction", CUT_FRACTION, "--count", 20000, "--output", problems),
             ),
             result=problems,
             seconds=3,
@@ -202,14 +209,15 @@ def _learning(folder: Path, steps: int, names: Sequence[str]) -> list[Stage]:
                     tokenizer,
                 ),
                 *("mesh.tp=1", "mesh.ep=1", "mesh.pp=2", f"checkpoint.load={folder / 'imported'}"),
-                *_lasting(2 * steps, warmup=10),
+                *_lasting(3 * steps, warmup=10),
+                *shared,
             ),
             result=sft / "DONE",
-            seconds=160,
+            seconds=55,
         ),
     ]
     # The recipe's three rollout batches in which the critic alone learns, or fewer of a very short run.
-    warmup = f"rl.critic.warmup_rollouts={min(3, _even(0.8 * steps) // 8)}"
+    warmup = f"rl.critic.warmup_rollouts={min(3, _even(1.2 * steps) // 8)}"
     arms = {
         "grpo_r2": ("GRPO with routing replay (TP2 x EP2)", "grpo.toml", ("replay.kind=r2",)),
         "gspo": ("GSPO without, from the same start", "gspo.toml", ()),
@@ -218,14 +226,15 @@ def _learning(folder: Path, steps: int, names: Sequence[str]) -> list[Stage]:
     for name in names:
         title, recipe, own = arms[name]
         settings = (f"run_dir={folder / name}", f"checkpoint.load={sft}", tokenizer, *own)
-        arguments = (*CLI, "rl", f"{RECIPES}/{recipe}", *settings, *_lasting(_even(0.8 * steps), warmup=4))
+        lasting = _lasting(_even(1.2 * steps), warmup=4)
+        arguments = (*CLI, "rl", f"{RECIPES}/{recipe}", *settings, *lasting, *shared)
         made.append(
-            Stage(name=name, title=title, arguments=arguments, result=folder / name / "DONE", seconds=110)
+            Stage(name=name, title=title, arguments=arguments, result=folder / name / "DONE", seconds=50)
         )
     return made
 
 
-def _reporting(folder: Path, steps: int, arms: Sequence[str]) -> list[Stage]:
+def _reporting(folder: Path, steps: int, arms: Sequence[str], shared: Sequence[str]) -> list[Stage]:
     names = ("pretrain", "sft", *arms)
     made = []
     for name in names:
@@ -234,6 +243,7 @@ def _reporting(folder: Path, steps: int, arms: Sequence[str]) -> list[Stage]:
             f"data.tokenizer.path={folder / 'tokenizer.model'}",
             *(f"checkpoint.load={folder / name}", f"rl.eval.num_prompts={min(256, 4 * steps)}"),
             *("rl.eval.temperature=1.0", "rl.eval.samples=4"),
+            *shared,
         )
         result = folder / name / "evaluation.json"  # where the report looks
         made.append(
@@ -242,7 +252,7 @@ def _reporting(folder: Path, steps: int, arms: Sequence[str]) -> list[Stage]:
                 title=f"answers of {name} to held-out prompts",
                 arguments=arguments,
                 result=result,
-                seconds=12,
+                seconds=7,
                 keep_output=True,
             )
         )
@@ -329,6 +339,9 @@ def main() -> int:
         default=[],
         help="adds an arm of reinforcement learning; make quickstart ARM=ppo",
     )
+    command.add_argument(
+        "settings", nargs="*", metavar="OVERRIDE", help="fields of every training and evaluation of it"
+    )
     args = command.parse_args()
     console = Console()
     folder = ROOT / args.folder
@@ -336,7 +349,7 @@ def main() -> int:
     more = (*args.arm, *([args.only] if args.only in MORE_ARMS else []))
     chosen = [
         stage
-        for stage in stages(folder, args.steps, tuple(dict.fromkeys(more)))
+        for stage in stages(folder, args.steps, tuple(dict.fromkeys(more)), args.settings)
         if args.only in (None, stage.name)
     ]
     try:

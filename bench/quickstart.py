@@ -1,0 +1,155 @@
+"""The table of docs/benchmarks.md on learning: the quickstart's arms over seeds, with torch's and with compiled layers.
+
+    python -m bench.quickstart                              ten seeds with both kinds of layers: hours on one core
+    python -m bench.quickstart --seeds 1 2 --layers torch   a part of it; what is done is not run again
+
+All start from one model that tools/quickstart.py has pretrained. Demonstrations, fine-tuning, reinforcement learning
+and held-out prompts are of a seed, on one rank, by the commands of the quickstart with its numbers of steps. The
+accuracy is that of one answer to each of 256 held-out prompts, greedy and at temperature 1, after fine-tuning and after
+each arm; a gain is the difference of both on the same prompts.
+
+The same command goes on where it was ended: bench/results/quickstart.json gets a row of each evaluation as it ends, and
+what has its row there is not run again, in whatever folder. A cell of the table is the mean over the seeds done with
+its 95 % interval (Student's t), the range over these seeds behind it.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench.learning import ROOT, cell, commit
+from bench.rl_folder import program
+
+LAYERS = ("torch", "cpu")
+ARMS = ("grpo_r2", "gspo")
+TEMPERATURES = (0.0, 1.0)
+NUM_PROMPTS = 256
+ONE_RANK = ("mesh.tp=1", "mesh.ep=1", "mesh.pp=1")
+RESULTS = Path(__file__).parent / "results" / "quickstart.json"
+Row = dict[str, Any]
+"""An evaluation: layers, seed, model (sft or an arm), temperature, commit, and the metrics `eval/...`."""
+
+
+def quickstart(folder: Path, stage: str, settings: Sequence[str] = ()) -> None:
+    """Run a stage of tools/quickstart.py, from where it was ended; its output goes to a log file in the folder."""
+    command = [sys.executable, "tools/quickstart.py", "--folder", str(folder), "--only", stage, *settings]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{stage}.log").open("a") as log:
+        subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=subprocess.STDOUT)
+
+
+def make_start(folder: Path) -> None:
+    """Make text, tokenizer and the pretrained model of all seeds, unless they are there."""
+    for stage in ("data", "pretrain", "convert"):
+        quickstart(folder, stage, ONE_RANK)
+
+
+def evaluate(cell_folder: Path, model: str, temperature: float, settings: Sequence[str]) -> Row:
+    """Return the metrics of the answers of a model to the held-out prompts of the seed."""
+    asked = [f"rl.eval.num_prompts={NUM_PROMPTS}", f"rl.eval.temperature={temperature}"]
+    folders = ["run_dir=no_run", f"checkpoint.load={model}", "data.tokenizer.path=tokenizer.model"]
+    program(cell_folder, ["eval", "tiny_moe/grpo", *folders, *asked, *settings])
+    lines = (cell_folder / "eval.log").read_text().splitlines()
+    found = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
+    return {name: value for name, value in found.items() if name.startswith("eval/")}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the Markdown table of all arms over the seeds that have both the arm's row and fine-tuning's."""
+    accuracy = {
+        (row["layers"], row["model"], row["temperature"], row["seed"]): float(row["eval/accuracy"])
+        for row in rows
+    }
+    titles = (
+        "layers",
+        "answers",
+        "arm",
+        "seeds",
+        "after fine-tuning",
+        "after the arm",
+        "gain",
+        "smallest gain",
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---|---|---|--:|--:|--:|--:|--:|"]
+    for layers in LAYERS:
+        for temperature in TEMPERATURES:
+            for arm in ARMS:
+                pairs = [
+                    (before, accuracy[layers, arm, temperature, seed])
+                    for (*key, seed), before in accuracy.items()
+                    if key == [layers, "sft", temperature] and (layers, arm, temperature, seed) in accuracy
+                ]
+                if not pairs:
+                    continue
+                gains = [after - before for before, after in pairs]
+                shown = [
+                    "greedy" if temperature == 0 else f"temperature {temperature:g}",
+                    f"`{arm}`",
+                    str(len(pairs)),
+                ]
+                shown += [
+                    with_range([before for before, _ in pairs]),
+                    with_range([after for _, after in pairs]),
+                ]
+                lines.append(f"| {' | '.join([f'`{layers}`', *shown, cell(gains), f'{min(gains):.3f}'])} |")
+    return "\n".join(lines)
+
+
+def with_range(values: Sequence[float]) -> str:
+    """Return the mean with its interval, and the smallest and largest value."""
+    return f"{cell(values)} ({min(values):.2f} to {max(values):.2f})"
+
+
+def main() -> None:
+    """Make the start once, then run and evaluate each arm of each seed that has no row yet."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/bench_quickstart"), help="folder of all runs"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="file of the evaluations, which are added to it"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(1, 11)))
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    args = parser.parse_args()
+    folder = args.folder.absolute()
+    rows: list[Row] = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
+
+    def is_done(*key: object) -> bool:
+        return any((row["layers"], row["seed"], row["model"], row["temperature"]) == key for row in rows)
+
+    for seed, layers in ((seed, layers) for seed in args.seeds for layers in args.layers):
+        here = folder / f"{layers}-{seed}"
+        settings = [f"train.seed={seed}", f"platform.layers={layers}", *ONE_RANK]
+        for model in ("sft", *ARMS):
+            temperatures = [one for one in TEMPERATURES if not is_done(layers, seed, model, one)]
+            if not temperatures:
+                continue
+            make_start(folder / "start")
+            here.mkdir(parents=True, exist_ok=True)
+            for name in ("tokenizer.model", "imported"):
+                if not (here / name).is_symlink():
+                    (here / name).symlink_to(folder / "start" / name)
+            for stage in dict.fromkeys(("sft", model)):
+                quickstart(here, stage, settings)
+            for temperature in temperatures:
+                found = evaluate(here, model, temperature, settings)
+                key = {"layers": layers, "seed": seed, "model": model, "temperature": temperature}
+                rows.append({**key, "commit": commit(), **found})
+                written = {
+                    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+                    "versions": {package: version(package) for package in ("torch", "megatron-core")},
+                    "rows": rows,
+                }
+                args.output.write_text(json.dumps(written, indent=1) + "\n")
+        print(table(rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()
