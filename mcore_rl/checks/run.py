@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from math import gcd, lcm
 
 from mcore_rl.checks.fp8 import fp8_violations
+from mcore_rl.checks.lora import lora_violations
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.model import divisors, model_violations
 from mcore_rl.config.data import DataConfig, TokenizerConfig
@@ -64,6 +65,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from precision_violations(config.optim, config.platform)
     yield from _recompute(config.platform, model)
     yield from _recomputed_groups(config.platform, model, mesh)
+    yield from lora_violations(config)
     yield from _allowed_changes(config)
 
 

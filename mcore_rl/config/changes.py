@@ -17,10 +17,12 @@ EXACT = (
     "data",
     *("rl.prompts", "rl.rollout.prompts_per_step", "rl.rollout.group_size", "rl.eval.num_prompts"),
     *("rl.ptx.files", "rl.ptx.tokens", "rl.ptx.sequences"),
+    "lora",
     "numerics",
 )
-"""Fields and sections that decide which data a step reads, or the random numbers: a resumed run with others reads
-samples twice or never, and is no longer the run that it resumes. `numerics` is no field: the code decides it."""
+"""Fields and sections that decide which data a step reads, the random numbers, or what adapters add to a model: a
+resumed run with others reads samples twice or never, or is of another model. `numerics` is no field: the code decides
+it."""
 EVALUATED = ("data.valid", "data.test")
 """Fields in a section of EXACT that no training step reads."""
 NOT_COMPARED = (

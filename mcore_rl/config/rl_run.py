@@ -36,9 +36,9 @@ class RlRunConfig(RunConfig):
     @cached_property
     def allows_te(self) -> bool:
         """Whether `platform.layers` = "auto" may be TransformerEngine's: the native engine's cache of keys and values
-        needs our own attention.
+        needs our own attention, and so do adapters.
         """
-        return self.rl.engine.is_served
+        return self.rl.engine.is_served and not self.lora.is_on
 
     @cached_property
     def freezes_router(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.data import DataConfig
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
@@ -193,6 +194,7 @@ class RunConfig(Section):
     mesh: MeshConfig = MeshConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -228,8 +230,8 @@ class RunConfig(Section):
 
     @cached_property
     def allows_te(self) -> bool:
-        """Whether `platform.layers` = "auto" may be TransformerEngine's."""
-        return True
+        """Whether `platform.layers` = "auto" may be TransformerEngine's, which get no adapters."""
+        return not self.lora.is_on
 
     @cached_property
     def unfuses_router(self) -> bool:

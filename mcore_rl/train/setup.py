@@ -18,11 +18,13 @@ from torch import nn
 from mcore_rl.backend.platform import Platform
 from mcore_rl.checkpoint.weights import weights_state
 from mcore_rl.checks.programs import program_of
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.optim import State
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Store
 from mcore_rl.config.speed import SpeedFlags, run_flags
 from mcore_rl.errors import ConfigError
+from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.model.transformer_config import machine_of
 from mcore_rl.obs.performance import Timers
@@ -47,7 +49,9 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
         config, platform, mesh, config.train.steps, store=config.update_store, weights_stay=True
     )
     if config.critic_optim is not None:
-        scored = config.model_copy(update={"model": config.model.scored, "optim": config.critic_optim})
+        scored = config.model_copy(
+            update={"model": config.model.scored, "optim": config.critic_optim, "lora": LoraConfig()}
+        )
         state.critic = _set_up_model(
             scored, platform, mesh, config.critic_steps, store=config.critic_store, weights_stay=False
         )
@@ -88,6 +92,8 @@ def _set_up_model(
     """
     bare = build_model(config.model, mesh, platform, config.platform)
     freeze(config, bare)
+    if config.lora.is_on:
+        add_adapters(bare, config.lora, config.model, config.train.seed)
     refuse_partly_frozen(bare, mesh)
     flags = speed_flags_of(config, platform)
     chunks = wrap_for_data_parallelism(bare, flags, mesh, config.optim.main_grads_dtype)

@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
@@ -48,11 +49,17 @@ class Outcome:
     weights: Tensors
 
 
-def config_of(model: ModelConfig, mesh: MeshConfig, platform: PlatformConfig | None = None) -> PretrainConfig:
+def config_of(
+    model: ModelConfig,
+    mesh: MeshConfig,
+    platform: PlatformConfig | None = None,
+    lora: LoraConfig | None = None,
+) -> PretrainConfig:
     """A config with a clip norm that is always active and a constant rate."""
     return PretrainConfig(
         model=model,
         mesh=mesh,
+        lora=lora or LoraConfig(),
         platform=platform or PlatformConfig(layers="torch"),
         optim=OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3, beta2=0.999, weight_decay=0.01),
         train=TrainConfig(steps=STEPS, global_batch=SEQUENCES),
@@ -159,7 +166,7 @@ def whole_gradients(state: TrainState) -> Iterator[list[Any]]:
         kept = [param.detach().clone() for param in params]
         with torch.no_grad():
             for param in params:
-                param.copy_(param.main_grad)
+                param.copy_(param.main_grad if param.requires_grad else torch.zeros(()))
             pieces.extend(owned(state))
             for param, value in zip(params, kept, strict=True):
                 param.copy_(value)

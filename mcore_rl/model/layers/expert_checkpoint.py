@@ -12,8 +12,18 @@ from torch.distributed import ProcessGroup
 
 Offsets = tuple[tuple[int, int, int], ...]
 """Leading axes of a global tensor, as (axis, index, size), that select a layer or an expert."""
-SPLIT_AXIS = {"linear_fc1.weight": 0, "linear_fc2.weight": 1, "linear_fc1.bias": 0, "linear_fc2.bias": 0}
-"""Axis of one expert's parameter that expert tensor parallelism splits; experts with biases are not split."""
+SPLIT_AXIS = {
+    "linear_fc1.weight": 0,
+    "linear_fc2.weight": 1,
+    "linear_fc1.bias": 0,
+    "linear_fc2.bias": 0,
+    "linear_fc1.adapter.A": None,
+    "linear_fc1.adapter.B": 0,
+    "linear_fc2.adapter.A": 1,
+    "linear_fc2.adapter.B": None,
+}
+"""Axis of one expert's parameter that expert tensor parallelism splits; None: each rank has a copy. Experts with biases
+are not split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +56,15 @@ def sharded_experts(
     tp_rank, dp_rank = shards.tp_group.rank(), shards.dp_group.rank()
     state: dict[str, Any] = {}
     for name, weight in weights.items():
-        stack = _Stack(
-            shards=shards, name=name, outer=outer, halves=2 if is_gated and "linear_fc1" in name else 1
-        )
+        is_split = SPLIT_AXIS[name] is not None
+        halves = 2 if is_gated and is_split and "linear_fc1" in name else 1
+        stack = _Stack(shards=shards, name=name, outer=outer, halves=halves)
         state[f"{prefix}{name}"] = ShardedTensorFactory(
-            f"{prefix}{stack.suffix}", weight, stack.build, stack.merge, (0, 0, dp_rank)
+            f"{prefix}{stack.suffix}",
+            weight,
+            stack.build,
+            stack.merge,
+            (0, 0 if is_split else tp_rank, dp_rank),
         )
     for layer in dict.fromkeys(name.partition(".")[0] for name in weights):
         for expert in range(shards.num_local):
@@ -87,19 +101,22 @@ class _Stack:
         parts = []
         for expert, weight in enumerate(stacked):
             before, offsets = self.shards.prefix_and_offsets(expert, self.outer)
-            axis = len(offsets) + SPLIT_AXIS[self.name]
+            axis = SPLIT_AXIS[self.name]
             for half, part in enumerate(weight.chunk(self.halves)):
                 expert_key = f"{lead}{before}{self.name}"
-                split = (axis, tp_rank + half * tp_size, self.halves * tp_size)
+                split: Offsets = ()
                 if self.shards.is_singleton and self.halves == 2:
+                    assert axis is not None
                     expert_key += ("_w", "_v")[half]
-                    split = (axis, tp_rank, tp_size)
+                    split = ((len(offsets) + axis, tp_rank, tp_size),)
+                elif axis is not None:
+                    split = ((len(offsets) + axis, tp_rank + half * tp_size, self.halves * tp_size),)
                 parts.append(
                     ShardedTensor.from_rank_offsets(
                         expert_key,
                         part,
                         *offsets,
-                        split,
+                        *split,
                         replica_id=replica_id,
                         prepend_axis_num=len(offsets),
                     )

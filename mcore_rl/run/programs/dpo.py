@@ -54,7 +54,7 @@ def train(config: DPOConfig) -> None:
     # Everything that a user can get wrong comes first, before a model costs time.
     check_dpo(config, world_size_of_launcher())
     data = load_preferences(config)
-    platform = platforms.start(config.platform)
+    platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
         with open_run(config, platform) as run:
             run.log.message(describe_preferences(data))

@@ -16,6 +16,7 @@ from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.files import full_disk_explained, write_atomically
+from mcore_rl.model.adapters import describe_adapters
 from mcore_rl.obs.attempts import add_attempt, this_run_attempt
 from mcore_rl.obs.sinks import open_log, silent_log
 from mcore_rl.parallel.agree import on_rank_zero
@@ -98,6 +99,7 @@ def open_run(
             return warnings
 
         warnings = on_rank_zero(record_start)
+        adapters = [describe_adapters(state.chunks)] if config.lora.is_on else []
         log = silent_log()
         if platform.rank == 0:
             settings = config.model_dump(mode="json")
@@ -105,6 +107,7 @@ def open_run(
         for line in [
             platform.describe(),
             flags.describe(),
+            *adapters,
             *_memory_lines(config, platform),
             *checkpoints.poll(),
         ]:

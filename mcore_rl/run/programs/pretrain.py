@@ -38,7 +38,7 @@ def train(config: PretrainConfig) -> None:
         evaluated_at_once=config.train.global_batch,
     )
     config = with_evaluations_of(config, plan)
-    platform = platforms.start(config.platform)
+    platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
         with open_run(config, platform, orders_of(plan)) as run:
             sources = [f"data: {source.describe(plan.samples.train)}" for source in plan.sources]

@@ -42,7 +42,7 @@ def train(config: SFTConfig) -> None:
     packed_valid = packed_for_evaluation(config, tokenizer)
     no_end = no_end_of(config, tokenizer, packed)
     examples = packed.examples
-    platform = platforms.start(config.platform)
+    platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
         with open_run(config, platform) as run:
             run.log.message(describe_data(packed))

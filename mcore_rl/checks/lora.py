@@ -1,0 +1,87 @@
+"""Checks of the section `lora` against the rest of a config."""
+
+from collections.abc import Iterator
+
+from mcore_rl.config.lora import LoraConfig, present
+from mcore_rl.config.run import PretrainConfig, RunConfig
+from mcore_rl.config.sft import SFTConfig
+from mcore_rl.config.toml import toml_value
+
+
+def lora_violations(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with training low-rank adapters in a run."""
+    lora = config.lora
+    if not lora.is_on:
+        yield from _without_rank(lora)
+        return
+    yield from _targets(config)
+    yield from _layers(config)
+    if not isinstance(config, PretrainConfig | SFTConfig):
+        yield (
+            f"lora.rank={lora.rank} in this program: adapters are trained by `mcore-rl pretrain` and `mcore-rl sft` "
+            'only. Set lora.rank="none" to train the whole model.'
+        )
+    if config.trains_mtp and config.model.mtp_layers:
+        yield (
+            f"lora.rank={lora.rank} with model.mtp_layers={config.model.mtp_layers}: layers of multi-token prediction "
+            "get no adapters, and would no longer fit the layers before them. Set model.mtp_layers=0; "
+            "`mcore-rl convert import --mtp drop` and `relayout` leave the layers out."
+        )
+
+
+def _without_rank(lora: LoraConfig) -> Iterator[str]:
+    defaults = LoraConfig()
+    for name in LoraConfig.model_fields:
+        value = getattr(lora, name)
+        if value != getattr(defaults, name):
+            yield (
+                f'lora.{name}={toml_value(value)} with lora.rank="none": no adapters are trained. Set lora.rank, such '
+                f"as 16, or leave lora.{name} out."
+            )
+
+
+def _targets(config: RunConfig) -> Iterator[str]:
+    lora, model = config.lora, config.model
+    targets = lora.targets_in(model)
+    if not targets:
+        yield f'lora.targets=[] with lora.rank={lora.rank}: nothing would be trained. Name some, or set "auto".'
+    there = present(model)
+    for target in dict.fromkeys(targets):
+        if target not in there:
+            yield (
+                f'lora.targets names "{target}", which this {model.family} model does not have: the adapters would '
+                f"be of nothing. It has {', '.join(there)}."
+            )
+    if len(set(targets)) < len(targets):
+        yield f"lora.targets={toml_value(list(targets))} names a kind of modules twice. Name each once."
+    for name in ("expert_rank", "expert_gate_up"):
+        value = getattr(lora, name)
+        if "experts" not in targets and value != getattr(LoraConfig(), name):
+            yield (
+                f"lora.{name}={toml_value(value)} is not used: routed experts have no adapters here. Leave it out, or "
+                'name "experts" in lora.targets.'
+            )
+
+
+def _layers(config: RunConfig) -> Iterator[str]:
+    lora, platform = config.lora, config.platform
+    targets = lora.targets_in(config.model)
+    reasons = {
+        'platform.layers="te": TransformerEngine has norms inside of its linear layers, and the adapters need their '
+        'outputs. Set platform.layers="torch"': platform.layers == "te",
+        f'platform.fp8="{platform.fp8}": products in 8 bits need TransformerEngine\'s layers, which get no adapters. '
+        'Set platform.fp8="none"': platform.fp8 != "none",
+        "platform.bf16_products=true: the adapters' products would not be rounded as those of the weights. Set it to "
+        "false": platform.bf16_products,
+        "platform.batch_invariant=true: the adapters' products are not held to it. Set it to "
+        "false": platform.batch_invariant,
+        'mesh.overlap_shared_experts=true and adapters in "shared_experts": Megatron takes the messages out of their '
+        'linear layers. Set it to false, or leave "shared_experts" out of '
+        "lora.targets": config.mesh.overlap_shared_experts and "shared_experts" in targets,
+        'platform.precision="bf16" and adapters in "experts": the sum of a weight and its adapter would be rounded to '
+        'bf16, which loses small adapters. Set platform.precision="fp32", or leave "experts" out of '
+        "lora.targets": platform.precision == "bf16" and "experts" in targets,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield f"lora.rank={lora.rank} with {reason}."

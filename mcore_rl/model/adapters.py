@@ -1,0 +1,186 @@
+"""Low-rank adapters in a model: put in, drawn, switched off."""
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from torch import nn
+
+from mcore_rl.config.lora import TARGETS, LoraConfig, Target
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.packed_rows import Rows, packed_rows
+from mcore_rl.model.build import unwrap
+from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.heads import ScoreModel
+from mcore_rl.model.layers.adapters import (
+    AdaptedColumnLinear,
+    AdaptedReplicatedLinear,
+    AdaptedRowLinear,
+    AdaptedStackedLinear,
+    Adapter,
+)
+from mcore_rl.model.layers.experts import GroupedExperts, StackedLinear
+from mcore_rl.model.layers.linear import ReplicatedLinear
+
+MTP = "mtp."
+"""Beginning of the names of layers for multi-token prediction, which get no adapters."""
+PLACES: dict[str, Target] = {
+    ".self_attention.": "attention",
+    ".mlp.shared_experts.": "shared_experts",
+    ".mlp.experts.": "experts",
+    ".mlp.": "mlp",
+}
+"""Part of a layer's name, the narrower first, and the kind of module that it is in."""
+LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear)
+
+
+def add_adapters(chunks: Sequence[nn.Module], lora: LoraConfig, model: ModelConfig, seed: int) -> None:
+    """Put new adapters into the chunks of a model, before they are wrapped, and freeze all else but a scalar head.
+
+    A is uniform within 1 / sqrt(inputs), as PEFT draws it, and B is 0. They depend on the seed and the names of the
+    tensors alone, so that they are the same on every mesh, and no random state moves.
+    """
+    targets = lora.targets_in(model)
+    for chunk in map(unwrap, chunks):
+        chunk.requires_grad_(False)
+        if isinstance(chunk, ScoreModel) and chunk.post_process:
+            chunk.output_layer.requires_grad_(True)
+        # Megatron moves the experts' biases by their load, with or without a gradient.
+        chunk.config.moe_router_bias_update_rate = 0.0
+        for name, module in list(chunk.named_modules()):
+            target = target_of(name)
+            if isinstance(module, LINEAR) and target in targets and not name.startswith(MTP):
+                rank = lora.rank_of(target, model)
+                owner: Any = chunk.get_submodule(name.rpartition(".")[0])
+                if isinstance(module, StackedLinear):
+                    _adapt_experts(module, owner, rank, lora)
+                else:
+                    rows = packed_rows(name.rpartition(".")[2], len(module.weight), model)
+                    _adapt(module, rows, rank, lora.scale_of(rank))
+    _draw(chunks, seed)
+
+
+def target_of(name: str) -> Target | None:
+    """Return the kind of module that a parameter or layer of this name is in; None: it has none with adapters."""
+    return next((target for part, target in PLACES.items() if part in name), None)
+
+
+def describe_adapters(chunks: Sequence[nn.Module]) -> str:
+    """Collective over the world: return a line for the log: matrices with adapters, and parameters, by target."""
+    counts: Counter[str] = Counter()
+    for shard in local_shards(chunks):
+        if not shard.is_main:
+            continue
+        counts["all"] += shard.data.numel()
+        if ".adapter." not in shard.key:
+            continue
+        target = target_of(shard.key)
+        assert target is not None
+        counts[f"{target} parameters"] += shard.data.numel()
+        # The first element of each A is on one rank.
+        if shard.key.endswith("A") and all(
+            not index.start for index in shard.where if isinstance(index, slice)
+        ):
+            counts[f"{target} matrices"] += 1
+    of_ranks: list[Counter[str]] = [counts] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, counts)
+    total = sum(of_ranks, Counter())
+    parts = [
+        f"{total[f'{target} matrices']:,} matrices of {target} with {total[f'{target} parameters']:,} parameters"
+        for target in TARGETS
+        if total[f"{target} matrices"]
+    ]
+    trained = sum(total[f"{target} parameters"] for target in TARGETS)
+    return f"adapters: {', '.join(parts)}; the base has {total['all'] - trained:,}, which are not trained"
+
+
+def adapters_in(chunks: Sequence[nn.Module]) -> Iterator[Adapter]:
+    """Yield all adapters of this rank."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Adapter):
+                yield module
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Let the model be its base inside."""
+    adapters = [adapter for adapter in adapters_in(chunks) if adapter.is_on]
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True
+
+
+def _adapt(module: Any, rows: Rows, rank: int, scale: float) -> None:
+    """Give a layer an adapter."""
+    num_out, num_in = module.weight.shape
+    module.adapter = Adapter(
+        (len(rows.sizes) * rank, num_in), (num_out, rank), module.weight, scale=scale, rows=rows
+    )
+    weight_a, weight_b = module.adapter()
+    # Under sequence parallelism what is whole on every rank has the gradient of the rank's positions: Megatron sums it.
+    if isinstance(module, ColumnParallelLinear):
+        module.__class__, module.is_gated = AdaptedColumnLinear, len(rows.sizes) == 2
+        weight_a.sequence_parallel = module.sequence_parallel
+        set_tensor_model_parallel_attributes(weight_b, True, 0, 1)
+    elif isinstance(module, RowParallelLinear):
+        module.__class__ = AdaptedRowLinear
+        set_tensor_model_parallel_attributes(weight_a, True, 1, 1)
+        weight_b.sequence_parallel = module.sequence_parallel
+    else:
+        module.__class__ = AdaptedReplicatedLinear
+        weight_a.sequence_parallel = weight_b.sequence_parallel = module.weight.sequence_parallel
+
+
+def _adapt_experts(module: Any, owner: GroupedExperts, rank: int, lora: LoraConfig) -> None:
+    """Give one of the two layers of experts an adapter for each expert."""
+    num_experts, num_out, num_in = module.weight.shape
+    is_first = module is owner.linear_fc1
+    num_blocks = 2 if is_first and lora.expert_gate_up == "split" else 1
+    module.adapter = Adapter(
+        (num_experts, num_blocks * rank, num_in),
+        (num_experts, num_out, rank),
+        module.weight,
+        scale=lora.scale_of(rank),
+        rows=Rows(1, (num_out // num_blocks,) * num_blocks),
+    )
+    module.etp, module.splits_outputs = owner.tp_group, is_first
+    module.__class__ = AdaptedStackedLinear
+    for name, param in module.adapter.named_parameters():
+        is_split = (name == "B") == is_first
+        axis = (1 if is_first else 2) if is_split else 1
+        param.allreduce = False
+        # To Megatron's norm of the gradient a whole tensor is a copy on all dense tensor-parallel ranks but the first,
+        # which have other experts here; what is whole on expert-tensor ranks is counted on the first of these.
+        set_tensor_model_parallel_attributes(param, True, axis, 1)
+        if not is_split:
+            param.shared = owner.tp_group.rank() != 0
+
+
+@torch.no_grad()
+def _draw(chunks: Sequence[nn.Module], seed: int) -> None:
+    """Fill this rank's parts of every A."""
+    for shard in local_shards(chunks):
+        if not shard.key.endswith(".adapter.A"):
+            continue
+        # A layer or an expert is an index into the global tensor: each has numbers of its own.
+        indices = tuple(index for index in shard.where if isinstance(index, int))
+        inside = shard.where[len(indices) :]
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {shard.key} {indices}".encode()))
+        whole = torch.empty(shard.global_shape[len(indices) :])
+        bound = 1 / math.sqrt(shard.global_shape[-1])
+        shard.data.copy_(whole.uniform_(-bound, bound, generator=generator)[inside])

@@ -1,0 +1,182 @@
+"""Linear layers with a low-rank adapter beside their frozen weight: x W^T + scale * (x A^T) B^T (arXiv 2106.09685).
+
+A layer becomes one of these by its class, so that modules and keys of the base stay as they are, and A and B are added
+under `adapter.`. The branch's output must lie on the ranks as the base's output does that it is added to.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.functional import linear
+
+from mcore_rl.families.packed_rows import Rows
+from mcore_rl.model.layers.experts import StackedLinear
+from mcore_rl.model.layers.linear import ReplicatedLinear
+
+
+class Adapter(nn.Module):
+    """A and B of one matrix, or stacked of the matrices of experts.
+
+    They must be read by a call, as those of `StackedLinear`: under an overlapped gather of parameters Megatron waits
+    for them before the forward pass of the module that owns them.
+    """
+
+    def __init__(
+        self, shape_a: tuple[int, ...], shape_b: tuple[int, ...], like: Tensor, *, scale: float, rows: Rows
+    ) -> None:
+        """Take the shapes on this rank, a tensor of their type and device, the factor on B A, and the order of B's
+        rows. A has a block of rows for each of `rows.sizes`, or one block for all.
+        """
+        super().__init__()
+        self.A = nn.Parameter(like.new_empty(shape_a))
+        self.B = nn.Parameter(like.new_zeros(shape_b))
+        self.scale, self.rows, self.is_on = scale, rows, True
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return A and B."""
+        return self.A, self.B
+
+
+def expanded(low: Tensor, weight_b: Tensor, rows: Rows) -> Tensor:
+    """Return `[..., O]`: each row of B `[O, r]` times the block of `low` `[..., P * r]` of its projection."""
+    rank = weight_b.shape[-1]
+    if low.shape[-1] == rank:
+        return linear(low, weight_b)
+    blocks = low.split(rank, -1)
+    parts = weight_b.view(rows.groups, sum(rows.sizes), rank).split(rows.sizes, 1)
+    products = [
+        torch.einsum("...r,gor->...go", block, part) for block, part in zip(blocks, parts, strict=True)
+    ]
+    return torch.cat(products, -1).flatten(-2)
+
+
+class AdaptedColumnLinear(ColumnParallelLinear):
+    """Megatron's layer that splits its outputs: A is whole on every rank, and B is split as the weight."""
+
+    adapter: Adapter
+    is_gated: bool
+    """Whether the rows of each rank are of a gate, then of an up-projection, as a SwiGLU MLP has them."""
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Collective over the tensor-parallel ranks: return this rank's outputs `[S, B, o]`, and the layer's bias."""
+        output, bias = super().forward(input_, *args, **kwargs)
+        if not self.adapter.is_on:
+            return output, bias
+        weight_a, weight_b = self.adapter()
+        low = linear(input_, weight_a)  # of this rank's positions: what travels has r columns, not D
+        if self.sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, group=self.tp_group)  # backward: reduce-scatter
+        else:
+            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)  # backward: all-reduce
+        branch = expanded(low, weight_b, self.adapter.rows)
+        return torch.add(output, branch, alpha=self.adapter.scale), bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the tensors as shards; Megatron would take B for a copy on every rank, and lose parts of it."""
+        state = _sharded(self, prefix, {"weight": 0, "bias": 0, "adapter.B": 0}, sharded_offsets, metadata)
+        if self.is_gated:  # Megatron's MLP does so with the weight
+            key = f"{prefix}adapter.B"
+            state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
+        return state
+
+
+class AdaptedRowLinear(RowParallelLinear):
+    """Megatron's layer that splits its inputs: A is split as the weight, and B is whole on every rank."""
+
+    adapter: Adapter
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Collective over the tensor-parallel ranks: return the output, summed over them, and the layer's bias."""
+        output, bias = super().forward(input_)
+        if not self.adapter.is_on:
+            return output, bias
+        weight_a, weight_b = self.adapter()
+        low = linear(input_, weight_a)  # a part of the sum over the ranks
+        if self.sequence_parallel:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return torch.add(output, linear(low, weight_b), alpha=self.adapter.scale), bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the tensors as shards, A as the weight."""
+        return _sharded(self, prefix, {"weight": 1, "adapter.A": 1}, sharded_offsets, metadata)
+
+
+class AdaptedReplicatedLinear(ReplicatedLinear):
+    """A layer that every tensor-parallel rank holds whole, as A and B are."""
+
+    adapter: Adapter
+
+    def forward(self, input: Tensor) -> tuple[Tensor, None]:
+        """Return the output of this rank's positions, and no bias."""
+        output, _ = super().forward(input)
+        if not self.adapter.is_on:
+            return output, None
+        weight_a, weight_b = self.adapter()
+        branch = linear(linear(input, weight_a), weight_b)
+        return torch.add(output, branch, alpha=self.adapter.scale), None
+
+
+class AdaptedStackedLinear(StackedLinear):
+    """A matrix of every expert `[e, O, I]`, which is read with the adapters added: W + scale * B A.
+
+    With expert tensor parallelism the ranks have a part of either A or B, and the other one whole.
+    """
+
+    adapter: Adapter
+    etp: ProcessGroup
+    splits_outputs: bool
+    """Whether expert tensor parallelism splits O, and with it B; else it splits I, and with it A."""
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """Return weights and biases."""
+        if not self.adapter.is_on:
+            return self.weight, self.bias
+        return torch.add(self.weight, self.product(), alpha=self.adapter.scale), self.bias
+
+    def product(self) -> Tensor:
+        """Return B A of each expert, `[e, O, I]`."""
+        weight_a, weight_b = self.adapter()
+        # Each rank has a part of the gradient of what they all hold, and no mark of Megatron's sums it over them.
+        if self.splits_outputs:
+            weight_a = copy_to_tensor_model_parallel_region(weight_a, group=self.etp)
+        else:
+            weight_b = copy_to_tensor_model_parallel_region(weight_b, group=self.etp)
+        blocks = weight_a.split(weight_b.shape[-1], 1)
+        parts = weight_b.chunk(len(blocks), 1)
+        return torch.cat([part @ block for part, block in zip(parts, blocks, strict=True)], 1)
+
+
+def _sharded(
+    layer: ColumnParallelLinear | RowParallelLinear,
+    prefix: str,
+    axes: dict[str, int],
+    offsets: Any,
+    metadata: dict[str, Any] | None,
+) -> dict[str, Any]:
+    assert metadata is not None
+    state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        layer.state_dict(prefix="", keep_vars=True),
+        prefix,
+        axes,
+        offsets,
+        tp_group=layer.tp_group,
+        dp_cp_group=metadata["dp_cp_group"],
+    )
+    return state

@@ -1,0 +1,244 @@
+"""Low-rank adapters train on every mesh as on one rank, over a base that stays as it is."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig
+from mcore_rl.model import adapters
+from mcore_rl.model.build import build_model, unwrap
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.layers import adapters as layers
+from mcore_rl.train.objectives import NextTokenHead
+from mcore_rl.train.setup import set_up
+from mcore_rl.train.state import TrainState
+from mcore_rl.train.step import train_step
+from tests.parallel.parity import (
+    LENGTH,
+    ROWS,
+    STEPS,
+    Outcome,
+    Tensors,
+    assembled,
+    assert_equal_training,
+    batch,
+    config_of,
+    fresh_weights,
+    owned,
+    random_weights,
+    run,
+)
+from tests.parallel.plain import set_up_plain
+from tests.ranks import run_ranks
+from tests.tiny_models import TINY, shallow
+
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+MESHES = {
+    "tp2": MeshConfig(tp=2),
+    "tp2-nosp": MeshConfig(tp=2, sequence_parallel=False),
+    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
+    "ep2": MeshConfig(ep=2, dp=2),
+    "tp2-ep2": MeshConfig(tp=2, ep=2),
+    "tp2-etp2": MeshConfig(tp=2, etp=2),
+    "etp2": MeshConfig(etp=2, dp=2),
+    "tp2-etp2-ep2": MeshConfig(tp=2, etp=2, ep=2, dp=2),
+    "cp2": MeshConfig(cp=2),
+    "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
+    "dp2-overlapped": MeshConfig(dp=2, **OVERLAPPED),
+    "ep2-overlapped": MeshConfig(ep=2, dp=2, **OVERLAPPED),
+    "pp2-vpp2-dp2-overlapped": MeshConfig(pp=2, vpp=2, dp=2, **OVERLAPPED),
+}
+FUSED, SPLIT = LoraConfig(rank=4, alpha=8.0), LoraConfig(rank=4, alpha=8.0, expert_gate_up="split")
+CASES = [("qwen3_moe", mesh) for mesh in MESHES if mesh != "tp2-nosp"] + [
+    *(("deepseek_v3", mesh) for mesh in ("tp2", "tp2-ep2", "tp2-etp2", "pp2-vpp2", "ep2", "cp2")),
+    *(("qwen2_moe", "tp2-ep2"), ("gpt_oss", "tp2-ep2"), ("llama", "tp2"), ("llama", "tp2-nosp")),
+]
+
+
+def lora_of(model: str) -> LoraConfig:
+    return SPLIT if model in ("deepseek_v3", "gpt_oss") else FUSED
+
+
+@cache
+def single_rank(model: ModelConfig, lora: LoraConfig) -> tuple[Tensors, Outcome]:
+    """Weights with random adapters, B too, and the three steps on one rank from them."""
+    config = config_of(model, MeshConfig(), lora=lora)
+    initial = random_weights(config)
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in initial.items():
+        if name.endswith((".adapter.A", ".adapter.B")):
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+    return initial, run(config, 1, initial)
+
+
+def assert_trains_as_one_rank(
+    name: str,
+    mesh: MeshConfig,
+    platform: PlatformConfig | None = None,
+    sabotage: Callable[[TrainState], None] | None = None,
+) -> None:
+    model, lora = shallow(TINY[name], mesh), lora_of(name)
+    initial, reference = single_rank(model, lora)
+    config = config_of(model, mesh, platform, lora)
+    outcome = run(config, mesh.smallest_world, initial, sabotage)
+    assert_equal_training(outcome, reference)
+    trained = {key for key, tensor in outcome.weights.items() if not torch.equal(tensor, initial[key])}
+    assert trained == {key for key in initial if ".adapter." in key}
+
+
+@pytest.mark.matrix(
+    *(f"qwen3_moe-{mesh}" for mesh in ("tp2-etp2-ep2", "pp2-vpp2-dp2-overlapped", "ep2-overlapped")),
+    *("qwen3_moe-etp2", "deepseek_v3-tp2-ep2", "deepseek_v3-cp2", "gpt_oss-tp2-ep2", "llama-tp2-nosp"),
+)
+@pytest.mark.parametrize(("model", "mesh"), CASES)
+def test_three_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
+    assert_trains_as_one_rank(model, MESHES[mesh])
+
+
+@pytest.mark.parametrize(
+    "recompute", [{"recompute": "full"}, {"recompute": "selective", "recompute_modules": ("moe",)}]
+)
+def test_recomputing_activations_changes_nothing(recompute: dict[str, Any]) -> None:
+    assert_trains_as_one_rank("qwen3_moe", MESHES["tp2-etp2"], PlatformConfig(layers="torch", **recompute))
+
+
+def compiled_steps(config: PretrainConfig, initial: Tensors) -> tuple[list[float], Tensors]:
+    """On a rank: losses of the steps with the layers that are compiled for CPUs, and the weights after them."""
+    state = set_up(config, start(config.platform))
+    copy_in(state.chunks, initial)
+    state.optimizer.reload_model_params()
+    reports = [train_step(state, batch(state, step, LENGTH, ROWS), NextTokenHead()) for step in range(STEPS)]
+    return [report.loss for report in reports], assembled([owned(state)])
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
+def test_compiled_layers_train_adapters_alike(model: str) -> None:
+    shape, lora = shallow(TINY[model]), lora_of(model)
+    initial, reference = single_rank(shape, lora)
+    config = config_of(shape, MeshConfig(), PlatformConfig(layers="cpu"), lora)
+    losses, weights = run_ranks(compiled_steps, 1, config, initial)[0]
+    assert losses == pytest.approx(reference.losses, rel=1e-6)
+    assert max((weights[key] - tensor).abs().max() for key, tensor in reference.weights.items()) <= 3e-5
+
+
+def unmark_a(state: TrainState) -> None:
+    """The fault of an A that does not say that its gradient is partial under sequence parallelism."""
+    for chunk in state.chunks:
+        for name, param in chunk.named_parameters():
+            if name.endswith("adapter.A"):
+                param.sequence_parallel = False
+
+
+def count_copies(state: TrainState) -> None:
+    """The fault of a norm that counts what expert-tensor ranks hold alike once for each."""
+    for optimizer in state.optimizer.chained_optimizers:
+        for group in optimizer.optimizer.param_groups:
+            for param in group["params"]:
+                param.shared = False
+
+
+def without_sum(layer: type, state: TrainState) -> None:
+    """The fault of a layer whose backward pass does not sum over the ranks."""
+    plain = layer.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        copy = layers.copy_to_tensor_model_parallel_region
+        layers.copy_to_tensor_model_parallel_region = lambda tensor, group: tensor
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            layers.copy_to_tensor_model_parallel_region = copy
+
+    layer.forward = forward
+
+
+def read_without_call(state: TrainState) -> None:
+    """The fault of parameters that are read before Megatron has gathered them."""
+    layers.Adapter.__call__ = lambda self: (self.A, self.B)  # type: ignore[method-assign,assignment]
+
+
+MUTANTS: dict[str, tuple[str, str, Callable[[TrainState], None]]] = {
+    "unmarked": ("qwen3_moe", "tp2", unmark_a),
+    "counted": ("qwen3_moe", "tp2-etp2", count_copies),
+    "no-sum-over-etp": ("qwen3_moe", "tp2-etp2", partial(without_sum, layers.AdaptedStackedLinear)),
+    "no-copy": ("llama", "tp2-nosp", partial(without_sum, layers.AdaptedColumnLinear)),
+    "not-called": ("qwen3_moe", "dp2-overlapped", read_without_call),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_fault_fails_the_comparison(mutant: str) -> None:
+    model, mesh, sabotage = MUTANTS[mutant]
+    with pytest.raises(AssertionError, match=r"gradients differ|^\(\["):
+        assert_trains_as_one_rank(model, MESHES[mesh], sabotage=sabotage)
+
+
+def described(config: PretrainConfig) -> str:
+    """On a rank: the line for the log."""
+    return adapters.describe_adapters(set_up_plain(config).chunks)
+
+
+@pytest.mark.parametrize("mesh", ["tp2-etp2", "pp2-vpp2", "ep2"])
+def test_matrices_and_parameters_are_counted_over_the_world(mesh: str) -> None:
+    model = TINY["qwen3_moe"]
+    lines = run_ranks(described, 2, config_of(model, MESHES[mesh], lora=FUSED))
+    hidden, inner, experts, layers = model.hidden_size, model.moe.ffn_hidden_size, 8, model.num_layers
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = 4 * (3 * hidden + queries + 2 * keys + queries + hidden) * layers
+    routed = experts * 2 * (hidden + 2 * inner + inner + hidden) * layers
+    assert lines[0] == lines[1]
+    assert lines[0].startswith(
+        f"adapters: 8 matrices of attention with {attention:,} parameters, 64 matrices of experts with "
+        f"{routed:,} parameters; the base has "
+    )
+
+
+@pytest.mark.parametrize("mesh", ["tp2-etp2", "pp2-vpp2", "ep2", "dp2-overlapped"])
+def test_new_adapters_are_the_same_on_every_mesh_and_change_nothing(mesh: str) -> None:
+    """The base's random weights depend on the mesh, those of adapters on their names alone."""
+    model = TINY["qwen3_moe"]
+    config = config_of(model, MeshConfig(), lora=FUSED)
+    expected = random_weights(config)
+    found = assembled(run_ranks(fresh_weights, 2, config.model_copy(update={"mesh": MESHES[mesh]})))
+    names = [name for name in expected if ".adapter." in name]
+    assert len(names) == 8
+    for name in names:
+        assert torch.equal(found[name], expected[name])
+        inputs = expected[name].shape[-1]
+        spread = expected[name].std().item() * (3 * inputs) ** 0.5
+        # Uniform numbers within +-1/sqrt(inputs) have a standard deviation of 1/sqrt(3 * inputs).
+        assert spread == (0.0 if name.endswith("B") else pytest.approx(1.0, abs=0.05))
+
+
+def base_and_off(config: PretrainConfig) -> list[Tensor]:
+    """On a rank: logits without adapters, with new ones, with trained ones, and with these off."""
+    state = set_up_plain(config)
+    chunk = unwrap(state.chunks[0]).eval()
+    inputs = batch(state, 0)[0].model_inputs(with_labels=False)
+    plain = build_model(config.model, state.mesh, state.platform, config.platform)
+    copy_in(plain, assembled([owned(state)]))
+    with torch.no_grad():
+        logits = [unwrap(plain[0]).eval()(**inputs), chunk(**inputs)]
+        for adapter in adapters.adapters_in(state.chunks):
+            adapter.B.normal_(std=0.1)
+        logits.append(chunk(**inputs))
+        with adapters.adapters_off(state.chunks):
+            logits.append(chunk(**inputs))
+    return logits
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
+def test_new_adapters_and_adapters_that_are_off_leave_the_base_bit_for_bit(model: str) -> None:
+    base, new, trained, off = run_ranks(
+        base_and_off, 1, config_of(shallow(TINY[model]), MeshConfig(), lora=FUSED)
+    )[0]
+    assert torch.equal(base, new) and torch.equal(base, off)
+    assert (trained - base).abs().max() > 0.1
