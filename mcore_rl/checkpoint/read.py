@@ -44,6 +44,8 @@ from mcore_rl.parallel.mesh import Mesh
 OWN_ENTRY = "mcore_rl"
 """Entry of the common state that only checkpoints of this program have."""
 OPTIMIZER = "optimizer."
+ADAPTER = ".adapter."
+"""Part of the keys of low-rank adapters, which no other tensor has."""
 CRITIC = "critic."
 """Beginning of the keys of the critic's weights and optimizer state, which a run of PPO saves beside the policy's."""
 MAX_LISTED = 3
@@ -84,6 +86,11 @@ class StoredCheckpoint:
     def has_scores(self) -> bool:
         """Whether its model has a scalar head, as reward models and critics have, and no logits."""
         return SCORE_WEIGHT in self.shapes
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether its model has low-rank adapters beside its weights."""
+        return any(ADAPTER in name for name in self.shapes)
 
 
 def inspect(path: Path, *, verify_checksums: bool = True) -> StoredCheckpoint:
@@ -262,6 +269,11 @@ def _compare(
         raise CheckpointError(
             f"{stored.path} is of a reward model or a critic, whose scores are no logits: a language model cannot "
             "start from it. Name the checkpoint that it was trained from"
+        )
+    if stored.has_adapters and not any(ADAPTER in name for name in all_shapes):
+        raise CheckpointError(
+            f"{stored.path} has low-rank adapters, and this model has none: it would compute something else. Set the "
+            "section `lora` as in its run"
         )
     settings = config_changes(stored.marker.model, model, "model.") if stored.marker else []
     hint = f" Its settings: {'; '.join(map(str, settings))}." if settings else ""

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import nn
 
 from mcore_rl.checkpoint.megatron_lm import model_args
-from mcore_rl.checkpoint.read import OWN_ENTRY, StoredCheckpoint, inspect, read
+from mcore_rl.checkpoint.read import ADAPTER, OWN_ENTRY, StoredCheckpoint, inspect, read
 from mcore_rl.checkpoint.write import ShardPlanner, finish, write_now
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
@@ -120,7 +120,8 @@ def load_weights(
     """Collective over the world: fill the chunks from a checkpoint written on any mesh, whatever else it holds.
 
     A model with scores takes from a checkpoint with logits the layers alone: its head stays as it is, and the
-    checkpoint's output layer and MTP layers are left out. `has_scores` of the result shows which it was.
+    checkpoint's output layer and MTP layers are left out. `has_scores` of the result shows which it was. Low-rank
+    adapters stay as they are where the checkpoint has none.
 
     `path` is a checkpoint, a folder of them (the newest is taken), or a run's folder. An optimizer that has its own
     copy of the weights needs `reload_model_params` afterwards. `allowed` is that of `read`.
@@ -131,17 +132,30 @@ def load_weights(
     """
     stored = inspect(path, verify_checksums=verify_checksums)
     state = without_absent_extras(weights_state(chunks, mesh), stored)
-    if model.head == "logits" or stored.has_scores:
-        put_weights(chunks, read(state, stored, mesh, model, allowed=allowed))
-        return stored
-    layers = {name: shape for name, shape in stored.shapes.items() if not name.startswith(LOGIT_PARTS)}
-    own = extract_matching_values(state, lambda leaf: leaf.key in (SCORE_WEIGHT, SCORE_SHIFT))[0]
-    backbone = extract_matching_values(state, lambda leaf: leaf.key not in (SCORE_WEIGHT, SCORE_SHIFT))[0]
-    loaded = read(backbone, replace(stored, shapes=layers), mesh, model, allowed=allowed)
+    is_new_head = model.head == "score" and not stored.has_scores
+    if is_new_head:
+        layers = {name: shape for name, shape in stored.shapes.items() if not name.startswith(LOGIT_PARTS)}
+        stored_layers = replace(stored, shapes=layers)
+    else:
+        stored_layers = stored
+
+    def is_stored(leaf: Any) -> bool:
+        is_adapter = ADAPTER in leaf.key and not stored.has_adapters
+        return not (is_adapter or (is_new_head and leaf.key in (SCORE_WEIGHT, SCORE_SHIFT)))
+
+    wanted, own = extract_matching_values(state, is_stored)
+    loaded = read(wanted, stored_layers, mesh, model, allowed=allowed)
     for name, tensors in own.items():
-        loaded[name] |= {key: shard.data for key, shard in tensors.items()}
+        loaded[name] |= {key: _own(shard) for key, shard in tensors.items()}
     put_weights(chunks, loaded)
     return stored
+
+
+def _own(shard: ShardedTensor | ShardedTensorFactory) -> torch.Tensor:
+    """Return the memory that a shard is of."""
+    data: torch.Tensor | None = shard.data
+    assert data is not None
+    return data
 
 
 def _names(chunks: Sequence[nn.Module]) -> list[str]:

@@ -232,6 +232,7 @@ class Checkpoints:
         """Load `checkpoint.load`: the whole training state, or the weights where they alone are asked for or fit."""
         config = self._state.config
         stored = self._inspect(source)
+        self._refuse_other_adapters(stored)
         program = stored.marker.program if stored.marker else ""
         is_other_stage = program not in ("", kind_of_config(config))
         if not config.checkpoint.load_optimizer or is_other_stage:
@@ -246,8 +247,9 @@ class Checkpoints:
             self._state.optimizer.reload_model_params()
             stage = f", a checkpoint of {program}" if is_other_stage else ""
             head = ", without its output layer: all scores start at 0" if self._is_new_head(stored) else ""
+            adapters = ", and new adapters" if config.lora.is_on and not stored.has_adapters else ""
             self._lines.append(
-                f"weights of {stored.path}{stage}{head}; optimizer, schedule, data and steps start anew"
+                f"weights of {stored.path}{stage}{head}{adapters}; optimizer, schedule, data and steps start anew"
             )
             return Resumption(source=stored.path)
         if not stored.has_optimizer:
@@ -255,11 +257,27 @@ class Checkpoints:
                 f"{stored.path} has weights, but no optimizer state of this program. Set "
                 "checkpoint.load_optimizer=false to start training from its weights"
             )
+        if config.lora.is_on and not stored.has_adapters:
+            raise CheckpointError(
+                f"{stored.path} has no low-rank adapters: its optimizer state is of the weights, which are not trained "
+                "here. Set checkpoint.load_optimizer=false to start from its weights with new adapters"
+            )
         # Another run's state in a new run: other data is what the user asked for.
         changes = self._changes(stored)
         self._load_all(stored)
         self._log_changes(changes)
         return Resumption(source=stored.path, changes=tuple(map(str, changes)))
+
+    def _refuse_other_adapters(self, stored: StoredCheckpoint) -> None:
+        """Raise a CheckpointError where the adapters of a checkpoint would add something else to the model here."""
+        if not stored.has_adapters:
+            return
+        assert stored.marker is not None
+        there = stored.marker.settings.get("lora", {})
+        if changes := config_changes(there, self._state.config.lora, "lora."):
+            raise CheckpointError(
+                f"{stored.path} has other low-rank adapters:\n{listing(changes)[0]}\nSet the section `lora` as there"
+            )
 
     def _is_new_head(self, stored: StoredCheckpoint) -> bool:
         """Return whether the model has a scalar head, and the checkpoint none."""

@@ -1,0 +1,142 @@
+"""Low-rank adapters in checkpoints: resumed bit for bit, moved to other meshes, begun from a base without adapters."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.config.lora import LoraConfig, Target
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.model.layers import adapters
+from tests.parallel.checkpointing import SMALL, SMALL_DEEPSEEK, config_of, opened, run
+from tests.parallel.parity import assembled, owned
+from tests.parallel.plain import set_up_plain
+from tests.ranks import run_ranks
+
+TARGETS: dict[str, tuple[Target, ...]] = {
+    "all": ("attention", "experts"),
+    "attention": ("attention",),
+    "experts": ("experts",),
+}
+MESHES = {
+    "tp2-etp2": MeshConfig(tp=2, etp=2),
+    "empty-stage": MeshConfig(pp=2, pp_layout=(2, 0)),
+    "ep2": MeshConfig(ep=2, dp=2),
+    "tp2": MeshConfig(tp=2),
+    "one": MeshConfig(),
+}
+
+
+def lora_config(
+    folder: Path, mesh: str, targets: tuple[Target, ...], model: ModelConfig = SMALL, **checkpoint: Any
+) -> PretrainConfig:
+    lora = LoraConfig(rank=4, alpha=8.0, targets=targets)
+    return config_of(folder, model, MESHES[mesh], **checkpoint).model_copy(update={"lora": lora})
+
+
+def trained(config: PretrainConfig, until: int, save_at: Sequence[int]) -> dict[str, Any]:
+    """On a rank: a run that goes on to a step, and its weights then."""
+    with opened(config) as opened_run:
+        before = owned(opened_run.state)
+        opened_run.train(until, save_at)
+        return {
+            "losses": opened_run.losses,
+            "before": before,
+            "pieces": owned(opened_run.state),
+            "lines": opened_run.lines,
+        }
+
+
+def train(
+    config: PretrainConfig, until: int, save_at: Sequence[int] = ()
+) -> tuple[dict[int, float], dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Losses by step, the weights at the beginning and at the end, and the lines for the log."""
+    ranks = run_ranks(trained, config.mesh.smallest_world, config, until, save_at)
+    before, after = (assembled([rank[name] for rank in ranks]) for name in ("before", "pieces"))
+    return ranks[0]["losses"], before, after, ranks[0]["lines"]
+
+
+@pytest.mark.matrix("all-tp2-etp2", "experts-empty-stage", "experts-ep2")
+@pytest.mark.parametrize("mesh", ["tp2-etp2", "empty-stage", "ep2"])
+@pytest.mark.parametrize("targets", TARGETS)
+def test_a_resumed_run_is_bit_equal(targets: str, mesh: str, tmp_path: Path) -> None:
+    whole, broken = (lora_config(tmp_path / name, mesh, TARGETS[targets]) for name in ("whole", "broken"))
+    losses, base, expected, _ = train(whole, 4)
+    train(broken, 2, [2])
+    resumed, _, found, _ = train(broken, 4)
+    assert resumed == {step: losses[step] for step in (3, 4)}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    moved = {name for name, tensor in expected.items() if not torch.equal(base[name], tensor)}
+    assert moved == {name for name in expected if ".adapter." in name}
+
+
+@pytest.mark.parametrize("model", [SMALL, SMALL_DEEPSEEK], ids=["qwen", "deepseek"])
+def test_adapters_move_to_another_mesh_bit_for_bit(model: ModelConfig, tmp_path: Path) -> None:
+    config = lora_config(tmp_path / "a", "tp2-etp2", "auto", model)  # type: ignore[arg-type]
+    _, _, saved, _ = train(config, 2, [2])
+    for mesh in ("one", "ep2", "tp2"):
+        moved = lora_config(tmp_path / mesh, mesh, "auto", model, load=str(tmp_path / "a"))  # type: ignore[arg-type]
+        _, found, _, _ = train(moved, 2)
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+
+
+def test_new_adapters_begin_over_the_weights_of_a_checkpoint_without_any(tmp_path: Path) -> None:
+    base = config_of(tmp_path / "base", SMALL, MESHES["ep2"])
+    _, _, weights, _ = train(base, 2, [2])
+    load = {"load": str(tmp_path / "base"), "load_optimizer": False}
+    _, found, after, lines = train(lora_config(tmp_path / "lora", "tp2-etp2", TARGETS["all"], **load), 1)
+    assert any("and new adapters; optimizer, schedule, data and steps start anew" in line for line in lines)
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert all(torch.equal(after[name], tensor) for name, tensor in weights.items())
+    with pytest.raises(AssertionError, match="load_optimizer=false to start from its weights"):
+        run(lora_config(tmp_path / "lora-2", "one", TARGETS["all"], load=str(tmp_path / "base")), 1)
+
+
+def test_a_model_without_adapters_or_with_other_ones_refuses_them(tmp_path: Path) -> None:
+    config = lora_config(tmp_path / "a", "one", TARGETS["all"])
+    run(config, 1, [1])
+    load = {"load": str(tmp_path / "a"), "load_optimizer": False}
+    plain = config_of(tmp_path / "b", SMALL, MESHES["one"], **load)
+    with pytest.raises(
+        AssertionError, match=r'other low-rank adapters:\n(.*\n)*- lora.rank is 4 there, "none" here'
+    ):
+        run(plain, 1)
+    with pytest.raises(AssertionError, match="has low-rank adapters, and this model has none"):
+        run_ranks(weights_loaded, 1, plain)
+    other = lora_config(tmp_path / "c", "one", TARGETS["all"], **load)
+    other = other.model_copy(update={"lora": other.lora.model_copy(update={"alpha": 16.0})})
+    with pytest.raises(
+        AssertionError, match=r"other low-rank adapters:\n- lora.alpha is 8.0 there, 16.0 here"
+    ):
+        run(other, 1)
+    changed = config.model_copy(update={"lora": other.lora})
+    with pytest.raises(AssertionError, match="The run cannot go on exactly"):
+        run(changed, 2)
+
+
+def weights_loaded(config: PretrainConfig) -> None:
+    """On a rank: load the weights of `checkpoint.load` as programs that do not train do."""
+    state = set_up_plain(config)
+    load_weights(state.chunks, state.mesh, config.model, Path(str(config.checkpoint.load)))
+
+
+def saved_as_replica(config: PretrainConfig, until: int, save_at: Sequence[int]) -> dict[str, Any]:
+    """On a rank: `trained`, with the fault that Megatron's layers take B for a copy on every rank."""
+    layer = adapters.AdaptedColumnLinear
+    layer.sharded_state_dict = layer.__mro__[1].sharded_state_dict  # type: ignore[method-assign]
+    return trained(config, until, save_at)
+
+
+def test_a_checkpoint_of_one_part_of_b_fails_the_comparison(tmp_path: Path) -> None:
+    config = lora_config(tmp_path / "a", "tp2", TARGETS["attention"])
+    _, _, whole, _ = train(config.model_copy(update={"run_dir": str(tmp_path / "b")}), 1)
+    ranks = run_ranks(saved_as_replica, 2, config, 1, [1])
+    name = "decoder.layers.self_attention.linear_qkv.adapter.B"
+    assert assembled([rank["pieces"] for rank in ranks])[name].numel() < whole[name].numel()
