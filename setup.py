@@ -51,6 +51,8 @@ EXTRAS = {
     "dev": [
         "datasets>=3",
         "hypothesis>=6.100",
+        # tests/parallel/test_adapter_exports.py compares low-rank adapters with it.
+        "peft>=0.21,<0.22",
         "pyarrow>=16",
         "pytest>=8",
         "pytest-xdist>=3.5",

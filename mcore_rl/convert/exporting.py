@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from mcore_rl.convert.hf.text_files import (
 )
 from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
+from mcore_rl.convert.megatron.adapters import MergedSource
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import hf_config, score_config
@@ -62,6 +63,8 @@ class ExportOptions:
     """The tokenizer that the model was trained with; None: that of the reference, if it has one."""
     run: Path | None = None
     """Folder of the run that trained the model, of which the model card tells."""
+    merges: bool = False
+    """Whether low-rank adapters are added to the weights."""
 
 
 def plan_export(source: Path, folder: Path, options: ExportOptions, settings: CopySettings) -> Conversion:
@@ -73,7 +76,10 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
     copied = small_files(options.reference) if options.reference is not None else {}
     read = sizes_and_times(copied.values())
     experts = expert_layout(reference) if reference else "each"
-    dist_model = open_dist_model(source, options.reference, mtp=options.mtp, experts=experts)
+    adapters: Literal["merge", "refuse"] = "merge" if options.merges else "refuse"
+    dist_model = open_dist_model(
+        source, options.reference, mtp=options.mtp, experts=experts, adapters=adapters
+    )
     passing = _passing(reference, others)
     if passing and dist_model.model.head == "score":
         raise CheckpointError(
@@ -109,6 +115,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
             ),
             *_padding_notes(dist_model),
             *_shift_notes(dist_model),
+            *_merge_notes(dist_model, options),
         ],
     )
 
@@ -359,6 +366,16 @@ def _shift_notes(dist_model: DistModel) -> list[str]:
     return [
         f"scores are {float(shift):+.6g} higher than here, as transformers' models subtract nothing (score.shift)"
     ]
+
+
+def _merge_notes(dist_model: DistModel, options: ExportOptions) -> list[str]:
+    """Return notes on the adapters that are added; a CheckpointError where some are asked for and there are none."""
+    if not options.merges:
+        return []
+    source = dist_model.source()
+    if not dist_model.adapters or not isinstance(source, MergedSource):
+        raise CheckpointError(f"{dist_model.folder.path} has no low-rank adapters. Leave out --merge.")
+    return list(source.notes(None if options.dtype == "keep" else OUTPUT_DTYPES[options.dtype]))
 
 
 def _finish(

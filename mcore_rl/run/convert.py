@@ -24,6 +24,7 @@ from mcore_rl.convert.importing import OUTPUT_DTYPES, ImportOptions, import_targ
 from mcore_rl.convert.megatron.layouts import KeyLayout, native_layout
 from mcore_rl.convert.megatron.mesh_bytes import mesh_lines
 from mcore_rl.convert.megatron.model import open_dist_model
+from mcore_rl.convert.peft import plan_adapter_export
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.convert.verify import compare
 from mcore_rl.data.tokenizer import digest_of_folder, load_tokenizer
@@ -120,11 +121,18 @@ def _check_logits(args: argparse.Namespace, progress: ByteProgress, folder: Path
 
 def _export(source: Path, output: Path, args: argparse.Namespace, settings: CopySettings) -> Conversion:
     checkpoint = find_checkpoint(source)
+    if args.adapter is not None:
+        return plan_adapter_export(source, output, args.adapter, args.reference, args.dtype, settings)
     run = run_of_checkpoint(checkpoint)
     if args.reference is None and (checkpoint / "config.json").is_file():
         args.reference = checkpoint  # an import, which has the small files of its source
     options = ExportOptions(
-        reference=args.reference, dtype=args.dtype, mtp=args.mtp, text=_text(args, run), run=run
+        reference=args.reference,
+        dtype=args.dtype,
+        mtp=args.mtp,
+        text=_text(args, run),
+        run=run,
+        merges=args.merge,
     )
     return plan_export(source, output, options, settings)
 
@@ -251,9 +259,11 @@ def _check(args: argparse.Namespace) -> None:
             "mesh",
             "family",
             "tokenizer",
+            "merge",
+            "adapter",
         },
         "import": {"dtype", "mtp", "keys", "layers", "vocab_multiple", "family", "check_logits"},
-        "export": {"dtype", "mtp", "reference", "tokenizer"},
+        "export": {"dtype", "mtp", "reference", "tokenizer", "merge", "adapter"},
         "verify": {"mtp", "reference", "logits", "family"},
         "relayout": {"keys", "layers", "reference"},
     }[args.action]
@@ -269,9 +279,15 @@ def _check(args: argparse.Namespace) -> None:
         "logits": False,
         "check_logits": None,
         "family": None,
+        "merge": False,
+        "adapter": None,
     }
     for name, default in defaults.items():
         if name not in allowed and getattr(args, name) != default:
             raise ConfigError(
                 f"--{name.replace('_', '-')} means nothing to convert {args.action}. Leave it out."
+            )
+        if args.adapter and name in ("mtp", "tokenizer", "merge") and getattr(args, name) != default:
+            raise ConfigError(
+                f"--{name} means nothing with --adapter, which writes no weights. Leave one of them out."
             )

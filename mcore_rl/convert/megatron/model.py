@@ -3,15 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from mcore_rl.checkpoint.megatron_lm import args_changes, read_args
+from mcore_rl.checkpoint.read import ADAPTER
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.extension import is_extension
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.convert.hf.model import FLOATS, MtpLayers
+from mcore_rl.convert.megatron.adapters import MergedSource, StoredAdapter, stored_adapters, stored_lora
 from mcore_rl.convert.megatron.folder import DistFolder, check_files, open_dist
 from mcore_rl.convert.megatron.layouts import KeyLayout, detect
 from mcore_rl.convert.megatron.source import DistSource
@@ -36,6 +39,10 @@ class DistModel:
     weights: WeightMap
     """The weight map under the checkpoint's keys."""
     layout: KeyLayout
+    adapters: Mapping[str, StoredAdapter]
+    """Low-rank adapters by the keys of their weights."""
+    merges: bool
+    """Whether the weights are read with the adapters added."""
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the type that a tensor is stored in."""
@@ -43,11 +50,16 @@ class DistModel:
 
     def source(self) -> DistSource:
         """Open the checkpoint's tensors for reading."""
-        return DistSource(self.folder)
+        return MergedSource(self.folder, self.adapters) if self.merges else DistSource(self.folder)
 
 
 def open_dist_model(
-    path: Path, reference: Path | None = None, *, mtp: MtpLayers = "keep", experts: ExpertLayout = "each"
+    path: Path,
+    reference: Path | None = None,
+    *,
+    mtp: MtpLayers = "keep",
+    experts: ExpertLayout = "each",
+    adapters: Literal["refuse", "merge", "apart"] = "refuse",
 ) -> DistModel:
     """Return the model in a checkpoint.
 
@@ -56,14 +68,22 @@ def open_dist_model(
         reference: A Hugging Face folder of the same model, for checkpoints that do not name their family.
         mtp: Whether layers for multi-token prediction are kept or left out.
         experts: Whether the Hugging Face side has a tensor for each expert or one for all of a layer.
+        adapters: Whether low-rank adapters are added to the weights as they are read, or left beside them.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or its tensors are not those of the model; each is named.
+        CheckpointError: The checkpoint is damaged, or its tensors are not those of the model; each is named. Or it has
+            low-rank adapters, which are not asked for.
         ConfigError: The reference's config.json describes a model that cannot be represented.
     """
     folder = open_dist(path)
     check_files(folder)
-    stored = {key: tensor.shape for key, tensor in folder.weights.items()}
+    lora = stored_lora(folder)
+    if lora is not None and adapters == "refuse":
+        raise CheckpointError(
+            f"{folder.path} has low-rank adapters beside its weights. Export them added to the weights, with "
+            "`mcore-rl convert export --merge`, or alone, with `mcore-rl convert export --adapter each`."
+        )
+    stored = {key: tensor.shape for key, tensor in folder.weights.items() if ADAPTER not in key}
     model = _model(folder, reference, stored)
     if mtp == "drop":
         model = model.model_copy(update={"mtp_layers": 0})
@@ -83,7 +103,13 @@ def open_dist_model(
     if odd:
         raise CheckpointError(f"{folder.path} has tensors that are no plain weights:\n{listed(odd)}")
     return DistModel(
-        folder=folder, model=model, canonical=canonical, weights=weights, layout=translation.layout
+        folder=folder,
+        model=model,
+        canonical=canonical,
+        weights=weights,
+        layout=translation.layout,
+        adapters=stored_adapters(folder, lora, model) if lora is not None else {},
+        merges=adapters == "merge",
     )
 
 

@@ -71,6 +71,16 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="export: a tokenizer's folder or .model file, or none (default: that of the run, else of --reference)",
     )
+    what.add_argument(
+        "--merge",
+        action="store_true",
+        help="export: add low-rank adapters to the weights; says what rounding loses",
+    )
+    what.add_argument(
+        "--adapter",
+        choices=("each", "fused"),
+        help="export: low-rank adapters alone, for the library peft: a module for each expert, or its fused experts",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--workers", type=positive, default=2, metavar="N", help="processes (default 2)")
     how.add_argument(

@@ -1,0 +1,192 @@
+"""Low-rank adapters compute what the library peft computes with an export of them, and so does a merged export."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.convert.copying.copier import convert
+from mcore_rl.convert.exporting import ExportOptions, plan_export
+from mcore_rl.convert.peft import AdapterLayout, plan_adapter_export
+from mcore_rl.errors import CheckpointError
+from mcore_rl.model.adapters import adapters_off
+from mcore_rl.model.build import unwrap
+from mcore_rl.model.global_tensors import local_shards
+from tests.conversion import ONE_FILE, exported, imported, quiet, read_hf, saved
+from tests.hf_models import VOCAB, oracle, random_tokens
+from tests.parallel.checkpointing import config_of, opened
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-5
+LORA = LoraConfig(rank=6, alpha=9.0, rslora=True, expert_rank=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A run that saved random adapters as step 0, and their gradients in their place as step 1."""
+
+    folder: Path
+    base: Path
+    logits: Tensor
+    off: Tensor
+
+    @property
+    def adapters(self) -> Path:
+        return self.folder / "checkpoints" / "iter_0000000"
+
+    @property
+    def gradients(self) -> Path:
+        return self.folder / "checkpoints" / "iter_0000001"
+
+
+def saved_twice(config: PretrainConfig, base: Path) -> tuple[Tensor, Tensor]:
+    """On a rank: logits with random adapters over the weights of `base`, and with these off."""
+    with opened(config) as run:
+        state = run.state
+        load_weights(state.chunks, state.mesh, config.model, base)
+        for shard in local_shards(state.chunks):
+            if ".adapter." in shard.key:
+                generator = torch.Generator().manual_seed(len(shard.key))
+                whole = 0.1 * torch.randn(shard.global_shape, generator=generator)
+                shard.data.detach().copy_(whole[shard.where])
+        state.optimizer.reload_model_params()
+        run.checkpoints.save()
+        chunk = state.chunks[0].eval()
+        tokens = random_tokens(length=17)
+        inputs = {
+            "input_ids": tokens[:, :-1].contiguous(),
+            "position_ids": torch.arange(16).expand(len(tokens), -1),
+            "attention_mask": None,
+        }
+        logits = chunk(**inputs)[..., :VOCAB]
+        chunk.zero_grad_buffer()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        with torch.no_grad(), adapters_off(state.chunks):
+            off = chunk(**inputs)[..., :VOCAB]
+        for param in unwrap(chunk).parameters():
+            if param.requires_grad:
+                param.data.copy_(param.main_grad)
+        state.optimizer.reload_model_params()
+        state.progress.step = 1
+        run.checkpoints.save()
+        return logits.detach(), off
+
+
+def trained(case: str, folder: Path, lora: LoraConfig) -> Trained:
+    base = saved(case, folder / "hf")
+    model = oracle(case).ours
+    moe = model.moe.model_copy(update={"balance": "none", "z_loss_coeff": 0.0})
+    model = model.model_copy(update={"vocab_multiple": 16, "moe": moe})
+    config = config_of(folder / "run", model, MeshConfig(), asynchronous=False).model_copy(
+        update={"lora": lora}
+    )
+    logits, off = run_ranks(saved_twice, 1, config, imported(base, folder / "base"))[0]
+    return Trained(folder=folder / "run", base=base, logits=logits, off=off)
+
+
+def adapter_of(checkpoint: Path, folder: Path, layout: AdapterLayout) -> Path:
+    with quiet() as progress:
+        plan = plan_adapter_export(checkpoint, folder, layout, None, "keep", ONE_FILE)
+        return convert(plan, ONE_FILE, progress)
+
+
+def logits_of(model: Any) -> Tensor:
+    logits: Tensor = model(input_ids=random_tokens(length=17)[:, :-1]).logits
+    return logits
+
+
+def opened_by_transformers(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+
+CASES: dict[str, tuple[str, LoraConfig, AdapterLayout]] = {
+    "fused": ("qwen3_moe", LORA, "fused"),
+    "fused-each": ("qwen3_moe", LORA, "each"),
+    "split": ("qwen3_moe", LORA.model_copy(update={"expert_gate_up": "split"}), "each"),
+    "experts": ("qwen3_moe", LORA.model_copy(update={"targets": ("experts",)}), "fused"),
+    "mixtral": ("mixtral", LORA, "each"),
+    "latent": ("deepseek_v3", LORA.model_copy(update={"targets": ("attention", "experts")}), "fused"),
+    "full-queries": ("deepseek_v3-full-queries", LORA.model_copy(update={"targets": ("attention",)}), "each"),
+    "dense": ("qwen3", LORA.model_copy(update={"expert_rank": "auto", "rslora": False}), "each"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_computes_the_same_logits_and_gradients(case: str, tmp_path: Path) -> None:
+    family, lora, layout = CASES[case]
+    run = trained(family, tmp_path, lora)
+    folder = adapter_of(run.adapters, tmp_path / "adapter", layout)
+    base = opened_by_transformers(run.base)
+    assert (logits_of(base) - run.off).abs().max() <= TOLERANCE
+    model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True).eval()
+    logits = logits_of(model)
+    assert (logits - run.logits).abs().max() <= TOLERANCE
+    assert (run.logits - run.off).abs().max() > 0.05
+    tokens = random_tokens(length=17)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    ours = load_file(adapter_of(run.gradients, tmp_path / "gradients", layout) / "adapter_model.safetensors")
+    theirs = {
+        name.replace(".default", ""): param.grad
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+    if case in ("fused-each", "split", "mixtral"):
+        return  # peft fuses what it reads, and has other tensors
+    assert ours.keys() == theirs.keys()
+    errors = {name: (ours[name] - grad).norm() / grad.norm() for name, grad in theirs.items()}
+    assert max(errors.values()) <= TOLERANCE, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("case", ["fused", "split", "latent", "dense"])
+def test_a_merged_export_computes_the_same(case: str, tmp_path: Path) -> None:
+    family, lora, _ = CASES[case]
+    run = trained(family, tmp_path, lora)
+    for mesh_layout in (None, run.base):
+        folder = exported(
+            run.adapters, tmp_path / f"merged-{mesh_layout is None}", reference=mesh_layout, merges=True
+        )
+        logits = logits_of(opened_by_transformers(folder))
+        assert (logits - run.logits).abs().max() <= TOLERANCE
+    untouched = read_hf(run.base)
+    merged = read_hf(tmp_path / "merged-True")
+    assert all(torch.equal(merged[name], untouched[name]) for name in untouched if "norm" in name)
+
+
+def test_what_an_export_cannot_do_is_refused(tmp_path: Path) -> None:
+    run = trained("qwen3_moe", tmp_path, LORA.model_copy(update={"expert_gate_up": "split"}))
+    with pytest.raises(
+        CheckpointError, match=r"has low-rank adapters beside its weights\. Export them added"
+    ):
+        exported(run.adapters, tmp_path / "plain")
+    with pytest.raises(CheckpointError, match=r"share one\. Write a module for each expert: --adapter each"):
+        adapter_of(run.adapters, tmp_path / "fused", "fused")
+    base = tmp_path / "base"
+    with pytest.raises(CheckpointError, match=r"has no low-rank adapters\. Leave out --merge"):
+        exported(base, tmp_path / "merged", merges=True)
+    with pytest.raises(
+        CheckpointError, match=r"has no low-rank adapters\. Export the model, without --adapter"
+    ):
+        adapter_of(base, tmp_path / "none", "each")
+
+
+def test_what_rounding_loses_of_an_adapter_is_noted(tmp_path: Path) -> None:
+    run = trained("qwen3_moe", tmp_path, LORA)
+    notes = plan_export(
+        run.adapters, tmp_path / "x", ExportOptions(merges=True, dtype="bf16"), ONE_FILE
+    ).notes
+    lines = [note for note in notes if "rounding loses" in note]
+    assert len(lines) == 4 and lines[0].startswith(
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight: the adapter"
+    )
