@@ -78,9 +78,6 @@ def _layers(config: RunConfig) -> Iterator[str]:
         'mesh.overlap_shared_experts=true and adapters in "shared_experts": Megatron takes the messages out of their '
         'linear layers. Set it to false, or leave "shared_experts" out of '
         "lora.targets": config.mesh.overlap_shared_experts and "shared_experts" in targets,
-        'platform.precision="bf16" and adapters in "experts": the sum of a weight and its adapter would be rounded to '
-        'bf16, which loses small adapters. Set platform.precision="fp32", or leave "experts" out of '
-        "lora.targets": platform.precision == "bf16" and "experts" in targets,
     }
     for reason, holds in reasons.items():
         if holds:

@@ -159,6 +159,7 @@ def _adapt_experts(module: Any, owner: GroupedExperts, rank: int, lora: LoraConf
         rows=Rows(1, (num_out // num_blocks,) * num_blocks),
     )
     module.etp, module.splits_outputs = owner.tp_group, is_first
+    module.merges = type(owner) is not GroupedExperts
     module.__class__ = AdaptedStackedLinear
     for name, param in module.adapter.named_parameters():
         is_split = (name == "B") == is_first

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from mcore_rl.families.packed_rows import Rows
 from mcore_rl.model.layers.experts import StackedLinear
+from mcore_rl.model.layers.experts_grouped import Linear, LowRank
 from mcore_rl.model.layers.linear import ReplicatedLinear
 
 
@@ -134,7 +135,7 @@ class AdaptedReplicatedLinear(ReplicatedLinear):
 
 
 class AdaptedStackedLinear(StackedLinear):
-    """A matrix of every expert `[e, O, I]`, which is read with the adapters added: W + scale * B A.
+    """A matrix of every expert `[e, O, I]` and its adapters.
 
     With expert tensor parallelism the ranks have a part of either A or B, and the other one whole.
     """
@@ -143,24 +144,25 @@ class AdaptedStackedLinear(StackedLinear):
     etp: ProcessGroup
     splits_outputs: bool
     """Whether expert tensor parallelism splits O, and with it B; else it splits I, and with it A."""
+    merges: bool
+    """Whether the experts compute with the sum W + scale * B A, not with products of its two parts."""
 
-    def forward(self) -> tuple[Tensor, Tensor | None]:
-        """Return weights and biases."""
+    def forward(self) -> Linear:
+        """Return weights, biases and adapters."""
         if not self.adapter.is_on:
-            return self.weight, self.bias
-        return torch.add(self.weight, self.product(), alpha=self.adapter.scale), self.bias
-
-    def product(self) -> Tensor:
-        """Return B A of each expert, `[e, O, I]`."""
+            return super().forward()
         weight_a, weight_b = self.adapter()
         # Each rank has a part of the gradient of what they all hold, and no mark of Megatron's sums it over them.
         if self.splits_outputs:
             weight_a = copy_to_tensor_model_parallel_region(weight_a, group=self.etp)
         else:
             weight_b = copy_to_tensor_model_parallel_region(weight_b, group=self.etp)
+        if not self.merges:
+            return Linear(self.weight, self.bias, LowRank(weight_a, weight_b, self.adapter.scale))
         blocks = weight_a.split(weight_b.shape[-1], 1)
         parts = weight_b.chunk(len(blocks), 1)
-        return torch.cat([part @ block for part, block in zip(parts, blocks, strict=True)], 1)
+        product = torch.cat([part @ block for part, block in zip(parts, blocks, strict=True)], 1)
+        return Linear(torch.add(self.weight, product, alpha=self.adapter.scale), self.bias)
 
 
 def _sharded(

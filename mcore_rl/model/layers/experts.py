@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.expert_checkpoint import ExpertShards, sharded_experts
-from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM, grouped_experts
+from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM, Linear, grouped_experts
 from mcore_rl.model.layers.experts_sorted import routed_experts
 
 
@@ -29,9 +29,9 @@ class StackedLinear(nn.Module):
         self.weight = nn.Parameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias)
 
-    def forward(self) -> tuple[Tensor, Tensor | None]:
+    def forward(self) -> Linear:
         """Return weight and bias."""
-        return self.weight, self.bias
+        return Linear(self.weight, self.bias)
 
 
 class GroupedExperts(MegatronModule):

@@ -1,15 +1,44 @@
 """Experts on GPUs, or with any activation: two grouped matrix products over rows sorted by expert."""
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.functional import pad
 
-Linear = tuple[Tensor, Tensor | None]
-"""Weight `[E, O, I]` and bias `[E, O]` of all experts."""
+
+class LowRank(NamedTuple):
+    """The low-rank adapter of a linear layer of all experts, which adds scale * B A to each weight."""
+
+    a_ERI: Tensor
+    """A of each expert; where each projection has one, in blocks of rows, one below the other."""
+    b_EOr: Tensor
+    """B of each expert, of the rank of one block."""
+    scale: float
+
+
+class Linear(NamedTuple):
+    """A linear layer of all experts."""
+
+    weight_EOI: Tensor
+    bias_EO: Tensor | None
+    adapter: LowRank | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all that a gradient may be of."""
+        yield self.weight_EOI
+        if self.bias_EO is not None:
+            yield self.bias_EO
+        if self.adapter is not None:
+            yield from (self.adapter.a_ERI, self.adapter.b_EOr)
+
+
+GROUPED_ALIGNMENT_BYTES = 16
+"""Multiple of bytes of a row that grouped_mm takes."""
 # Older versions of torch lack it: a loop over the experts then computes the same.
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 
@@ -32,29 +61,46 @@ def grouped_experts(
         counts_E: Number of rows of each expert.
         config: Activation and recomputation.
     """
-    (fc1_EFD, bias_EF), (fc2_EDF, bias_ED) = fc1, fc2
     if not len(rows_ND):
         # The gates and weights must get a gradient even without a row: in the backward pass ranks exchange those of the
         # gates, and would wait for this one, and overlapped reduction waits for every parameter.
-        used = (gates_N, *fc1, *fc2)
-        return rows_ND + 0.0 * sum(tensor.sum() for tensor in used if tensor is not None)
+        used = (gates_N, *fc1.tensors(), *fc2.tensors())
+        return rows_ND + 0.0 * sum(tensor.sum() for tensor in used)
     activate = partial(_activate, config=config)
-    hidden_NF, gates_N1 = _products(rows_ND, fc1_EFD, counts_E), gates_N[:, None]
-    if bias_EF is not None:
-        hidden_NF = hidden_NF + _of_each_row(bias_EF, counts_E, len(rows_ND))
+    hidden_NF, gates_N1 = _adapted(rows_ND, fc1, counts_E), gates_N[:, None]
+    if fc1.bias_EO is not None:
+        hidden_NF = hidden_NF + _of_each_row(fc1.bias_EO, counts_E, len(rows_ND))
     if config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules:
         checkpoint = CheckpointWithoutOutput(fp8=None)
         active_NF = checkpoint.checkpoint(activate, hidden_NF, gates_N1)
-        output_ND = _products(active_NF, fc2_EDF, counts_E)
+        output_ND = _adapted(active_NF, fc2, counts_E)
         # The activation is freed once fc2 has read it, and computed again before fc2's backward pass.
         checkpoint.discard_output_and_register_recompute(output_ND)
     else:
-        output_ND = _products(activate(hidden_NF, gates_N1), fc2_EDF, counts_E)
-    if bias_ED is not None:
+        output_ND = _adapted(activate(hidden_NF, gates_N1), fc2, counts_E)
+    if fc2.bias_EO is not None:
         # The activations contain the gate already, the biases do not.
-        biases_ND = _of_each_row(bias_ED, counts_E, len(rows_ND)) * gates_N1
+        biases_ND = _of_each_row(fc2.bias_EO, counts_E, len(rows_ND)) * gates_N1
         output_ND = output_ND + biases_ND.to(output_ND.dtype)
     return output_ND
+
+
+def _adapted(rows_NI: Tensor, layer: Linear, counts_E: Tensor) -> Tensor:
+    """Return each row times the transposed weight of its expert, with the adapter's part where there is one."""
+    output_NO = _products(rows_NI, layer.weight_EOI, counts_E)
+    if layer.adapter is None:
+        return output_NO
+    a_ERI, b_EOr, scale = layer.adapter
+    blocks = a_ERI.split(b_EOr.shape[-1], 1)
+    if missing := -b_EOr.shape[-1] % (GROUPED_ALIGNMENT_BYTES // b_EOr.element_size()):
+        blocks = tuple(pad(block, (0, 0, 0, missing)) for block in blocks)
+        b_EOr = pad(b_EOr, (0, missing))
+    lows = _products(rows_NI, torch.cat(blocks, 1), counts_E).chunk(len(blocks), 1)
+    branches = [
+        _products(low.contiguous(), part.contiguous(), counts_E)
+        for low, part in zip(lows, b_EOr.chunk(len(blocks), 1), strict=True)
+    ]
+    return torch.add(output_NO, torch.cat(branches, 1), alpha=scale)
 
 
 def _of_each_row(bias_EO: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:

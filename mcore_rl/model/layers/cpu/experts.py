@@ -48,7 +48,7 @@ class CompiledExperts(GroupedExperts):
         return self._computed(input_TD, probs_TE, assign(token_N, gates_index_N, routed_TE.sum(0).tolist()))
 
     def _computed(self, input_TD: Tensor, gates: Tensor, assignment: "Assignment") -> Tensor:
-        (fc1_EFD, _), (fc2_EDF, _) = self.linear_fc1(), self.linear_fc2()
+        fc1_EFD, fc2_EDF = self.linear_fc1().weight_EOI, self.linear_fc2().weight_EOI
         return swiglu_experts(input_TD, gates, fc1_EFD, fc2_EDF, assignment, rounds=self._rounds)
 
 
