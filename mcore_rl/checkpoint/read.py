@@ -273,7 +273,8 @@ def _compare(
     if stored.has_adapters and not any(ADAPTER in name for name in all_shapes):
         raise CheckpointError(
             f"{stored.path} has low-rank adapters, and this model has none: it would compute something else. Set the "
-            "section `lora` as in its run"
+            "section `lora` as in its run, or add them to the weights, with `mcore-rl convert export --merge`, and "
+            "import the result"
         )
     settings = config_changes(stored.marker.model, model, "model.") if stored.marker else []
     hint = f" Its settings: {'; '.join(map(str, settings))}." if settings else ""

@@ -15,6 +15,8 @@ from torch import nn
 from mcore_rl.checkpoint.megatron_lm import model_args
 from mcore_rl.checkpoint.read import ADAPTER, OWN_ENTRY, StoredCheckpoint, inspect, read
 from mcore_rl.checkpoint.write import ShardPlanner, finish, write_now
+from mcore_rl.config.changes import config_changes, listing
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained
@@ -149,6 +151,17 @@ def load_weights(
         loaded[name] |= {key: _own(shard) for key, shard in tensors.items()}
     put_weights(chunks, loaded)
     return stored
+
+
+def refuse_other_adapters(stored: StoredCheckpoint, lora: LoraConfig) -> None:
+    """Raise a CheckpointError where the adapters of a checkpoint would add something else to a model with `lora`."""
+    if not stored.has_adapters:
+        return
+    assert stored.marker is not None, "only this program writes adapters"
+    if changes := config_changes(stored.marker.settings.get("lora", {}), lora, "lora."):
+        raise CheckpointError(
+            f"{stored.path} has other low-rank adapters:\n{listing(changes)[0]}\nSet the section `lora` as there"
+        )
 
 
 def _own(shard: ShardedTensor | ShardedTensorFactory) -> torch.Tensor:

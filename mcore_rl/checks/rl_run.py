@@ -200,10 +200,11 @@ def _model(config: RlRunConfig) -> Iterator[str]:
         "aux_loss_coeff": moe.aux_loss_coeff if moe.balance != "none" else 0.0,
         "z_loss_coeff": moe.z_loss_coeff,
     }
-    if config.rl.freeze_router and config.model.is_moe and any(losses.values()):
+    if (config.rl.freeze_router or config.lora.is_on) and config.model.is_moe and any(losses.values()):
         named = ", ".join(f"model.moe.{name}={value}" for name, value in losses.items() if value)
+        frozen = "rl.freeze_router=true" if config.rl.freeze_router else f"lora.rank={config.lora.rank}"
         yield (
-            f"rl.freeze_router=true with {named}: a loss on routers that do not learn would move the layers below them "
+            f"{frozen} with {named}: a loss on routers that do not learn would move the layers below them "
             "instead. Set it to 0."
         )
     if config.replay.kind == "r2" and config.rl.update.old_logprobs == "rollout":

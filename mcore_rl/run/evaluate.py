@@ -7,8 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import nn
+
 from mcore_rl.backend import platform as platforms
-from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.checkpoint.read import StoredCheckpoint, inspect
+from mcore_rl.checkpoint.weights import load_weights, refuse_other_adapters
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.rm import check_rm
 from mcore_rl.config.data import TokenizerConfig
@@ -16,13 +19,14 @@ from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.load import kind_of
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
-from mcore_rl.config.run import RunConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.folders.run_config import load_run_config
+from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.processes.imports import checkpoint_of
 from mcore_rl.processes.launcher import world_size_of_launcher
 from mcore_rl.processes.rank_guard import rank_guard
@@ -57,8 +61,7 @@ def evaluate(config: RlRunConfig) -> None:
     platform = platforms.start(settings, allows_te=config.allows_te)
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
-    chunks = build_model(config.model, mesh, platform, settings)
-    stored = load_weights(chunks, mesh, config.model, source, allowed=config.checkpoint.allow_changes)
+    chunks, stored = loaded(config, mesh, platform, settings, source)
     failures = FailureReport(_complain, folder=None)
     with open_rollouts(config, prompts, chunks, mesh, platform, failures) as rollouts:
         rollouts.engine.update_weights(0)
@@ -86,11 +89,10 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
         raise ConfigError('train.eval_batches="none": nothing is evaluated. Set a number.')
     source = checkpoint_to_evaluate(config, config.data.tokenizer)
     settings = config.platform.model_copy(update={"recompute": "none"})
-    platform = platforms.start(settings)
+    platform = platforms.start(settings, allows_te=config.allows_te)
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
-    chunks = build_model(config.model, mesh, platform, settings)
-    stored = load_weights(chunks, mesh, config.model, source, allowed=config.checkpoint.allow_changes)
+    chunks, stored = loaded(config, mesh, platform, settings, source)
     if not stored.has_scores:
         raise CheckpointError(
             f"{stored.path} is of a language model, which has no scores. Name a checkpoint that `mcore-rl rm` made"
@@ -114,6 +116,19 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
             result["calibration"] = calibration_table(sums)
         sys.stdout.write(json.dumps(result) + "\n")
     platforms.stop()
+
+
+def loaded(
+    config: RunConfig, mesh: Mesh, platform: platforms.Platform, settings: PlatformConfig, source: Path
+) -> tuple[list[nn.Module], StoredCheckpoint]:
+    """Collective over the world: return the chunks of the config's model, low-rank adapters included, with the weights
+    of a checkpoint, and that checkpoint.
+    """
+    chunks = build_model(config.model, mesh, platform, settings)
+    if config.lora.is_on:
+        add_adapters(chunks, config.lora, config.model, config.train.seed)
+    refuse_other_adapters(inspect(source), config.lora)
+    return chunks, load_weights(chunks, mesh, config.model, source, allowed=config.checkpoint.allow_changes)
 
 
 def _complain(text: str) -> None:

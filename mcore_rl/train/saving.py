@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 
 from mcore_rl.checkpoint.read import CRITIC, StoredCheckpoint, inspect
-from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.checkpoint.weights import load_weights, refuse_other_adapters
 from mcore_rl.checkpoint.write import SavePlan, ShardPlanner, WrittenFiles, finish
 from mcore_rl.config.changes import ConfigChange, config_changes, content_changes, kind_of_config, listing
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, TrainingError
@@ -232,7 +232,7 @@ class Checkpoints:
         """Load `checkpoint.load`: the whole training state, or the weights where they alone are asked for or fit."""
         config = self._state.config
         stored = self._inspect(source)
-        self._refuse_other_adapters(stored)
+        refuse_other_adapters(stored, config.lora)
         program = stored.marker.program if stored.marker else ""
         is_other_stage = program not in ("", kind_of_config(config))
         if not config.checkpoint.load_optimizer or is_other_stage:
@@ -267,17 +267,6 @@ class Checkpoints:
         self._load_all(stored)
         self._log_changes(changes)
         return Resumption(source=stored.path, changes=tuple(map(str, changes)))
-
-    def _refuse_other_adapters(self, stored: StoredCheckpoint) -> None:
-        """Raise a CheckpointError where the adapters of a checkpoint would add something else to the model here."""
-        if not stored.has_adapters:
-            return
-        assert stored.marker is not None
-        there = stored.marker.settings.get("lora", {})
-        if changes := config_changes(there, self._state.config.lora, "lora."):
-            raise CheckpointError(
-                f"{stored.path} has other low-rank adapters:\n{listing(changes)[0]}\nSet the section `lora` as there"
-            )
 
     def _is_new_head(self, stored: StoredCheckpoint) -> bool:
         """Return whether the model has a scalar head, and the checkpoint none."""

@@ -145,6 +145,31 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
     assert result["eval/reward"] == pytest.approx(wanted[16]["eval/reward"], abs=1e-6)
 
 
+def test_low_rank_adapters_killed_are_bit_equal_in_the_end_and_evaluated(
+    rl_file: Path, tmp_path: Path
+) -> None:
+    """Under replayed routes, with the policy without its adapters as the reference, which is refreshed once."""
+    lora = ("lora.rank=8", "optim.lr=5e-3", "model.moe.balance=none", "replay.kind=r2", "train.steps=12")
+    straight = run_main("mcore_rl.run.programs.rl", [rl_file, *lora, "checkpoint.interval=none"], 2)
+    assert straight.returncode == 0, straight.stderr
+    assert "adapters: 4 matrices of attention with " in straight.stdout
+    wanted = computed(tmp_path / "rl")
+    assert wanted[2]["policy/kl_reference_nats"] > 0.0
+    words = [rl_file, *lora, f"run_dir={tmp_path / 'broken'}"]
+    killed = run_main("tests.e2e.signalled", ["rl", "SIGKILL.update.10", *words], 2)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    last = run_main("mcore_rl.run.programs.rl", words, 2)
+    assert last.returncode == 0, last.stderr
+    assert computed(tmp_path / "broken") == wanted
+
+    evaluated = run_main("mcore_rl.run.evaluate", [rl_file, *lora, "mesh.tp=1", "mesh.ep=1"])
+    assert evaluated.returncode == 0, evaluated.stderr
+    result = json.loads(evaluated.stdout.splitlines()[-1])
+    assert result["eval/reward"] == pytest.approx(wanted[12]["eval/reward"], abs=1e-6)
+    refused = run_main("mcore_rl.run.evaluate", [rl_file, *lora, "lora.alpha=8", "mesh.tp=1", "mesh.ep=1"])
+    assert refused.returncode != 0 and "lora.alpha is 32.0 there, 8.0 here" in refused.stderr
+
+
 PPO = (
     *("mesh.tp=1", "mesh.ep=1", "train.steps=8", "train.global_batch=8", "train.eval_interval=none"),
     *("checkpoint.interval=2", "rl.rollout.prompts_per_step=16", "rl.rollout.group_size=1", "replay.kind=r2"),

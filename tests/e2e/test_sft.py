@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
 from tokenizers import models, pre_tokenizers
 
+from mcore_rl.checkpoint.read import find_checkpoint
+from tests.conversion import read_dist
 from tests.e2e.conftest import Finished, losses
 from tests.emitted import assert_emitted
 from tests.forked import run_command, run_main
@@ -124,3 +127,31 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(
     assert result.returncode == 2
     assert said in result.stderr, result.stderr
     assert "Traceback" not in result.stderr and not (tmp_path / "run/config.toml").exists()
+
+
+def test_low_rank_adapters_learn_over_pretrained_weights_and_are_exported(
+    trained: Path, sft_file: Path, tmp_path: Path
+) -> None:
+    """On TP2 x EP2; the base stays as it was, the answers' loss falls, and both exports are written."""
+    load = [f"checkpoint.load={trained}", "checkpoint.load_optimizer=false", "model.attention_dropout=0"]
+    lora = ["lora.rank=8", "optim.lr=1e-2", "model.hidden_dropout=0"]
+    tuned = run_main("mcore_rl.run.programs.sft", [sft_file, f"run_dir={tmp_path}/lora", *load, *lora], 2)
+    assert tuned.returncode == 0, tuned.stderr
+    assert "iter_0000012, a checkpoint of pretrain, and new adapters; optimizer" in tuned.stdout
+    assert "adapters: 4 matrices of attention with " in tuned.stdout
+    wanted = losses(tmp_path / "lora")
+    assert wanted[30] < 0.8 * wanted[1]
+    base, after = (read_dist(find_checkpoint(folder)) for folder in (trained, tmp_path / "lora"))
+    weights = {key for key in base if not key.startswith("optimizer.")}
+    assert {key for key in after if not key.startswith("optimizer.")} - weights == {
+        key for key in after if ".adapter." in key and not key.startswith("optimizer.")
+    }
+    assert all(torch.equal(base[key], after[key]) for key in weights)
+    for name, option in (("merged", ["--merge"]), ("adapter", ["--adapter", "fused"])):
+        words = ["convert", "export", f"{tmp_path}/lora", f"{tmp_path}/{name}", *option]
+        exported = run_command(*words)
+        assert exported.returncode == 0, exported.stderr
+    assert (tmp_path / "merged/model.safetensors").exists()
+    assert (tmp_path / "adapter/adapter_model.safetensors").exists()
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["rank_pattern"]["experts.down_proj"]) == (8, 32.0, 4)

@@ -23,6 +23,8 @@ from mcore_rl.rl.models.frozen_model import WaitingBytes
 class Reference:
     """Weights that the policy had, swapped into its modules for a pass: a second model would double the memory of the
     device, and its routers would be in the way of replay. Every method is collective over the mesh.
+
+    Where the policy is a frozen base with low-rank adapters, these are copied and swapped alone: both have the base.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Reference:
         needed_by: str = "rl.loss.kl_coeff",
         store: Store = "host",
         allowed: tuple[str, ...] = (),
+        shares_base: bool = False,
     ) -> None:
         """Copy the policy's weights as they are now.
 
@@ -48,13 +51,14 @@ class Reference:
             needed_by: The field that asks for it.
             store: Where the copy waits: "host", page-locked where the device is CUDA's, or "device".
             allowed: The config's `checkpoint.allow_changes`, for references that an earlier start has saved.
+            shares_base: Whether all that is not trained is the same in the reference, so that it is not copied.
         """
         self.chunks = list(chunks)
         self._needed_by = needed_by
         self._allowed = allowed
         self._mesh, self._model, self._folder, self._checkpoints = mesh, model, folder, checkpoints
         settle_weights(self.chunks)
-        self._store = store
+        self._store, self._shares_base = store, shares_base
         self._weights = [self._copy(tensor) for tensor in self._tensors()]
 
     @contextmanager
@@ -107,6 +111,9 @@ class Reference:
         """Yield the weights, and the buffers that decide the output too: the routers' expert biases."""
         for chunk in self.chunks:
             model = unwrap(chunk)
+            if self._shares_base:
+                yield from (param for param in model.parameters() if param.requires_grad)
+                continue
             yield from model.parameters()
             yield from (buffer for buffer in model.buffers() if buffer.is_floating_point())
 

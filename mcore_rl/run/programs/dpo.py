@@ -15,6 +15,7 @@ from mcore_rl.checks.dpo import check_dpo
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.folders.checkpoint import saved_steps
 from mcore_rl.folders.run_config import load_run_config
+from mcore_rl.model.adapters import adapters_off
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.processes.launcher import world_size_of_launcher
 from mcore_rl.processes.rank_guard import rank_guard
@@ -113,7 +114,7 @@ def _computed(
                 state.chunks, state.mesh, config.model, folder.path / "reference", folder.checkpoints
             )
             stack.enter_context(reference.installed())
-            load_weights(
+            stored = load_weights(
                 state.chunks,
                 state.mesh,
                 config.model,
@@ -121,6 +122,8 @@ def _computed(
                 verify_checksums=config.checkpoint.verify_checksums,
                 allowed=config.checkpoint.allow_changes,
             )
+            if not stored.has_adapters:
+                stack.enter_context(adapters_off(state.chunks))
         with state.timers.phase("reference"):
             logprobs = answer_logprobs(
                 state,

@@ -130,11 +130,11 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             f'trained with "{learned}": where the two differ, the model reads turns, and ends them, otherwise than it '
             "has learned. Set the same."
         )
-    moe = config.model.moe
+    moe, is_frozen = config.model.moe, config.rl.freeze_router or config.lora.is_on
     moving = {
         "aux_loss_coeff": moe.aux_loss_coeff if moe.balance != "none" else 0.0,
         "z_loss_coeff": moe.z_loss_coeff,
-        "expert_bias_rate": moe.expert_bias_rate if moe.expert_bias and not config.rl.freeze_router else 0.0,
+        "expert_bias_rate": moe.expert_bias_rate if moe.expert_bias and not is_frozen else 0.0,
     }
     if config.model.is_moe and any(moving.values()):
         named = ", ".join(f"model.moe.{name}={value}" for name, value in moving.items() if value)
@@ -217,6 +217,7 @@ def load_reference(config: RlRunConfig, run: Run) -> Reference | None:
         run.folder.checkpoints,
         store=config.rl.loss.reference_store,
         allowed=config.checkpoint.allow_changes,
+        shares_base=config.lora.is_on,
     )
     step = run.state.progress.step
     if step == 0:
@@ -344,6 +345,7 @@ def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource
             needed_by='rl.distill.teacher="self"',
             store=config.rl.distill.store,
             allowed=config.checkpoint.allow_changes,
+            shares_base=config.lora.is_on,
         )
         if step == 0:
             earlier.set(0)

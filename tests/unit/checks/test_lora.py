@@ -1,10 +1,14 @@
 """Each rule of low-rank adapters, by a config that breaks it alone."""
 
+from pathlib import Path
+
 import pytest
 
+from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import check
 from mcore_rl.checks.sft import check_sft
 from mcore_rl.config.load import load_config
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.errors import ConfigError
@@ -82,3 +86,28 @@ def test_fine_tuning_has_the_section_too() -> None:
     config = load_config(SFTConfig, None, ["lora.rank=4", 'lora.targets=["experts"]', "model.family=llama"])
     with pytest.raises(ConfigError, match='names "experts", which this llama model does not have'):
         check_sft(config, 1)
+
+
+RL = "rl.engine.kind=native model.moe.balance=none platform.layers=torch lora.rank=8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            "rl.engine.kind=vllm rl.engine.urls=['http://a:1']",
+            "servers would be sent the weights without the adapters",
+        ),
+        (
+            "model.moe.balance=aux_loss",
+            "lora.rank=8 with model.moe.aux_loss_coeff=0.01: a loss on routers that do not learn",
+        ),
+    ],
+)
+def test_reinforcement_learning_refuses_what_adapters_would_make_wrong(overrides: str, expected: str) -> None:
+    config = load_config(RlRunConfig, Path("tiny_moe/grpo"), RL.split())
+    check_rl(config, config.mesh.smallest_world)
+    config = load_config(RlRunConfig, Path("tiny_moe/grpo"), f"{RL} {overrides}".split())
+    with pytest.raises(ConfigError) as error:
+        check_rl(config, config.mesh.smallest_world)
+    assert expected in str(error.value)
