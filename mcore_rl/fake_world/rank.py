@@ -12,6 +12,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.speed import planned_flags
 from mcore_rl.fake_world.groups import fake_platform, fake_rank
 from mcore_rl.fake_world.meta import on_meta
+from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
@@ -77,6 +78,8 @@ def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes
     """Return the bytes of one model on the rank that `mesh` is of."""
     platform = fake_platform(config.platform, mesh)
     bare = build_model(buildable(one.model), mesh, platform, config.platform)
+    if one.lora.is_on:
+        add_adapters(bare, one.lora, one.model, config.train.seed)
     for chunk in bare:
         for _, router in routers(chunk):
             # As the first forward pass does.
@@ -84,6 +87,9 @@ def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes
     weights = storage_bytes(tensor for chunk in bare for tensor in (*chunk.parameters(), *chunk.buffers()))
     numbers = sum(param.numel() for chunk in bare for param in chunk.parameters())
     if one.optim is None:
+        if one.is_swapped and one.lora.is_on:
+            held = [param for chunk in bare for param in chunk.parameters() if param.requires_grad]
+            numbers, weights = sum(param.numel() for param in held), storage_bytes(held)
         return ModelBytes(one=one, numbers=numbers, weights=weights)
     freeze(config, bare)
     flags = planned_flags(config, mesh.world.size)

@@ -11,6 +11,7 @@ from pathlib import Path
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.plan.adapters import with_adapters
 from mcore_rl.plan.memory import GIB, models_on_ranks
 from mcore_rl.plan.weights import FP32_BYTES, Weights, weights_by_stage
 
@@ -47,13 +48,17 @@ class Disk:
 def disk_of(config: RunConfig) -> Disk:
     """Return the bytes that the whole of a run takes; the config must have passed the checks."""
     # A checkpoint holds every model that is trained: a critic has its own part of it.
-    trained = [one.model for one in models_on_ranks(config) if one.trains]
-    weights = sum((weights_by_stage(model, MeshConfig())[0] for model in trained), start=Weights())
+    trained = [one for one in models_on_ranks(config) if one.trains]
+    weights, num_trained = Weights(), 0
+    for one in trained:
+        (stage,) = with_adapters(weights_by_stage(one.model, MeshConfig()), one.lora, one.model, MeshConfig())
+        weights += stage
+        num_trained += (stage.adapters if one.lora.is_on else stage).total
     element = 2 if config.platform.precision == "bf16" else 4
     saves = -(-config.train.steps // (config.checkpoint.interval or config.train.steps))
     keep = config.checkpoint.keep
     return Disk(
-        checkpoint=weights.total * (element + STATE_BYTES) + weights.fp32_buffers * FP32_BYTES,
+        checkpoint=weights.total * element + num_trained * STATE_BYTES + weights.fp32_buffers * FP32_BYTES,
         num_checkpoints=saves if keep == "all" else min(saves, keep + 1),
         samples=_samples(config) if isinstance(config, RlRunConfig) else 0,
     )

@@ -3,7 +3,8 @@
 Only matrix products count, 2 FLOPs for a multiply-add, as in appendix B of PaLM (arXiv 2204.02311): projections,
 attention scores, MLPs, router, output layer. The embedding look-up, norms, softmax, rotary positions, the optimizer
 and recomputation do not: these are *model* FLOPs, which the mathematics needs. The backward pass is twice the forward
-pass, since each product has one gradient for its input and one for its weight.
+pass, since each product has one gradient for its input and one for its weight. With low-rank adapters the weights have
+no gradient, and their products' backward pass is as long as the forward pass; those of adapters are three as ever.
 
 Conventions where the field differs:
 - causal attention counts half of the full S x S scores (PaLM and FlopCounterMode count them in full);
@@ -15,18 +16,21 @@ Conventions where the field differs:
 
 from collections.abc import Callable
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families import family_of
+from mcore_rl.plan.adapters import active_adapters
 
 FORWARD_AND_BACKWARD = 3
 
 
-def train_flops_per_token(config: ModelConfig, seq_length: float) -> float:
+def train_flops_per_token(config: ModelConfig, seq_length: float, lora: LoraConfig | None = None) -> float:
     """Return the model FLOPs of forward and backward pass for one token of a sequence of `seq_length` tokens.
 
-    For packed sequences `seq_length` is the mean over tokens: sum of squared lengths / sum of lengths.
+    For packed sequences `seq_length` is the mean over tokens: sum of squared lengths / sum of lengths. With `lora` its
+    adapters alone are trained.
     """
-    return train_flops_by_length(config)(seq_length)
+    return train_flops_by_length(config, lora)(seq_length)
 
 
 def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str, float]:
@@ -34,10 +38,19 @@ def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str,
     return _forward_flops_by_length(config)(seq_length)
 
 
-def train_flops_by_length(config: ModelConfig) -> Callable[[float], float]:
+def train_flops_by_length(config: ModelConfig, lora: LoraConfig | None = None) -> Callable[[float], float]:
     """Return `train_flops_per_token` of this model as a function of the length, which changes from step to step."""
     forward = _forward_flops_by_length(config)
-    return lambda seq_length: FORWARD_AND_BACKWARD * sum(forward(seq_length).values())
+    if lora is None or not lora.is_on:
+        return lambda seq_length: FORWARD_AND_BACKWARD * sum(forward(seq_length).values())
+    adapters = FORWARD_AND_BACKWARD * 2.0 * active_adapters(lora, config)
+
+    def of_length(seq_length: float) -> float:
+        parts = forward(seq_length)
+        # Both factors of attention's scores are activations, each with a gradient.
+        return (FORWARD_AND_BACKWARD - 1) * sum(parts.values()) + parts["attention_scores"] + adapters
+
+    return of_length
 
 
 def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str, float]]:

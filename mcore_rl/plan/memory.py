@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.rl.distill import SELF
@@ -19,6 +20,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Store
 from mcore_rl.families import family_of
 from mcore_rl.plan.activations import LayerActivations, layers_of
+from mcore_rl.plan.adapters import with_adapters
 from mcore_rl.plan.routes import RouteBytes, routes_of_rank
 from mcore_rl.plan.schedule import chunks_in_flight, most_kept
 from mcore_rl.plan.weights import (
@@ -30,6 +32,7 @@ from mcore_rl.plan.weights import (
 )
 
 GIB = 2**30
+NO_ADAPTERS = LoraConfig()
 MAIN_COPY_BYTES = {"bf16": 4, "fp32": 0}
 """Bytes of the fp32 copy of a weight that an optimizer updates, by precision."""
 OFFLOADED_BYTES = 16
@@ -144,6 +147,8 @@ class ModelOnRanks:
     """Whether the weights are on the device whatever the store."""
     is_swapped: bool = False
     """Whether its weights take the place of the policy's in a pass, tensor by tensor, and no room of their own."""
+    lora: LoraConfig = NO_ADAPTERS
+    """Its low-rank adapters, which are then trained alone, and of a model that is swapped, held alone."""
 
     @property
     def trains(self) -> bool:
@@ -174,7 +179,7 @@ class ModelOnRanks:
 def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
     """Return every model that a run has on its ranks, the one with the largest activations first."""
     if not isinstance(config, RlRunConfig):
-        return [ModelOnRanks(name="model", model=config.model, optim=config.optim)]
+        return [ModelOnRanks(name="model", model=config.model, optim=config.optim, lora=config.lora)]
     rl = config.rl
     models = [
         ModelOnRanks(
@@ -183,12 +188,20 @@ def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
             optim=config.optim,
             store=rl.update.store,
             weights_stay=True,
+            lora=config.lora,
         )
     ]
     if rl.loss.kl_coeff:
         store = rl.loss.reference_store
         models.append(
-            ModelOnRanks(name="reference", model=config.model, optim=None, store=store, is_swapped=True)
+            ModelOnRanks(
+                name="reference",
+                model=config.model,
+                optim=None,
+                store=store,
+                is_swapped=True,
+                lora=config.lora,
+            )
         )
     if config.critic_optim is not None:
         models.append(
@@ -211,6 +224,7 @@ def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
             optim=None,
             store=rl.distill.store,
             is_swapped=path == SELF,
+            lora=config.lora if path == SELF else NO_ADAPTERS,
         )
         for path in rl.distill.paths
     ]
@@ -231,13 +245,17 @@ class Layout:
 
 def layout_of(config: RunConfig) -> Layout:
     """Return the layout of a run's models over its mesh."""
-    models = [one.model for one in models_on_ranks(config)]
+    models, mesh = models_on_ranks(config), config.mesh
     # Models with the same head are alike.
-    by_head = {model.head: weights_by_stage(model, config.mesh) for model in models}
+    by_head = {one.model.head: weights_by_stage(one.model, mesh) for one in models}
+    weights = [with_adapters(by_head[one.model.head], one.lora, one.model, mesh) for one in models]
     return Layout(
         kinds=layer_kinds_by_stage(config.model, config.mesh),
         chunks=layers_by_chunk(config.model, config.mesh),
-        weights=[by_head[model.head] for model in models],
+        weights=[
+            [stage.adapters for stage in stages] if one.is_swapped and one.lora.is_on else stages
+            for one, stages in zip(models, weights, strict=True)
+        ],
     )
 
 
@@ -342,16 +360,25 @@ def _memory(
     def weights_bytes(weights: Weights) -> int:
         return weights.bytes(element) + weights.total * fp8
 
-    def dense_trained(weights: Weights) -> int:
-        return weights.dense - (weights.router if config.freezes_router else 0)
+    def trained_numbers(one: ModelOnRanks, weights: Weights) -> tuple[int, int]:
+        """Return the numbers of trained parameters: dense ones, and those of experts."""
+        if one.lora.is_on:
+            # A scalar head is trained beside the adapters.
+            head = one.model.hidden_size if one.model.head == "score" and stage == mesh.pp - 1 else 0
+            return weights.dense_adapters + head, weights.expert_adapters
+        return weights.dense - (weights.router if config.freezes_router else 0), weights.expert
 
     def gradient_bytes(one: ModelOnRanks, weights: Weights) -> int:
-        return (dense_trained(weights) + weights.expert) * one.gradient_bytes
+        return sum(trained_numbers(one, weights)) * one.gradient_bytes
 
     def state_bytes(one: ModelOnRanks, weights: Weights) -> int:
         state = MAIN_COPY_BYTES[precision] + (one.optim.moment_bytes if one.optim is not None else 0)
-        both = dense_trained(weights) * state // copies + weights.expert * state // expert_copies
-        return int((1 - one.offload_fraction) * both)
+        dense, expert = trained_numbers(one, weights)
+        return int((1 - one.offload_fraction) * (dense * state // copies + expert * state // expert_copies))
+
+    def offloaded_bytes(one: ModelOnRanks, weights: Weights) -> int:
+        dense, expert = trained_numbers(one, weights)
+        return int(one.offload_fraction * OFFLOADED_BYTES * (dense // copies + expert // expert_copies))
 
     # What of each model is on the device whatever is being done, and what comes for a phase.
     always = sum(weights_bytes(weights) for one, weights in models if one.has_weights)
@@ -394,14 +421,7 @@ def _memory(
         weights=fullest.weights,
         gradients=fullest.gradients,
         optimizer=fullest.optimizer,
-        host_optimizer=sum(
-            int(
-                one.offload_fraction
-                * OFFLOADED_BYTES
-                * (dense_trained(weights) // copies + weights.expert // expert_copies)
-            )
-            for one, weights in trained
-        ),
+        host_optimizer=sum(offloaded_bytes(one, weights) for one, weights in trained),
         activations=kept,
         recomputed=recomputed,
         logits=fullest.logits,

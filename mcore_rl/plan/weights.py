@@ -1,6 +1,6 @@
 """The number of weights on each rank, in closed form from the shape of the model and the mesh."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -26,26 +26,21 @@ class Weights:
     """Numbers that no gradient trains, in the type of the weights: YaRN's cosines and sines. They are not saved."""
     loads: int = 0
     """Numbers of tokens of each expert since the last step, fp32 in every precision. They are not saved."""
+    dense_adapters: int = 0
+    """Number of parameters of low-rank adapters of all but routed experts: on dp * cp ranks."""
+    expert_adapters: int = 0
+    """Number of parameters of low-rank adapters of routed experts: on expert_dp ranks."""
 
     def __add__(self, other: "Weights") -> "Weights":
-        return Weights(
-            self.dense + other.dense,
-            self.expert + other.expert,
-            self.router + other.router,
-            self.fp32_buffers + other.fp32_buffers,
-            self.buffers + other.buffers,
-            self.loads + other.loads,
-        )
+        return Weights(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def __mul__(self, count: int) -> "Weights":
-        return Weights(
-            self.dense * count,
-            self.expert * count,
-            self.router * count,
-            self.fp32_buffers * count,
-            self.buffers * count,
-            self.loads * count,
-        )
+        return Weights(*(getattr(self, field.name) * count for field in fields(self)))
+
+    @property
+    def adapters(self) -> "Weights":
+        """The low-rank adapters alone."""
+        return Weights(dense_adapters=self.dense_adapters, expert_adapters=self.expert_adapters)
 
     def bytes(self, element: int) -> int:
         """Return the bytes of weights of `element` bytes, and of the buffers beside them."""
@@ -53,8 +48,8 @@ class Weights:
 
     @property
     def total(self) -> int:
-        """Number of weights of both kinds."""
-        return self.dense + self.expert
+        """Number of weights of both kinds, and of the adapters beside them."""
+        return self.dense + self.expert + self.dense_adapters + self.expert_adapters
 
 
 def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:

@@ -149,6 +149,11 @@ def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
     microbatches = max(1, config.train.global_batch * config.mesh.model_parallel // world)
     microbatches = max(1, microbatches // config.train.micro_batch)
     warnings = list(placement(config.model, config.mesh, place.ranks_per_node, world).warnings)
+    if config.lora.is_on:
+        warnings.append(
+            f"lora.rank={config.lora.rank}: memory and disk are those of its adapters; times are those of training all "
+            "weights, which takes half as long again in the matrix products"
+        )
     timed, work = None, _workload(config, place, seq_length)
     if work is not None:
         microbatches = work.num_microbatches

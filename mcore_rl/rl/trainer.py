@@ -53,7 +53,7 @@ class RlTrainer(Trainer):
         self._compares_rewards = advantage.compares_group and not advantage.uses_steps
         """Whether an advantage is a completion's reward beside those of its group."""
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
-        self._flops_per_token = train_flops_by_length(config.model)
+        self._flops_per_token = train_flops_by_length(config.model, config.lora)
         self._peak_flops = peak_flops(
             run.state.platform.device, config.platform.precision, config.log.peak_tflops
         )

@@ -185,7 +185,7 @@ class GivenDataTrainer(Trainer):
         self._load = RouterLoad(state.chunks) if config.model.is_moe else None
         self._gathered_step = state.progress.step
         """Step up to which the experts' load and the auxiliary losses are gathered."""
-        self._flops_per_token = train_flops_per_token(config.model, seq_length)
+        self._flops_per_token = train_flops_per_token(config.model, seq_length, config.lora)
         self._peak_flops = peak_flops(
             state.platform.device, config.platform.precision, config.log.peak_tflops
         )

@@ -6,6 +6,7 @@ import pytest
 
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import kind_of, load_config
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.recipes import RECIPES, recipe_files
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
@@ -80,6 +81,20 @@ def test_every_stage_of_every_mesh_has_the_bytes_that_megatron_builds(case):
         assert excess | {"optimizer": 0} == NOTHING
         # Gaps make the shares of the first ranks larger, by no more than they are long.
         assert abs(excess["optimizer"]) <= 12 * gaps
+
+
+@pytest.mark.parametrize("gate_up", ["fused", "split"])
+@pytest.mark.parametrize("case", MESHES, ids=lambda case: "-".join(map(str, case[:3])))
+def test_low_rank_adapters_have_the_bytes_that_megatron_builds(case, gate_up):
+    *shape, world, mtp_layers = case
+    config, pp = config_of(*shape, mtp_layers), shape[2].get("pp", 1)
+    config = config.model_copy(update={"lora": LoraConfig(rank=8, expert_gate_up=gate_up)})
+    ranks = [(stage + 1) * world // pp - 1 for stage in range(pp)]
+    whole = memory_by_stage(config.model_copy(update={"lora": LoraConfig()}), world, 64)
+    for (excess, gaps), one in zip(excesses(config, world, 64, ranks), whole, strict=True):
+        assert excess | {"optimizer": 0} == NOTHING
+        assert abs(excess["optimizer"]) <= 12 * gaps
+        assert memory_by_stage(config, world, 64)[one.stage].gradients < one.gradients / 2
 
 
 @pytest.mark.matrix(

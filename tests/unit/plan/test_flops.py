@@ -1,5 +1,6 @@
 """The formula against a count of every matrix product that transformers' models make."""
 
+import peft
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,9 +21,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.obs.performance import speed_metrics
+from mcore_rl.plan.adapters import active_adapters
 from mcore_rl.plan.flops import forward_flops_per_token, train_flops_per_token
 
 ROWS, LENGTH = 2, 24
@@ -142,6 +145,24 @@ def test_the_formula_is_what_a_model_computes(case):
     full_scores = parts["attention_scores"]
     assert counted(model, backward=False) == sum(parts.values()) + full_scores
     assert counted(model, backward=True) == train_flops_per_token(ours, LENGTH) + 3 * full_scores
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+def test_the_formula_is_what_a_model_with_adapters_computes(case):
+    ours, model = CASES[case]()
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=5, target_modules=modules))
+    # Without it the first layer has no gradient of its inputs.
+    adapted.enable_input_require_grads()
+    full_scores = forward_flops_per_token(ours, LENGTH)["attention_scores"]
+    expected = train_flops_per_token(ours, LENGTH, LoraConfig(rank=5)) + 3 * full_scores
+    assert counted(adapted, backward=True) == expected
+
+
+def test_a_token_passes_the_adapters_of_its_experts():
+    ours, lora = moe("qwen3_moe"), LoraConfig(rank=6, targets=("experts",))
+    # Rank 3 in each of two experts: one A for gate and up, their B, and A and B of the way down.
+    assert active_adapters(lora, ours) == 3 * 2 * 3 * (32 + 2 * 24 + 24 + 32)
 
 
 def test_an_mtp_layer_is_a_projection_a_layer_and_the_output_again():
