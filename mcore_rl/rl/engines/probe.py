@@ -269,7 +269,8 @@ def _rounding(chunks: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]
 
     def other(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(other(one) for one in value)
+            others = map(other, value)
+            return value._make(others) if hasattr(value, "_make") else tuple(others)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         if torch.finfo(value.dtype).eps < torch.finfo(dtype).eps:

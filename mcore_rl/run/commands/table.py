@@ -103,7 +103,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "init": Command(
         summary="Write a short config for a training of a model, on the GPUs named or on this machine.",
-        example="mcore-rl init models/Qwen3-30B-A3B --program rl --gpus 8xH100 > my.toml",
+        example="mcore-rl init models/Qwen3-30B-A3B --program rl --gpus 8xH100",
         add_arguments=init_arguments,
         module="mcore_rl.run.init",
     ),
