@@ -98,7 +98,8 @@ def main() -> None:
         rollouts.engine.update_weights(0)
         routes = PolicyRoutes(run.state, config)
         vocab_size = prompts.tokenizer.vocab_size
-        learner = Learner(run.state, config, load_reference(config, run), routes, vocab_size=vocab_size)
+        reference = load_reference(config.model, config.rl.loss, config.checkpoint.allow_changes, run)
+        learner = Learner(run.state, config, reference, routes, vocab_size=vocab_size)
         trainer = InTurns(run, config, rollouts, learner, prompts.held_out)
         trainer.turns = turns
         trainer.run()

@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl.rollout import RolloutConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.toml import toml_value
 
 NATIVE_FIELDS = ("step_tokens", "cuda_graphs")
@@ -37,7 +40,7 @@ def engine_violations(config: RlRunConfig) -> Iterator[str]:
     engine = config.rl.engine
     yield from _unused(engine)
     if engine.cuda_graphs is True and engine.kind == "native":
-        yield from _graphs(config)
+        yield from _graphs(config.mesh, config.model, config.platform, config.rl.engine)
     if engine.is_served:
         yield from _servers(engine)
         yield from _arguments(engine, config.platform.device)
@@ -61,21 +64,22 @@ def _unused(engine: EngineConfig) -> Iterator[str]:
         )
 
 
-def _graphs(config: RlRunConfig) -> Iterator[str]:
+def _graphs(
+    mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig, engine: EngineConfig
+) -> Iterator[str]:
     """Check that a step of the engine can be captured: one rank computes it, and no host reads numbers within."""
     wanted = "rl.engine.cuda_graphs=true"
-    if config.platform.device == "cpu":
+    if platform.device == "cpu":
         yield f'{wanted} with platform.device="cpu": CUDA graphs are a GPU\'s. Set it to "auto".'
-    mesh = config.mesh
     if split := [name for name in ("tp", "pp", "ep", "etp") if (getattr(mesh, name) or 1) > 1]:
         sizes = ", ".join(f"mesh.{name}={getattr(mesh, name)}" for name in split)
         yield (
             f"{wanted} with {sizes}: ranks exchange tokens in each step, and a graph cannot wait for their number. Set "
             'it to "auto", or these to 1.'
         )
-    if config.model.moe.capacity_factor is not None:
+    if model.moe.capacity_factor is not None:
         yield (
-            f"{wanted} with model.moe.capacity_factor={config.model.moe.capacity_factor}: the host then reads how many "
+            f"{wanted} with model.moe.capacity_factor={model.moe.capacity_factor}: the host then reads how many "
             'tokens each expert gets. Set it to "auto", or capacity_factor=none.'
         )
 

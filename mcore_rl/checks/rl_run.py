@@ -14,8 +14,12 @@ from mcore_rl.checks.run import (
     run_violations,
     schedule_violations,
 )
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.rl.ptx import PtxConfig
 from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import TrainConfig
 
 MAX_DISTANCE = 100_000
 
@@ -23,7 +27,7 @@ MAX_DISTANCE = 100_000
 def check_rl(config: RlRunConfig, world_size: int) -> None:
     """Raise a ConfigError that lists everything wrong with running `config` on `world_size` ranks, if anything is."""
     length_field = (
-        f"rl.prompts.max_tokens + {_completion_field(config).removeprefix('rl.rollout.')}"
+        f"rl.prompts.max_tokens + {_completion_field(config.rl).removeprefix('rl.rollout.')}"
         if config.rl.update.max_tokens_per_microbatch == "auto"
         else "rl.update.max_tokens_per_microbatch"
     )
@@ -36,11 +40,11 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
             *replay_violations(config.replay, config.model),
             *chat_violations(config.data.tokenizer, config.data.chat_template, "prompts"),
             *_lengths(config),
-            *_batches(config),
+            *_batches(config.rl, config.rollout_size, config.train),
             *_intervals(config),
             *_critic(config),
             *_stores(config),
-            *_texts(config, world_size),
+            *_texts(config.mesh, config.rl.ptx, world_size),
             *_model(config),
         ]
     )
@@ -51,32 +55,31 @@ def _lengths(config: RlRunConfig) -> Iterator[str]:
     if max_tokens != "auto" and config.packed_length < longest:
         yield (
             f"rl.update.max_tokens_per_microbatch={max_tokens} holds no rl.prompts.max_tokens="
-            f"{config.rl.prompts.max_tokens} with {_completion_field(config)}={config.rl.max_completion_tokens}. Raise "
-            f"it to {longest} or more, or shorten them."
+            f"{config.rl.prompts.max_tokens} with {_completion_field(config.rl)}={config.rl.max_completion_tokens}. "
+            f"Raise it to {longest} or more, or shorten them."
         )
     if longest > config.model.max_position:
         yield (
-            f"rl.prompts.max_tokens={config.rl.prompts.max_tokens} + {_completion_field(config)}="
+            f"rl.prompts.max_tokens={config.rl.prompts.max_tokens} + {_completion_field(config.rl)}="
             f"{config.rl.max_completion_tokens} are more than model.max_position={config.model.max_position}. "
             "Shorten one of them."
         )
 
 
-def _completion_field(config: RlRunConfig) -> str:
+def _completion_field(rl: RlConfig) -> str:
     """Return the field with the most tokens after a prompt."""
-    return "rl.rollout.max_new_tokens" if config.rl.environment.name is None else "rl.environment.max_tokens"
+    return "rl.rollout.max_new_tokens" if rl.environment.name is None else "rl.environment.max_tokens"
 
 
-def _batches(config: RlRunConfig) -> Iterator[str]:
-    rollout, train = config.rl.rollout, config.train
-    size = config.rollout_size
+def _batches(rl: RlConfig, rollout_size: int, train: TrainConfig) -> Iterator[str]:
+    rollout, size = rl.rollout, rollout_size
     if size % train.global_batch:
         near = _nearest_divisor(size, train.global_batch)
         yield (
             f"train.global_batch={train.global_batch} does not divide the {size} completions of a rollout batch "
             f"(rl.rollout.prompts_per_step={rollout.prompts_per_step} x group_size={rollout.group_size}). Use {near}."
         )
-    loss = config.rl.loss
+    loss = rl.loss
     if loss.kl_target is not None and loss.kl_horizon < size:
         yield (
             f"rl.loss.kl_horizon={loss.kl_horizon} is shorter than the {size} completions of a rollout batch, so that "
@@ -154,9 +157,8 @@ def _critic(config: RlRunConfig) -> Iterator[str]:
     )
 
 
-def _texts(config: RlRunConfig, world_size: int) -> Iterator[str]:
+def _texts(mesh: MeshConfig, ptx: PtxConfig, world_size: int) -> Iterator[str]:
     """Check that the texts mixed into updates are divided evenly over the ranks and the pipeline."""
-    ptx, mesh = config.rl.ptx, config.mesh
     replicas = max(1, world_size // mesh.model_parallel)
     unit = replicas * (mesh.pp if mesh.vpp > 1 else 1)
     if ptx.coeff and ptx.sequences % unit:

@@ -52,14 +52,14 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     model, mesh = config.model, config.mesh
     yield from _run_dir(config.run_dir)
     yield from model_violations(model)
-    yield from _head(config)
+    yield from _head(config.model, trains_scores=config.trains_scores)
     yield from mesh_violations(model, mesh, seq_length, field)
     yield from fp8_violations(model, mesh, config.platform, config.train.micro_batch, seq_length, field)
     yield from _world(mesh, model, world_size)
     yield from schedule_violations(config.optim, config.train.steps)
     yield from _platform(config.platform, model)
-    yield from _router_fusion(config)
-    yield from _overlapped_shared_experts(config)
+    yield from _router_fusion(config.platform, unfuses_router=config.unfuses_router)
+    yield from _overlapped_shared_experts(config.mesh, config.platform)
     yield from _overlapped_tensor_parallelism(config)
     yield from offload_violations(config.optim, config.platform)
     yield from precision_violations(config.optim, config.platform)
@@ -80,14 +80,14 @@ def _run_dir(run_dir: str) -> Iterator[str]:
         )
 
 
-def _head(config: RunConfig) -> Iterator[str]:
-    head = config.model.head
-    if head == "score" and not config.trains_scores:
+def _head(model: ModelConfig, *, trains_scores: bool) -> Iterator[str]:
+    head = model.head
+    if head == "score" and not trains_scores:
         yield (
             'model.head="score": this program trains logits; a reward model is trained by `mcore-rl rm`. Set '
             'model.head="logits".'
         )
-    elif head == "logits" and config.trains_scores:
+    elif head == "logits" and trains_scores:
         yield 'model.head="logits": a reward model returns one number for a sequence. Set model.head="score".'
 
 
@@ -286,10 +286,9 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
     yield from tokenizer_violations(data.tokenizer)
 
 
-def _overlapped_shared_experts(config: RunConfig) -> Iterator[str]:
-    platform = config.platform
+def _overlapped_shared_experts(mesh: MeshConfig, platform: PlatformConfig) -> Iterator[str]:
     modules = platform.recompute_modules if platform.recompute == "selective" else ()
-    if config.mesh.overlap_shared_experts and "shared_experts" in modules:
+    if mesh.overlap_shared_experts and "shared_experts" in modules:
         yield (
             'mesh.overlap_shared_experts=true with "shared_experts" in platform.recompute_modules: Megatron cannot '
             "compute them again in parts. Take it out, or set the overlap to false."
@@ -322,8 +321,8 @@ def _overlapped_tensor_parallelism(config: RunConfig) -> Iterator[str]:
             yield f"mesh.overlap_tp=true, but {reason}. Set it to false."
 
 
-def _router_fusion(config: RunConfig) -> Iterator[str]:
-    if config.unfuses_router and config.platform.router_fusion is True:
+def _router_fusion(platform: PlatformConfig, *, unfuses_router: bool) -> Iterator[str]:
+    if unfuses_router and platform.router_fusion is True:
         yield (
             "platform.router_fusion=true in reinforcement learning: the fused router shows no choices to record, and "
             'takes none that a replay imposes. Set it to "auto".'

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.run import PlatformConfig, RunConfig
+from mcore_rl.config.run import PlatformConfig
 from mcore_rl.fake_world.groups import fake_platform, fake_rank
 from mcore_rl.model.build import build_uninitialized
 from mcore_rl.plan.activations import LayerActivations
@@ -27,11 +27,10 @@ POSITIONS = 64
 VOCABULARY = 256
 
 
-def saved_by_layers(config: RunConfig) -> list[LayerSaved]:
+def saved_by_layers(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> list[LayerSaved]:
     """Return the bytes that each kind of layer of a run's model keeps, with the run's recomputation."""
-    mesh = MeshConfig(tp=config.mesh.tp)
-    kinds = sorted(set(config.model.moe_layers))
-    return [saved_by_layer(layer_model(config.model, kind), config.platform, mesh.tp) for kind in kinds]
+    kinds = sorted(set(model.moe_layers))
+    return [saved_by_layer(layer_model(model, kind), platform, mesh.tp) for kind in kinds]
 
 
 def saved_by_layer(model: ModelConfig, settings: PlatformConfig, tp: int) -> LayerSaved:

@@ -14,6 +14,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.pipeline import ConversionStage
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import CheckpointConfig, RunConfig
 from mcore_rl.errors import ConfigError
@@ -295,12 +296,11 @@ def _with_servers(config: RunConfig, options: JobOptions) -> RunConfig:
     return config.model_copy(update={"rl": config.rl.model_copy(update={"engine": engine})})
 
 
-def _shared_transport(config: RlRunConfig) -> tuple[str, ...]:
+def _shared_transport(engine: EngineConfig, run_dir: str) -> tuple[str, ...]:
     """Return the field with a folder for weights that servers on other nodes see too, unless the config has one."""
-    engine = config.rl.engine
     if engine.transport != "files" or engine.transport_dir is not None:
         return ()
-    return (f"rl.engine.transport_dir={Path(config.run_dir) / 'servers' / 'weights'}",)
+    return (f"rl.engine.transport_dir={Path(run_dir) / 'servers' / 'weights'}",)
 
 
 def _is_served(config: RunConfig) -> bool:
@@ -328,7 +328,7 @@ def _servers(
         ports = max(1, cluster.node.gpus // size)
         words = shlex.join(["serve", str(folder / "config.toml"), "--count", str(ports)])
         command = f'exec {{python}} -m mcore_rl.run.cli {words} --port "$SERVER_PORT"'
-        arguments = ("rl.engine.urls=[{urls}]", *_shared_transport(config))
+        arguments = ("rl.engine.urls=[{urls}]", *_shared_transport(config.rl.engine, config.run_dir))
     if not command:
         raise ConfigError(
             f"--servers {options.servers} needs --server-command, the command that runs on them, or "

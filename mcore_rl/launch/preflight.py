@@ -180,7 +180,7 @@ def _missing_inputs(config: RunConfig, container: ContainerConfig, allowances: A
     for name, path, what in inputs_of(config):
         whole = path.absolute()
         if path.exists() or not allowances.promised.isdisjoint((whole, *whole.parents)):
-            if container.kind != "none" and not _is_mounted(whole, container.mounts, config):
+            if container.kind != "none" and not _is_mounted(whole, container.mounts, config.run_dir):
                 yield (
                     f"{name}: {whole} is outside the mounts of the container. Add it to container.mounts, as "
                     f'"{whole.parent}:{whole.parent}".'
@@ -189,9 +189,9 @@ def _missing_inputs(config: RunConfig, container: ContainerConfig, allowances: A
             yield absent(name, path, what)
 
 
-def _is_mounted(path: Path, mounts: Sequence[str], config: RunConfig) -> bool:
+def _is_mounted(path: Path, mounts: Sequence[str], run_dir: str) -> bool:
     """Return whether the container has `path` under the same name; it also has the working and the run's folder."""
-    seen = [Path.cwd(), Path(config.run_dir).absolute()]
+    seen = [Path.cwd(), Path(run_dir).absolute()]
     for mount in mounts:
         source, _, rest = mount.partition(":")
         if rest.partition(":")[0] in ("", source):

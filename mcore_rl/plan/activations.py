@@ -13,7 +13,7 @@ from typing import Literal
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.run import PlatformConfig, RunConfig
+from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import family_of
 
 Layers = Literal["torch", "te"]
@@ -25,13 +25,12 @@ INDEX_BYTES = 8
 """Bytes of torch's index of a row."""
 
 
-def layers_of(config: RunConfig) -> Layers:
+def layers_of(platform: PlatformConfig, *, allows_te: bool) -> Layers:
     """Return whose layers a run uses on GPUs: `auto` takes TransformerEngine to be installed there, as it should be.
 
     Reinforcement learning runs on ours where its rollout engine shares them.
     """
-    platform = config.platform
-    is_ours = platform.layers in ("torch", "cpu") or (platform.layers == "auto" and not config.allows_te)
+    is_ours = platform.layers in ("torch", "cpu") or (platform.layers == "auto" and not allows_te)
     return "torch" if is_ours or platform.device == "cpu" else "te"
 
 

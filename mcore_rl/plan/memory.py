@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.rl.distill import SELF
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import RunConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig, TrainConfig
 from mcore_rl.config.section import Store
 from mcore_rl.families import family_of
 from mcore_rl.plan.activations import LayerActivations, layers_of
@@ -287,7 +288,7 @@ class StageMemory:
             config.mesh,
             config.platform,
             config.train.micro_batch * seq_length // config.mesh.cp,
-            layers_of(config),
+            layers_of(config.platform, allows_te=config.allows_te),
             imbalance,
         )
         self.sizes = {is_moe: LayerBytes.of(self.layer, is_moe) for is_moe in set(config.model.moe_layers)}
@@ -350,12 +351,14 @@ def _memory(
 ) -> Memory:
     mesh, precision = config.mesh, config.platform.precision
     element = layer.element
-    kept, recomputed = _activations(config, stage, layout, layer, sizes, world_size)
+    kept, recomputed = _activations(
+        config.mesh, config.model, config.platform, config.train, stage, layout, layer, sizes, world_size
+    )
     copies = world_size // (mesh.tp * mesh.pp)
     expert_copies = max(1, world_size // (mesh.etp * mesh.ep * mesh.pp))
     fp8 = FP8_COPIES_BYTES if config.platform.fp8 != "none" else 0
     has_logits = stage == mesh.pp - 1 and config.model.head == "logits"
-    logits = _logits(config, layer) if has_logits else 0
+    logits = _logits(config.mesh, config.model, config.platform, layer) if has_logits else 0
 
     def weights_bytes(weights: Weights) -> int:
         return weights.bytes(element) + weights.total * fp8
@@ -441,18 +444,16 @@ def _memory(
     )
 
 
-def _logits(config: RunConfig, layer: LayerActivations) -> int:
+def _logits(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig, layer: LayerActivations) -> int:
     """Return the bytes of a microbatch's logits and their loss, on the last stage."""
-    columns = config.model.padded_vocab_size // config.mesh.tp
-    chunk = config.platform.logits_chunk(layer.tokens, columns)
+    columns = model.padded_vocab_size // mesh.tp
+    chunk = platform.logits_chunk(layer.tokens, columns)
     if chunk is None:
         # The output layer's result, its fp32 copy for the loss, and the gradient in fp32.
-        heads = 1 + config.model.mtp_layers
+        heads = 1 + model.mtp_layers
         return heads * (layer.tokens * columns * (layer.element + 4 + 4))
     # A product, its fp32 copy, two fp32 results; the weight's gradient, summed in fp32, with the part of a chunk.
-    return chunk * columns * (layer.element + 3 * 4) + columns * config.model.hidden_size * (
-        layer.element + 4
-    )
+    return chunk * columns * (layer.element + 3 * 4) + columns * model.hidden_size * (layer.element + 4)
 
 
 def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
@@ -476,7 +477,10 @@ def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
 
 
 def _activations(
-    config: RunConfig,
+    mesh: MeshConfig,
+    model: ModelConfig,
+    platform: PlatformConfig,
+    train: TrainConfig,
     stage: int,
     layout: Layout,
     layer: LayerActivations,
@@ -484,15 +488,12 @@ def _activations(
     world_size: int,
 ) -> tuple[int, int]:
     """Return the bytes kept over all microbatches in flight, and those that are computed again at one time."""
-    mesh, model = config.mesh, config.model
-    num_microbatches = (
-        config.train.global_batch * mesh.model_parallel // (config.train.micro_batch * world_size)
-    )
+    num_microbatches = train.global_batch * mesh.model_parallel // (train.micro_batch * world_size)
     is_moe = model.moe_layers
     kinds, has_mtp = dict(layout.kinds[stage]), stage == mesh.pp - 1 and model.mtp_layers > 0
     if has_mtp:
         kinds[is_moe[-1]] = kinds.get(is_moe[-1], 0) + model.mtp_layers
-    group = config.platform.recompute_layers if config.platform.recompute == "full" else 0
+    group = platform.recompute_layers if platform.recompute == "full" else 0
 
     def kept(kinds: Mapping[bool, int]) -> int:
         if group:

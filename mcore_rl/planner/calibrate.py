@@ -59,20 +59,20 @@ def calibrated(
         values = [sum(float(str(one.get(name, 0.0))) for name in names) for one in timed[WARMING_UP:]]
         return median(values)
 
-    imbalance = place.rates.imbalance or imbalance_of_run(config, timed[WARMING_UP:])
+    imbalance = place.rates.imbalance or imbalance_of_run(config.mesh.ep, timed[WARMING_UP:])
     balanced = replace(Rates(), imbalance=imbalance)
     work = workload_of(config, place.device, place.world_size, seq_length, balanced)
     count = 1
     if isinstance(config, RlRunConfig):
         mean = measured("rollout/completion_tokens")
-        work = with_lengths(work, config, measured("rollout/prompt_tokens") + mean)
+        work = with_lengths(work, config.train.global_batch, measured("rollout/prompt_tokens") + mean)
         count = config.updates_per_rollout
     fitted = RatesConfig(source=name, imbalance=imbalance)
     fitted = fitted.model_copy(update=fitted_speed(work, measured(*UPDATES) / count))
     if not isinstance(config, RlRunConfig):
         return fitted
     rates = rates_of(fitted)
-    engine = engine_of(config, place.world_size, place.server_gpus, rates)
+    engine = engine_of(config.mesh, config.rl.engine, place.world_size, place.server_gpus, rates)
     if engine is None:
         return fitted
     whole = workload_of(config, place.device, place.world_size, seq_length, rates)
@@ -87,16 +87,16 @@ def calibrated(
     )
 
 
-def imbalance_of_run(config: RunConfig, records: Sequence[Mapping[str, object]]) -> float | None:
+def imbalance_of_run(ep: int, records: Sequence[Mapping[str, object]]) -> float | None:
     """Return the tokens of the fullest expert-parallel rank's experts as a multiple of the mean; None where every rank
     has all experts, or the run did not count.
 
     It is the mean over MoE layers, which wait for their fullest rank each, and the median over the records. Counts are
     those of whole steps: single microbatches are less even.
     """
-    if config.mesh.ep == 1:
+    if ep == 1:
         return None
-    found = [_imbalance(loads, config.mesh.ep) for record in records if (loads := record.get(LOADS))]
+    found = [_imbalance(loads, ep) for record in records if (loads := record.get(LOADS))]
     return median(found) if found else None
 
 

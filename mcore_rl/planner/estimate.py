@@ -162,7 +162,11 @@ def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
         simulation = timeline_of(config, place, seq_length, microbatches)
     if work is not None:
         timed = step_estimate(work, simulation)
-    if layers_of(config) == "te" and config.platform.layers == "auto" and not isinf(place.room_bytes):
+    if (
+        layers_of(config.platform, allows_te=config.allows_te) == "te"
+        and config.platform.layers == "auto"
+        and not isinf(place.room_bytes)
+    ):
         warnings.append(
             'activations are those of TransformerEngine\'s layers, which platform.layers="auto" takes where it is '
             "installed; ours keep more"
@@ -170,7 +174,7 @@ def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
     fullest = max(stages, key=lambda stage: stage.total).stage
     whole = None
     if work is not None and isinstance(config, RlRunConfig):
-        engine = engine_of(config, world, place.server_gpus, place.rates)
+        engine = engine_of(config.mesh, config.rl.engine, world, place.server_gpus, place.rates)
         whole = None if engine is None else rl_step(config, work, engine, place.completion_tokens)
     return Estimate(
         config=config,

@@ -28,12 +28,13 @@ class Way:
     modules: tuple[str, ...]
 
 
-def meshes(config: RunConfig, world_size: int, ranks_per_node: int, seq_length: int) -> Iterator[MeshConfig]:
+def meshes(
+    base: MeshConfig, model: ModelConfig, world_size: int, ranks_per_node: int, seq_length: int
+) -> Iterator[MeshConfig]:
     """Yield every mesh on which sizes divide; the checks of the program decide about the rest.
 
     Tensor parallelism stays inside a node. The other fields of `mesh` are those of the config, and dp is what is left.
     """
-    model, base = config.model, config.mesh
     stages = [pp for pp in _divisors(world_size) if pp <= min(model.num_layers, MAX_STAGES)]
     for pp in stages:
         for tp in _divisors(ranks_per_node):

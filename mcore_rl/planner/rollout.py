@@ -14,6 +14,7 @@ from typing import Any
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import family_of
 from mcore_rl.plan.device import Device, Links
@@ -102,9 +103,10 @@ def known_layers(
     return known[key]
 
 
-def engine_of(config: RlRunConfig, world_size: int, server_gpus: int, rates: Rates) -> Engine | None:
+def engine_of(
+    mesh: MeshConfig, engine: EngineConfig, world_size: int, server_gpus: int, rates: Rates
+) -> Engine | None:
     """Return the engine of a run; None for servers whose number is not known."""
-    engine, mesh = config.rl.engine, config.mesh
     if not engine.is_served:
         return Engine(
             replicas=max(1, world_size // mesh.model_parallel),
@@ -153,7 +155,7 @@ def rl_step(
     if engine not in known.generations:
         known.generations[engine] = generation(config.model, work.device, engine, lengths, work.rates)
     rollout, tail = known.generations[engine]
-    update = with_lengths(work, config, prompt + mean)
+    update = with_lengths(work, config.train.global_batch, prompt + mean)
     layers = known_layers(update, known.layers)
     update_s = step(update, layers).seconds
     forward = forward_seconds(update, layers) * config.updates_per_rollout / config.rl.update.epochs
@@ -177,9 +179,9 @@ def rl_step(
     )
 
 
-def with_lengths(work: Workload, config: RlRunConfig, sample_tokens: float) -> Workload:
+def with_lengths(work: Workload, global_batch: int, sample_tokens: float) -> Workload:
     """Return an update whose samples have this mean length, packed as densely as can be."""
-    packed = ceil(config.train.global_batch * sample_tokens / work.seq_length)
+    packed = ceil(global_batch * sample_tokens / work.seq_length)
     rows = -(-packed // (work.dp * work.micro_batch)) * work.dp * work.micro_batch
     return replace(work, global_batch=rows, sample_length=ceil(sample_tokens))
 

@@ -104,7 +104,7 @@ def _search(config: RunConfig, program: Program, place: Place) -> Search:
     seq_length = program.seq_length(config)
     layers: dict[tuple[Any, ...], dict[bool, LayerTimes]] = {}
     known = KnownParts()
-    for mesh in meshes(config, place.world_size, place.ranks_per_node, seq_length):
+    for mesh in meshes(config.mesh, config.model, place.world_size, place.ranks_per_node, seq_length):
         result.tried += len(ways)
         accepted: dict[int, bool] = {}
         layout = None
@@ -212,7 +212,7 @@ def _whole_step(config: RunConfig, work: Workload, place: Place, known: KnownPar
     """Return the rollout batch of a run with its updates; None where it has none, or its servers are not known."""
     if not isinstance(config, RlRunConfig):
         return None
-    engine = engine_of(config, place.world_size, place.server_gpus, place.rates)
+    engine = engine_of(config.mesh, config.rl.engine, place.world_size, place.server_gpus, place.rates)
     return None if engine is None else rl_step(config, work, engine, place.completion_tokens, known)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_rl.config.cluster import RatesConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.toml import toml_value
@@ -275,7 +276,7 @@ def search_lines(config: RunConfig, found: Search, shown: list[Choice], place: P
     if narrow := len(found.choices) - len(with_spare(found, place)):
         yield f"{narrow:,} of them leave less than {SPARE:.0%} of the device's memory, and are left out."
     if isinstance(config, RlRunConfig):
-        yield _bound_line(config, shown[0], place)
+        yield _bound_line(config.rl.engine, shown[0], place)
     if shown[0].seconds is not None:
         yield (
             f"Different layouts within {WITHIN:g}x of the fastest, which a prediction cannot tell apart: measure two."
@@ -285,17 +286,19 @@ def search_lines(config: RunConfig, found: Search, shown: list[Choice], place: P
         yield f"      {' '.join(toml_lines(changes(config, choice))) or 'as configured'}"
 
 
-def _bound_line(config: RlRunConfig, choice: Choice, place: Place) -> str:
+def _bound_line(engine: EngineConfig, choice: Choice, place: Place) -> str:
     """Return what the seconds of choices are in reinforcement learning, and who generates."""
     if choice.rl is None:
         return "Seconds are those of an update: how many GPUs the servers have is not known. Give --server-nodes N"
-    engine = "the engine on these ranks"
-    if config.rl.engine.is_served:
-        engine = f"servers on {place.server_gpus} GPUs" if place.server_gpus else "the servers of rl.engine"
+    generator = "the engine on these ranks"
+    if engine.is_served:
+        generator = (
+            f"servers on {place.server_gpus} GPUs" if place.server_gpus else "the servers of rl.engine"
+        )
     kind = f"calibrated with {place.rates.source}" if choice.rl.factors else "a lower bound"
     return (
-        f"Seconds are those of a whole step, {kind}: rollout by {engine}, with {choice.rl.mean_tokens:,.0f} tokens a "
-        "completion in the mean (--completion-tokens), logprobs, updates."
+        f"Seconds are those of a whole step, {kind}: rollout by {generator}, with {choice.rl.mean_tokens:,.0f} tokens "
+        "a completion in the mean (--completion-tokens), logprobs, updates."
     )
 
 

@@ -17,6 +17,7 @@ from mcore_rl.checks.rm import check_rm
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.load import kind_of
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig
@@ -56,7 +57,9 @@ def evaluate(config: RlRunConfig) -> None:
     prompts = load_prompts(config)
     if not prompts.held_out:
         raise ConfigError("rl.eval.files is empty: there are no prompts to evaluate on. Name files.")
-    source = checkpoint_to_evaluate(config, config.data.tokenizer)
+    source = checkpoint_to_evaluate(
+        config.checkpoint.load, config.run_dir, config.data.tokenizer, config.model
+    )
     settings = config.platform.model_copy(update={"recompute": "none"})
     platform = platforms.start(settings, allows_te=config.allows_te)
     mesh = build_mesh(config.mesh)
@@ -87,7 +90,9 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
     valid = load_preferences(config).valid
     if valid is None:
         raise ConfigError('train.eval_batches="none": nothing is evaluated. Set a number.')
-    source = checkpoint_to_evaluate(config, config.data.tokenizer)
+    source = checkpoint_to_evaluate(
+        config.checkpoint.load, config.run_dir, config.data.tokenizer, config.model
+    )
     settings = config.platform.model_copy(update={"recompute": "none"})
     platform = platforms.start(settings, allows_te=config.allows_te)
     mesh = build_mesh(config.mesh)
@@ -135,23 +140,25 @@ def _complain(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def checkpoint_to_evaluate(config: RunConfig, tokenizer: TokenizerConfig) -> Path:
+def checkpoint_to_evaluate(
+    load: str | None, run_dir: str, tokenizer: TokenizerConfig, model: ModelConfig
+) -> Path:
     """Return the folder of the run's own checkpoints where it has some, else checkpoint.load.
 
     Raises:
         ConfigError: where there is neither.
         DataError: where the run in run_dir was trained with another tokenizer.
     """
-    own = Path(config.run_dir) / "checkpoints"
+    own = Path(run_dir) / "checkpoints"
     if own.is_dir() and any(own.iterdir()):
         refuse_other_tokenizer(load_tokenizer(tokenizer), str(own), "run_dir")
         return own
-    if not config.checkpoint.load:
+    if not load:
         raise ConfigError(
-            f'run_dir="{config.run_dir}" has no checkpoint, and checkpoint.load is not set: nothing to evaluate. '
+            f'run_dir="{run_dir}" has no checkpoint, and checkpoint.load is not set: nothing to evaluate. '
             "Set one of them."
         )
-    return checkpoint_of(config.checkpoint.load, config.model, Path(config.run_dir))
+    return checkpoint_of(load, model, Path(run_dir))
 
 
 if __name__ == "__main__":

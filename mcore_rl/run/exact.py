@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         events = []
         if args.microbatches:
             events = record(mesh.pp, mesh.vpp, args.microbatches, overlap_p2p=mesh.overlap_p2p)
-        layers = saved_by_layers(config) if args.layers else []
+        layers = saved_by_layers(config.mesh, config.model, config.platform) if args.layers else []
         written = Exact(ranks=ranks, layers=layers, schedule=events).to_values()
     except McoreRlError as error:
         written = {"refused": str(error)}

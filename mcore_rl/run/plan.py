@@ -110,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
     if exact is not None:
         _write(exact_lines(exact, plan.stages, config.platform))
         _write(uncounted_lines(models_on_ranks(config), plan.stages))
-        _write(layer_lines(exact.layers, layers_of(config)))
+        _write(layer_lines(exact.layers, layers_of(config.platform, allows_te=config.allows_te)))
     if recorded is not None:
         _write(schedule_lines(recorded, plan.num_microbatches, _unit(plan)))
     if args.json:

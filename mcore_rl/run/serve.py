@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _start(config: RlRunConfig, engine: EngineConfig, index: int, port: int) -> ServerProcess:
-    host, folder = socket.gethostname(), servers_folder(config)
+    host, folder = socket.gethostname(), servers_folder(config.run_dir)
     on_gpu = config.platform.device == "cuda" or (config.platform.device == "auto" and GPU_DEVICE.exists())
     size = engine.tensor_parallel
     # Servers of several machines share the folder, and each writes its own files there.
@@ -79,7 +79,9 @@ def _watch(config: RlRunConfig, servers: list[ServerProcess]) -> int:
         time.sleep(LOOK_S)
         for index, server in enumerate(servers):
             port = server.url.rsplit(":", 1)[1]
-            request = replacement_request(servers_folder(config), f"http://{socket.gethostname()}:{port}")
+            request = replacement_request(
+                servers_folder(config.run_dir), f"http://{socket.gethostname()}:{port}"
+            )
             if not server.is_alive:
                 quick_ends[index] = quick_ends[index] + 1 if server.age_s < QUICK_S else 1
                 if quick_ends[index] >= MAX_QUICK_ENDS:

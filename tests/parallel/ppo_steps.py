@@ -85,7 +85,16 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
         copy_in(state.chunks, other)
         other_path = save_weights(state.chunks, mesh, config.model, folder / "other")
         copy_in(state.chunks, policy)
-        of_disk = FrozenModel(config.model, other_path, config, mesh, state.platform, store="file")
+        of_disk = FrozenModel(
+            config.model,
+            other_path,
+            mesh,
+            state.platform,
+            config.platform,
+            folder=Path(config.run_dir),
+            store="file",
+            verify_checksums=config.checkpoint.verify_checksums,
+        )
         teachers = Teachers([of_disk, Reference(state.chunks, mesh, config.model, folder, folder)])
     learner = Learner(
         state,

@@ -9,6 +9,7 @@ from torch import nn
 from mcore_rl.config.extension import choose
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.parallel.mesh import Mesh
@@ -43,7 +44,7 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
     """Engine whose completions come from servers; rank 0 starts those of rl.engine.count. They compute once
     `update_weights` has given them weights.
     """
-    engine, folder = config.rl.engine, servers_folder(config)
+    engine, folder = config.rl.engine, servers_folder(config.run_dir)
     api_at = server_apis(engine, config.model)
     on_gpu = next(chunks[0].parameters()).is_cuda
     fleet = None
@@ -61,17 +62,19 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
         decode,
         engine,
         capabilities=Capabilities(
-            max_tokens=served_length(config), routes=config.wants_engine_routes, seeded=False
+            max_tokens=served_length(config.longest_sample, config.model, config.rl.engine),
+            routes=config.wants_engine_routes,
+            seeded=False,
         ),
-        refusal=partial(refused_sampling, config),
+        refusal=partial(refused_sampling, config.rl),
         imposes_routes=config.replay.kind == "r3",
         may_miss_routes=config.replay.missing == "live",
     )
 
 
-def servers_folder(config: RlRunConfig) -> Path:
+def servers_folder(run_dir: str) -> Path:
     """Return the folder of a run with its servers' logs and state."""
-    return Path(config.run_dir) / "servers"
+    return Path(run_dir) / "servers"
 
 
 def start_server_of(config: RlRunConfig, folder: Path, index: int, *, on_gpu: bool) -> ServerProcess:
@@ -131,13 +134,13 @@ def refuse_version(kind: str, api: ServerApi) -> None:
         )
 
 
-def refused_sampling(config: RlRunConfig, sampling: Sampling) -> str | None:
+def refused_sampling(rl: RlConfig, sampling: Sampling) -> str | None:
     """Return why a server's logprobs would not be those at the sampling temperature before the cut; None: they are."""
-    rollout = config.rl.rollout
+    rollout = rl.rollout
     started = Cut(
         temperature=rollout.temperature, top_k=rollout.top_k or 0, top_p=rollout.top_p, min_p=rollout.min_p
     )
-    if config.rl.engine.kind == "sglang" or sampling.cut.temperature == 0.0:
+    if rl.engine.kind == "sglang" or sampling.cut.temperature == 0.0:
         return None
     wanted = logprobs_mode(sampling)
     is_any = sampling.cut.is_open and sampling.cut.temperature == 1.0

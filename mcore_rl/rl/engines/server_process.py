@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 
 import mcore_rl
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import hf_config
 from mcore_rl.processes.launcher import environment_variable, free_port, start_server
@@ -47,24 +49,27 @@ class ServerCommand:
     """Folders from which its Python imports first."""
 
 
-def served_length(config: RlRunConfig) -> int:
+def served_length(longest_sample: int, model: ModelConfig, engine: EngineConfig) -> int:
     """Return the largest number of tokens of prompt and completion together that the servers hold."""
-    if config.rl.engine.max_model_len != "auto":
-        return config.rl.engine.max_model_len
-    return min(max(config.longest_sample, FEWEST_TOKENS), config.model.max_position)
+    if engine.max_model_len != "auto":
+        return engine.max_model_len
+    return min(max(longest_sample, FEWEST_TOKENS), model.max_position)
 
 
-def served_dtype(config: RlRunConfig) -> str:
+def served_dtype(precision: str, engine: EngineConfig) -> str:
     """Return the name that servers have for the type of their weights."""
-    dtype = config.rl.engine.dtype
-    return DTYPES[config.platform.precision if dtype == "auto" else dtype]
+    dtype = engine.dtype
+    return DTYPES[precision if dtype == "auto" else dtype]
 
 
 def model_folder(config: RlRunConfig, folder: Path) -> Path:
     """Write what a server reads of the model, its config.json: the weights come with the first update."""
     path = folder / "model"
     path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(hf_config(config.model) | {"torch_dtype": served_dtype(config)}, indent=1)
+    text = json.dumps(
+        hf_config(config.model) | {"torch_dtype": served_dtype(config.platform.precision, config.rl.engine)},
+        indent=1,
+    )
     (path / "config.json").write_text(text, encoding="utf-8")
     return path
 
@@ -127,7 +132,12 @@ def _vllm_arguments(config: RlRunConfig, model: Path, port: int, host: str, *, o
     return [
         *("--model", str(model), "--served-model-name", MODEL, "--load-format", "dummy"),
         *("--host", host, "--port", str(port), "--skip-tokenizer-init", "--enable-scale-out"),
-        *("--dtype", served_dtype(config), "--max-model-len", str(served_length(config))),
+        *(
+            "--dtype",
+            served_dtype(config.platform.precision, config.rl.engine),
+            "--max-model-len",
+            str(served_length(config.longest_sample, config.model, config.rl.engine)),
+        ),
         *("--tensor-parallel-size", str(engine.tensor_parallel)),
         *(() if engine.slots == "auto" else ("--max-num-seqs", str(engine.slots))),
         *("--logprobs-mode", "raw_logprobs" if is_cut else "processed_logprobs"),
@@ -143,7 +153,12 @@ def _sglang_arguments(config: RlRunConfig, model: Path, port: int, host: str, *,
     return [
         *("--model-path", str(model), "--served-model-name", MODEL, "--load-format", "dummy"),
         *("--host", host, "--port", str(port), "--skip-tokenizer-init"),
-        *("--dtype", served_dtype(config), "--context-length", str(served_length(config))),
+        *(
+            "--dtype",
+            served_dtype(config.platform.precision, config.rl.engine),
+            "--context-length",
+            str(served_length(config.longest_sample, config.model, config.rl.engine)),
+        ),
         *("--tp-size", str(engine.tensor_parallel)),
         *(() if engine.slots == "auto" else ("--max-running-requests", str(engine.slots))),
         *([FLAG] if config.wants_engine_routes else []),

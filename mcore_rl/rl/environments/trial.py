@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.rl.reward import ENVIRONMENT_PART
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.data.chat import Chat, Conversation
 from mcore_rl.errors import DataError
 from mcore_rl.rl.environments.conversations import prompt_tokens
@@ -16,7 +17,7 @@ from mcore_rl.rl.types import Prompt
 from mcore_rl.rl.workers.failure import FailedScore
 
 
-def try_environment(config: RlRunConfig, prompts: Sequence[Prompt], chat: Chat) -> tuple[FailedPart, ...]:
+def try_environment(rl: RlConfig, prompts: Sequence[Prompt], chat: Chat) -> tuple[FailedPart, ...]:
     """Start the environment for `prompts` and answer each with its reference answer, so that one which always fails, or
     whose messages the chat template cannot append, ends a start and not a run.
 
@@ -27,7 +28,7 @@ def try_environment(config: RlRunConfig, prompts: Sequence[Prompt], chat: Chat) 
         ConfigError: where the environment cannot be made.
         TrainingError: where it failed for every prompt, unless rl.reward.max_failed_fraction=1.
     """
-    environment = config.rl.environment
+    environment = rl.environment
     if environment.name is None:
         return ()
     texts = [prompt.problem.answer or NO_ANSWER for prompt in prompts]
@@ -43,7 +44,7 @@ def try_environment(config: RlRunConfig, prompts: Sequence[Prompt], chat: Chat) 
     for prompt, text, start in zip(prompts, texts, starts, strict=True):
         failure = start
         if isinstance(start, EnvironmentAnswer):
-            failure = _failure(config, chat, start, text, next(answers))
+            failure = _failure(rl.prompts, chat, start, text, next(answers))
         if failure is not None:
             problem = prompt.problem
             scored = RewardInput(
@@ -59,14 +60,14 @@ def try_environment(config: RlRunConfig, prompts: Sequence[Prompt], chat: Chat) 
                     part=ENVIRONMENT_PART, problem_id=problem.problem_id, failure=failure, scored=scored
                 )
             )
-    if len(failures) == len(prompts) and config.rl.reward.max_failed_fraction < 1:
+    if len(failures) == len(prompts) and rl.reward.max_failed_fraction < 1:
         counts = {ENVIRONMENT_PART: len(failures)}
         raise failing_part(counts, len(prompts), failures, "of a trial, before the start")
     return tuple(failures)
 
 
 def _failure(
-    config: RlRunConfig,
+    prompts: PromptConfig,
     chat: Chat,
     start: EnvironmentAnswer,
     text: str,
@@ -76,7 +77,7 @@ def _failure(
     if isinstance(answer, FailedScore):
         return answer
     try:
-        prompt_tokens(chat, start, config.rl.prompts.max_tokens)
+        prompt_tokens(chat, start, prompts.max_tokens)
         if not answer.is_done and not answer.is_too_long:
             before = Conversation(messages=start.messages)
             chat.reply(before, text, answer.messages, is_closed=bool(chat.turn_end_ids))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mcore_rl.backend.platform import Platform
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.section import Store
 from mcore_rl.folders.checkpoint import check
 from mcore_rl.model.build import build_model, unwrap
@@ -51,34 +51,36 @@ class FrozenModel:
         self,
         model: ModelConfig,
         path: Path,
-        config: RlRunConfig,
         mesh: Mesh,
         platform: Platform,
+        settings: PlatformConfig,
         *,
+        folder: Path,
         store: Store,
+        verify_checksums: bool,
     ) -> None:
         """Collective over the world: build the model and load its weights.
 
         Args:
             model: the model of the checkpoint.
             path: the checkpoint.
-            config: the run's config.
             mesh: the policy's mesh.
             platform: the platform of this rank.
+            settings: the section `platform`, of whose recomputation a model without gradients has none.
+            folder: a folder for the store "file".
             store: where the weights wait: what is not "device" is on the device in `installed` only.
+            verify_checksums: whether the checkpoint's files are compared with their recorded checksums first.
         """
         self._store = store
-        settings = config.platform.model_copy(update={"recompute": "none"})
+        settings = settings.model_copy(update={"recompute": "none"})
         # Its weights are drawn before they are loaded, from the states that a resumed run would find otherwise.
         states = random_states()
         self.chunks: list[nn.Module] = build_model(model, mesh, platform, settings)
         restore_random_states(states)
-        load_weights(self.chunks, mesh, model, path, verify_checksums=config.checkpoint.verify_checksums)
+        load_weights(self.chunks, mesh, model, path, verify_checksums=verify_checksums)
         device = platform.device
         # The weights never change: they are stored once, and what is on the device is then forgotten.
-        self._memory = WaitingMemory(
-            self._tensors, store_on(device, store), Path(config.run_dir), device, changes=False
-        )
+        self._memory = WaitingMemory(self._tensors, store_on(device, store), folder, device, changes=False)
         self._memory.leave()
 
     @contextmanager

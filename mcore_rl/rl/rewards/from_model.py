@@ -150,10 +150,12 @@ class RewardModel:
         self._frozen = FrozenModel(
             source.model,
             source.path,
-            config,
             mesh,
             platform,
+            config.platform,
+            folder=Path(config.run_dir),
             store=config.rl.reward.model_store,
+            verify_checksums=config.checkpoint.verify_checksums,
         )
         self._head = ValueHead()
         self._packed_length = max(config.packed_length, config.longest_sample + 1)

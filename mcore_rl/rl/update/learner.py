@@ -214,12 +214,13 @@ class Learner:
         loss, advantage = self.config.rl.loss, self.config.rl.advantage
         if advantage.is_of_tokens:
             return token_advantages(
-                self.config,
+                self.config.rl,
                 rollout,
                 minibatches,
                 self.state.mesh,
                 self.state.platform.device,
                 kl_coeff=self.kl_coeff,
+                has_critic=self.config.has_critic,
             )
         group_size = rollout.rewards_PG.shape[1]
         samples = samples_of(minibatches)

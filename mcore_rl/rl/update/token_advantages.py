@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.objectives.advantages import above_group_mean
@@ -47,19 +47,21 @@ def at_positions(numbers_C: Tensor, shape: SampleShape) -> Tensor:
 
 
 def token_advantages(
-    config: RlRunConfig,
+    rl: RlConfig,
     rollout: Rollout,
     minibatches: Sequence[Minibatch],
     mesh: Mesh,
     device: torch.device,
     *,
+    has_critic: bool,
     kl_coeff: float,
 ) -> Advantages:
     """Collective over the world: return the advantages of rl.advantage.kind "gae", "reinforce_plus_plus", or the latter
     with the mean of each prompt's rewards as baseline.
 
     Args:
-        config: the run's config.
+        rl: the section `rl`.
+        has_critic: whether there are values and returns of a critic.
         rollout: the rollout batch with its rewards.
         minibatches: this rank's samples, on the last stage with old and reference logprobs where there is a KL in the
             reward, and with values where there is a critic.
@@ -67,7 +69,7 @@ def token_advantages(
         device: device for the reductions.
         kl_coeff: weight of the KL to the reference in the reward.
     """
-    advantage, loss, has_critic = config.rl.advantage, config.rl.loss, config.has_critic
+    advantage, loss = rl.advantage, rl.loss
     has_kl = bool(loss.kl_coeff) and loss.kl_in == "reward"
 
     def numbers(one: PolicyMicrobatch) -> list[Tensor]:
@@ -130,7 +132,7 @@ def token_advantages(
         policy_NC = whitened(advantages_NC, lengths_N, moments, ddof=advantage.ddof, eps=advantage.eps)
     if not has_critic:
         return Advantages(of_samples=by_sample(policy_NC))
-    critic_lambda = config.rl.critic.gae_lambda
+    critic_lambda = rl.critic.gae_lambda
     if critic_lambda == "auto":
         critic_lambda = 1.0 if advantage.gae_lambda == "length" else advantage.gae_lambda
     returns_NC = values_NC + estimated(critic_lambda)

@@ -14,6 +14,9 @@ from mcore_rl.checks.run import refuse
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.distill import SELF
+from mcore_rl.config.rl.loss import LossConfig
+from mcore_rl.config.rl.ptx import PtxConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import load_chat
@@ -66,7 +69,7 @@ def train(config: RlRunConfig) -> None:
     text_source = read_texts(config, prompts.tokenizer)
     platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
-        failed_at_start = on_rank_zero(lambda: try_reward_of(config, prompts))
+        failed_at_start = on_rank_zero(lambda: try_reward_of(config.rl, prompts))
         teacher_sources = on_rank_zero(lambda: sources_of_teachers(config, prompts))
         with ExitStack() as stack:
             run = stack.enter_context(open_run(config, platform))
@@ -88,7 +91,7 @@ def train(config: RlRunConfig) -> None:
             for line in [*rollouts.engine.describe(), *rollouts.engine.take_lines()]:
                 run.log.message(line)
             routes = PolicyRoutes(run.state, config)
-            reference, vocab_size = load_reference(config, run), prompts.tokenizer.vocab_size
+            reference = load_reference(config.model, config.rl.loss, config.checkpoint.allow_changes, run)
             critic = make_critic(config, run)
             teachers = load_teachers(config, run, teacher_sources)
             learner = Learner(
@@ -97,26 +100,22 @@ def train(config: RlRunConfig) -> None:
                 reference,
                 routes,
                 critic,
-                vocab_size=vocab_size,
+                vocab_size=prompts.tokenizer.vocab_size,
                 teachers=teachers,
-                texts=load_texts(config, run, text_source),
+                texts=load_texts(config.rl.ptx, config.train.seed, run, text_source),
             )
             RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
     platforms.stop()
 
 
-def try_reward_of(config: RlRunConfig, prompts: Prompts) -> tuple[FailedPart, ...]:
+def try_reward_of(rl: RlConfig, prompts: Prompts) -> tuple[FailedPart, ...]:
     """Call the reward and the environment once on real prompts, before a model costs time; TrainingError where a part
     always fails.
     """
-    reward, limit, tried = (
-        config.rl.reward,
-        config.rl.max_completion_tokens,
-        prompts.train.take(0, TRIED_AT_START),
-    )
+    tried = prompts.train.take(0, TRIED_AT_START)
     return (
-        *try_environment(config, tried, prompts.chat),
-        *try_reward(reward, limit, tried, prompts.tokenizer.encode),
+        *try_environment(rl, tried, prompts.chat),
+        *try_reward(rl.reward, rl.max_completion_tokens, tried, prompts.tokenizer.encode),
     )
 
 
@@ -205,19 +204,21 @@ def refuse_other_critic(config: RlRunConfig) -> None:
         )
 
 
-def load_reference(config: RlRunConfig, run: Run) -> Reference | None:
+def load_reference(
+    model: ModelConfig, loss: LossConfig, allowed: tuple[str, ...], run: Run
+) -> Reference | None:
     """Collective over the world: return the reference policy of the run, at step 0 the policy; None without KL."""
-    if not config.rl.loss.kl_coeff:
+    if not loss.kl_coeff:
         return None
     reference = Reference(
         run.state.chunks,
         run.state.mesh,
-        config.model,
+        model,
         run.folder.path / "reference",
         run.folder.checkpoints,
-        store=config.rl.loss.reference_store,
-        allowed=config.checkpoint.allow_changes,
-        shares_base=config.lora.is_on,
+        store=loss.reference_store,
+        allowed=allowed,
+        shares_base=run.state.config.lora.is_on,
     )
     step = run.state.progress.step
     if step == 0:
@@ -261,7 +262,7 @@ def read_texts(config: RlRunConfig, tokenizer: Tokenizer) -> TextSource | None:
     return TextSource(packed=packed, plan=None)
 
 
-def load_texts(config: RlRunConfig, run: Run, source: TextSource | None) -> Texts | None:
+def load_texts(ptx: PtxConfig, seed: int, run: Run, source: TextSource | None) -> Texts | None:
     """Collective over the world: return the texts that are mixed into updates; None without any."""
     if source is None:
         return None
@@ -271,12 +272,12 @@ def load_texts(config: RlRunConfig, run: Run, source: TextSource | None) -> Text
         run.log.message(
             f"rl.ptx: {len(examples)} conversations, {examples.num_skipped} too long and left out"
         )
-        return Texts(source.packed, config.rl.ptx.sequences, mesh, device)
+        return Texts(source.packed, ptx.sequences, mesh, device)
     assert source.plan is not None
     for text in source.plan.sources:
         run.log.message(f"rl.ptx: {text.describe(source.plan.samples.train)}")
-    datasets = build_datasets(source.plan, seed=config.train.seed, cache_dir=run.folder.path / "index_cache")
-    return Texts(datasets.train, config.rl.ptx.sequences, mesh, device)
+    datasets = build_datasets(source.plan, seed=seed, cache_dir=run.folder.path / "index_cache")
+    return Texts(datasets.train, ptx.sequences, mesh, device)
 
 
 def sources_of_teachers(config: RlRunConfig, prompts: Prompts) -> list[TeacherSource | None]:
@@ -329,10 +330,17 @@ def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource
     teachers: list[FrozenModel | Reference] = []
     for source in sources:
         if source is not None:
-            store = config.rl.distill.store
-            teachers.append(
-                FrozenModel(source.model, source.path, config, state.mesh, state.platform, store=store)
+            frozen = FrozenModel(
+                source.model,
+                source.path,
+                state.mesh,
+                state.platform,
+                config.platform,
+                folder=Path(config.run_dir),
+                store=config.rl.distill.store,
+                verify_checksums=config.checkpoint.verify_checksums,
             )
+            teachers.append(frozen)
             run.log.message(f"teacher: weights of {source.path}")
             continue
         folder = run.folder.path / "teacher"

@@ -61,9 +61,15 @@ def test_a_step_slower_than_any_host_is_put_down_to_the_device_too():
 
 def test_the_parts_of_an_rl_step_are_factors_on_the_bound():
     config = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b/grpo_r2.toml")
-    work = with_lengths(workload_of(config, place(16).device, 16, config.packed_length), config, 1024 + 3000)
+    work = with_lengths(
+        workload_of(config, place(16).device, 16, config.packed_length),
+        config.train.global_batch,
+        1024 + 3000,
+    )
     lengths = Lengths(num_completions=4096, prompt=1024, mean=3000, longest=8192)
-    rollout, _ = generation(config.model, work.device, engine_of(config, 16, 0, Rates()), lengths, Rates())
+    rollout, _ = generation(
+        config.model, work.device, engine_of(config.mesh, config.rl.engine, 16, 0, Rates()), lengths, Rates()
+    )
     found = records(
         ("time/rollout_s", 1.5 * rollout),
         ("time/old_logprobs_s", 1.2 * 4 * forward_seconds(work)),
@@ -80,7 +86,7 @@ def loads(ep, *experts):
     """Tokens by layer and expert, of three layers, of which the first is dense."""
     config = PRETRAIN.model_copy(update={"mesh": PRETRAIN.mesh.model_copy(update={"ep": ep})})
     record = {"moe/expert_load": [[0] * 8, *experts]}
-    return imbalance_of_run(config, [record] * 3)
+    return imbalance_of_run(config.mesh.ep, [record] * 3)
 
 
 def test_the_load_of_the_fullest_rank_is_that_of_its_experts_together():
@@ -88,7 +94,7 @@ def test_the_load_of_the_fullest_rank_is_that_of_its_experts_together():
     # Of four ranks with two experts each the fullest has 60 of 100 tokens, then 20 of 80: 2.4 and 1 times a quarter.
     assert loads(4, first, second) == pytest.approx((2.4 + 1.0) / 2)
     assert loads(8, first, first) == 4.0 and loads(1, first, first) is None
-    assert imbalance_of_run(PRETRAIN, [{}]) is None
+    assert imbalance_of_run(PRETRAIN.mesh.ep, [{}]) is None
 
 
 def test_a_step_of_uneven_experts_is_not_put_down_to_the_host():

@@ -65,7 +65,7 @@ def test_the_parts_of_a_step_are_those_that_the_run_has():
     def parts(recipe, *overrides, server_gpus=0):
         config = load_config(RlRunConfig, RECIPES / f"{recipe}.toml", overrides)
         work = workload_of(config, H100, 64, config.packed_length)
-        engine = engine_of(config, 64, server_gpus, work.rates)
+        engine = engine_of(config.mesh, config.rl.engine, 64, server_gpus, work.rates)
         return engine and rl_step(config, work, engine).parts
 
     grpo, ppo = parts("qwen3_30b_a3b/grpo_r2"), parts("qwen3_30b_a3b/ppo")

@@ -44,9 +44,14 @@ def test_a_checkpoint_of_another_tokenizer_is_refused_and_an_unknown_one_is_not(
     refuse_other_tokenizer(other, None)
     refuse_other_tokenizer(other, str(tmp_path / "imported/iter_0000000"))
     evaluated = RlRunConfig(run_dir=str(run))
-    assert checkpoint_to_evaluate(evaluated, named) == run / "checkpoints"
+    assert checkpoint_to_evaluate(None, evaluated.run_dir, named, evaluated.model) == run / "checkpoints"
     with pytest.raises(DataError, match=r"^run_dir=.*/run/checkpoints is of a run with the tokenizer .*one"):
-        checkpoint_to_evaluate(evaluated, named.model_copy(update={"path": str(tmp_path / "other")}))
+        checkpoint_to_evaluate(
+            None,
+            evaluated.run_dir,
+            named.model_copy(update={"path": str(tmp_path / "other")}),
+            evaluated.model,
+        )
     (tmp_path / "one").rename(tmp_path / "gone")
     refuse_other_tokenizer(other, str(run))
 

@@ -399,8 +399,8 @@ def test_versions_that_were_not_tried_are_refused(kind: str, version: str) -> No
 def test_logprobs_of_another_temperature_are_refused() -> None:
     rollout = {"prompts": {"task": "arithmetic"}, "engine": {"kind": "vllm"}, "rollout": {"top_p": 0.9}}
     cut = RlRunConfig.model_validate({"rl": rollout})
-    assert refused_sampling(cut, Sampling(max_new_tokens=1, cut=Cut(top_p=0.9))) is None
-    assert refused_sampling(cut, Sampling(max_new_tokens=1, cut=Cut(temperature=0.0))) is None
+    assert refused_sampling(cut.rl, Sampling(max_new_tokens=1, cut=Cut(top_p=0.9))) is None
+    assert refused_sampling(cut.rl, Sampling(max_new_tokens=1, cut=Cut(temperature=0.0))) is None
     assert "one --logprobs-mode" in str(
-        refused_sampling(cut, Sampling(max_new_tokens=1, cut=Cut(temperature=0.7)))
+        refused_sampling(cut.rl, Sampling(max_new_tokens=1, cut=Cut(temperature=0.7)))
     )
