@@ -45,6 +45,8 @@ STATUS: Mapping[str, int] = MappingProxyType(
     }
 )
 """Exit statuses of a job script; those of a program that is no training are the program's."""
+WRITABLE_S = 900
+"""Seconds that a job waits for the run's folder to be writable again: Slurm could not start it there."""
 MEANING: Mapping[int, str] = MappingProxyType(
     {
         0: "all steps are done",
@@ -58,7 +60,7 @@ MEANING: Mapping[int, str] = MappingProxyType(
         16: "gave up: attempts without a new checkpoint, the last of which was ended by the time limit, by "
         "preemption or by the loss of its node",
         17: "gave up: survival.max_crashes crashes and hangs in all, with new checkpoints between them",
-        18: "gave up: attempts without a new checkpoint, the last of which found the disk full",
+        18: "gave up: attempts without a new checkpoint, the last of which found the disk full or not writable",
         143: "cancelled, or ended by Slurm, which requeues after the loss of a node",
     }
 )
@@ -308,6 +310,7 @@ def render(job: JobScript) -> str:
         reserve=RESERVE_FILE,
         reserve_bytes=RESERVE_BYTES,
         unwritten=UNWRITTEN,
+        writable_s=WRITABLE_S,
     )
 
 

@@ -11,6 +11,8 @@ from mcore_rl.errors import McoreRlError
 
 TIMEOUT_S = 20
 SEPARATOR = "|"
+UNOPENED = "53"
+"""The signal that Slurm records for a job that it could not start because its log could not be opened."""
 ALIVE = {
     "PENDING",
     "CONFIGURING",
@@ -170,6 +172,8 @@ def script_of(job: str) -> Path | None:
 def _status(text: str) -> str:
     """Return Slurm's `status:signal` as text; empty for 0:0."""
     status, _, number = text.partition(":")
+    if number == UNOPENED:
+        return f"signal {number}: Slurm could not open the job's log, whose folder was gone or could not be written"
     if number not in ("", "0"):
         return f"signal {number}"
     return f"status {status}" if status not in ("", "0") else ""

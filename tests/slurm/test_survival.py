@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.launch.records import Submission, record
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import (
     BEGIN_S,
@@ -57,6 +58,51 @@ def test_a_run_that_loses_a_daemon_and_is_requeued_by_hand_ends_bit_equal(
     assert [" ".join(end) for end in ends(run_dir)] == ["lost orphan", "term 143", "finished 0"]
     cluster.start_slurmd(nodes[0])
     cluster.until_idle(cluster.nodes)
+
+
+def test_a_run_whose_folder_cannot_be_written_for_a_while_waits_and_ends_bit_equal(
+    cluster: Cluster, reference: tuple[str, Path]
+) -> None:
+    script = uninterrupted(cluster, "unwritable", exclude="n4,n5")
+    run_dir = Path(script.run_dir)
+    id_ = submit(cluster, script)
+    log = run_dir / f"logs/{id_}.log"
+
+    def lock_for_a_while() -> None:
+        modes = {
+            path: path.stat().st_mode for path in (run_dir, *run_dir.rglob("*")) if not path.is_symlink()
+        }
+        for path, mode in modes.items():
+            path.chmod(mode & ~0o222)
+        cluster.until(
+            lambda: "cannot be written: waiting up to 900 s" in log.read_text(), "the job waits", 120
+        )
+        for path, mode in modes.items():
+            path.chmod(mode)
+
+    interrupt(cluster, id_, run_dir, lock_for_a_while, 60)
+    assert cluster.until_state(id_, ENDED, 400) == "COMPLETED"
+    assert_alike(cluster, run_dir, reference)
+    assert ends(run_dir) == [("disk", "requeue"), ("finished", "0")]
+    assert f"first cause: {run_dir} could not be written for " in log.read_text()
+
+
+def test_a_job_that_slurm_cannot_start_because_its_log_is_locked_says_so(cluster: Cluster) -> None:
+    script = uninterrupted(cluster, "locked")
+    id_ = submit(cluster, script, "--hold")
+    folder = Path(script.run_dir) / "launch/0"
+    folder.mkdir(parents=True)
+    submission = Submission(
+        job=id_, program="pretrain", name="locked", cluster="a", nodes=2, ranks_per_node=1, time="", code=""
+    )
+    record(folder, submission)
+    (Path(script.run_dir) / "logs").chmod(0o555)
+    cluster.run("scontrol", "release", id_)
+    assert cluster.until_state(id_, ENDED, 60) == "FAILED"
+    words = ("env", f"PYTHONPATH={cluster.code}", cluster.python, "-m", "mcore_rl.run.cli", "jobs", "locked")
+    assert "Slurm could not open the job's log, whose folder was gone or could not be written" in cluster.run(
+        *words
+    )
 
 
 def test_a_spare_replaces_the_node_of_a_killed_rank_within_the_allocation(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.launch import job
 from mcore_rl.launch.job import STATUS, JobScript, render
 from tests.unit.launch.conftest import ROOT
 
@@ -386,6 +387,35 @@ def test_a_task_on_another_node_has_the_job_requeued_that_has_lost_its_first_one
     (machines.folder / "restarts").write_text("1")
     assert machines.attempt(**SPARE).returncode == -9
     assert (machines.folder / "asked").read_text() == "requeue\n"
+
+
+UNWRITABLE = """
+mkdir -p $RUN/aside && mv $RUN/attempts.jsonl $RUN/aside/ && mkdir $RUN/attempts.jsonl
+"""
+"""As on a file system that is read-only for a while: the file of the attempts cannot be written."""
+
+
+def test_a_job_waits_until_its_folder_can_be_written_before_it_is_requeued(machines):
+    headline = "rank 0 on n1: CheckpointError: step 5 is not saved: Read-only file system"
+    back = "(/bin/sleep 1.5; rmdir $RUN/attempts.jsonl; mv $RUN/aside/attempts.jsonl $RUN/) >/dev/null 2>&1 &"
+    machines.program(
+        f"[ $SLURMD_NODENAME = n1 ] || exit 1\n{UNWRITABLE}{back}\n{fails_on('n1', headline, 2)}"
+    )
+    done = machines.attempt()
+    assert f"{machines.run} cannot be written: waiting up to 900 s\n" in done.stdout
+    ((why, then, cause),) = machines.ends
+    assert (why, then) == ("disk", "requeue")
+    assert re.fullmatch(rf"{machines.run} could not be written for [12] s: {headline}", cause)
+    assert (machines.folder / "asked").read_text() == "requeue\n"
+
+
+def test_a_folder_that_stays_unwritable_ends_the_job(machines, monkeypatch):
+    monkeypatch.setattr(job, "WRITABLE_S", 1)
+    machines.program(f"[ $SLURMD_NODENAME = n1 ] || exit 1\n{UNWRITABLE}exit 1")
+    done = machines.attempt()
+    assert done.returncode == STATUS["no_space"]
+    assert "could not be written for 1 s: giving up (exit status 18)" in done.stdout
+    assert not (machines.folder / "asked").exists()
 
 
 def test_a_full_disk_is_the_cause_and_is_retried_before_the_job_gives_up(machines):

@@ -101,6 +101,11 @@ def test_a_waiting_job_is_listed_with_its_reason(run, slurm, capsys):
     [
         ("12|FAILED|11:0|n1\n", "FAILED", "status 11"),
         ("12|CANCELLED by 1000|0:15|n1\n", "CANCELLED", "signal 15 by its user"),
+        (
+            "12|FAILED|0:53|n1\n",
+            "FAILED",
+            "signal 53: Slurm could not open the job's log, whose folder was gone or could not be written",
+        ),
         ("12|NODE_FAIL|0:0|n1\n12|TIMEOUT|0:0|n2\n", "TIMEOUT", ""),
         ("12+0|FAILED|3:0|n1\n12+1|COMPLETED|0:0|n2\n", "FAILED", "status 3"),
     ],
@@ -148,7 +153,13 @@ def test_json_has_an_object_for_each_run_with_numbers_as_numbers(run, slurm, cap
 
 def test_an_attempt_that_ended_without_a_record_is_reported(run, slurm, capsys):
     run.attempt("start")
-    assert "its last attempt ended without a record" in listed(capsys)["a"]["why"]
+    assert "its last attempt ended without a record: see" in listed(capsys)["a"]["why"]
+    slurm.says("sacct", "12|FAILED|18:0|n1\n")
+    why = listed(capsys)["a"]["why"]
+    assert (
+        "without a record (gave up: attempts without a new checkpoint, the last of which found the disk"
+        in why
+    )
 
 
 def test_the_end_of_an_orphan_is_not_that_of_the_attempt_that_runs(run, slurm, capsys):
