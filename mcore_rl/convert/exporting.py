@@ -13,13 +13,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
-from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
+from mcore_rl.convert.copying.plan import TargetTensor, chunk_at, chunks_of, common_dtype, tasks_of
 from mcore_rl.convert.copying.source import ByteRun, TensorSource
 from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf
 from mcore_rl.convert.hf.model import MtpLayers, expert_layout, in_text_names
-from mcore_rl.convert.hf.quantization import FP8
+from mcore_rl.convert.hf.quantization import (
+    FP8,
+    INT4_BLOCK,
+    INT4_PACKED,
+    INT4_SCALE,
+    INT4_SHAPE,
+    int4_shapes,
+    pack_int4,
+)
 from mcore_rl.convert.hf.small_files import CARD, copy_files, small_files
 from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.convert.hf.text_files import (
@@ -41,6 +50,8 @@ from mcore_rl.files import sizes_and_times
 from mcore_rl.folders.huggingface import read_config
 from mcore_rl.model.heads import SCORE_SHIFT
 
+Quantization = Literal["none", "int4"]
+INT4_PARTS = (INT4_PACKED, INT4_SCALE, INT4_SHAPE)
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Names that configs have for the number of MTP layers."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -59,6 +70,8 @@ class ExportOptions:
     """Type of the weights; expert biases stay fp32."""
     mtp: MtpLayers = "keep"
     """Whether layers for multi-token prediction are kept or left out."""
+    quantize: Quantization = "none"
+    """`int4`: tensors that the reference has in int4 blocks are written in blocks of the same scales."""
     text: ModelText | None = None
     """The tokenizer that the model was trained with; None: that of the reference, if it has one."""
     run: Path | None = None
@@ -87,9 +100,13 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
             "--reference, and name the tokenizer: --tokenizer."
         )
     targets = export_targets(dist_model, options.dtype, reference)
+    packed = _packed(options, reference, targets)
+    parts = [_as_stored(reference, name + suffix) for name in packed for suffix in INT4_PARTS]
+    targets = [target for target in targets if target.name not in packed] + parts
     if shell := shell_of(reference.config or {}) if reference else None:
         targets = [replace(target, name=shell.folder_name(target.name)) for target in targets]
     targets += passing
+    copied_from = reference if passing or packed else None
     shards = shards_of(targets, settings.shard_bytes)
     file_of = {target.name: file for file, group in shards.items() for target in group}
     chunks = (chunk for target in targets for chunk in chunks_of(target))
@@ -100,10 +117,10 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
         sources=list(_sources(source, dist_model, options)),
         targets=targets,
         tasks=tasks_of(chunks, settings.task_bytes, file_of),
-        open_source=partial(_source, dist_model, reference if passing else None),
+        open_source=partial(_source, dist_model, copied_from, packed),
         writer=SafetensorsWriter(shards),
         identity=f"export {options} {_digest(files)} {dist_model.model} {dist_model.folder.digest}",
-        read=read | dist_model.folder.stamps | (reference.stamps if reference and passing else {}),
+        read=read | dist_model.folder.stamps | (copied_from.stamps if copied_from else {}),
         finish=partial(_finish, dist_model, copied, files, file_of),
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {dist_model.layout}",
@@ -111,6 +128,13 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
             *(
                 [f"{len(passing)} tensors that are not of the text model are copied from the reference"]
                 if passing
+                else []
+            ),
+            *(
+                [
+                    f"{len(packed)} tensors are int4 with the reference's scales: servers compute with rounded weights"
+                ]
+                if packed
                 else []
             ),
             *_padding_notes(dist_model),
@@ -174,38 +198,69 @@ def _reference(path: Path | None) -> tuple[HfFolder | None, tuple[str, ...]]:
 
 def _passing(reference: HfFolder | None, names: Sequence[str]) -> list[TargetTensor]:
     """Return these tensors of the reference as they are."""
-    targets = []
-    for name in names:
-        assert reference is not None
-        tensor = reference.tensors[name]
-        if tensor.dtype in FP8:
+    targets = [_as_stored(reference, name) for name in names]
+    for target in targets:
+        if target.dtype in FP8:
             raise CheckpointError(
-                f"{name} is quantized and not of the text model: the output's config.json could not say so of it "
-                "alone. Give an unquantized folder of the same model as --reference."
+                f"{target.name} is quantized and not of the text model: the output's config.json could not say so of "
+                "it alone. Give an unquantized folder of the same model as --reference."
             )
-        copies = (RegionCopy(whole(tensor.shape), name, whole(tensor.shape)),)
-        targets.append(TargetTensor(name=name, shape=tensor.shape, dtype=tensor.dtype, copies=copies))
     return targets
 
 
-def _source(dist_model: DistModel, reference: HfFolder | None) -> TensorSource:
-    """Open the checkpoint, and the reference where tensors are copied from it."""
+def _as_stored(reference: HfFolder | None, name: str) -> TargetTensor:
+    """Return a tensor of the reference, of its name, shape and type, to be filled from there."""
+    assert reference is not None
+    tensor = reference.tensors[name]
+    copies = (RegionCopy(whole(tensor.shape), name, whole(tensor.shape)),)
+    return TargetTensor(name=name, shape=tensor.shape, dtype=tensor.dtype, copies=copies)
+
+
+def _packed(
+    options: ExportOptions, reference: HfFolder | None, targets: Sequence[TargetTensor]
+) -> dict[str, TargetTensor]:
+    """Return the tensors that are written in int4 blocks, by name, as they would be without."""
+    if options.quantize == "none":
+        return {}
+    blocks = int4_shapes(reference.tensors) if reference else {}
+    if not blocks:
+        raise CheckpointError(
+            f"--quantize int4 takes the scales of a folder of the same model in int4 blocks, and --reference "
+            f"{options.reference} has none. Name one, or leave out --quantize."
+        )
+    return {target.name: target for target in targets if target.name in blocks}
+
+
+def _source(
+    dist_model: DistModel, reference: HfFolder | None, packed: Mapping[str, TargetTensor]
+) -> TensorSource:
+    """Open the checkpoint, and the reference where tensors or scales are taken from it."""
     source = dist_model.source()
-    return source if reference is None else WithReference(source, HfSource(reference))
+    return source if reference is None else WithReference(source, HfSource(reference), packed)
 
 
 class WithReference:
-    """Tensors of a checkpoint, and those of a Hugging Face folder that it does not have."""
+    """Tensors of a checkpoint, those of a Hugging Face folder that it does not have, and weights in int4 blocks."""
 
-    def __init__(self, source: TensorSource, reference: HfSource) -> None:
+    def __init__(self, source: TensorSource, reference: HfSource, packed: Mapping[str, TargetTensor]) -> None:
+        """`packed` has the tensors, by name, for which the folder's words are made of the checkpoint's weights."""
         self._source, self._reference = source, reference
+        self._packed = {name + INT4_PACKED: (name, target) for name, target in packed.items()}
 
     def _of(self, name: str) -> TensorSource:
         return self._reference if self._reference.has(name) else self._source
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
         """Copy a region to `out` (see TensorSource)."""
-        self._of(name).fill(out, name, where)
+        if name not in self._packed:
+            self._of(name).fill(out, name, where)
+            return
+        plain, target = self._packed[name]
+        rows, columns = where[0], target.shape[1]
+        weights = fill(chunk_at(target, (rows, AxisRange(0, columns))), self._source)
+        scales = torch.empty(rows.count, columns // INT4_BLOCK)
+        self._reference.fill(scales, plain + INT4_SCALE, (rows, AxisRange(0, columns // INT4_BLOCK)))
+        out.copy_(pack_int4(weights, scales)[:, slice(*where[1])].view(out.shape))
 
     def prefetch(self, name: str, where: Region) -> None:
         """Let the disk begin to read a region (see TensorSource)."""
@@ -305,7 +360,7 @@ def _config(
         changed += [
             f"{name} is left out, as the weights are not quantized any more"
             for name in QUANTIZATION_KEYS
-            if part.pop(name, None)
+            if options.quantize == "none" and part.pop(name, None)
         ]
         for name in DTYPE_KEYS:
             # A null is no claim: readers take the type of the weights then.
@@ -325,7 +380,7 @@ def _usual_dtype(targets: Sequence[TargetTensor]) -> str:
     """Return the name of the type of most elements: expert biases, and norms of some, are fp32 beside bf16 weights."""
     elements: Counter[torch.dtype] = Counter()
     for target in targets:
-        elements[target.dtype] += math.prod(target.shape)
+        elements[target.dtype] += math.prod(target.shape) if target.dtype.is_floating_point else 0
     return str(elements.most_common(1)[0][0]).removeprefix("torch.")
 
 

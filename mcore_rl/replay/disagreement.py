@@ -189,7 +189,7 @@ class StaleRoutes:
             f"present weights' ({stale.changed_share:.2%} of the choices differ, and {current.changed_share:.2%} of "
             "those of tokens that the present weights sampled), though their logprobs have changed by "
             f"{moved_nats:.2g} nats a token. Likely reason: after an update the engine computed these tokens again and "
-            "returns the routes of then, without saying so, so that R3 imposes newer weights' routes on older tokens. "
+            "returns the routes of then, without saying so: R3 trains older tokens under newer weights' routes. "
             'Set rl.rollout.max_staleness=0, or replay.kind="r2". It is no fault where only layers behind the last '
             "router are trained."
         )

@@ -130,6 +130,7 @@ def _export(source: Path, output: Path, args: argparse.Namespace, settings: Copy
         reference=args.reference,
         dtype=args.dtype,
         mtp=args.mtp,
+        quantize=args.quantize,
         text=_text(args, run),
         run=run,
         merges=args.merge,
@@ -261,9 +262,10 @@ def _check(args: argparse.Namespace) -> None:
             "tokenizer",
             "merge",
             "adapter",
+            "quantize",
         },
         "import": {"dtype", "mtp", "keys", "layers", "vocab_multiple", "family", "check_logits"},
-        "export": {"dtype", "mtp", "reference", "tokenizer", "merge", "adapter"},
+        "export": {"dtype", "mtp", "reference", "tokenizer", "merge", "adapter", "quantize"},
         "verify": {"mtp", "reference", "logits", "family"},
         "relayout": {"keys", "layers", "reference"},
     }[args.action]
@@ -281,6 +283,7 @@ def _check(args: argparse.Namespace) -> None:
         "family": None,
         "merge": False,
         "adapter": None,
+        "quantize": "none",
     }
     for name, default in defaults.items():
         if name not in allowed and getattr(args, name) != default:

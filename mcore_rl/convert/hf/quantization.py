@@ -214,3 +214,14 @@ def unpack_int4(out: Tensor, packed: Tensor, scales: Tensor) -> None:
         # The shift of a negative word copies its sign, which the mask takes off again.
         numbers = ((packed[band, :, None] >> INT4_SHIFTS & 15) - 8).flatten(1).unflatten(1, (-1, INT4_BLOCK))
         out[band] = (numbers.float() * scales[band, :, None].float()).flatten(1)
+
+
+def pack_int4(weights: Tensor, scales: Tensor) -> Tensor:
+    """Return `weights` `[rows, columns]` as words `[rows, columns / 8]` of whole numbers of steps of `scales`.
+
+    Weights that int4 blocks of these scales stood for give back their words; a weight that has outgrown -8 to 7 steps
+    becomes the nearest of these.
+    """
+    steps = weights.float().unflatten(1, (-1, INT4_BLOCK)) / scales.float()[..., None]
+    numbers = steps.round().clamp(-8, 7).to(torch.int32) + 8
+    return (numbers.flatten(1).unflatten(1, (-1, INT4_PER_WORD)) << INT4_SHIFTS).sum(-1, dtype=torch.int32)

@@ -395,8 +395,8 @@ def prompt_tokens(chat: Chat, start: EnvironmentAnswer, max_tokens: int) -> tupl
         raise DataError("the environment starts with messages that are longer than rl.environment.max_tokens")
     if start.messages and start.messages[-1]["role"] == "assistant":
         raise DataError(
-            "the environment starts with messages that end in a turn of the assistant, whose turns it answers. End "
-            "them in a turn of another role"
+            "the environment starts with messages that end in a turn of the assistant, which it would have to answer. "
+            "End them in a turn of another role"
         )
     tokens_T = tuple(chat.prompt(Messages(messages=start.messages)))
     if not 0 < len(tokens_T) <= max_tokens:

@@ -48,6 +48,7 @@ def test_inspect_lists_tensors_and_differences(tmp_path: Path, capsys: pytest.Ca
     ("arguments", "message"),
     [
         (["import", "gone"], "takes 2 folders, got 1"),
+        (["import", "a", "b", "--quantize", "int4"], "--quantize means nothing to convert import"),
         (["export", "a", "b", "--keys", "local"], "--keys means nothing to convert export"),
         (["import", "gone", "out"], "gone"),
         (["verify", "a", "b", "--dtype", "bf16"], "--dtype means nothing to convert verify"),

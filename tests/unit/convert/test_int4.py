@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.convert.hf.quantization import unpack_int4
 from mcore_rl.errors import CheckpointError
 from tests.conversion import assert_same, differing, exported, imported, read_hf, write_hf
@@ -106,6 +107,57 @@ def test_packed_experts_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
     assert_same(read_hf(again), meant)
     assert "quantization_config" not in (again / "config.json").read_text()
     assert differing(source, checkpoint) == [] and differing(source, again) == []
+
+
+def test_weights_that_no_step_has_moved_give_back_every_word(tmp_path: Path) -> None:
+    config, stored, _ = model()
+    source = write_hf(tmp_path / "hf", config, stored, shards=3)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    again = exported(
+        checkpoint,
+        tmp_path / "again",
+        CopySettings(workers=2, task_bytes=5_000),
+        reference=source,
+        quantize="int4",
+    )
+    assert_same(read_hf(again), stored)
+    assert differing(source, again) == []
+    assert (again / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_moved_weights_are_the_nearest_numbers_of_the_references_scales(tmp_path: Path) -> None:
+    config, stored, meant = model()
+    source = write_hf(tmp_path / "hf", config, stored)
+    generator = torch.Generator().manual_seed(3)
+    moved = {
+        name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        if ".mlp.experts." in name
+        else tensor
+        for name, tensor in meant.items()
+    }
+    plain = write_hf(tmp_path / "plain", config | {"quantization_config": None}, moved)
+    again = exported(
+        imported(plain, tmp_path / "ckpt"), tmp_path / "again", reference=source, quantize="int4"
+    )
+    found = read_hf(again)
+    for name, tensor in moved.items():
+        if ".mlp.experts." not in name:
+            assert torch.equal(found[name], tensor)
+            continue
+        scales = stored[name + "_scale"]
+        wide = scales.double().repeat_interleave(32, 1)
+        numbers = (tensor.double() / wide).round().clamp(-8, 7)
+        assert torch.equal(unpacked(found[name + "_packed"], scales), (numbers * wide).bfloat16())
+        assert not torch.equal(found[name + "_packed"], stored[name + "_packed"])
+
+
+def test_int4_without_a_reference_in_int4_is_refused(tmp_path: Path) -> None:
+    config, _, meant = model()
+    plain = write_hf(tmp_path / "plain", config | {"quantization_config": None}, meant)
+    checkpoint = imported(plain, tmp_path / "ckpt")
+    for reference in (plain, None):
+        with pytest.raises(CheckpointError, match=r"--quantize int4 takes the scales .* Name one"):
+            exported(checkpoint, tmp_path / "again", reference=reference, quantize="int4")
 
 
 def test_a_changed_scale_is_found(tmp_path: Path) -> None:

@@ -201,6 +201,9 @@ def test_the_int4_experts_of_kimi_k25_are_read_and_its_config_says_that_they_are
         "quantization_config" not in written["text_config"]
         and written["vision_config"] == config["vision_config"]
     )
+    packed = exported(tmp_path / "ckpt", tmp_path / "packed", reference=source, quantize="int4")
+    assert_same(read_hf(packed), inside(stored))
+    assert (packed / "config.json").read_bytes() == (source / "config.json").read_bytes()
     other = text | {"quantization_config": {"quant_method": "gptq"}}
     (source / "config.json").write_text(json.dumps(config | {"text_config": other}))
     with pytest.raises(CheckpointError, match=r"quantization_config .*'gptq'"):
