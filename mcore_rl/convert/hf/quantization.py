@@ -224,4 +224,6 @@ def pack_int4(weights: Tensor, scales: Tensor) -> Tensor:
     """
     steps = weights.float().unflatten(1, (-1, INT4_BLOCK)) / scales.float()[..., None]
     numbers = steps.round().clamp(-8, 7).to(torch.int32) + 8
-    return (numbers.flatten(1).unflatten(1, (-1, INT4_PER_WORD)) << INT4_SHIFTS).sum(-1, dtype=torch.int32)
+    parts = numbers.flatten(1).unflatten(1, (-1, INT4_PER_WORD)) << INT4_SHIFTS
+    words: Tensor = parts.sum(-1, dtype=torch.int32)
+    return words
