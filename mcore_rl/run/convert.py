@@ -124,8 +124,9 @@ def _export(source: Path, output: Path, args: argparse.Namespace, settings: Copy
     if args.adapter is not None:
         return plan_adapter_export(source, output, args.adapter, args.reference, args.dtype, settings)
     run = run_of_checkpoint(checkpoint)
-    if args.reference is None and (checkpoint / "config.json").is_file():
-        args.reference = checkpoint  # an import, which has the small files of its source
+    is_import = run is None and (checkpoint / "config.json").is_file()
+    if is_import and args.reference is None and args.tokenizer is None:
+        args.reference = checkpoint  # it has the small files of its source
     options = ExportOptions(
         reference=args.reference,
         dtype=args.dtype,
