@@ -66,3 +66,9 @@ def test_what_has_its_row_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_
     assert ran == [*done[:4], *done[3:]]
     written = json.loads(output.read_text())["rows"]
     assert [row["eval/accuracy"] for row in written] == [0.25, 0.25, 0.75, 0.75, 0.5, 0.5]
+
+
+def test_the_page_has_the_table_of_all_results() -> None:
+    rows = json.loads(quickstart.RESULTS.read_text())["rows"]
+    page = Path(__file__).parents[3] / "docs/benchmarks.md"
+    assert f"\n{quickstart.table(rows)}\n" in page.read_text()
