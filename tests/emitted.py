@@ -74,6 +74,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "rollout/mismatch_kl_*_routes_stale_nats",
     ),
     "rl through servers": ("servers/*",),
+    "rl of adapters through servers": ("lora/*",),
     "rl with a critic": (
         "critic/*",
         "values/*",

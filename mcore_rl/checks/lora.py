@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from mcore_rl.config.lora import LoraConfig, present
-from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.toml import toml_value
 
@@ -16,11 +15,6 @@ def lora_violations(config: RunConfig) -> Iterator[str]:
         return
     yield from _targets(config)
     yield from _layers(config)
-    if isinstance(config, RlRunConfig) and config.rl.engine.is_served:
-        yield (
-            f'lora.rank={lora.rank} with rl.engine.kind="{config.rl.engine.kind}": servers would be sent the weights '
-            'without the adapters. Set rl.engine.kind="native", or lora.rank="none" to train the whole model.'
-        )
     if config.trains_mtp and config.model.mtp_layers:
         yield (
             f"lora.rank={lora.rank} with model.mtp_layers={config.model.mtp_layers}: layers of multi-token prediction "

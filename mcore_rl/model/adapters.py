@@ -5,6 +5,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_rl.config.lora import TARGETS, LoraConfig, Target
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.packed_rows import Rows, packed_rows
 from mcore_rl.model.build import unwrap
-from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.global_tensors import LocalShard, local_shards
 from mcore_rl.model.heads import ScoreModel
 from mcore_rl.model.layers.adapters import (
     AdaptedColumnLinear,
@@ -28,6 +29,7 @@ from mcore_rl.model.layers.adapters import (
     AdaptedRowLinear,
     AdaptedStackedLinear,
     Adapter,
+    expanded,
 )
 from mcore_rl.model.layers.experts import GroupedExperts, StackedLinear
 from mcore_rl.model.layers.linear import ReplicatedLinear
@@ -123,6 +125,69 @@ def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for adapter in adapters:
             adapter.is_on = True
+
+
+@torch.no_grad()
+def merged_weight(module: Any) -> Tensor:
+    """Return W + scale * B A of an adapted layer or of its experts, summed in fp32 and rounded once to W's type."""
+    merged: Tensor = (module.weight.float() + _added(module.adapter)).to(module.weight.dtype)
+    return merged
+
+
+def merged_shards(chunks: Sequence[nn.Module], shards: Sequence[LocalShard]) -> list[LocalShard]:
+    """Return shards of the chunks' weights with their adapters added, where they have some, in new memory."""
+    owners = {owner.weight.untyped_storage().data_ptr(): owner for owner in _adapted_layers(chunks)}
+    merged: dict[nn.Module, Tensor] = {}
+    found = []
+    for shard in shards:
+        owner = owners.get(shard.data.untyped_storage().data_ptr())
+        if owner is None:
+            found.append(shard)
+            continue
+        if owner not in merged:
+            merged[owner] = merged_weight(owner)
+        # A shard is a view of the weight, such as an expert or the gate.
+        first = shard.data.storage_offset() - owner.weight.storage_offset()
+        view = merged[owner].as_strided(shard.data.shape, shard.data.stride(), first)
+        found.append(replace(shard, data=view))
+    return found
+
+
+@torch.no_grad()
+def merge_loss(chunks: Sequence[nn.Module], dtype: torch.dtype) -> float:
+    """Collective over the world: return what rounding merged weights to `dtype` loses of the adapters.
+
+    It is the root of the sum of squares, over that of the adapters themselves; 0 where these are 0.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
+    for layer in _adapted_layers(chunks):
+        weight, added = layer.weight.float(), _added(layer.adapter)
+        lost = (weight + added).to(dtype).float() - weight - added
+        sums += torch.stack([lost.double().square().sum(), added.double().square().sum()]).cpu()
+    # Copies of a weight on several ranks count in both sums alike.
+    of_ranks: list[Tensor] = [sums] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, sums)
+    lost_total, added_total = torch.stack(of_ranks).sum(0).tolist()
+    return math.sqrt(lost_total / added_total) if added_total else 0.0
+
+
+def _adapted_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(getattr(module, "adapter", None), Adapter):
+                yield module
+
+
+def _added(adapter: Adapter) -> Tensor:
+    """Return scale * B A, fp32, in the shape of the weight."""
+    weight_a, weight_b = (tensor.detach().float() for tensor in adapter())
+    if weight_a.dim() == 2:
+        product = expanded(weight_a.t(), weight_b, adapter.rows).t()
+    else:
+        blocks = weight_a.split(weight_b.shape[-1], 1)
+        parts = weight_b.chunk(len(blocks), 1)
+        product = torch.cat([part @ block for part, block in zip(parts, blocks, strict=True)], 1)
+    return adapter.scale * product
 
 
 def _adapt(module: Any, rows: Rows, rank: int, scale: float) -> None:

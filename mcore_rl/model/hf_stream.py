@@ -18,6 +18,7 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
 from mcore_rl.families.regions import copies_into_megatron, cut, overlap, sizes, whole
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap, listed
+from mcore_rl.model.adapters import merged_shards
 from mcore_rl.model.global_tensors import LocalShard, local_shards
 from mcore_rl.parallel.mesh import Mesh
 
@@ -96,6 +97,8 @@ def iter_hf_weights(
     All ranks take all buckets: a rank that has something of a bucket waits until `to_rank` asks for that bucket. No
     rank has more than one bucket in memory, and two messages of MESSAGE_BYTES.
 
+    Low-rank adapters are added to their weights, in fp32 and rounded once.
+
     A tied output comes as `lm_head.weight`, which exports leave out: a server may have a copy of its own that nothing
     else renews. Layers for multi-token prediction are left out, as by `convert export --mtp drop`: a server uses them
     to propose tokens, never to decide them.
@@ -120,7 +123,16 @@ def iter_hf_weights(
     # A replica beside the first has no shard of its own to take it from.
     device = next(chunks[0].parameters()).device
     for name, members in buckets.items():
-        bucket = Bucket(name, _gathered(members, shards, mesh, to_rank, device))
+        needed = {
+            piece.window.shard
+            for target in members
+            for piece in target.pieces
+            if piece.window.rank == mesh.world.rank
+        }
+        # No more than a bucket's weights exist a second time, with their adapters added.
+        merged = merged_shards(chunks, [shards[index] for index in sorted(needed)])
+        at_hand = dict(zip(sorted(needed), merged, strict=True))
+        bucket = Bucket(name, _gathered(members, at_hand, mesh, to_rank, device))
         yield bucket
         # The reader may still have the bucket while it asks for the next one.
         bucket.tensors.clear()
@@ -219,7 +231,7 @@ def _windows(shard: LocalShard, rank: int, index: int) -> Iterator[_Window]:
 @torch.no_grad()
 def _gathered(
     targets: Sequence[_Target],
-    shards: Sequence[LocalShard],
+    shards: Mapping[int, LocalShard],
     mesh: Mesh,
     to_rank: int,
     device: torch.device,
@@ -269,7 +281,7 @@ def _messages(pieces: Sequence[tuple[str, _Piece]]) -> Iterator[tuple[int, list[
         yield rank, message
 
 
-def _elements(shards: Sequence[LocalShard], piece: _Piece) -> Tensor:
+def _elements(shards: Mapping[int, LocalShard], piece: _Piece) -> Tensor:
     """Return a piece of this rank's shard, its axes in Hugging Face's order."""
     window = piece.window
     shard = shards[window.shard]

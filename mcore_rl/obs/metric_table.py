@@ -223,6 +223,12 @@ METRICS: dict[str, MetricRow] = {
         "Largest difference of a logprob of fixed texts between a server and the trainer after an update (fp32), or "
         "the mean difference (rl.engine.probe_tolerance).",
     ),
+    "lora/merge_loss": MetricRow(
+        "1",
+        MEAN,
+        "Part of low-rank adapters that is lost by rounding the weights sent to servers, to which they are added: root "
+        "of the sum of squares over that of the adapters.",
+    ),
     "rollout/mismatch_kl_nats": MetricRow(
         "nats/token", MEAN, "KL(rollout policy || old policy), estimator k3: the rollout-training mismatch."
     ),

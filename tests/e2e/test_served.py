@@ -52,18 +52,27 @@ def mesh() -> Iterator[Mesh]:
     destroy_mesh()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [(), ("lora.rank=8", "optim.lr=1e-2", "model.moe.balance=none")],
+    ids=["whole", "adapters"],
+)
 def test_losses_through_servers_are_those_of_the_native_engine(
+    changes: tuple[str, ...],
     rl_file: Path,  # noqa: F811
     tmp_path: Path,
     mesh: Mesh,
 ) -> None:
-    """Two servers that begin with other weights; one of them breaks a completion, and its probe once."""
-    native = run_main("mcore_rl.run.programs.rl", [rl_file, *SMALL])
+    """Two servers that begin with other weights; one of them breaks a completion, and its probe once. Low-rank adapters
+    come to them added to the weights.
+    """
+    small = (*SMALL, *changes)
+    native = run_main("mcore_rl.run.programs.rl", [rl_file, *small])
     assert native.returncode == 0, native.stderr
     wanted = computed(tmp_path / "rl", NAMES)
     assert len(wanted) == 5 and any(numbers.get("policy/loss") for numbers in wanted.values())
 
-    model = load_config(RlRunConfig, rl_file, SMALL).model
+    model = load_config(RlRunConfig, rl_file, small).model
     zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
     with ExitStack() as stack:
         servers = [
@@ -76,20 +85,22 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         ]
         urls = json.dumps([server.url for server in servers])
         engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", f"run_dir={tmp_path / 'served'}"]
-        run = run_main("mcore_rl.run.programs.rl", [rl_file, *SMALL, *engine])
+        run = run_main("mcore_rl.run.programs.rl", [rl_file, *small, *engine])
         assert run.returncode == 0, run.stderr
         found = computed(tmp_path / "served", NAMES)
         assert found.keys() == wanted.keys()
         for step, numbers in wanted.items():
             assert found[step] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
         assert_emitted("rl through servers", tmp_path / "served")
+        if changes:
+            assert_emitted("rl of adapters through servers", tmp_path / "served")
         assert f"{servers[0].url} is left out: reset of the caches" in run.stdout
         # Each has computed a part of the completions.
         assert min(len(server.bodies("/inference/v1/generate")) for server in servers) > 10
         status = json.loads((tmp_path / "served/servers/status.json").read_text())
         assert status["version"] == 4 and [one["is_serving"] for one in status["servers"]] == [True, True]
 
-        evaluated = run_main("mcore_rl.run.evaluate", [rl_file, *SMALL, *engine])
+        evaluated = run_main("mcore_rl.run.evaluate", [rl_file, *small, *engine])
         assert evaluated.returncode == 0, evaluated.stderr
         result = json.loads(evaluated.stdout.splitlines()[-1])
         assert result["eval/reward"] == pytest.approx(wanted[4]["eval/reward"], abs=1e-6)

@@ -3,11 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from mcore_rl.backend.platform import start
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.model import hf_stream
+from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.hf_stream import Bucket, iter_hf_weights
@@ -76,3 +79,19 @@ def pushed(
     weight_push.iter_hf_weights = watched
     report = WeightPush(apis, chunks, mesh, config.model, engine).push(7)
     return report, live.most, Probe(chunks, mesh, config.model, "bf16").reference()
+
+
+def pushed_adapters(config: RlRunConfig, tensors: Tensors) -> PushReport:
+    """On a rank: the outcome of a push of these weights with random low-rank adapters."""
+    start(PlatformConfig(layers="torch"))
+    mesh = build_mesh(config.mesh)
+    seed_ranks(1)
+    chunks = loaded(config.model, tensors, mesh)
+    add_adapters(chunks, config.lora, config.model, seed=1)
+    for shard in local_shards(chunks):
+        if shard.key.endswith("adapter.B"):
+            whole = torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(len(shard.key)))
+            shard.data.detach().copy_(0.1 * whole[shard.where])
+    engine = config.rl.engine
+    apis = [server_apis(engine, config.model)(url) for url in engine.urls] if mesh.world.rank == 0 else []
+    return WeightPush(apis, chunks, mesh, config.model, engine).push(7)

@@ -14,14 +14,15 @@ from torch import Tensor
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.run import CheckpointConfig, PretrainConfig
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.peft import AdapterLayout, plan_adapter_export
 from mcore_rl.errors import CheckpointError
-from mcore_rl.model.adapters import adapters_off
+from mcore_rl.model.adapters import adapters_off, merge_loss
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.hf_stream import iter_hf_weights
 from tests.conversion import ONE_FILE, exported, imported, quiet, read_hf, saved
 from tests.hf_models import VOCAB, oracle, random_tokens
 from tests.parallel.checkpointing import config_of, opened
@@ -37,6 +38,7 @@ class Trained:
 
     folder: Path
     base: Path
+    config: PretrainConfig
     logits: Tensor
     off: Tensor
 
@@ -91,7 +93,7 @@ def trained(case: str, folder: Path, lora: LoraConfig) -> Trained:
         update={"lora": lora}
     )
     logits, off = run_ranks(saved_twice, 1, config, imported(base, folder / "base"))[0]
-    return Trained(folder=folder / "run", base=base, logits=logits, off=off)
+    return Trained(folder=folder / "run", base=base, config=config, logits=logits, off=off)
 
 
 def adapter_of(checkpoint: Path, folder: Path, layout: AdapterLayout) -> Path:
@@ -162,6 +164,47 @@ def test_a_merged_export_computes_the_same(case: str, tmp_path: Path) -> None:
     untouched = read_hf(run.base)
     merged = read_hf(tmp_path / "merged-True")
     assert all(torch.equal(merged[name], untouched[name]) for name in untouched if "norm" in name)
+
+
+def streamed(config: PretrainConfig) -> tuple[dict[str, Tensor], float, float]:
+    """On a rank: the weights of `checkpoint.load` as servers get them, and what rounding to fp32 and bf16 loses."""
+    with opened(config) as run:
+        tensors: dict[str, Tensor] = {}
+        for bucket in iter_hf_weights(run.state.chunks, run.state.mesh, config.model):
+            tensors |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
+        losses = [merge_loss(run.state.chunks, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        return tensors, losses[0], losses[1]
+
+
+STREAMED = {
+    "fused": MeshConfig(etp=2, dp=2),
+    "split": MeshConfig(ep=2, dp=2),
+    "latent": MeshConfig(tp=2, ep=2),
+    "dense": MeshConfig(pp=2, pp_layout=(1, 2)),
+}
+
+
+@pytest.mark.parametrize("case", STREAMED)
+def test_servers_get_the_merged_weights_of_an_export(case: str, tmp_path: Path) -> None:
+    """On every mesh; only the order in which ranks' parts of B A are summed may differ."""
+    family, lora, _ = CASES[case]
+    run = trained(family, tmp_path, lora)
+    expected = read_hf(exported(run.adapters, tmp_path / "merged", merges=True))
+    config = run.config.model_copy(
+        update={
+            "run_dir": str(tmp_path / "mesh"),
+            "mesh": STREAMED[case],
+            "checkpoint": CheckpointConfig(load=str(run.adapters), asynchronous=False),
+        }
+    )
+    (tensors, exact, rounded), *others = run_ranks(streamed, config.mesh.smallest_world, config)
+    assert all(rank[0] == {} and rank[1:] == (exact, rounded) for rank in others)
+    tensors = {name: tensor for name, tensor in tensors.items() if name in expected}
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=1e-6, atol=1e-7, msg=name)
+    changed = [name for name, tensor in read_hf(run.base).items() if not torch.equal(tensor, expected[name])]
+    assert changed and exact < 1e-5 < rounded
 
 
 def test_what_an_export_cannot_do_is_refused(tmp_path: Path) -> None:

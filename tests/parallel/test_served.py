@@ -18,7 +18,7 @@ from mcore_rl.rl.engines.probe import probe_sequences
 from tests.fake_server import FakeServer, TableAnswers
 from tests.generating import ragged_prompts
 from tests.hf_models import VOCAB, oracle
-from tests.parallel.served import pushed, served_completions
+from tests.parallel.served import pushed, pushed_adapters, served_completions
 from tests.ranks import run_ranks
 
 
@@ -134,3 +134,43 @@ def test_a_trainer_that_is_cut_in_every_way_gives_two_servers_its_weights_with_t
         assert (reference.logprobs_NT - logprobs_NT).abs().max() < 1e-4
         assert torch.equal(reference.experts_NTLK.sort(-1).values, experts_NTLK.sort(-1).values.int())
         assert reference.limit == ranks[0][2].limit and 1e-3 < reference.limit.limit < 0.1
+
+
+class DeafAnswers(TransformersAnswers):
+    """A server that says it has loaded every update, and computes with the base."""
+
+    def load(self, update: Mapping[str, Any]) -> None:
+        del update
+
+    def finish(self) -> None:
+        pass
+
+
+def test_servers_get_low_rank_adapters_added_to_the_weights_and_one_without_them_is_found_out(
+    tmp_path: Path,
+) -> None:
+    theirs = oracle("qwen3_moe", num_hidden_layers=2)
+    deaf = DeafAnswers(theirs.model, tmp_path / "deaf")
+    deaf.model = theirs.model
+    with ExitStack() as stack:
+        answers = [TransformersAnswers(theirs.model, tmp_path / "heard"), deaf]
+        servers = [stack.enter_context(FakeServer(one)) for one in answers]
+        engine = {
+            "kind": "vllm",
+            "urls": tuple(server.url for server in servers),
+            "transport_dir": str(tmp_path),
+        }
+        config = RlRunConfig.model_validate(
+            {
+                "model": theirs.ours,
+                "mesh": MeshConfig(ep=2, dp=2),
+                "lora": {"rank": 8, "alpha": 16.0},
+                "rl": {"engine": engine},
+            }
+        )
+        report = run_ranks(pushed_adapters, 2, config, theirs.tensors)[0]
+    assert report.living == (servers[0].url,) and report.probe < 1e-4
+    assert "does not have the trainer's weights" in report.failed[servers[1].url]
+    assert report.merge_loss is not None and report.merge_loss < 1e-5
+    projection = "model.layers.0.self_attn.q_proj.weight"
+    assert (answers[0].tensors[projection] - theirs.tensors[projection]).abs().max() > 0.01

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, padded
+from mcore_rl.model.layers.adapters import Adapter
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.parallel.schedule import HeadOutput, Routing, run_pass
@@ -281,9 +282,10 @@ def _rounding(chunks: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]
 
     def is_rounded(module: nn.Module) -> bool:
         # The angles of a rotary embedding are never rounded; the output of a layer is a sum with the residual.
-        if isinstance(module, RotaryEmbedding):
+        if isinstance(module, RotaryEmbedding | Adapter):
             return False
-        return isinstance(module, TransformerLayer) or next(module.children(), None) is None
+        is_leaf = all(isinstance(child, Adapter) for child in module.children())
+        return isinstance(module, TransformerLayer) or is_leaf
 
     hooks = [
         module.register_forward_hook(lambda module, inputs, output: other(output))

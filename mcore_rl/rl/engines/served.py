@@ -30,6 +30,8 @@ from mcore_rl.rl.engines.server_fleet import ServerFleet
 from mcore_rl.rl.engines.weight_push import WeightPush
 from mcore_rl.rl.types import BYTE_EXPERTS, Completion, Group, Prompt, VersionSpan
 
+MOST_MERGE_LOSS = 0.1
+"""Part of low-rank adapters that rounding may lose of merged weights before a warning."""
 SHARE = 1.25
 """Requests in progress on a server, as a multiple of the mean, beyond which a prompt goes to the one with fewest."""
 
@@ -195,6 +197,13 @@ class ServedEngine:
                 f"too few tokens of the probe reach {self._num_unreached} experts, over all layers: what these alone "
                 "lack is not seen"
             )
+        if (report.merge_loss or 0.0) > MOST_MERGE_LOSS:
+            self._lines.append(
+                f"warning: rounding the merged weights of version {policy_version} loses {report.merge_loss:.0%} of "
+                "the adapters: the servers sample with another policy than is trained. Small adapters grow; "
+                'platform.precision="fp32" with rl.engine.dtype="fp32" loses none, and '
+                "rl.loss.importance_sampling corrects for it"
+            )
         if len(report.living) < self._config.min_servers:
             reasons = "; ".join(f"{url}: {reason}" for url, reason in report.failed.items())
             raise EngineError(
@@ -214,6 +223,8 @@ class ServedEngine:
             Metric("servers/update_bytes", report.num_bytes),
             Metric("servers/probe_nats", report.probe),
         ]
+        if report.merge_loss is not None:
+            self._metrics.append(Metric("lora/merge_loss", report.merge_loss))
 
     def describe(self) -> list[str]:
         """Return no line: the servers that answer are among those of `take_lines`."""

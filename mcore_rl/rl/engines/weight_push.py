@@ -18,6 +18,7 @@ from torch import nn
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.errors import EngineError
+from mcore_rl.model.adapters import adapters_in, merge_loss
 from mcore_rl.model.hf_stream import iter_hf_weights
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.probe import Probe, ProbeReference
@@ -26,6 +27,8 @@ from mcore_rl.rl.engines.server_api import ServerApi, ServerError
 from mcore_rl.rl.engines.weight_transport import BroadcastTransport, FileTransport
 
 SHARED_MEMORY = Path("/dev/shm")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types of servers that round weights in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +51,8 @@ class PushReport:
     num_bytes: int
     """Bytes of all weights."""
     largest_bucket_bytes: int
+    merge_loss: float | None
+    """Part of low-rank adapters that rounding the merged weights loses; None: the policy has none."""
     seconds: Mapping[str, float]
     """Seconds by phase: trainer (its logprobs of the probe), pause, gather, load, finish, probe."""
 
@@ -82,6 +87,9 @@ class WeightPush:
         self._model, self._engine = model, engine
         self._probe = Probe(chunks, mesh, model, engine.dtype)
         self._device = next(chunks[0].parameters()).device
+        own, served = next(chunks[0].parameters()).dtype, DTYPES.get(engine.dtype, torch.float32)
+        self._dtype = served if own == torch.float32 else own
+        """Type in which servers have weights at best."""
         self._tolerance = None if engine.probe_tolerance == "auto" else engine.probe_tolerance
 
     def push(self, version: int) -> PushReport:
@@ -91,6 +99,8 @@ class WeightPush:
         """
         watch = _Stopwatch()
         ours = self._probe.reference(self._tolerance)
+        has_adapters = any(True for _ in adapters_in(self._chunks))
+        lost = merge_loss(self._chunks, self._dtype) if has_adapters else None
         watch.lap("trainer")
         sender = _Sender(self._servers) if self._mesh.world.rank == 0 else None
         num_bytes = largest = 0
@@ -136,6 +146,7 @@ class WeightPush:
                 num_unreached_experts=self._probe.num_unreached,
                 num_bytes=num_bytes,
                 largest_bucket_bytes=largest,
+                merge_loss=lost,
                 seconds=watch.seconds,
             )
         box = [report]

@@ -95,10 +95,6 @@ RL = "rl.engine.kind=native model.moe.balance=none platform.layers=torch lora.ra
     ("overrides", "expected"),
     [
         (
-            "rl.engine.kind=vllm rl.engine.urls=['http://a:1']",
-            "servers would be sent the weights without the adapters",
-        ),
-        (
             "model.moe.balance=aux_loss",
             "lora.rank=8 with model.moe.aux_loss_coeff=0.01: a loss on routers that do not learn",
         ),
