@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.lora import LoraConfig, present
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.toml import toml_value
@@ -15,6 +16,11 @@ def lora_violations(config: RunConfig) -> Iterator[str]:
         return
     yield from _targets(config)
     yield from _layers(config)
+    if lora.load is not None and isinstance(config, DPOConfig):
+        yield (
+            f'lora.load="{lora.load}" with `mcore-rl dpo`: the reference of a run that resumes would be the weights '
+            "without these adapters. Merge them first (peft: merge_and_unload), and import the result."
+        )
     if config.trains_mtp and config.model.mtp_layers:
         yield (
             f"lora.rank={lora.rank} with model.mtp_layers={config.model.mtp_layers}: layers of multi-token prediction "

@@ -37,6 +37,7 @@ NOT_COMPARED = (
         "data.cache_dir",
     ),
     "rl.engine.urls",
+    "lora.load",
     *(
         "rl.update.store",
         "rl.critic.store",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Section, Text
 
 Rank = Annotated[int, Field(gt=0, le=10_000)]
 Target = Literal["attention", "mlp", "shared_experts", "experts"]
@@ -32,6 +32,10 @@ class LoraConfig(Section):
     expert_gate_up: Literal["fused", "split"] = "fused"
     """Gate and up-projection of a routed expert share one A (`fused`, as PEFT's `target_parameters`), or each has one
     (`split`, as PEFT's modules for each expert)."""
+
+    load: Text | None = None
+    """A folder of the library peft with the adapters to start from, of these targets, ranks and scales; `none`: new
+    ones, or those of `checkpoint.load`."""
 
     def targets_in(self, model: ModelConfig) -> tuple[Target, ...]:
         """Return the modules of a model that get adapters."""

@@ -1,31 +1,40 @@
 """Low-rank adapters as a folder of the library peft (0.21)."""
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, tasks_of
-from mcore_rl.convert.hf.folder import ADAPTER_CONFIG
+from mcore_rl.convert.hf.folder import ADAPTER_CONFIG, read_json
 from mcore_rl.convert.hf.writer import SafetensorsWriter
 from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.convert.megatron.adapters import WEIGHT, StoredAdapter, stored_lora
 from mcore_rl.convert.megatron.layouts import EXPERTS
-from mcore_rl.convert.megatron.model import DistModel, open_dist_model
+from mcore_rl.convert.megatron.model import MTP, DistModel, open_dist_model
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families import family_of
+from mcore_rl.families import family_of, weight_map
+from mcore_rl.families.packed_rows import packed_rows
 from mcore_rl.families.regions import RegionCopy
-from mcore_rl.families.weight_map import AxisRange, Region, WeightBlock
+from mcore_rl.families.weight_map import AxisRange, Region, WeightBlock, WeightMap, listed
+from mcore_rl.model.adapters import target_of
 
 AdapterLayout = Literal["each", "fused"]
 """A module for each expert, or one for all experts of a layer, as peft's `target_parameters` has."""
 TENSORS = "adapter_model.safetensors"
+LINEAR = re.compile(r"\.(linear_\w+)\.weight$")
 PREFIX = "base_model.model."
 """Beginning of peft's names of tensors."""
 
@@ -77,7 +86,7 @@ def adapter_targets(
 ) -> Iterator[TargetTensor]:
     """Yield the tensors of peft's adapter: of the modules in the order of the family's rules, then of fused experts."""
     fused: dict[str, list[_Matrix]] = {}
-    for matrix in _matrices(dist_model):
+    for matrix in _matrices(dist_model.weights, dist_model.adapters, dist_model.model):
         if matrix.is_expert and layout == "fused":
             fused.setdefault(_wrapper(matrix, dist_model.model), []).append(matrix)
         else:
@@ -98,24 +107,24 @@ class _Matrix:
     is_expert: bool
 
 
-def _matrices(dist_model: DistModel) -> Iterator[_Matrix]:
+def _matrices(
+    weights: WeightMap, adapters: Mapping[str, StoredAdapter], model: ModelConfig
+) -> Iterator[_Matrix]:
     grouped: dict[tuple[str, Region], dict[str, list[WeightBlock]]] = {}
-    for block in sorted(dist_model.weights.blocks, key=lambda block: block.mcore_where[-2:][0].start):
-        if block.mcore_key in dist_model.adapters:
+    for block in sorted(weights.blocks, key=lambda block: block.mcore_where[-2:][0].start):
+        if block.mcore_key in adapters:
             if block.transposed or not block.hf_name.endswith(WEIGHT):
                 raise CheckpointError(
-                    f"peft has no adapter for {block.hf_name}, which {dist_model.model.family} has transposed. Export "
+                    f"peft has no adapter for {block.hf_name}, which {model.family} has transposed. Export "
                     "the model with --merge."
                 )
             modules = grouped.setdefault((block.mcore_key, block.mcore_where[:-2]), {})
             modules.setdefault(block.hf_name.removesuffix(f".{WEIGHT}"), []).append(block)
     for key, lead in dict.fromkeys(
-        (block.mcore_key, block.mcore_where[:-2])
-        for block in dist_model.weights.blocks
-        if block.mcore_key in dist_model.adapters
+        (block.mcore_key, block.mcore_where[:-2]) for block in weights.blocks if block.mcore_key in adapters
     ):
         yield _Matrix(
-            adapter=dist_model.adapters[key],
+            adapter=adapters[key],
             lead=lead,
             parts=tuple((name, tuple(blocks)) for name, blocks in grouped[key, lead].items()),
             is_expert=EXPERTS in key,
@@ -185,6 +194,141 @@ def _target(
     )
 
 
+def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, Tensor]:
+    """Return the adapters in a folder of peft as global tensors, by Megatron's keys.
+
+    Raises:
+        CheckpointError: It is no such folder, or its adapters are not those of `lora` and the model; each is named.
+    """
+    config = read_json(folder / ADAPTER_CONFIG)
+    if not (folder / TENSORS).is_file():
+        raise CheckpointError(f"{folder} has no {TENSORS}. Name a folder that peft's save_pretrained wrote.")
+    unread = {
+        "use_dora": False,
+        "bias": "none",
+        "modules_to_save": None,
+        "lora_bias": False,
+        "peft_type": "LORA",
+    }
+    odd = [
+        f"{name}={config[name]}"
+        for name, plain in unread.items()
+        if config.get(name, plain) not in (plain, [])
+    ]
+    if odd:
+        raise CheckpointError(
+            f"{folder}: {', '.join(odd)} in {ADAPTER_CONFIG} is more than A and B. It is not read."
+        )
+    tensors = load_file(folder / TENSORS)
+    weights = weight_map(model, "each")
+    adapters = dict(_wanted(weights, lora, model))
+    found: dict[str, Tensor] = {}
+    used: set[str] = set()
+    faults: list[str] = []
+    for matrix in _matrices(weights, adapters, model):
+        adapter, lead = matrix.adapter, tuple(axis.start for axis in matrix.lead)
+        stack = weights.mcore_shapes[adapter.key_a.removesuffix("adapter.A") + WEIGHT][: len(lead)]
+        shape_a = (adapter.num_blocks * adapter.rank, adapter.num_inputs)
+        whole_a = found.setdefault(adapter.key_a, torch.zeros(*stack, *shape_a))
+        whole_b = found.setdefault(
+            adapter.key_b, torch.zeros(*stack, len(adapter.projection_of_row), adapter.rank)
+        )
+        faults += _fill(matrix, whole_a[lead], whole_b[lead], tensors, used, config, model)
+    faults += [
+        f"{name} belongs to nothing that has an adapter here" for name in sorted(tensors.keys() - used)
+    ]
+    if faults:
+        raise CheckpointError(
+            f"the adapters in {folder} are not those of the section `lora`:\n{listed(faults)}\nSet lora.targets, rank, "
+            "alpha and expert_rank as in its adapter_config.json."
+        )
+    return found
+
+
+def _wanted(weights: WeightMap, lora: LoraConfig, model: ModelConfig) -> Iterator[tuple[str, StoredAdapter]]:
+    """Yield the adapters of a model by the keys of their weights."""
+    for key, shape in weights.mcore_shapes.items():
+        target = target_of(key)
+        match = LINEAR.search(key)
+        if match is None or target not in lora.targets_in(model) or key.startswith(MTP):
+            continue
+        rank, rows = lora.rank_of(target, model), packed_rows(match[1], shape[-2], model)
+        is_shared = target == "experts" and lora.expert_gate_up == "fused"
+        group = [index for index, size in enumerate(rows.sizes) for _ in range(size)]
+        module = key.removesuffix(WEIGHT)
+        yield (
+            key,
+            StoredAdapter(
+                key_a=f"{module}adapter.A",
+                key_b=f"{module}adapter.B",
+                rank=rank,
+                num_inputs=shape[-1],
+                num_blocks=1 if is_shared else len(rows.sizes),
+                scale=lora.scale_of(rank),
+                projection_of_row=tuple(group * rows.groups),
+            ),
+        )
+
+
+def _fill(
+    matrix: _Matrix,
+    into_a: Tensor,
+    into_b: Tensor,
+    tensors: Mapping[str, Tensor],
+    used: set[str],
+    config: Mapping[str, Any],
+    model: ModelConfig,
+) -> Iterator[str]:
+    """Fill A and B of one matrix, note the names that were read, and yield what is wrong with them."""
+    adapter = matrix.adapter
+    wrapper = f"{PREFIX}{_wrapper(matrix, model)}" if matrix.is_expert else ""
+    if f"{wrapper}.lora_A.{WEIGHT}" in tensors:
+        names = [f"{wrapper}.lora_{part}.{WEIGHT}" for part in "AB"]
+        used.update(names)
+        stacked_a, stacked_b = (tensors[name] for name in names)
+        count, index = model.moe.num_experts, matrix.lead[-1].start
+        parameter = "gate_up_proj" if ".linear_fc1." in adapter.key_a else "down_proj"
+        module = f"{wrapper.removesuffix('.base_layer')}.{parameter}"
+        yield from _scale_faults(module, stacked_a.shape[0] // count, adapter, config)
+        if stacked_a.shape != (count * adapter.rank, adapter.num_inputs) or adapter.num_blocks > 1:
+            yield f"{names[0]} has shape {tuple(stacked_a.shape)}, not {count} x {tuple(into_a.shape)}"
+            return
+        into_a.copy_(stacked_a.view(count, adapter.rank, -1)[index])
+        into_b.copy_(stacked_b.view(len(into_b), adapter.rank, count)[:, :, index])
+        return
+    for projection, (name, blocks) in enumerate(matrix.parts):
+        names = [f"{PREFIX}{name}.lora_{part}.{WEIGHT}" for part in "AB"]
+        if missing := [one for one in names if one not in tensors]:
+            yield f"{missing[0]} is missing"
+            return
+        used.update(names)
+        weight_a, weight_b = (tensors[one] for one in names)
+        yield from _scale_faults(name, weight_a.shape[0], adapter, config)
+        block = adapter.block(projection)
+        if weight_a.shape != (adapter.rank, adapter.num_inputs):
+            yield f"{names[0]} has shape {tuple(weight_a.shape)}, not {(adapter.rank, adapter.num_inputs)}"
+            return
+        if adapter.num_blocks == 1 and projection and not torch.equal(into_a, weight_a.to(into_a.dtype)):
+            yield f'{names[0]} differs from that of the gate, which lora.expert_gate_up="fused" shares'
+        into_a[block.start : block.stop].copy_(weight_a)
+        for part in blocks:
+            into_b[slice(*part.mcore_where[-2])].copy_(weight_b[slice(*part.hf_where[0])])
+
+
+def _scale_faults(module: str, rank: int, adapter: StoredAdapter, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the difference of a module's scale to the one here."""
+
+    def of_pattern(patterns: Mapping[str, Any], default: Any) -> Any:
+        # As peft matches them.
+        found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+        return next(found, default)
+
+    alpha = of_pattern(config.get("alpha_pattern") or {}, config["lora_alpha"])
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if not math.isclose(scale, adapter.scale, rel_tol=1e-6):
+        yield f"{module} has rank {rank} and the scale {scale:g}, {adapter.rank} and {adapter.scale:g} here"
+
+
 def adapter_config(
     dist_model: DistModel, lora: LoraConfig, layout: AdapterLayout, reference: Path | None
 ) -> dict[str, Any]:
@@ -196,7 +340,7 @@ def adapter_config(
     """
     model = dist_model.model
     ranks: dict[str, int] = {}
-    for matrix in _matrices(dist_model):
+    for matrix in _matrices(dist_model.weights, dist_model.adapters, dist_model.model):
         if not matrix.is_expert:
             for name, _ in matrix.parts:
                 ranks[".".join(name.split(".")[-2:])] = matrix.adapter.rank

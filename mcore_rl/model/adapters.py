@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -75,6 +75,14 @@ def add_adapters(chunks: Sequence[nn.Module], lora: LoraConfig, model: ModelConf
 def target_of(name: str) -> Target | None:
     """Return the kind of module that a parameter or layer of this name is in; None: it has none with adapters."""
     return next((target for part, target in PLACES.items() if part in name), None)
+
+
+@torch.no_grad()
+def fill_adapters(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    """Fill this rank's adapters from global tensors."""
+    for shard in local_shards(chunks):
+        if ".adapter." in shard.key:
+            shard.data.copy_(tensors[shard.key][shard.where])
 
 
 def describe_adapters(chunks: Sequence[nn.Module]) -> str:

@@ -21,10 +21,11 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig
+from mcore_rl.convert.peft import read_peft
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.folders.run_config import load_run_config
-from mcore_rl.model.adapters import add_adapters
+from mcore_rl.model.adapters import add_adapters, fill_adapters
 from mcore_rl.model.build import build_model
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
@@ -133,7 +134,10 @@ def loaded(
     if config.lora.is_on:
         add_adapters(chunks, config.lora, config.model, config.train.seed)
     refuse_other_adapters(inspect(source), config.lora)
-    return chunks, load_weights(chunks, mesh, config.model, source, allowed=config.checkpoint.allow_changes)
+    stored = load_weights(chunks, mesh, config.model, source, allowed=config.checkpoint.allow_changes)
+    if config.lora.load is not None and not stored.has_adapters:
+        fill_adapters(chunks, read_peft(Path(config.lora.load), config.lora, config.model))
+    return chunks, stored
 
 
 def _complain(text: str) -> None:

@@ -155,3 +155,8 @@ def test_low_rank_adapters_learn_over_pretrained_weights_and_are_exported(
     assert (tmp_path / "adapter/adapter_model.safetensors").exists()
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["rank_pattern"]["experts.down_proj"]) == (8, 32.0, 4)
+    again = ["train.steps=1", f"lora.load={tmp_path}/adapter", f"run_dir={tmp_path}/again"]
+    resumed = run_main("mcore_rl.run.programs.sft", [sft_file, *load, *lora, *again], 2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"adapters of {tmp_path}/adapter" in resumed.stdout
+    assert losses(tmp_path / "again")[1] < 0.8 * wanted[1]

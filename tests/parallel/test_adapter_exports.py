@@ -17,9 +17,9 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import CheckpointConfig, PretrainConfig
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.exporting import ExportOptions, plan_export
-from mcore_rl.convert.peft import AdapterLayout, plan_adapter_export
+from mcore_rl.convert.peft import AdapterLayout, plan_adapter_export, read_peft
 from mcore_rl.errors import CheckpointError
-from mcore_rl.model.adapters import adapters_off, merge_loss
+from mcore_rl.model.adapters import adapters_off, fill_adapters, merge_loss
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.hf_stream import iter_hf_weights
@@ -84,14 +84,16 @@ def saved_twice(config: PretrainConfig, base: Path) -> tuple[Tensor, Tensor]:
         return logits.detach(), off
 
 
-def trained(case: str, folder: Path, lora: LoraConfig) -> Trained:
-    base = saved(case, folder / "hf")
+def config_for(case: str, run_dir: Path, lora: LoraConfig) -> PretrainConfig:
     model = oracle(case).ours
     moe = model.moe.model_copy(update={"balance": "none", "z_loss_coeff": 0.0})
     model = model.model_copy(update={"vocab_multiple": 16, "moe": moe})
-    config = config_of(folder / "run", model, MeshConfig(), asynchronous=False).model_copy(
-        update={"lora": lora}
-    )
+    return config_of(run_dir, model, MeshConfig(), asynchronous=False).model_copy(update={"lora": lora})
+
+
+def trained(case: str, folder: Path, lora: LoraConfig) -> Trained:
+    base = saved(case, folder / "hf")
+    config = config_for(case, folder / "run", lora)
     logits, off = run_ranks(saved_twice, 1, config, imported(base, folder / "base"))[0]
     return Trained(folder=folder / "run", base=base, config=config, logits=logits, off=off)
 
@@ -205,6 +207,64 @@ def test_servers_get_the_merged_weights_of_an_export(case: str, tmp_path: Path) 
         torch.testing.assert_close(tensors[name], tensor, rtol=1e-6, atol=1e-7, msg=name)
     changed = [name for name, tensor in read_hf(run.base).items() if not torch.equal(tensor, expected[name])]
     assert changed and exact < 1e-5 < rounded
+
+
+def logits_with(config: PretrainConfig, base: Path, folder: Path) -> Tensor:
+    """On a rank: logits of the weights of `base` with the adapters in a folder of peft."""
+    with opened(config) as run:
+        state = run.state
+        load_weights(state.chunks, state.mesh, config.model, base)
+        fill_adapters(state.chunks, read_peft(folder, config.lora, config.model))
+        tokens = random_tokens(length=17)[:, :-1].contiguous()
+        with torch.no_grad():
+            logits = state.chunks[0].eval()(
+                input_ids=tokens,
+                position_ids=torch.arange(16).expand(len(tokens), -1),
+                attention_mask=None,
+            )
+        return logits[..., :VOCAB]
+
+
+@pytest.mark.parametrize("case", ["fused", "fused-each", "split", "mixtral", "latent", "dense"])
+def test_adapters_of_a_folder_of_peft_are_those_that_were_exported(case: str, tmp_path: Path) -> None:
+    family, lora, layout = CASES[case]
+    run = trained(family, tmp_path, lora)
+    folder = adapter_of(run.adapters, tmp_path / "adapter", layout)
+    config = run.config.model_copy(update={"run_dir": str(tmp_path / "again")})
+    (logits,) = run_ranks(logits_with, 1, config, tmp_path / "base", folder)
+    assert torch.equal(logits, run.logits)
+
+
+def test_adapters_that_peft_made_compute_the_same(tmp_path: Path) -> None:
+    """With ranks and scales by patterns, and rslora."""
+    base = opened_by_transformers(saved("qwen3_moe", tmp_path / "hf"))
+    settings = peft.LoraConfig(
+        r=6,
+        lora_alpha=9,
+        use_rslora=True,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        rank_pattern={"experts.gate_up_proj": 4, "experts.down_proj": 4},
+    )
+    model = peft.get_peft_model(base, settings).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.copy_(0.1 * torch.randn(param.shape, generator=generator))
+        expected = logits_of(model)
+    model.save_pretrained(tmp_path / "peft")
+    config = config_for("qwen3_moe", tmp_path / "run", LORA)
+    checkpoint = imported(tmp_path / "hf", tmp_path / "base")
+    (logits,) = run_ranks(logits_with, 1, config, checkpoint, tmp_path / "peft")
+    assert (logits - expected).abs().max() <= TOLERANCE
+    for change, fault in (
+        ({"alpha": 3.0}, "has rank 6 and the scale 3.67423, 6 and 1.22474 here"),
+        ({"targets": ("attention",)}, "belongs to nothing that has an adapter here"),
+        ({"expert_rank": 2}, r"has shape \(24, 48\), not 6 x \(2, 48\)"),
+    ):
+        with pytest.raises(CheckpointError, match=fault):
+            read_peft(tmp_path / "peft", LORA.model_copy(update=change), config.model)
 
 
 def test_what_an_export_cannot_do_is_refused(tmp_path: Path) -> None:

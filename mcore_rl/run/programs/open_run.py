@@ -15,8 +15,10 @@ from mcore_rl.checks.programs import program_of
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import RunConfig
+from mcore_rl.convert.peft import read_peft
 from mcore_rl.files import full_disk_explained, write_atomically
-from mcore_rl.model.adapters import describe_adapters
+from mcore_rl.folders.checkpoint import saved_steps
+from mcore_rl.model.adapters import describe_adapters, fill_adapters
 from mcore_rl.obs.attempts import add_attempt, this_run_attempt
 from mcore_rl.obs.sinks import open_log, silent_log
 from mcore_rl.parallel.agree import on_rank_zero
@@ -29,6 +31,7 @@ from mcore_rl.train.loop import Run
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.setup import set_up, speed_flags_of
+from mcore_rl.train.state import TrainState
 from mcore_rl.train.stop import StopRequest
 
 
@@ -79,6 +82,7 @@ def open_run(
         inputs = {**on_rank_zero(partial(contents_of_inputs, config)), **orders}
         checkpoints = Checkpoints(state, folder.checkpoints, fence, inputs)
         resumption = checkpoints.resume()
+        adapters = _adapters(config, state, is_new=not saved_steps(folder.checkpoints))
         step = state.progress.step
         flags = speed_flags_of(config, platform)
         attempt = this_run_attempt(
@@ -99,7 +103,6 @@ def open_run(
             return warnings
 
         warnings = on_rank_zero(record_start)
-        adapters = [describe_adapters(state.chunks)] if config.lora.is_on else []
         log = silent_log()
         if platform.rank == 0:
             settings = config.model_dump(mode="json")
@@ -131,6 +134,18 @@ def open_run(
         # reach. The next start takes the folder over from a process that is gone.
         log.close()
         fence.release()
+
+
+def _adapters(config: RunConfig, state: TrainState, *, is_new: bool) -> list[str]:
+    """Collective over the world: give a new run the adapters of `lora.load`, and return lines for the log."""
+    if not config.lora.is_on:
+        return []
+    lines = [describe_adapters(state.chunks)]
+    if config.lora.load is not None and is_new:
+        fill_adapters(state.chunks, read_peft(Path(config.lora.load), config.lora, config.model))
+        state.optimizer.reload_model_params()
+        lines.append(f"adapters of {config.lora.load}")
+    return lines
 
 
 def _damaged_config_aside(folder: RunFolder) -> list[str]:

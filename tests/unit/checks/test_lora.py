@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.checks.dpo import check_dpo
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import check
 from mcore_rl.checks.sft import check_sft
+from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
@@ -80,6 +82,12 @@ def test_another_kind_of_layers_is_chosen_only_where_it_has_adapters() -> None:
     assert load_config(SFTConfig, None).allows_te
     assert not load_config(SFTConfig, None, ["lora.rank=4"]).allows_te
     assert not load_config(PretrainConfig, None, ["lora.rank=4"]).allows_te
+
+
+def test_preferences_refuse_adapters_that_their_reference_would_lack() -> None:
+    config = load_config(DPOConfig, Path("tiny_moe/dpo"), ["lora.rank=4", "lora.load=folder"])
+    with pytest.raises(ConfigError, match="with `mcore-rl dpo`: the reference"):
+        check_dpo(config, config.mesh.smallest_world)
 
 
 def test_fine_tuning_has_the_section_too() -> None:
