@@ -18,7 +18,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, tasks_of
-from mcore_rl.convert.hf.folder import ADAPTER_CONFIG, read_json
+from mcore_rl.convert.hf.folder import ADAPTER_CONFIG
 from mcore_rl.convert.hf.writer import SafetensorsWriter
 from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.convert.megatron.adapters import WEIGHT, StoredAdapter, stored_lora
@@ -29,6 +29,7 @@ from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.packed_rows import packed_rows
 from mcore_rl.families.regions import RegionCopy
 from mcore_rl.families.weight_map import AxisRange, Region, WeightBlock, WeightMap, listed
+from mcore_rl.folders.huggingface import read_json
 from mcore_rl.model.adapters import target_of
 
 AdapterLayout = Literal["each", "fused"]
