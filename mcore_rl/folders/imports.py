@@ -57,9 +57,9 @@ def import_of(load: str, model: ModelConfig, imports: Path) -> ModelImport | Non
         model: The model that loads them.
         imports: The folder of imports, as `imports_folder` returns it.
     """
-    source = Path(load) if Path(load).exists() else find_model(load, "checkpoint.load")
-    if source.is_dir():
-        source = find_model(str(source), "checkpoint.load")
+    if not Path(load).is_dir():
+        return None
+    source = find_model(load, "checkpoint.load")  # the snapshot, of a model in the hub's cache
     return ModelImport(source, model, imports) if is_hf(source) else None
 
 

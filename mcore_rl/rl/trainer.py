@@ -141,7 +141,7 @@ class RlTrainer(Trainer):
                         report.sums["advantages_abs"] or report.sums["loss"]
                     )
                     self._log_lines(self._learning.of_update(has_loss=has_loss, grad_norm=report.grad_norm))
-                    if index < len(minibatches):
+                    if self.config.rl.rollout.max_staleness and index < len(minibatches):
                         learner.routes.stale.add_logprobs(report.sums)
                         if warning := learner.routes.stale.warning():
                             self.log.message(warning)

@@ -25,7 +25,6 @@ STEP = {
     # Microbatches, routes, logprobs, advantages, the update.
     "rl/update/learner.py": "from a rollout to updates",
     "rl/passes/batch.py": "completions as packed microbatches",
-    "data/plan.py": "which rank trains on which completion",
     "data/packing.py": "which completions share a packed sequence",
     "model/inputs.py": "a microbatch as the model reads it",
     "backend/transfer.py": "batches go to the device",
@@ -40,6 +39,7 @@ STEP = {
     "rl/objectives/policy_tokens.py": "what a loss reads, token by token",
     "rl/objectives/diagnostics.py": "how far the update went",
     "train/step.py": "one optimizer step",
+    "train/loop.py": "a loss with signal that reaches no parameter ends the run",
     "parallel/schedule.py": "every pass goes through its door",
     "parallel/mesh.py": "the schedule asks for the group that counts tokens",
     "parallel/routers.py": "the routers of a chunk, which a pass gives its sequences",

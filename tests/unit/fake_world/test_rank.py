@@ -56,7 +56,12 @@ def recipe(name):
 
 
 def recipes_of(*kinds):
-    files = {name: path for name, path in recipe_files(RECIPES).items() if not name.endswith("/model")}
+    without_model = ("any_model/eval",)  # the command names the model
+    files = {
+        name: path
+        for name, path in recipe_files(RECIPES).items()
+        if not name.endswith("/model") and name not in without_model
+    }
     return [name for name, path in files.items() if kind_of(path, ()) in kinds]
 
 

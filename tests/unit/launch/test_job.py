@@ -78,7 +78,7 @@ def test_the_script_reads_headline_and_status_of_the_first_cause_whatever_is_in_
     note_failure(rank_failure(0, 1, "RuntimeError: Connection closed by peer", order=Order.LOST_PEER), folder)
     note_failure(rank_failure(3, 7, 'KeyError: "C:\\temp\\é"', "long\ntext", host="n2"), folder)
     note_failure(rank_death(2, 9), folder)
-    given = f"log={tmp_path} run={tmp_path} rc=1 why= preempted= cause= hosts=(); free_mib() {{ echo 100; }}"
+    given = f"log={tmp_path} run={tmp_path} rc=1 why= preempted= cause= waited_s= hosts=(); free_mib() {{ echo 100; }}"
     shell = f'{given}\nmessage() {{ echo "$@"; }}\n{reader}\nprintf "%s\\n" "$failed_with" "$cause"'
     printed = subprocess.run(["bash", "-uc", shell], capture_output=True, text=True, check=True).stdout
     headline = 'rank 3 on n2: KeyError: "C:\\temp\\é"'
