@@ -7,10 +7,12 @@ from pathlib import Path
 from mcore_rl.config.extension import is_extension
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families.hf_config import num_mtp_layers
+from mcore_rl.families.shells import text_config
 from mcore_rl.files import sizes_and_times
 from mcore_rl.folders.checkpoint import MARKER, path_of_step
 from mcore_rl.folders.huggingface import is_hf, read_config
-from mcore_rl.folders.model import find_model, read_model_folder
+from mcore_rl.folders.model import find_model
 
 CACHE_VARIABLE = "MCORE_RL_CACHE"
 """Environment variable with the folder of all imports."""
@@ -35,7 +37,7 @@ class ModelImport:
             options += ["--family", own_family]
         if model.vocab_multiple != type(model)().vocab_multiple:
             options += ["--vocab-multiple", str(model.vocab_multiple)]
-        if model.mtp_layers == 0 and read_model_folder(source, own_family).model.mtp_layers:
+        if model.mtp_layers == 0 and num_mtp_layers(text_config(read_config(source))):
             options += ["--mtp", "drop"]
         identity = [read_config(source), options, sorted(_identity(source).items())]
         key = sha256(repr(identity).encode()).hexdigest()[:DIGITS]

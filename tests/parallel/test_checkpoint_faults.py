@@ -194,7 +194,11 @@ def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other/config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     (tmp_path / "other/model.safetensors").write_bytes(b"")
     message = run_ranks(refusal, 1, config)[0]
-    assert message.startswith(f"{tmp_path}/other holds no checkpoint: it is a Hugging Face model.")
+    assert message.startswith(f"{tmp_path}/other is a Hugging Face folder, and {tmp_path}/imports/other-")
+    assert (
+        f"has no import of it yet. Make it, on one machine: mcore-rl convert import {tmp_path}/other"
+        in message
+    )
 
 
 def test_checkpoints_of_megatron_itself_are_read_and_ours_by_it(saved: Path, tmp_path: Path) -> None:
