@@ -114,14 +114,14 @@ def train(
     loaded = load_config(program, config, overrides)
     ranks = ranks or loaded.mesh.smallest_world
     PROGRAMS[program].check(loaded, ranks)
-    if not has_checkpoints(Path(loaded.run_dir)):
-        ensure_imported(loaded.checkpoint.load, loaded.model, Path(loaded.run_dir))
     refuse(
         [
             *absent_inputs(loaded),
             *local_memory_violations(loaded, ranks, PROGRAMS[program].seq_length(loaded), trains=True),
         ]
     )
+    if not has_checkpoints(Path(loaded.run_dir)):
+        ensure_imported(loaded.checkpoint.load, loaded.model, Path(loaded.run_dir))
     log_dir = next_log_dir(Path(loaded.run_dir))
     file = log_dir / "config.toml"
     file.write_text(dump_config(loaded), encoding="utf-8")
