@@ -85,7 +85,7 @@ def _without_weaker(
         if setting.rank >= named.rank:
             return False
         if key.startswith("data.tokenizer"):
-            return has_tokenizer
+            return has_tokenizer and not is_same
         if key == "data.chat_template":
             return has_tokenizer and folder.chat_template is not None
         if key in ("checkpoint.load", "checkpoint.load_optimizer"):
@@ -95,6 +95,8 @@ def _without_weaker(
     # A tokenizer is one choice: its kind stays with a path that is set in a stronger place.
     own = any(key.startswith("data.tokenizer") and s.rank >= named.rank for key, s in settings.items())
     has_tokenizer = folder.tokenizer.kind != "none" and not own
+    # A run is known by the words of its config: a path of the same file stays as it is written.
+    is_same = _is_same(_text(settings, "data.tokenizer.path"), folder.tokenizer.path)
     return {key: setting for key, setting in settings.items() if not is_weaker(key, setting)}
 
 
@@ -104,10 +106,12 @@ def _defaults(
     """Return the settings that the folder has, for the fields of `cls`."""
     fields = {doc.key for doc in describe(cls)}
     found = {key: value for key, value in leaves(folder.model, "model.") if key not in NOT_TAKEN}
-    if folder.tokenizer.kind != "none" and not any(key.startswith("data.tokenizer") for key in settings):
+    is_set = any(key.startswith("data.tokenizer") for key in settings)
+    if folder.tokenizer.kind != "none" and not is_set:
         found |= dict(leaves(folder.tokenizer, "data.tokenizer."))
-        if folder.chat_template is not None:
-            found["data.chat_template"] = folder.chat_template
+    is_folders = not is_set or _is_same(_text(settings, "data.tokenizer.path"), folder.tokenizer.path)
+    if folder.chat_template is not None and is_folders:
+        found["data.chat_template"] = folder.chat_template
     is_load = named.key == "model.path" and "checkpoint.load" not in settings
     if is_load:
         # A name of the hub as the folder that it is in the cache, for everything that looks for a file.
@@ -134,6 +138,13 @@ def _refuse_contradictions(config: RunConfig, folder: ModelFolder, settings: Map
         "Leave these fields out; or, for random weights of the model that they describe, set checkpoint.load=none. "
         f"Fields by which the same weights compute something else are accepted with checkpoint.allow_changes={keys}."
     )
+
+
+def _is_same(one: str | None, other: str | None) -> bool:
+    """Return whether two paths are of the same file or folder, which is there."""
+    if one is None or other is None or not (Path(one).exists() and Path(other).exists()):
+        return False
+    return Path(one).samefile(other)
 
 
 def _text(settings: Mapping[str, Setting], key: str) -> str | None:

@@ -62,6 +62,14 @@ def test_a_tokenizer_is_one_choice_and_a_model_without_a_template_keeps_the_reci
     )
     assert (named.data.tokenizer.kind, named.data.tokenizer.path) == ("sentencepiece", "mine.model")
     assert named.data.chat_template == "raw"
+    # Another path of the same tokenizer stays as it is written, with the template of the folder.
+    (tmp_path / "link").symlink_to(hf_folder)
+    words = (
+        recipe.read_text().replace("sentencepiece", "huggingface").replace("theirs.model", f"{tmp_path}/link")
+    )
+    (tmp_path / "same.toml").write_text(words)
+    same = load_run_config(RlRunConfig, tmp_path / "same.toml", [f"model.path={hf_folder}"])
+    assert same.data.tokenizer.path == f"{tmp_path}/link" and same.data.chat_template == "tokenizer"
     base = tmp_path / "base"
     shutil.copytree(hf_folder, base)
     (base / "chat_template.jinja").unlink()
