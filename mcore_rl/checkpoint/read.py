@@ -89,7 +89,7 @@ class StoredCheckpoint:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether its model has low-rank adapters beside its weights."""
+        """Whether its model has low-rank adapters."""
         return any(ADAPTER in name for name in self.shapes)
 
 

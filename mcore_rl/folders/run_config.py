@@ -30,6 +30,24 @@ NOT_TAKEN = ("model.path", "model.head")
 """Fields of `model` that no folder decides."""
 
 
+OF_SHAPE = (
+    *(
+        "family",
+        "num_layers",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "ffn_hidden_size",
+        "vocab_size",
+    ),
+    *("qkv_bias", "qk_norm", "tied_embeddings", "mla"),
+    *("moe.num_experts", "moe.ffn_hidden_size", "moe.shared_experts", "moe.shared_ffn_hidden_size"),
+    *("moe.first_dense_layers", "moe.expert_bias"),
+)
+"""Fields and sections of `model` that decide names and shapes of the weights: with others these weights do not load."""
+
+
 def load_run_config(cls: type[R], path: Path | None, overrides: Sequence[str] = ()) -> R:
     """Read the config of a training as `load_config` does, with defaults from the folder of its model.
 
@@ -128,15 +146,24 @@ def _defaults(
 def _refuse_contradictions(config: RunConfig, folder: ModelFolder, settings: Mapping[str, Setting]) -> None:
     """Raise a ConfigError where the config's model is not the one that the weights of `model.path` are of."""
     changes = model_changes(folder.model.model_dump(mode="json"), config.model)
-    refused = [change for change in changes if not change.is_allowed(config.checkpoint.allow_changes)]
+    of_shape = tuple(f"model.{name}" for name in OF_SHAPE)
+    allowed = config.checkpoint.allow_changes
+    refused = [change for change in changes if change.is_allowed(of_shape) or not change.is_allowed(allowed)]
     if not refused:
         return
-    listed, keys = listing(refused)
+    listed, _ = listing(refused)
+    loadable = [change for change in refused if not change.is_allowed(of_shape)]
+    accept = ""
+    if loadable:
+        accept = (
+            " Fields by which the weights load and compute something else can be accepted: "
+            f"checkpoint.allow_changes={listing(loadable)[1]}."
+        )
     places = dict.fromkeys(settings[change.key].source for change in refused if change.key in settings)
     raise ConfigError(
         f"model.path={config.model.path} has weights of another model than is set {' and '.join(places)}:\n{listed}\n"
-        "Leave these fields out; or, for random weights of the model that they describe, set checkpoint.load=none. "
-        f"Fields by which the same weights compute something else are accepted with checkpoint.allow_changes={keys}."
+        "Leave these fields out; or, for random weights of the model that they describe, set checkpoint.load=none."
+        f"{accept}"
     )
 
 

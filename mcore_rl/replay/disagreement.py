@@ -22,7 +22,7 @@ FEW_TOKENS = 5
 MOST_MISSED = 0.7
 """Largest share of the trainer's choices of an expert, where it is no rare expert, in which the engine has others."""
 FEW_CHOICES = 100
-"""Choices of an expert from which on it is judged, if they are also a quarter of its even share."""
+"""Fewest choices of an expert for it to be judged, if they are also a quarter of its even share."""
 CHANGED_PER_NAT = 0.02
 """Share of choices that changes at least where the logprobs of tokens change by 1 nat on average. The models of
 docs/replay.md have 0.12 to 0.17, deep ones more."""

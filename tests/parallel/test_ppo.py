@@ -301,7 +301,7 @@ def test_models_that_wait_in_files_between_their_phases_are_bit_equal(num_ranks:
 def test_reinforce_plus_plus_normalises_discounted_rewards_over_the_world(
     mesh: str, kind: Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 ) -> None:
-    """Of the baseline, what a reward has above the mean of those of its prompt."""
+    """Return what a reward of the baseline has above the mean of its prompt's rewards."""
     config = config_of(TINY["qwen3_moe"])
     advantage = AdvantageConfig(kind=kind, gamma=GAMMA, eps=EPS)
     loss = config.rl.loss.model_copy(update={"kl_coeff": 0.0})

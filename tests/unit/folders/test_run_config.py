@@ -85,6 +85,10 @@ def test_fields_that_contradict_the_weights_are_refused_with_both_values(hf_fold
     message = str(refused.value)
     assert f"- model.hidden_size is {config['hidden_size']} there, 4096 here" in message
     assert "- model.rope.theta is " in message and "on the command line" in message
+    assert message.endswith('checkpoint.allow_changes=["model.rope.theta"].')
+    # Weights of another width do not load, whatever is allowed.
+    with pytest.raises(ConfigError, match=r"(?s)hidden_size is .*checkpoint\.load=none\.$"):
+        load_run_config(PretrainConfig, None, [*fields[:2], 'checkpoint.allow_changes=["model"]'])
     accepted = [fields[0], fields[2], 'checkpoint.allow_changes=["model.rope.theta"]']
     assert load_run_config(PretrainConfig, None, accepted).model.rope.theta == 77.0
     # A larger model of the same kind, from random weights.
@@ -145,6 +149,7 @@ def test_a_model_of_the_hub_is_found_in_its_cache_by_name_and_by_folder(
     named = load_run_config(PretrainConfig, None, ["model.path=org/Tiny-MoE"])
     assert named.data.tokenizer.path == str(model / "snapshots/0123abcd")
     assert named.checkpoint.load == str(model / "snapshots/0123abcd") and named.model.path == "org/Tiny-MoE"
+    (model / "snapshots/4567cdef").mkdir()  # of an earlier revision: the main branch decides
     by_folder = load_run_config(PretrainConfig, None, [f"model.path={model}"])
     assert by_folder.data == named.data
     with pytest.raises(

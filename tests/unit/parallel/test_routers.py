@@ -21,7 +21,7 @@ def test_it_is_megatrons_choice_where_a_group_is_ranked_by_as_many_experts(
 
 @pytest.mark.parametrize(("experts_in_score", "wanted"), [(1, [0, 1]), (2, [3, 4]), (3, [6, 8])])
 def test_groups_are_ranked_by_the_sum_of_their_best_experts(experts_in_score: int, wanted: list[int]) -> None:
-    """Of three groups the first has the best expert, the second the best two, the third the best three."""
+    """The first of three groups has the best expert, the second the best two, the third the best three."""
     scores_1E = torch.tensor([[9.0, 0.5, 0.1, 8.0, 7.0, 0.2, 6.0, 5.0, 5.5]])
     _, experts_1K = best_in_groups(
         scores_1E, 2, num_groups=3, top_groups=1, experts_in_score=experts_in_score

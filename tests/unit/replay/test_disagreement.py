@@ -201,7 +201,7 @@ def test_older_tokens_with_their_logprobs_and_newer_weights_routes_are_a_warning
 
 
 def test_older_tokens_with_their_own_routes_are_none() -> None:
-    """What the models of docs/replay.md change at least, 0.12 of the choices for a nat, and a sixth of that."""
+    """The least change of the models of docs/replay.md, 0.12 of the choices for a nat, and a sixth of it."""
     for changed in (round(0.12 * 0.1 * TOP_K * 10_000), round(0.02 * 0.1 * TOP_K * 10_000)):
         found = stale_routes(stale=(changed, 10_000), current=(0, 10_000), stale_nats=0.1)
         assert found.warning() is None

@@ -186,7 +186,7 @@ def routes_with_noise(run: Run, noise: float) -> Routes:
 
 
 def trained(run: Run, routes: Routes) -> tuple[str, dict[int, float], dict[str, float]]:
-    """What an old-policy pass under the routes is met by, its losses and metrics."""
+    """Return the error of an old-policy pass under the routes, if any, its losses and metrics."""
     tokens = {n: sample_tokens(n, MODEL.vocab_size)[:length] for n, length in enumerate(LENGTHS)}
     given = {n: RolloutRoutes(tokens[n], one) for n, one in routes.items()}
     try:

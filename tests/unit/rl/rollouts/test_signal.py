@@ -37,7 +37,7 @@ def test_a_signal_counts_groups_and_completions() -> None:
 
 
 def test_groups_of_an_update_are_those_with_weights_in_it() -> None:
-    """Of three groups of two, an update has the first one whole, and one completion of the second."""
+    """An update has the first of three groups of two whole, and a completion of the second."""
     rewards_PG = torch.tensor([[1.0, 1.0], [0.0, 1.0], [2.0, 2.0]], dtype=torch.float64)
     for weights, counts in (
         ([0.5, 0.5, 0.5, 0, 0, 0], (2, 1)),
