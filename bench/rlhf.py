@@ -75,12 +75,12 @@ ARMS = {
     # A beta at which the gradient of the pairs' loss is a millionth of the cross entropy's.
     "nll": Arm(recipe="dpo", overrides=("dpo.beta=1e-7",), rates=("5e-5",)),
     "ppo-weak-rm": Arm(
-        recipe="ppo", overrides=("rl.critic.load=weak_rm",), rates=("6e-5",), reward_model="weak_rm"
+        recipe="ppo", overrides=("rl.advantage.critic.load=weak_rm",), rates=("6e-5",), reward_model="weak_rm"
     ),
     "ppo-weak-rm-kl": Arm(
         recipe="ppo",
         overrides=(
-            "rl.critic.load=weak_rm",
+            "rl.advantage.critic.load=weak_rm",
             "rl.loss.kl_coeff=0.05",
             "rl.loss.kl_in=reward",
             "rl.loss.kl_estimator=k1",
@@ -95,8 +95,8 @@ ARMS = {
         rates=("2e-5", "6e-5"),
     ),
     "grpo-rm": Arm(recipe="grpo", reward_model="rm"),
-    "ppo-rm": Arm(recipe="ppo", overrides=("rl.critic.load=rm",), reward_model="rm"),
-    "ppo-rm-any": Arm(recipe="ppo", overrides=("rl.critic.load=rm_any",), reward_model="rm_any"),
+    "ppo-rm": Arm(recipe="ppo", overrides=("rl.advantage.critic.load=rm",), reward_model="rm"),
+    "ppo-rm-any": Arm(recipe="ppo", overrides=("rl.advantage.critic.load=rm_any",), reward_model="rm_any"),
 }
 Row = dict[str, Any]
 """An evaluation: arm, lr, seed, rollouts, commit, and the metrics `eval/...`."""

@@ -33,7 +33,7 @@ from bench.clock import (
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import NativeConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in
@@ -102,7 +102,7 @@ def our_engine(peer: nn.Module) -> MegatronEngine:
     seed_ranks(1)
     chunks = build_model(MODEL, mesh, platform, settings)
     copy_in(chunks, to_global(peer.state_dict(), MODEL))
-    return MegatronEngine(chunks, mesh, MODEL, lambda tokens: "", EngineConfig(slots=ROWS))
+    return MegatronEngine(chunks, mesh, MODEL, lambda tokens: "", NativeConfig(slots=ROWS))
 
 
 def prompts_of(round_number: int, count: int) -> list[Prompt]:

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from mcore_rl.config.rl.advantage import AdvantageConfig
+from mcore_rl.config.rl.advantage import OwnAdvantage
 
 
-def median_centered(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:
+def median_centered(rewards_PG: Tensor, config: OwnAdvantage) -> Tensor:
     """Subtract each prompt's median reward and divide by the mean distance from it, which outliers change little.
 
     Args:

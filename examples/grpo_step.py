@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_rl.backend.platform import start, stop
 from mcore_rl.config.load import load_config
+from mcore_rl.config.rl.engine import NativeConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.parallel.schedule import run_pass
@@ -27,6 +28,7 @@ from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead
 from mcore_rl.rl.passes.policy_routes import layout_of
 from mcore_rl.rl.rollouts.rollout import sample_seed
 from mcore_rl.rl.types import Group, Problem, Prompt
+from mcore_rl.rl.update.objective import group_estimate, policy_objective
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
@@ -43,21 +45,16 @@ PROMPTS = [Prompt(problem=Problem(problem_id="", prompt="", answer=""), tokens_T
 SEEDS_PG = [[sample_seed(CONFIG.train.seed, p, g) for g in range(16)] for p in range(8)]
 
 
-def letters(tokens_T: Sequence[int]) -> str:
-    """Return a letter for each token."""
-    return "".join(chr(ord("a") + token) for token in tokens_T)
-
-
-def first_half(text: str) -> float:
-    """Return the fraction of letters from a to m, which is the reward."""
-    return sum(letter <= "m" for letter in text) / len(text)
+def first_half(tokens_T: Sequence[int]) -> float:
+    """Return the fraction of letters from a to m, which is the reward; a is token 0."""
+    return sum(token < 13 for token in tokens_T) / len(tokens_T)
 
 
 def sample(state: TrainState) -> tuple[list[Group], Tensor]:
     """Generate a group of completions for each prompt; return them with their rewards, float64 `[prompts, group]`."""
-    engine = MegatronEngine(state.chunks, state.mesh, CONFIG.model, letters, CONFIG.rl.engine)
+    engine = MegatronEngine(state.chunks, state.mesh, CONFIG.model, str, NativeConfig())
     groups = engine.generate(PROMPTS, Sampling(max_new_tokens=12), SEEDS_PG)
-    rewards_PG = [[first_half(completion.text) for completion in group.completions] for group in groups]
+    rewards_PG = [[first_half(completion.tokens_T) for completion in group.completions] for group in groups]
     return groups, torch.tensor(rewards_PG, dtype=torch.float64)
 
 
@@ -81,14 +78,15 @@ def update(state: TrainState, groups: Sequence[Group], rewards_PG: Tensor) -> No
         [old] = run_pass(chunks, [microbatch], logprobs, backward=False, routing=tape.record())
         tape.finish()
     # All tokens of a completion have its advantage, and all completions the same weight in the mean.
-    advantages_N = group_advantages(rewards_PG, CONFIG.rl.advantage).flatten()
+    advantages_N = group_advantages(rewards_PG, group_estimate(CONFIG.rl.advantage)).flatten()
     totals = BatchTotals(num_tokens=12 * N, num_sequences=N)
     weights_N = loss_weights(microbatch.lengths_N, totals, "seq_mean_token_mean", norm_tokens=12)
     microbatch = microbatch.with_advantages({n: advantages_N[n].expand(13) for n in range(N)}, weights_N)
     microbatch = replace(microbatch, old_logprobs_T=old["logprobs"])
+    head = PolicyHead(logprobs, mesh, policy_objective(CONFIG.rl.loss))
     for _ in range(2):
         with RoutingTape(chunks, mesh, layouts, cache, version=0) as tape:
-            train_step(state, [microbatch], PolicyHead(logprobs, mesh, CONFIG.rl.loss), routing=tape.impose())
+            train_step(state, [microbatch], head, routing=tape.impose())
             tape.finish()
 
 

@@ -5,12 +5,12 @@ It returns a loss for every token; weights, sums and the division by the world's
 
 import torch
 
-from mcore_rl.config.rl.loss import LossConfig
+from mcore_rl.config.rl.loss import OwnLoss
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens, TokenLoss
 
 
-def soft_clipped(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
+def soft_clipped(tokens: PolicyTokens, config: OwnLoss, cp: Axis) -> TokenLoss:
     """Return -g(r) A with g(r) = 4 sigmoid(r - 1): the gradient fades as the ratio r leaves 1, and no clip cuts it off.
 
     Args:

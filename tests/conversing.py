@@ -17,7 +17,6 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl.environment import EnvironmentConfig
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.rl.rollout import RolloutConfig
@@ -36,6 +35,7 @@ from mcore_rl.rl.rollouts.rollout import runs_rewards
 from mcore_rl.rl.types import Group, Problem, Prompt
 from tests.generating import Tensors, loaded
 from tests.hf_models import VOCAB
+from tests.sections import engine_config
 
 END = 0
 """Id that ends a turn and a document."""
@@ -122,7 +122,7 @@ def config_of(model: ModelConfig, template: str = "tokenizer", **environment: An
         rl=RlConfig(
             prompts=PromptConfig(max_tokens=40),
             rollout=RolloutConfig(max_new_tokens=8, stop_tokens=LETTERS),
-            engine=EngineConfig(slots=5, step_tokens=16),
+            engine=engine_config(slots=5, step_tokens=16),
             environment=EnvironmentConfig(
                 **({"name": "tests.conversing:Echo", "max_tokens": 100} | environment)
             ),

@@ -9,7 +9,6 @@ from torch import nn
 from mcore_rl.backend import platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
@@ -18,6 +17,7 @@ from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.sampling import Cut, running_sums
 from mcore_rl.rl.types import Completion, Problem, Prompt
 from tests.emulated_gpu import GPU, HOST, active, counted_syncs
+from tests.sections import engine_config
 from tests.tiny_models import TINY
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9], [3, 2, 3, 8]]
@@ -86,7 +86,7 @@ def generated(
         Prompt(problem=Problem(problem_id=str(index), prompt="", answer=""), tokens_T=tuple(tokens))
         for index, tokens in enumerate(PROMPTS)
     ]
-    config = EngineConfig(slots=6, step_tokens=16, cuda_graphs=cuda_graphs)
+    config = engine_config(slots=6, step_tokens=16, cuda_graphs=cuda_graphs)
     engine = MegatronEngine(chunks, mesh, model, lambda _: "", config, has_fixed_shapes=True)
     with counted_syncs() as syncs:
         groups = engine.generate(prompts, SAMPLING, [[1, 2]] * len(prompts))

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in
@@ -17,6 +16,7 @@ from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.types import Completion, Problem, Prompt
 from tests.hf_weights import to_global
+from tests.sections import engine_config
 
 Tensors = dict[str, Tensor]
 
@@ -31,7 +31,7 @@ def loaded(model: ModelConfig, tensors: Tensors, mesh: Mesh) -> list[nn.Module]:
 def engine_on(
     chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, *, gathers_routes: bool = True, **sizes: int
 ) -> MegatronEngine:
-    config = EngineConfig(**({"slots": 8} | sizes))
+    config = engine_config(**({"slots": 8} | sizes))
     return MegatronEngine(chunks, mesh, model, spelled, config, gathers_routes=gathers_routes)
 
 

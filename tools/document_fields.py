@@ -100,7 +100,11 @@ def table(heads: str, rows: Iterator[tuple[str, ...]]) -> str:
 
 def _section(section: SectionDoc) -> str:
     rows = (
-        (f"`{field.key}`", f"`{field.default}`" if field.default else "", f"{field.meaning} ({field.type})")
+        (
+            f"`{field.key}`",
+            f"`{field.default}`" if field.default else "",
+            f"{f'With {field.choice}: ' if field.choice else ''}{field.meaning} ({field.type})",
+        )
         for field in section.fields
     )
     title = f"[{section.key}]" if section.key else "Top level"

@@ -217,7 +217,7 @@ def _learning(folder: Path, steps: int, names: Sequence[str], shared: Sequence[s
         ),
     ]
     # The recipe's three rollout batches in which the critic alone learns, or fewer of a very short run.
-    warmup = f"rl.critic.warmup_rollouts={min(3, _even(1.2 * steps) // 8)}"
+    warmup = f"rl.advantage.critic.warmup_rollouts={min(3, _even(1.2 * steps) // 8)}"
     arms = {
         "grpo_r2": ("GRPO with routing replay (TP2 x EP2)", "grpo.toml", ("replay.kind=r2",)),
         "gspo": ("GSPO without, from the same start", "gspo.toml", ()),

@@ -28,7 +28,7 @@ from mcore_rl.backend.varlen import Bounds, attend_packed
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import NativeConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.model.build import build_model
@@ -578,7 +578,7 @@ def rl(on: Machine) -> Outcome:
     rates, drawn = {}, {}
     # A CPU computes the steps of fixed shapes without graphs.
     for name, by_graphs in (("step by step", False), ("by graphs", True)):
-        config = EngineConfig(slots=count, cuda_graphs=by_graphs if on.is_gpu else "auto")
+        config = NativeConfig(slots=count, cuda_graphs=by_graphs if on.is_gpu else "auto")
         engine = MegatronEngine(chunks, on.mesh, model, spelled, config, has_fixed_shapes=by_graphs)
         engine.generate(prompts[:1], Sampling(max_new_tokens=4), [[0]])  # libraries make what they make once
         begin = time.perf_counter()

@@ -5,16 +5,12 @@ from urllib.parse import urlsplit
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import NativeConfig, ServedConfig
 from mcore_rl.config.rl.rollout import RolloutConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.toml import toml_value
 
-NATIVE_FIELDS = ("step_tokens", "cuda_graphs")
-"""Fields that the engine on the training modules alone reads."""
-SHARED_FIELDS = ("kind", "slots")
-"""Fields that all engines read."""
 PROBED_FAMILIES = ("qwen2_moe", "qwen3_moe")
 """Families whose weights have been sent to a real server, each part alone, and proved by the probe."""
 OWN_ARGUMENTS = frozenset(
@@ -38,35 +34,16 @@ OWN_ARGUMENTS = frozenset(
 def engine_violations(config: RlRunConfig) -> Iterator[str]:
     """Yield one sentence for each reason why the completions of `config` cannot come from its engine."""
     engine = config.rl.engine
-    yield from _unused(engine)
-    if engine.cuda_graphs is True and engine.kind == "native":
-        yield from _graphs(config.mesh, config.model, config.platform, config.rl.engine)
-    if engine.is_served:
+    if isinstance(engine, NativeConfig) and engine.cuda_graphs is True:
+        yield from _graphs(config.mesh, config.model, config.platform)
+    if isinstance(engine, ServedConfig):
         yield from _servers(engine)
         yield from _arguments(engine, config.platform.device)
-        yield from _logprobs(engine, config.rl.rollout, config.rl.eval.temperature)
-        yield from _model(config)
+        yield from _logprobs(engine.kind, config.rl.rollout, config.rl.eval.temperature)
+        yield from _model(config, engine)
 
 
-def _unused(engine: EngineConfig) -> Iterator[str]:
-    """Check that no field is set that the engine does not read; one of the user's own may read any."""
-    if not engine.is_served and engine.kind != "native":
-        return
-    default = EngineConfig()
-    names = [name for name in EngineConfig.model_fields if name not in SHARED_FIELDS]
-    names = [name for name in names if (name in NATIVE_FIELDS) == engine.is_served]
-    if changed := [name for name in names if getattr(engine, name) != getattr(default, name)]:
-        defaults = ", ".join(f"{name}={toml_value(getattr(default, name))}" for name in changed)
-        others = '"native"' if engine.is_served else '"vllm" or "sglang"'
-        yield (
-            f"{', '.join(f'rl.engine.{name}' for name in changed)}: rl.engine.kind={toml_value(engine.kind)} does not "
-            f"read this. Set {defaults}, the default, or kind to {others}."
-        )
-
-
-def _graphs(
-    mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig, engine: EngineConfig
-) -> Iterator[str]:
+def _graphs(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> Iterator[str]:
     """Check that a step of the engine can be captured: one rank computes it, and no host reads numbers within."""
     wanted = "rl.engine.cuda_graphs=true"
     if platform.device == "cpu":
@@ -84,7 +61,7 @@ def _graphs(
         )
 
 
-def _servers(engine: EngineConfig) -> Iterator[str]:
+def _servers(engine: ServedConfig) -> Iterator[str]:
     total = engine.count or len(engine.urls)
     if bool(engine.count) == bool(engine.urls):
         yield (
@@ -112,7 +89,7 @@ def _servers(engine: EngineConfig) -> Iterator[str]:
         yield f'rl.engine.ca_file="{engine.ca_file}", and no server of rl.engine.urls is https. Clear it.'
 
 
-def _arguments(engine: EngineConfig, device: str) -> Iterator[str]:
+def _arguments(engine: ServedConfig, device: str) -> Iterator[str]:
     """Check how servers are started."""
     if own := [argument for argument in engine.args if argument.split("=")[0] in OWN_ARGUMENTS]:
         yield (
@@ -127,16 +104,11 @@ def _arguments(engine: EngineConfig, device: str) -> Iterator[str]:
         )
     if engine.devices and device == "cpu":
         yield f'rl.engine.devices={list(engine.devices)} with platform.device="cpu". Clear it.'
-    if engine.transport == "nccl" and engine.kind == "sglang":
-        yield (
-            'rl.engine.transport="nccl" with rl.engine.kind="sglang": this broadcast is received by vLLM alone. Set '
-            'transport="files".'
-        )
-    if engine.transport_dir and engine.transport != "files":
+    if engine.transport_dir and engine.broadcasts:
         yield f'rl.engine.transport_dir="{engine.transport_dir}" is not used by transport="nccl". Clear it.'
 
 
-def _logprobs(engine: EngineConfig, rollout: RolloutConfig, eval_temperature: float) -> Iterator[str]:
+def _logprobs(kind: str, rollout: RolloutConfig, eval_temperature: float) -> Iterator[str]:
     """Check that the servers can report logprobs at the sampling temperature, before the cut."""
     cuts = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
     off = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
@@ -145,7 +117,7 @@ def _logprobs(engine: EngineConfig, rollout: RolloutConfig, eval_temperature: fl
         return
     if rollout.temperature != 1.0:
         yield (
-            f'rl.rollout.temperature={rollout.temperature} with {named} and rl.engine.kind="{engine.kind}": a server '
+            f'rl.rollout.temperature={rollout.temperature} with {named} and rl.engine.kind="{kind}": a server '
             "reports logprobs before the temperature, or after the cut, and the ratios need those in between. Set "
             "temperature=1, or top_k=none, top_p=1 and min_p=0."
         )
@@ -156,8 +128,8 @@ def _logprobs(engine: EngineConfig, rollout: RolloutConfig, eval_temperature: fl
         )
 
 
-def _model(config: RlRunConfig) -> Iterator[str]:
-    engine, model = config.rl.engine, config.model
+def _model(config: RlRunConfig, engine: ServedConfig) -> Iterator[str]:
+    model = config.model
     if model.family not in PROBED_FAMILIES:
         yield (
             f'model.family="{model.family}" with rl.engine.kind="{engine.kind}": weights of this family have not been '

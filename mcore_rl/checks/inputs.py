@@ -89,8 +89,8 @@ def _scoring_models(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
                 yield "rl.reward.parts", Path(part.removeprefix(JUDGE_PART)), "the judge's template"
         for part in config.rl.reward.model_parts:
             yield "rl.reward.parts", Path(part.partition(":")[2]), "the reward model"
-        if config.has_critic and config.rl.critic.load and not has_checkpoints(Path(config.run_dir)):
-            yield "rl.critic.load", Path(config.rl.critic.load), "the checkpoint"
+        if config.critic is not None and config.critic.load and not has_checkpoints(Path(config.run_dir)):
+            yield "rl.advantage.critic.load", Path(config.critic.load), "the checkpoint"
 
 
 def _teachers_and_texts(config: RunConfig) -> Iterator[tuple[str, Path, str]]:

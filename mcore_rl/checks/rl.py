@@ -14,12 +14,10 @@ from mcore_rl.config.extension import (
     is_extension,
     server_url,
 )
-from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.rl.advantage import AdvantageConfig
-from mcore_rl.config.rl.critic import CriticConfig
+from mcore_rl.config.rl.advantage import AnyAdvantage, DiscountedAdvantage, DividedAdvantage, GaeAdvantage
 from mcore_rl.config.rl.distill import DistillConfig
 from mcore_rl.config.rl.environment import EnvironmentConfig
-from mcore_rl.config.rl.loss import LossConfig
+from mcore_rl.config.rl.loss import Aggregated, AnyLoss, Clipped, DualClipped, GrpoLoss, Shifted
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.rl.ptx import PtxConfig
 from mcore_rl.config.rl.reward import (
@@ -35,14 +33,7 @@ from mcore_rl.config.rl.update import UpdateConfig
 from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 
-TOKEN_FIELDS = ("gamma", "rewards_at")
-"""Fields of `rl.advantage` that only kinds with an advantage for each token read."""
-GAE_FIELDS = ("gae_lambda", "length_alpha", "bootstrap_truncated", "whiten")
-"""Fields of `rl.advantage` that only `gae` reads."""
-RATIO_OF_SEQUENCE = ("gspo", "gspo_token", "rspo", "kimi_k2")
 ADVANTAGE_OF_SEQUENCE = ("gspo", "rspo")
-SHIFTED = ("grpo", "ppo", "gspo", "gspo_token", "rspo")
-"""Losses whose ratio the router-shift ratio may multiply, and every one of the user's own."""
 NAMED_PARTS = (
     "exact",
     "positions",
@@ -70,12 +61,10 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _group(rl.rollout, rl.advantage)
     yield from _dynamic_sampling(rl)
     yield from _objective(rl.loss)
-    yield from _aggregation(rl.loss)
     yield from _router_shift(rl)
     yield from _kimi(rl.loss, rl.advantage)
     yield from _steps(rl)
     yield from _token_advantages(rl)
-    yield from _critic(rl)
     yield from _distill(rl)
     yield from _ptx(rl.ptx)
     yield from _kl(rl.loss)
@@ -145,7 +134,7 @@ def _dynamic_sampling(rl: RlConfig) -> Iterator[str]:
         )
 
 
-def _group(rollout: RolloutConfig, advantage: AdvantageConfig) -> Iterator[str]:
+def _group(rollout: RolloutConfig, advantage: AnyAdvantage) -> Iterator[str]:
     if advantage.kind == "remax" and rollout.dynamic_sampling:
         yield (
             'rl.rollout.dynamic_sampling=true with rl.advantage.kind="remax": a group of equal rewards has a signal '
@@ -159,43 +148,28 @@ def _group(rollout: RolloutConfig, advantage: AdvantageConfig) -> Iterator[str]:
                 "dynamic_sampling=false."
             )
         return
-    fewest = 3 if advantage.kind == "leave_one_out_zscore" and advantage.ddof == 1 else 2
+    ddof = f" (ddof={advantage.ddof})" if isinstance(advantage, DividedAdvantage) else ""
+    fewest = 3 if advantage.kind == "leave_one_out_zscore" and ddof.endswith("1)") else 2
     if rollout.group_size < fewest:
         yield (
-            f'rl.rollout.group_size={rollout.group_size} with rl.advantage.kind="{advantage.kind}" '
-            f"(ddof={advantage.ddof}): every advantage would be 0 or undefined. Set group_size to at least "
+            f'rl.rollout.group_size={rollout.group_size} with rl.advantage.kind="{advantage.kind}"'
+            f"{ddof}: every advantage would be 0 or undefined. Set group_size to at least "
             f"{fewest}."
         )
 
 
-def _objective(loss: LossConfig) -> Iterator[str]:
-    if loss.clip.low >= 1 and loss.kind != "cispo":
+def _objective(loss: AnyLoss) -> Iterator[str]:
+    if isinstance(loss, Clipped) and loss.clip.low >= 1 and loss.kind != "cispo":
         yield (
             f"rl.loss.clip_low={loss.clip_low}: no ratio is below 1 - {loss.clip_low}, so nothing is clipped. "
             "Set it below 1."
         )
-    if loss.dual_clip and loss.kind in ("cispo", "kimi_k2", "rspo"):
-        yield (
-            f'rl.loss.dual_clip={loss.dual_clip} with rl.loss.kind="{loss.kind}", which has no min of two '
-            'terms to bound. Leave it at "none".'
-        )
-    elif loss.dual_clip and loss.dual_clip <= 1 + loss.clip.high:
+    if isinstance(loss, DualClipped) and loss.dual_clip and loss.dual_clip <= 1 + loss.clip.high:
         yield (
             f"rl.loss.dual_clip={loss.dual_clip} is not above the upper clip 1 + {loss.clip.high}: it would "
             'cut ratios that are not clipped. Set it higher (3), or to "none".'
         )
-    if loss.tau != "auto" and loss.kind != "kimi_k2":
-        yield f'rl.loss.tau={loss.tau} is not used with rl.loss.kind="{loss.kind}". Leave it at "auto".'
-
-
-def _aggregation(loss: LossConfig) -> Iterator[str]:
-    if loss.kind in RATIO_OF_SEQUENCE and loss.aggregation_in_use != "seq_mean_token_mean":
-        yield (
-            f'rl.loss.kind="{loss.kind}" with rl.loss.aggregation="{loss.aggregation}": its objective is a mean '
-            "over sequences, in which a long one weighs no more than a short one; this would be something else "
-            'under its name. Set aggregation="auto".'
-        )
-    if loss.aggregation_norm_tokens != "auto" and loss.aggregation != "seq_mean_token_sum_norm":
+    if isinstance(loss, Aggregated) and loss.norm_tokens and loss.aggregation != "seq_mean_token_sum_norm":
         yield (
             f"rl.loss.aggregation_norm_tokens={loss.aggregation_norm_tokens} is not used with "
             f'rl.loss.aggregation="{loss.aggregation}". Leave it at "auto", or set "seq_mean_token_sum_norm".'
@@ -204,18 +178,16 @@ def _aggregation(loss: LossConfig) -> Iterator[str]:
 
 def _router_shift(rl: RlConfig) -> Iterator[str]:
     loss = rl.loss
-    if not loss.uses_router_shift:
-        if loss.router_shift_floor != LossConfig().router_shift_floor:
+    if not isinstance(loss, Shifted):
+        return
+    if not loss.router_shift:
+        default = type(loss).model_fields["router_shift_floor"].default
+        if loss.router_shift_floor != default:
             yield (
                 f"rl.loss.router_shift_floor={loss.router_shift_floor} is not used without rl.loss.router_shift. Leave "
-                f"it at {LossConfig().router_shift_floor}, or set router_shift=true."
+                f"it at {default}, or set router_shift=true."
             )
         return
-    if loss.kind not in SHIFTED and not is_extension(loss.kind):
-        yield (
-            f'rl.loss.router_shift=true with rl.loss.kind="{loss.kind}", whose ratio it would not multiply in the '
-            f'paper\'s sense. Set router_shift="auto", or kind to one of {", ".join(SHIFTED)}.'
-        )
     if rl.update.old_logprobs == "rollout":
         yield (
             'rl.loss.router_shift with rl.update.old_logprobs="rollout": the old routers\' scores are recorded in the '
@@ -223,23 +195,13 @@ def _router_shift(rl: RlConfig) -> Iterator[str]:
         )
 
 
-def _kimi(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
+def _kimi(loss: AnyLoss, advantage: AnyAdvantage) -> Iterator[str]:
     if loss.kind != "kimi_k2":
         return
     if advantage.kind != "mean":
         yield (
             f'rl.loss.kind="kimi_k2" with rl.advantage.kind="{advantage.kind}": its regression is on r - '
             'mean(r), and tau is in units of the reward. Set rl.advantage.kind="mean".'
-        )
-    if loss.clip_low != "auto" or loss.clip_high != "auto":
-        yield (
-            f'rl.loss.clip_low={loss.clip_low}, clip_high={loss.clip_high} with rl.loss.kind="kimi_k2", which '
-            'clips nothing. Leave both at "auto".'
-        )
-    if loss.importance_sampling != "none":
-        yield (
-            f'rl.loss.importance_sampling="{loss.importance_sampling}" with rl.loss.kind="kimi_k2": a regression '
-            'holds under any sampler and takes no importance weights. Set "none".'
         )
 
 
@@ -264,58 +226,31 @@ def _steps(rl: RlConfig) -> Iterator[str]:
 
 
 def _token_advantages(rl: RlConfig) -> Iterator[str]:
-    """Check advantages that each token has of its own, and that no other kind is given their settings."""
+    """Check advantages that each token has of its own."""
     advantage = rl.advantage
-    default = AdvantageConfig()
-    unused = [*TOKEN_FIELDS, *GAE_FIELDS] if not advantage.is_of_tokens else []
-    unused += GAE_FIELDS if advantage.is_of_tokens and advantage.kind != "gae" else []
-    # The mean of a prompt's completions is no baseline of their steps.
-    unused += ["rewards_at"] if advantage.kind == "reinforce_plus_plus_baseline" else []
-    unused += ["length_alpha"] if advantage.kind == "gae" and advantage.gae_lambda != "length" else []
-    for name in unused:
-        if getattr(advantage, name) != getattr(default, name):
+    if isinstance(advantage, GaeAdvantage):
+        default = GaeAdvantage().length_alpha
+        if advantage.gae_lambda != "length" and advantage.length_alpha != default:
             yield (
-                f"rl.advantage.{name}={toml_value(getattr(advantage, name))} is not used with "
-                f'rl.advantage.kind="{advantage.kind}", gae_lambda={toml_value(advantage.gae_lambda)}. Leave it at '
-                f"{toml_value(getattr(default, name))}."
+                f"rl.advantage.length_alpha={advantage.length_alpha} is not used with "
+                f"rl.advantage.gae_lambda={advantage.gae_lambda}. Leave it at {default}."
             )
-    if not advantage.is_of_tokens:
+        if advantage.bootstrap_truncated and rl.loss.mask_truncated:
+            yield (
+                "rl.advantage.bootstrap_truncated=true with rl.loss.mask_truncated=true, which trains on no truncated "
+                "completion. Set one of them to false."
+            )
+    if not isinstance(advantage, DiscountedAdvantage):
         return
     if rl.loss.kind in ADVANTAGE_OF_SEQUENCE:
         yield (
             f'rl.advantage.kind="{advantage.kind}" with rl.loss.kind="{rl.loss.kind}", which has one advantage a '
             'sequence. Set rl.loss.kind="ppo", "grpo", "cispo" or "gspo_token".'
         )
-    if advantage.bootstrap_truncated and rl.loss.mask_truncated:
-        yield (
-            "rl.advantage.bootstrap_truncated=true with rl.loss.mask_truncated=true, which trains on no truncated "
-            "completion. Set one of them to false."
-        )
-    if advantage.rewards_at == "steps" and rl.rollout.dynamic_sampling:
+    if advantage.uses_steps and rl.rollout.dynamic_sampling:
         yield (
             'rl.rollout.dynamic_sampling=true with rl.advantage.rewards_at="steps": groups are chosen by whole '
             "rewards, which may differ where steps do not. Set it to false."
-        )
-
-
-def _critic(rl: RlConfig) -> Iterator[str]:
-    if rl.advantage.kind == "gae":
-        return
-    critic, default = rl.critic, CriticConfig()
-    changed = [
-        name
-        for name in CriticConfig.model_fields
-        if name != "optim" and getattr(critic, name) != getattr(default, name)
-    ]
-    changed += [
-        f"optim.{name}"
-        for name in OptimConfig.model_fields
-        if getattr(critic.optim, name) != getattr(default.optim, name)
-    ]
-    if changed:
-        yield (
-            f'{", ".join(f"rl.critic.{name}" for name in changed)}: rl.advantage.kind="{rl.advantage.kind}" has no '
-            'critic. Set rl.advantage.kind="gae", or clear the section rl.critic.'
         )
 
 
@@ -374,11 +309,11 @@ def _ptx(ptx: PtxConfig) -> Iterator[str]:
         )
 
 
-def _kl(loss: LossConfig) -> Iterator[str]:
-    if loss.kl_target is None and loss.kl_horizon != LossConfig().kl_horizon:
+def _kl(loss: AnyLoss) -> Iterator[str]:
+    if loss.kl_target is None and loss.kl_horizon != GrpoLoss().kl_horizon:
         yield (
             f'rl.loss.kl_horizon={loss.kl_horizon} is not used with rl.loss.kl_target="none". Set kl_target, or leave '
-            f"it at {LossConfig().kl_horizon}."
+            f"it at {GrpoLoss().kl_horizon}."
         )
     if not loss.kl_coeff:
         if loss.kl_target is not None:
@@ -409,20 +344,17 @@ def _kl(loss: LossConfig) -> Iterator[str]:
         )
 
 
-def _importance_sampling(loss: LossConfig, update: UpdateConfig) -> Iterator[str]:
+def _importance_sampling(loss: AnyLoss, update: UpdateConfig) -> Iterator[str]:
     """Check the correction for rollouts whose logprobs are not the trainer's."""
-    kind, low, high = loss.importance_sampling, loss.importance_sampling_low, loss.importance_sampling_high
-    if loss.kind in ADVANTAGE_OF_SEQUENCE and kind in ("truncate", "mask"):
-        yield (
-            f'rl.loss.importance_sampling="{kind}" weighs tokens, but rl.loss.kind="{loss.kind}" has one ratio and one '
-            f'term a sequence. Set importance_sampling="sequence_{kind}", or kind="gspo_token".'
-        )
+    if loss.correction is None:
+        return
+    kind, low, high = loss.correction
     if kind.endswith("mask") and not low < 1 < high:
         yield (
             f"rl.loss.importance_sampling_low={low} ... importance_sampling_high={high} does not hold 1, the weight "
             "where engine and trainer agree. Set low below and high above it."
         )
-    elif kind != "none" and update.old_logprobs == "rollout":
+    elif update.old_logprobs == "rollout":
         yield (
             f'rl.loss.importance_sampling="{kind}" with rl.update.old_logprobs="rollout": the old logprobs are the '
             'engine\'s, so that every weight is 1 and nothing is corrected. Set importance_sampling="none", or '
@@ -451,7 +383,7 @@ def _staleness(rl: RlConfig) -> Iterator[str]:
             f"{field} with rl.rollout.dynamic_sampling=true: a rollout batch is refilled after its rewards are known, "
             "when the groups of later ones are in progress already. Set one of them to 0 or false."
         )
-    is_corrected = rl.loss.importance_sampling != "none" or rl.loss.kind == "kimi_k2"
+    is_corrected = rl.loss.correction is not None or rl.loss.kind == "kimi_k2"
     if rl.update.old_logprobs == "rollout":
         if staleness > 1:
             yield (
@@ -460,7 +392,7 @@ def _staleness(rl: RlConfig) -> Iterator[str]:
                 'old_logprobs="trainer" with rl.loss.importance_sampling, or max_staleness=1.'
             )
     elif not is_corrected:
-        kind = "sequence_truncate" if rl.loss.kind == "gspo" else "truncate"
+        kind = "sequence_truncate" if rl.loss.kind in ADVANTAGE_OF_SEQUENCE else "truncate"
         yield (
             f'{field} with rl.loss.importance_sampling="none": the ratio starts at the policy in training, and nothing '
             "weighs that older weights sampled the tokens: the gradient would be biased. Set "

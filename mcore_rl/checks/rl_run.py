@@ -127,10 +127,10 @@ def _stores(config: RlRunConfig) -> Iterator[str]:
     """Check that an optimizer whose state lies in main memory is not asked to leave the device."""
     for field, optim, store in (
         ("rl.update.store", config.optim, config.update_store),
-        ("rl.critic.store", config.critic_optim, config.critic_store),
+        ("rl.advantage.critic.store", config.critic_optim, config.critic_store),
     ):
         if optim is not None and optim.offload_fraction and store != "device":
-            section = "optim" if field == "rl.update.store" else "rl.critic.optim"
+            section = "optim" if field == "rl.update.store" else "rl.advantage.critic.optim"
             yield (
                 f'{field}="{store}" with {section}.offload_fraction={optim.offload_fraction:g}, whose state is in main '
                 "memory all the time. Set one of them to its default."
@@ -139,21 +139,22 @@ def _stores(config: RlRunConfig) -> Iterator[str]:
 
 def _critic(config: RlRunConfig) -> Iterator[str]:
     """Check the critic's own schedule, and that its warm-up leaves steps to the policy."""
-    if not config.has_critic or not config.updates_per_rollout:
+    if config.critic is None or not config.updates_per_rollout:
         return
-    critic, updates = config.rl.critic, config.updates_per_rollout
+    critic, updates = config.critic, config.updates_per_rollout
     if critic.warmup_rollouts * updates >= config.train.steps:
         yield (
-            f"rl.critic.warmup_rollouts={critic.warmup_rollouts} are all of train.steps={config.train.steps}, of which "
-            f"a rollout batch takes {updates}: the policy would not be trained. Lower it, or raise train.steps."
+            f"rl.advantage.critic.warmup_rollouts={critic.warmup_rollouts} are all of train.steps="
+            f"{config.train.steps}, of which a rollout batch takes {updates}: the policy would not be trained. Lower "
+            "it, or raise train.steps."
         )
-    yield from offload_violations(critic.optim, config.platform, "rl.critic.optim")
-    yield from precision_violations(critic.optim, config.platform, "rl.critic.optim")
+    yield from offload_violations(critic.optim, config.platform, "rl.advantage.critic.optim")
+    yield from precision_violations(critic.optim, config.platform, "rl.advantage.critic.optim")
     yield from schedule_violations(
         critic.optim,
         config.critic_steps,
-        "rl.critic.optim",
-        "the critic's steps (train.steps, rl.critic.epochs)",
+        "rl.advantage.critic.optim",
+        "the critic's steps (train.steps, rl.advantage.critic.epochs)",
     )
 
 
@@ -217,10 +218,10 @@ def _model(config: RlRunConfig) -> Iterator[str]:
     if config.rl.loss.uses_router_shift and not config.model.is_moe:
         yield (
             f'rl.loss.kind="{config.rl.loss.kind}" with the router-shift ratio, but the model has no experts, and no '
-            'router whose scores could move. Set rl.loss.kind="grpo" and router_shift="auto".'
+            'router whose scores could move. Set rl.loss.kind="grpo", and router_shift=false.'
         )
-    if config.rl.critic.replay != "none" and not config.model.is_moe:
-        yield 'rl.critic.replay="r2", but the model has no experts. Set it to "none".'
+    if config.critic is not None and config.critic.replay != "none" and not config.model.is_moe:
+        yield 'rl.advantage.critic.replay="r2", but the model has no experts. Set it to "none".'
     if config.replay.observe_rollout and not config.model.is_moe:
         yield "replay.observe_rollout=true, but the model has no experts. Set it to false."
     eval_files, task = config.rl.eval.files, config.rl.prompts.task

@@ -40,7 +40,7 @@ NOT_COMPARED = (
     "lora.load",
     *(
         "rl.update.store",
-        "rl.critic.store",
+        "rl.advantage.critic.store",
         "rl.loss.reference_store",
         "rl.reward.model_store",
         "rl.distill.store",

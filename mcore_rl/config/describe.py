@@ -6,21 +6,24 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
 
 from mcore_rl.config.extension import Extension
-from mcore_rl.config.section import Section, alternatives
+from mcore_rl.config.section import OWN_KIND, Section, alternatives, kinds_of, variant_of
 from mcore_rl.config.toml import toml_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldDoc:
-    """One field: its dotted key, type in words, and default as TOML ("": it has none)."""
+    """One field: its dotted key, type in words, and default as TOML ("": it has none).
+
+    A field whose type, default or meaning depends on the kind of its section is several of them, of some kinds each.
+    """
 
     section: type[Section]
     """Section that it is in."""
@@ -28,6 +31,12 @@ class FieldDoc:
     annotation: Any
     type: str
     default: str
+    choice: "Choice | None" = None
+    """The kinds that have it; None: it is there in any case."""
+
+    def is_of(self, kinds: Mapping[str, Any]) -> bool:
+        """Return whether it is there, with these values of fields `kind` by their keys; others have their defaults."""
+        return self.choice is None or self.choice.includes(kinds)
 
     @property
     def meaning(self) -> str:
@@ -37,6 +46,33 @@ class FieldDoc:
         places = ((base.__module__, base.__name__) for base in bases)
         found = (_strings_under_fields(module).get((cls, name)) for module, cls in places)
         return next((text for text in found if text), "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Some kinds of a section that is a union by kind."""
+
+    key: str
+    """Key of the field `kind`."""
+    kinds: tuple[str, ...]
+    variants: tuple[type[Section], ...]
+    """All members of the union."""
+
+    def includes(self, values: Mapping[str, Any]) -> bool:
+        """Return whether `kind` is one of these kinds in `values` by key, or by default."""
+        chosen = variant_of(self.variants, value := values.get(self.key, kinds_of(self.variants[0])[0]))
+        return chosen is not None and (
+            value in self.kinds or (value not in kinds_of(chosen) and OWN_KIND in self.kinds)
+        )
+
+    @property
+    def is_some(self) -> bool:
+        """Whether there are other kinds too."""
+        return len(self.kinds) < sum(len(kinds_of(variant)) for variant in self.variants)
+
+    def __str__(self) -> str:
+        """Return the kinds in words."""
+        return ", ".join(self.kinds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,22 +90,76 @@ def describe(cls: type[Section]) -> list[FieldDoc]:
 
 
 @functools.cache
-def describe_sections(cls: type[Section], prefix: str = "") -> tuple[SectionDoc, ...]:
-    """Return `cls` itself, then the sections in it, depth first."""
-    inner = {name: section_of(field.annotation) for name, field in cls.model_fields.items()}
-    fields = tuple(
-        _describe_field(cls, prefix + name, cls.model_fields[name]) for name in inner if inner[name] is None
+def describe_sections(
+    cls: type[Section], prefix: str = "", choice: Choice | None = None
+) -> tuple[SectionDoc, ...]:
+    """Return `cls` itself, then the sections in it, depth first; `choice` is of a union that it is part of."""
+    fields = {name: cls.model_fields[name] for name in cls.model_fields}
+    inner = {name: field for name, field in fields.items() if sections_of(field.annotation)}
+    plain = tuple(
+        _describe_field(cls, prefix + name, field, choice)
+        for name, field in fields.items()
+        if name not in inner
     )
-    docs = [SectionDoc(key=prefix.rstrip("."), meaning=cls.__doc__ or "", fields=fields)]
-    for name, section in inner.items():
-        if section is not None:
-            docs += describe_sections(section, f"{prefix}{name}.")
+    docs = [SectionDoc(key=prefix.rstrip("."), meaning=cls.__doc__ or "", fields=plain)]
+    for name, field in inner.items():
+        variants = sections_of(field.annotation)
+        if len(variants) == 1:
+            docs += describe_sections(variants[0], f"{prefix}{name}.", choice)
+        else:
+            docs += _describe_union(variants, f"{prefix}{name}.")
     return tuple(docs)
 
 
-def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section that a field of this annotation holds, None where it is a plain value."""
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+def _describe_union(variants: tuple[type[Section], ...], prefix: str) -> Iterator[SectionDoc]:
+    """Yield the section that is a union by kind, of which each field has its kinds, then the sections in it."""
+    key = f"{prefix}kind"
+    all_kinds = tuple(kind for variant in variants for kind in kinds_of(variant))
+    chosen = (Choice(key=key, kinds=kinds_of(variant), variants=variants) for variant in variants)
+    described = [
+        describe_sections(variant, prefix, choice) for variant, choice in zip(variants, chosen, strict=True)
+    ]
+    named = tuple(kind for kind in all_kinds if kind != OWN_KIND)
+    annotation = Literal[named] | Extension if OWN_KIND in all_kinds else Literal[named]
+    groups: dict[tuple[str, ...], FieldDoc] = {
+        (key,): FieldDoc(
+            section=variants[0],
+            key=key,
+            annotation=annotation,
+            type=type_name(annotation),
+            default=toml_value(all_kinds[0]),
+        )
+    }
+    for doc in (doc for sections in described for doc in sections[0].fields if doc.key != key):
+        assert doc.choice is not None
+        same = (doc.key, doc.type, doc.default, doc.meaning)
+        found = groups[same].choice if same in groups else None
+        before = found.kinds if found else ()
+        groups[same] = replace(doc, choice=replace(doc.choice, kinds=(*before, *doc.choice.kinds)))
+    order = {doc.key: None for doc in groups.values()}
+    fields = tuple(
+        doc if doc.choice is None or doc.choice.is_some else replace(doc, choice=None)
+        for name in order
+        for doc in groups.values()
+        if doc.key == name
+    )
+    yield SectionDoc(key=prefix.rstrip("."), meaning=_common(variants).__doc__ or "", fields=fields)
+    for sections in described:
+        yield from sections[1:]
+
+
+def _common(variants: Sequence[type[Section]]) -> type[Section]:
+    """Return the nearest base of all these sections."""
+    return next(
+        base for base in variants[0].__mro__ if all(issubclass(variant, base) for variant in variants)
+    )
+
+
+def sections_of(annotation: Any) -> tuple[type[Section], ...]:
+    """Return the section that a field of this annotation holds, or all members of a union by kind; () for a value."""
+    members = alternatives(annotation)
+    are_sections = all(isinstance(member, type) and issubclass(member, Section) for member in members)
+    return members if are_sections else ()
 
 
 def type_name(annotation: Any, bounds: Iterable[Any] = ()) -> str:
@@ -96,13 +186,14 @@ def _strings_under_fields(module: str) -> Mapping[tuple[str, str], str]:
     }
 
 
-def _describe_field(section: type[Section], key: str, field: FieldInfo) -> FieldDoc:
+def _describe_field(section: type[Section], key: str, field: FieldInfo, choice: Choice | None) -> FieldDoc:
     return FieldDoc(
         section=section,
         key=key,
         annotation=field.annotation,
         type=type_name(field.annotation, field.metadata),
         default="" if field.is_required() else toml_value(field.get_default(call_default_factory=True)),
+        choice=choice,
     )
 
 

@@ -113,7 +113,7 @@ def _named(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
         value = getattr(section, field)
         if isinstance(value, Section):
             yield from _named(value, f"{prefix}{field}.")
-        elif _accepts_extensions(info.annotation):
+        elif _accepts_extensions(info.rebuild_annotation()):
             names = (value,) if isinstance(value, str) else value or ()
             yield from (
                 (prefix + field, name)

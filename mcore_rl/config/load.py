@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from mcore_rl.config.describe import FieldDoc, describe, describe_sections, section_of
+from mcore_rl.config.describe import FieldDoc, describe, describe_sections, sections_of
 from mcore_rl.config.kinds import KINDS, NO_REPLAY, READERS, kind_of_name
 from mcore_rl.config.megatron_names import argument_named
 from mcore_rl.config.recipes import config_file
-from mcore_rl.config.section import Section, alternatives
+from mcore_rl.config.section import Section, alternatives, kinds_of, variant_of
 from mcore_rl.config.toml import parse_value, toml_value
 from mcore_rl.errors import ConfigError
 
@@ -70,17 +70,30 @@ def read_settings(cls: type[Section], path: Path | None, overrides: Sequence[str
     for setting in written:
         settings[setting.key] = _on_top(settings.get(setting.key), setting, fields)
     mistakes = [_not_a_field(cls, setting) for key, setting in settings.items() if key not in fields]
+    chosen = fields_of(cls, settings)
+    others = {
+        key for key in settings.keys() & fields.keys() - chosen.keys() if _is_kind(fields[key], settings)
+    }
+    mistakes += [
+        _of_other_kind(cls, settings, key) for key in settings if key in others and not _unsets(settings[key])
+    ]
     mistakes += [_too_large(setting) for setting in settings.values() if _is_too_large(setting.value)]
     if mistakes and path is not None and any(setting.path for setting in settings.values()):
         _refuse_other_kind(cls, path, [table for _, table in tables])
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    return settings
+    return {key: setting for key, setting in settings.items() if key not in others}
+
+
+def fields_of(cls: type[Section], settings: Mapping[str, Setting]) -> dict[str, FieldDoc]:
+    """Return by key the fields of `cls` in sections of the kinds that `settings` choose."""
+    values = {key: setting.value for key, setting in settings.items()}
+    return {doc.key: doc for doc in describe(cls) if doc.is_of(values)}
 
 
 def config_of(cls: type[S], settings: Mapping[str, Setting]) -> S:
     """Return the config that has these settings; a ConfigError lists values of another type than their fields'."""
-    fields = {doc.key: doc for doc in describe(cls)}
+    fields = fields_of(cls, settings)
     try:
         return _validated(cls, fields, {key: setting.value for key, setting in settings.items()})
     except ValidationError as error:
@@ -122,8 +135,8 @@ def kind_of(path: Path, overrides: Sequence[str] = (), among: Sequence[str] = ()
 
 def section_of_run(cls: type[S], table: dict[str, Any]) -> S:
     """Read a section of the config.toml that a run wrote; fields that its `table` lacks have their defaults."""
-    fields = {doc.key: doc for doc in describe(cls)}
-    return _validated(cls, fields, dict(_leaves(cls, table)))
+    values = dict(_leaves(cls, table))
+    return _validated(cls, {doc.key: doc for doc in describe(cls) if doc.is_of(values)}, values)
 
 
 def dump_config(config: Section, origins: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -215,7 +228,7 @@ def _on_top(before: Setting | None, setting: Setting, fields: Mapping[str, Field
     if before is None or not (isinstance(before.value, dict) and isinstance(setting.value, dict)):
         return setting
     members = alternatives(fields[setting.key].annotation) if setting.key in fields else ()
-    if not any(section_of(member) for member in members):
+    if not any(sections_of(member) for member in members):
         return setting
     return replace(setting, value=before.value | setting.value)
 
@@ -243,15 +256,46 @@ def _is_text(annotation: Any) -> bool:
     return str in members
 
 
-def _leaves(cls: type[Section] | None, table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values: `table` without the nesting of `cls`'s sections, or of unknown ones (None)."""
+def _leaves(cls: type[Section], table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values: `table` without the nesting of `cls`'s sections, or of unknown ones."""
+    return _leaves_of((cls,), table, "")
+
+
+def _leaves_of(
+    variants: Sequence[type[Section]], table: dict[str, Any], prefix: str
+) -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
-        field = cls.model_fields.get(name) if cls else None
-        section = section_of(field.annotation) if field else None
-        if isinstance(value, dict) and (section or (value and not field)):
-            yield from _leaves(section, value, f"{prefix}{name}.")
+        field = next((cls.model_fields[name] for cls in variants if name in cls.model_fields), None)
+        sections = sections_of(field.annotation) if field else ()
+        if isinstance(value, dict) and (sections or (value and not field)):
+            yield from _leaves_of(sections, value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+def _is_kind(doc: FieldDoc, settings: Mapping[str, Setting]) -> bool:
+    """Whether the kind that decides on this field is a kind; if not, that alone is reported."""
+    assert doc.choice is not None
+    kind = settings.get(doc.choice.key)
+    return kind is None or variant_of(doc.choice.variants, kind.value) is not None
+
+
+def _unsets(setting: Setting) -> bool:
+    """Whether it clears, as "none", what a weaker place sets."""
+    return bool(setting.value == "none")
+
+
+def _of_other_kind(cls: type[Section], settings: Mapping[str, Setting], key: str) -> str:
+    """Return the message on a field that other kinds of its section have."""
+    setting, docs = settings[key], [doc for doc in describe(cls) if doc.key == key]
+    choice = docs[0].choice
+    assert choice is not None
+    kinds = ", ".join(toml_value(kind) for doc in docs if doc.choice for kind in doc.choice.kinds)
+    kind = settings[choice.key].value if choice.key in settings else kinds_of(choice.variants[0])[0]
+    return (
+        f"{key} = {_shown(setting.value)} {setting.source}: {choice.key}={_shown(kind)} has no such field, which is of "
+        f'{kinds}. Leave it out, or set it to "none" where a file that is extended has it.'
+    )
 
 
 def _not_a_field(cls: type[Section], setting: Setting) -> str:
@@ -322,7 +366,8 @@ def _wrong_values(
     """Yield one line for each field that pydantic refused: a list with two wrong items gets one."""
     reported = set()
     for detail in error.errors():
-        key = ".".join(map(str, detail["loc"]))
+        key = ".".join(part for part in map(str, detail["loc"]) if not part.startswith("<"))
+        key = f"{key}.kind" if f"{key}.kind" in fields else key
         while key not in fields and "." in key:
             key = key.rpartition(".")[0]
         if key in reported:

@@ -6,6 +6,9 @@ from math import lcm
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.rl.advantage import GaeAdvantage
+from mcore_rl.config.rl.critic import CriticConfig
+from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Section, Store
@@ -76,14 +79,19 @@ class RlRunConfig(RunConfig):
         return self.rl.update.epochs * self.rollout_size // self.train.global_batch
 
     @cached_property
-    def has_critic(self) -> bool:
-        """Whether a critic is trained beside the policy."""
-        return self.rl.advantage.kind == "gae"
+    def served(self) -> ServedConfig | None:
+        """The section of the inference servers; None: there are none."""
+        return self.rl.engine if isinstance(self.rl.engine, ServedConfig) else None
+
+    @cached_property
+    def critic(self) -> CriticConfig | None:
+        """The section of the critic that is trained beside the policy; None: there is no critic."""
+        return self.rl.advantage.critic if isinstance(self.rl.advantage, GaeAdvantage) else None
 
     @cached_property
     def critic_optim(self) -> OptimConfig | None:
         """Optimizer of the critic; None: there is no critic."""
-        return self.rl.critic.optim if self.has_critic else None
+        return None if self.critic is None else self.critic.optim
 
     @cached_property
     def update_store(self) -> Store:
@@ -93,12 +101,12 @@ class RlRunConfig(RunConfig):
     @cached_property
     def critic_store(self) -> Store:
         """Memory in which the critic waits between its passes and updates."""
-        return self.rl.critic.store
+        return "device" if self.critic is None else self.critic.store
 
     @cached_property
     def critic_epochs(self) -> int:
         """Number of times that the critic is trained on each completion."""
-        epochs = self.rl.critic.epochs
+        epochs = "auto" if self.critic is None else self.critic.epochs
         return self.rl.update.epochs if epochs == "auto" else epochs
 
     @cached_property

@@ -1,11 +1,13 @@
 """The base of every config section, and the types of its fields."""
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from annotated_types import Gt, Le
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 """A number from 0 to less than 1."""
@@ -48,3 +50,45 @@ class Section(BaseModel):
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
         return copied
+
+
+OWN_KIND = "module:name"
+"""Stands for every kind of the user's own, where kinds are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByKind:
+    """Marks a field of a union of sections, each with a field `kind`, which chooses among them; the first one's is the
+    default: `Annotated[Square | Circle, ByKind()] = Square()`.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return pydantic's schema of the union, in which errors have `<CLASS>` in their path."""
+        variants = get_args(source)
+        choices = {_tag(variant): handler.generate_schema(variant) for variant in variants}
+
+        def tag(value: Any) -> str | None:
+            if isinstance(value, Section):
+                return _tag(type(value))
+            kind = value.get("kind", kinds_of(variants[0])[0]) if isinstance(value, Mapping) else None
+            chosen = variant_of(variants, kind)
+            return _tag(chosen) if chosen else None
+
+        return core_schema.tagged_union_schema(choices, tag)
+
+
+def kinds_of(variant: type[Section]) -> tuple[str, ...]:
+    """Return the kinds that a member of a union by kind is for; `module:name` stands for the user's own."""
+    annotation = variant.model_fields["kind"].annotation
+    return get_args(annotation) if get_origin(annotation) is Literal else (OWN_KIND,)
+
+
+def variant_of(variants: Sequence[type[Section]], kind: Any) -> type[Section] | None:
+    """Return the member of a union by kind that `kind` names; None: it is none of them."""
+    named = next((variant for variant in variants if kind in kinds_of(variant)), None)
+    own = next((variant for variant in variants if OWN_KIND in kinds_of(variant)), None)
+    return named or (own if isinstance(kind, str) and ":" in kind else None)
+
+
+def _tag(variant: type[Section]) -> str:
+    return f"<{variant.__name__}>"

@@ -14,7 +14,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.pipeline import ConversionStage
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import CheckpointConfig, RunConfig
 from mcore_rl.errors import ConfigError
@@ -283,28 +283,29 @@ def _unknown_fields(config: RunConfig, options: JobOptions) -> Iterator[str]:
 
 def _with_servers(config: RunConfig, options: JobOptions) -> RunConfig:
     """Return the config as the job completes it, for its checks: the addresses of servers are known when it starts."""
-    if not options.servers or not _is_served(config):
+    served = _served(config)
+    if not options.servers or served is None:
         return config
     assert isinstance(config, RlRunConfig)
-    if config.rl.engine.urls or config.rl.engine.count:
+    if served.urls or served.count:
         raise ConfigError(
-            f"--servers {options.servers} with rl.engine.count={config.rl.engine.count} and rl.engine.urls="
-            f"{list(config.rl.engine.urls)}: the job starts the servers and sets their addresses. Clear both."
+            f"--servers {options.servers} with rl.engine.count={served.count} and rl.engine.urls="
+            f"{list(served.urls)}: the job starts the servers and sets their addresses. Clear both."
         )
     urls = tuple(f"http://server{index}:20000" for index in range(options.servers))
-    engine = config.rl.engine.model_copy(update={"urls": urls})
+    engine = served.model_copy(update={"urls": urls})
     return config.model_copy(update={"rl": config.rl.model_copy(update={"engine": engine})})
 
 
-def _shared_transport(engine: EngineConfig, run_dir: str) -> tuple[str, ...]:
+def _shared_transport(engine: ServedConfig, run_dir: str) -> tuple[str, ...]:
     """Return the field with a folder for weights that servers on other nodes see too, unless the config has one."""
-    if engine.transport != "files" or engine.transport_dir is not None:
+    if engine.broadcasts or engine.transport_dir is not None:
         return ()
     return (f"rl.engine.transport_dir={Path(run_dir) / 'servers' / 'weights'}",)
 
 
-def _is_served(config: RunConfig) -> bool:
-    return isinstance(config, RlRunConfig) and config.rl.engine.is_served
+def _served(config: RunConfig) -> ServedConfig | None:
+    return config.served if isinstance(config, RlRunConfig) else None
 
 
 def _servers(
@@ -318,8 +319,8 @@ def _servers(
         return ()
     command, ports = options.server_command, 0
     arguments: tuple[str, ...] = (f"{options.server_field}={{hosts}}",) if options.server_field else ()
-    if not command and isinstance(config, RlRunConfig) and config.rl.engine.is_served:
-        size = config.rl.engine.tensor_parallel
+    if not command and (served := _served(config)) is not None:
+        size = served.tensor_parallel
         if cluster.node.gpus % size:
             raise ConfigError(
                 f"rl.engine.tensor_parallel={size} does not divide the {cluster.node.gpus} GPUs of a node of "
@@ -328,7 +329,7 @@ def _servers(
         ports = max(1, cluster.node.gpus // size)
         words = shlex.join(["serve", str(folder / "config.toml"), "--count", str(ports)])
         command = f'exec {{python}} -m mcore_rl.run.cli {words} --port "$SERVER_PORT"'
-        arguments = ("rl.engine.urls=[{urls}]", *_shared_transport(config.rl.engine, config.run_dir))
+        arguments = ("rl.engine.urls=[{urls}]", *_shared_transport(served, config.run_dir))
     if not command:
         raise ConfigError(
             f"--servers {options.servers} needs --server-command, the command that runs on them, or "

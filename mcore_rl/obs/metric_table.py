@@ -369,10 +369,10 @@ METRICS: dict[str, MetricRow] = {
     "critic/routes_changed_fraction": MetricRow(
         "fraction",
         MEAN,
-        "Choices of the critic's routers that its updates would have changed, with rl.critic.replay.",
+        "Choices of the critic's routers that its updates would have changed, with rl.advantage.critic.replay.",
     ),
     "critic/clip_ratio": MetricRow(
-        "fraction", MEAN, "Tokens whose value was clipped (rl.critic.clip_value), without gradient."
+        "fraction", MEAN, "Tokens whose value was clipped (rl.advantage.critic.clip_value), without gradient."
     ),
     "critic/grad_norm": MetricRow("1", MEAN, "Global L2 norm of the critic's gradient, before clipping."),
     "critic/lr": MetricRow("1", LAST, "Learning rate of the critic."),
@@ -532,7 +532,7 @@ METRICS: dict[str, MetricRow] = {
         "bytes",
         LAST,
         "Weights and optimizer state of policy and critic that were copied between the device and rl.update.store and "
-        "rl.critic.store, per rollout batch and rank.",
+        "rl.advantage.critic.store, per rollout batch and rank.",
     ),
     "memory/device_bytes": MetricRow("bytes", LAST, "Device memory in tensors."),
     "memory/peak_device_bytes": MetricRow("bytes", MAX, "Largest device memory in tensors so far."),

@@ -16,6 +16,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.rl.distill import SELF
+from mcore_rl.config.rl.engine import InProcessConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig, TrainConfig
 from mcore_rl.config.section import Store
@@ -210,7 +211,7 @@ def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
                 name="critic",
                 model=config.model.scored,
                 optim=config.critic_optim,
-                store=rl.critic.store,
+                store=config.critic_store,
             )
         )
     # Taken to be of the policy's size: their own is known when their checkpoints are read.
@@ -460,13 +461,14 @@ def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
     """Return the bytes of the native engine's cache, whose every slot has room for the longest sample; 0 with servers,
     which have other GPUs.
     """
-    if config.rl.engine.is_served:
+    engine = config.rl.engine
+    if not isinstance(engine, InProcessConfig):
         return 0
     model, mesh = config.model, config.mesh
     element = 2 if config.platform.precision == "bf16" else 4
     replicas = world_size // mesh.model_parallel
     # One slot more takes the keys and values of padding, which no token reads.
-    slots = min(config.rl.engine.native_slots, -(-config.rollout_size // replicas)) + 1
+    slots = min(engine.native_slots, -(-config.rollout_size // replicas)) + 1
     if family_of(model).is_latent:
         mla = model.mla
         widths = model.num_heads // mesh.tp * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)

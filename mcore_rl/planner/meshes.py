@@ -99,10 +99,10 @@ def relaxed(config: RunConfig) -> Iterator[RunConfig]:
 def _offloaded(config: RunConfig) -> RunConfig:
     whole = {"offload_fraction": 1.0}
     update: dict[str, Any] = {"optim": config.optim.model_copy(update=whole)}
-    if isinstance(config, RlRunConfig) and config.has_critic:
-        critic = config.rl.critic
-        critic = critic.model_copy(update={"optim": critic.optim.model_copy(update=whole)})
-        update["rl"] = config.rl.model_copy(update={"critic": critic})
+    if isinstance(config, RlRunConfig) and config.critic is not None:
+        critic = config.critic.model_copy(update={"optim": config.critic.optim.model_copy(update=whole)})
+        advantage = config.rl.advantage.model_copy(update={"critic": critic})
+        update["rl"] = config.rl.model_copy(update={"advantage": advantage})
     return config.model_copy(update=update)
 
 
@@ -119,10 +119,12 @@ def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, Any]:
     pairs.append(("train.micro_batch", old.train.micro_batch, new.train.micro_batch))
     pairs.append(("optim.offload_fraction", old.optim.offload_fraction, new.optim.offload_fraction))
     if isinstance(old, RlRunConfig) and isinstance(new, RlRunConfig):
-        critics = old.rl.critic.optim, new.rl.critic.optim
-        pairs.append(
-            ("rl.critic.optim.offload_fraction", critics[0].offload_fraction, critics[1].offload_fraction)
-        )
+        if old.critic is not None and new.critic is not None:
+            field, critics = (
+                "rl.advantage.critic.optim.offload_fraction",
+                (old.critic.optim, new.critic.optim),
+            )
+            pairs.append((field, critics[0].offload_fraction, critics[1].offload_fraction))
         pairs.append(("replay.store", old.replay.store, new.replay.store))
     return {key: after for key, before, after in pairs if before != after}
 

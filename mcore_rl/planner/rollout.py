@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import AnyEngine, InProcessConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import family_of
 from mcore_rl.plan.device import Device, Links
@@ -104,10 +104,10 @@ def known_layers(
 
 
 def engine_of(
-    mesh: MeshConfig, engine: EngineConfig, world_size: int, server_gpus: int, rates: Rates
+    mesh: MeshConfig, engine: AnyEngine, world_size: int, server_gpus: int, rates: Rates
 ) -> Engine | None:
     """Return the engine of a run; None for servers whose number is not known."""
-    if not engine.is_served:
+    if isinstance(engine, InProcessConfig):
         return Engine(
             replicas=max(1, world_size // mesh.model_parallel),
             tp=mesh.tp,
@@ -159,13 +159,17 @@ def rl_step(
     layers = known_layers(update, known.layers)
     update_s = step(update, layers).seconds
     forward = forward_seconds(update, layers) * config.updates_per_rollout / config.rl.update.epochs
-    passes = (config.rl.update.old_logprobs == "trainer") + bool(config.rl.loss.kl_coeff) + config.has_critic
+    passes = (
+        (config.rl.update.old_logprobs == "trainer")
+        + bool(config.rl.loss.kl_coeff)
+        + (config.critic is not None)
+    )
     parts = {
         "rollout": rollout,
         "logprobs and values": passes * forward,
         "updates": update_s * config.updates_per_rollout,
     }
-    if config.has_critic:
+    if config.critic is not None:
         share = config.critic_epochs / config.rl.update.epochs
         parts["critic"] = update_s * config.updates_per_rollout * share
     if engine.is_served:

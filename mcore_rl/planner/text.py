@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_rl.config.cluster import RatesConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import AnyEngine
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.toml import toml_value
@@ -286,7 +286,7 @@ def search_lines(config: RunConfig, found: Search, shown: list[Choice], place: P
         yield f"      {' '.join(toml_lines(changes(config, choice))) or 'as configured'}"
 
 
-def _bound_line(engine: EngineConfig, choice: Choice, place: Place) -> str:
+def _bound_line(engine: AnyEngine, choice: Choice, place: Place) -> str:
     """Return what the seconds of choices are in reinforcement learning, and who generates."""
     if choice.rl is None:
         return "Seconds are those of an update: how many GPUs the servers have is not known. Give --server-nodes N"
@@ -342,8 +342,12 @@ def nearest_text(config: RunConfig, choices: list[Choice], place: Place) -> str:
         text = (
             "No mesh of this model fits on these ranks: use more nodes, shorter sequences or a smaller batch"
         )
-        if isinstance(config, RlRunConfig) and config.has_critic and config.rl.critic.store == "device":
-            text += ', or let the critic wait in main memory (rl.critic.store="host")'
+        if (
+            isinstance(config, RlRunConfig)
+            and config.critic_optim is not None
+            and config.critic_store == "device"
+        ):
+            text += ', or let the critic wait in main memory (rl.advantage.critic.store="host")'
         return f"{text}."
     lines = ["The nearest that pass the checks and fit (lines for the config, or for the command):"]
     for choice in choices:

@@ -251,8 +251,7 @@ class RlTrainer(Trainer):
             yield Metric("memory/waiting_device_bytes", sum(one.device for one in waiting))
             yield Metric("memory/waiting_host_bytes", sum(one.host for one in waiting))
             yield Metric("memory/waiting_file_bytes", sum(one.file for one in waiting))
-        config = self.config.rl
-        if not config.update.store == config.critic.store == "device":
+        if not self.config.update_store == self.config.critic_store == "device":
             moves = [residence.take_moves() for residence in self.state.residences]
             yield Metric("memory/moved_bytes", sum(num_bytes for num_bytes, _ in moves))
             yield Metric("time/moves_s", sum(seconds for _, seconds in moves))

@@ -17,7 +17,8 @@ def fields_help(kind: str) -> str:
         title = f"[{section.key}]  {section.meaning}" if section.key else section.meaning
         lines = wrap(title)
         for doc in section.fields:
-            lines.append(f"  {doc.key} = {doc.default}    ({doc.type})")
+            kinds = f"    with kind {doc.choice}" if doc.choice else ""
+            lines.append(f"  {doc.key} = {doc.default}    ({doc.type}){kinds}")
             lines += wrap(doc.meaning, initial_indent=" " * 6, subsequent_indent=" " * 6)
         paragraphs.append("\n".join(lines))
     return "\n\n".join(paragraphs)

@@ -12,7 +12,7 @@ from pathlib import Path
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import SERVED, NativeConfig
 from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
 from mcore_rl.data.chat import Conversation, Message, load_chat, prompt_ids
 from mcore_rl.data.end_tokens import end_tokens
@@ -193,9 +193,7 @@ def served_continuations(
     args: argparse.Namespace, trained: ModelFolder, request: Request
 ) -> tuple[ServedCompletion, ...]:
     """Return `args.n` continuations as `continuations` does, by the server at `args.url` with its own weights."""
-    engine = EngineConfig(
-        kind=args.kind, urls=(args.url,), api_key_env=args.api_key_env, ca_file=args.ca_file
-    )
+    engine = SERVED[args.kind](urls=(args.url,), api_key_env=args.api_key_env, ca_file=args.ca_file)
     api, sampling = server_apis(engine, trained.model)(args.url), sampling_of_arguments(args, request)
     beyond = [token for token in request.prompt_T if token >= trained.model.vocab_size]
     if beyond:  # a server would end by it
@@ -247,7 +245,7 @@ def open_engine(trained: ModelFolder, weights: Path, tokenizer: Tokenizer, seed:
     seed_ranks(seed)
     chunks = build_model(trained.model, mesh, platform, settings)
     load_weights(chunks, mesh, trained.model, weights)
-    return MegatronEngine(chunks, mesh, trained.model, tokenizer.decode, EngineConfig())
+    return MegatronEngine(chunks, mesh, trained.model, tokenizer.decode, NativeConfig())
 
 
 def continuations(

@@ -14,7 +14,7 @@ from mcore_rl.backend import platform as platforms
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import SERVED
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.folders.checkpoint import find_checkpoint, path_of_step, saved_steps
@@ -85,8 +85,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _server(args: argparse.Namespace, model: ModelConfig) -> ServerApi:
-    engine = EngineConfig(
-        kind=args.kind,
+    engine = SERVED[args.kind](
         urls=(args.url,),
         api_key_env=args.api_key_env,
         ca_file=args.ca_file,

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.rl.engines.make import servers_folder
 from mcore_rl.rl.engines.server_fleet import replacement_request
-from mcore_rl.rl.engines.server_process import ServerCommand, ServerProcess, server_command
+from mcore_rl.rl.engines.server_process import ServerProcess, server_command
 
 GPU_DEVICE = Path("/dev/nvidiactl")
 EVERYWHERE = "0.0.0.0"
@@ -33,10 +33,10 @@ class StopRequested(Exception):  # noqa: N818  # no error
 def main(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; returns 0 then, and 1 when a server was given up."""
     config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
-    engine = config.rl.engine
-    if not engine.is_served:
+    engine = config.served
+    if engine is None:
         raise ConfigError(
-            f'rl.engine.kind="{engine.kind}" has no servers. Set rl.engine.kind="vllm" or "sglang".'
+            f'rl.engine.kind="{config.rl.engine.kind}" has no servers. Set rl.engine.kind="vllm" or "sglang".'
         )
     servers: list[ServerProcess] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
         for index in range(args.count):
             servers.append(_start(config, engine, index, args.port + index))
             _write(f"{servers[-1].url}: started, its output is in {servers[-1].log}")
-        return _watch(config, servers)
+        return _watch(servers_folder(config.run_dir), servers)
     except StopRequested:
         return 0
     finally:
@@ -53,25 +53,21 @@ def main(args: argparse.Namespace) -> int:
             server.close()
 
 
-def _start(config: RlRunConfig, engine: EngineConfig, index: int, port: int) -> ServerProcess:
+def _start(config: RlRunConfig, engine: ServedConfig, index: int, port: int) -> ServerProcess:
     host, folder = socket.gethostname(), servers_folder(config.run_dir)
     on_gpu = config.platform.device == "cuda" or (config.platform.device == "auto" and GPU_DEVICE.exists())
     size = engine.tensor_parallel
     # Servers of several machines share the folder, and each writes its own files there.
     of_host = folder / host
     return ServerProcess(
-        partial(_command, config, of_host, on_gpu=on_gpu),
+        partial(server_command, config, of_host, host=EVERYWHERE, on_gpu=on_gpu),
         folder / f"{host}_{port}.log",
         devices=range(index * size, (index + 1) * size) if on_gpu else (),
         port=port,
     )
 
 
-def _command(config: RlRunConfig, folder: Path, port: int, *, on_gpu: bool) -> ServerCommand:
-    return server_command(config, folder, port, host=EVERYWHERE, on_gpu=on_gpu)
-
-
-def _watch(config: RlRunConfig, servers: list[ServerProcess]) -> int:
+def _watch(folder: Path, servers: list[ServerProcess]) -> int:
     """Start servers anew that end, or whose weights the training could not prove; returns 1 when one is given up."""
     quick_ends = dict.fromkeys(range(len(servers)), 0)
     since_s = time.time()
@@ -79,9 +75,7 @@ def _watch(config: RlRunConfig, servers: list[ServerProcess]) -> int:
         time.sleep(LOOK_S)
         for index, server in enumerate(servers):
             port = server.url.rsplit(":", 1)[1]
-            request = replacement_request(
-                servers_folder(config.run_dir), f"http://{socket.gethostname()}:{port}"
-            )
+            request = replacement_request(folder, f"http://{socket.gethostname()}:{port}")
             if not server.is_alive:
                 quick_ends[index] = quick_ends[index] + 1 if server.age_s < QUICK_S else 1
                 if quick_ends[index] >= MAX_QUICK_ENDS:

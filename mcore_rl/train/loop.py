@@ -145,7 +145,7 @@ class Trainer(ABC):
         step, allowed = self.state.progress.step, self.state.config.train.max_skipped
         trained = self.state.critic if is_critic else self.state
         assert trained is not None
-        section, subject = ("rl.critic.optim", "the critic: ") if is_critic else ("optim", "")
+        section, subject = ("rl.advantage.critic.optim", "the critic: ") if is_critic else ("optim", "")
         self.log.message(
             f"warning: {subject}step skipped: its gradient is not finite; weights are as before",
             step=step,

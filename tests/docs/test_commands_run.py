@@ -41,7 +41,7 @@ SMALLER = {
     "mcore-rl dpo": f"{SHORT} {ALONE} train.global_batch=8 data.train=runs/quickstart/pairs_valid.jsonl",
     "mcore-rl rl": f"{SHORT} {ALONE} {EIGHT} train.global_batch=4 train.eval_interval=none",
     "mcore-rl rl tiny_moe/ppo": f"{SHORT} {ALONE} {EIGHT} train.global_batch=4 train.eval_interval=none "
-    "rl.critic.warmup_rollouts=0",
+    "rl.advantage.critic.warmup_rollouts=0",
     "mcore-rl eval": f"rl.eval.num_prompts=8 {ALONE}",
     "mcore-rl eval tiny_moe/rm": ALONE,
     "mcore-rl study": "overrides=[train.global_batch=2,train.steps=4,optim.warmup_steps=0,train.eval_interval=none,"

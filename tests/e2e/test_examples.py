@@ -17,8 +17,6 @@ from examples.loss import soft_clipped
 from examples.reward import brevity
 from examples.task import count_ones
 from mcore_rl.api import is_done, read_metrics
-from mcore_rl.config.rl.advantage import AdvantageConfig
-from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.families import family_of
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
@@ -29,6 +27,7 @@ from tests.e2e.test_rl import rl_file  # noqa: F401  # a fixture
 from tests.forked import run_main
 from tests.parallel.example_step import step_of_example, step_of_trainer
 from tests.ranks import run_ranks
+from tests.sections import advantage_config, loss_config
 from tests.tiny_models import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +71,7 @@ def test_the_soft_clip_has_the_gradient_of_grpo_at_ratio_1_and_less_elsewhere() 
         sequence_T=torch.zeros(3, dtype=torch.long),
         lengths_N=tensor([3]),
     )
-    loss = soft_clipped(tokens, LossConfig(), Axis(None, 0, 1))  # type: ignore[arg-type]
+    loss = soft_clipped(tokens, loss_config(), Axis(None, 0, 1))  # type: ignore[arg-type]
     loss.loss_T.sum().backward()
     assert logprobs_T.grad is not None
     assert logprobs_T.grad[0] == -2.0
@@ -84,7 +83,7 @@ def test_the_soft_clip_has_the_gradient_of_grpo_at_ratio_1_and_less_elsewhere() 
 def test_the_median_is_the_zero_of_the_advantages() -> None:
     rewards_PG = tensor([[0.0, 1.0, 5.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
     wanted_PG = tensor([[-0.6, 0.0, 2.4], [0.0, 0.0, 3.0]], dtype=torch.float64)
-    torch.testing.assert_close(median_centered(rewards_PG, AdvantageConfig(eps=0.0)), wanted_PG)
+    torch.testing.assert_close(median_centered(rewards_PG, advantage_config(eps=0.0)), wanted_PG)
 
 
 def test_ones_are_counted() -> None:

@@ -173,12 +173,27 @@ def test_low_rank_adapters_killed_are_bit_equal_in_the_end_and_evaluated(
 PPO = (
     *("mesh.tp=1", "mesh.ep=1", "train.steps=8", "train.global_batch=8", "train.eval_interval=none"),
     *("checkpoint.interval=2", "rl.rollout.prompts_per_step=16", "rl.rollout.group_size=1", "replay.kind=r2"),
-    *("rl.advantage.kind=gae", "rl.loss.kind=ppo", "rl.loss.kl_in=reward", "rl.critic.warmup_rollouts=1"),
-    *("rl.critic.epochs=2", "rl.critic.optim.lr=3e-3", "rl.loss.kl_target=2.0", "rl.loss.kl_horizon=160"),
+    *(
+        "rl.advantage.kind=gae",
+        "rl.loss.kind=ppo",
+        "rl.loss.kl_in=reward",
+        "rl.advantage.critic.warmup_rollouts=1",
+    ),
+    *(
+        "rl.advantage.critic.epochs=2",
+        "rl.advantage.critic.optim.lr=3e-3",
+        "rl.loss.kl_target=2.0",
+        "rl.loss.kl_horizon=160",
+    ),
 )
 WITH_PPO = (
     *("rl.distill.teacher=self", "rl.distill.self_refresh_rollouts=2", "rl.distill.use=loss"),
-    *("rl.distill.estimator=vocabulary", "rl.ptx.coeff=0.1", "rl.ptx.sequences=2", "rl.critic.replay=r2"),
+    *(
+        "rl.distill.estimator=vocabulary",
+        "rl.ptx.coeff=0.1",
+        "rl.ptx.sequences=2",
+        "rl.advantage.critic.replay=r2",
+    ),
 )
 """What else keeps state or reads by step, so that one kill tests the resume of all of it."""
 OF_PPO = (
@@ -232,7 +247,7 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     assert coeffs == pytest.approx([1e-3, 1e-3, 1e-3 * exp(-0.02), 1e-3 * exp(-0.04)], rel=1e-12)
     run_dir = tmp_path / "broken"
     # Between their phases both models wait in files, which changes nothing and is no part of what is resumed.
-    words = [rl_file, *ppo, f"run_dir={run_dir}", "rl.critic.store=file", "rl.update.store=file"]
+    words = [rl_file, *ppo, f"run_dir={run_dir}", "rl.advantage.critic.store=file", "rl.update.store=file"]
     # In the second rollout, between the critic's four updates of it, and before the save of both models has its name.
     for phase in ("rollout.30", "critic.2", "save.1"):
         killed = run_main("tests.e2e.signalled", ["rl", f"SIGKILL.{phase}", *words])
@@ -341,7 +356,7 @@ STARTS = {
     "critic": (
         "mcore_rl.run.programs.rl",
         [
-            "rl.critic.load={folder}/base",
+            "rl.advantage.critic.load={folder}/base",
             "rl.advantage.kind=gae",
             "rl.loss.kind=ppo",
             "rl.rollout.group_size=8",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from examples.grpo_step import CONFIG, PROMPTS, first_half, letters, sample, update
+from examples.grpo_step import CONFIG, PROMPTS, first_half, sample, update
 from mcore_rl.backend.platform import start
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
@@ -24,9 +24,14 @@ from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 
 
+def letters(tokens_T: Sequence[int]) -> str:
+    """A letter for each token."""
+    return "".join(chr(ord("a") + token) for token in tokens_T)
+
+
 def reward(given: RewardInput) -> float:
     """The example's reward as a part of rl.reward."""
-    return first_half(given.completion)
+    return first_half([ord(letter) - ord("a") for letter in given.completion])
 
 
 class ExamplePrompts:

@@ -36,6 +36,7 @@ from mcore_rl.train.step import StepReport
 from tests.parallel.parity import Tensors, owned
 from tests.parallel.plain import set_up_plain
 from tests.parallel.rl_steps import conversations, replaced, rollout_of
+from tests.sections import with_critic
 
 TRUNCATED = (0, 5, 10, 23)
 """Samples that reached the largest length."""
@@ -79,7 +80,8 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
             copy_in(one.chunks, tensors)
             one.optimizer.reload_model_params()
     routes = PolicyRoutes(state, config)
-    critic = Critic(trained, config, critic_routes(trained, config))
+    assert config.critic is not None
+    critic = Critic(trained, config, config.critic, critic_routes(trained, config, config.critic))
     teachers = None
     if config.rl.distill.paths:
         copy_in(state.chunks, other)
@@ -182,10 +184,9 @@ def stored_and_not(
 ) -> list[bool]:
     """On a rank, of each mesh: whether the updates are the same bits when all that can wait does so in files."""
     rl = config.rl
-    files = rl.model_copy(
+    files = with_critic(rl, store="file").model_copy(
         update={
             "update": rl.update.model_copy(update={"store": "file"}),
-            "critic": rl.critic.model_copy(update={"store": "file"}),
             "loss": rl.loss.model_copy(update={"reference_store": "device"}),
         }
     )

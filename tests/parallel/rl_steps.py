@@ -10,7 +10,6 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from mcore_rl.config.rl.advantage import AdvantageConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
@@ -35,6 +34,7 @@ from mcore_rl.rl.update.token_advantages import Advantages
 from tests.generating import prompt_of
 from tests.parallel.parity import Tensors, owned
 from tests.parallel.plain import set_up_plain
+from tests.sections import advantage_config, loss_config
 
 GROUPS, SIZE = 6, 4
 
@@ -135,8 +135,8 @@ def updates(
         loss = {name: value for name, value in change.items() if name != "advantage"}
         rl = config.rl.model_copy(
             update={
-                "loss": config.rl.loss.model_copy(update=loss),
-                "advantage": AdvantageConfig(kind=change.get("advantage", "zscore")),
+                "loss": loss_config(**loss),
+                "advantage": advantage_config(kind=change.get("advantage", "zscore")),
             }
         )
         varied = config.model_copy(update={"rl": rl})

@@ -4,27 +4,34 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.losses import policy_loss
+from mcore_rl.rl.update.objective import policy_objective
 from tests.ranks import run_ranks
+from tests.sections import loss_config
 from tests.unit.rl.ragged import PADDED, batch, tokens_of
 
 CONFIGS = [
-    LossConfig(
+    loss_config(
         kind=kind,
         entropy_coeff=0.1,
         kl_coeff=0.1,
-        importance_sampling=mismatch,
-        importance_sampling_low=0.9,
-        importance_sampling_high=1.1,
+        **(
+            {}
+            if mismatch is None
+            else {
+                "importance_sampling": mismatch,
+                "importance_sampling_low": 0.9,
+                "importance_sampling_high": 1.1,
+            }
+        ),
     )
     for kind, mismatch in [
         ("grpo", "mask"),
         ("gspo", "sequence_mask"),
         ("gspo_token", "truncate"),
         ("rspo", "sequence_truncate"),
-        ("kimi_k2", "none"),
+        ("kimi_k2", None),
         ("cispo", "sequence_truncate"),
     ]
 ]
@@ -44,7 +51,7 @@ def on_a_part(cp):
             if name.endswith("_T") and (values_T := getattr(whole, name)) is not None
         }
         tokens = type(whole)(**mine, lengths_N=whole.lengths_N)
-        loss = policy_loss(tokens, config, cp)
+        loss = policy_loss(tokens, policy_objective(config), cp)
         (gradient,) = torch.autograd.grad(loss.loss, leaf)
         numbers = [{name: float(x) for name, x in values.items()} for values in (loss.sums, loss.maxima)]
         results.append((*numbers, gradient))

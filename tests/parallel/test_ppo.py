@@ -15,10 +15,8 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig, ReplayKind
-from mcore_rl.config.rl.advantage import AdvantageConfig
 from mcore_rl.config.rl.critic import CriticConfig
 from mcore_rl.config.rl.distill import DistillConfig
-from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.rl.ptx import PtxConfig
 from mcore_rl.config.rl.rollout import RolloutConfig
@@ -40,6 +38,7 @@ from tests.parallel.ppo_steps import (
 )
 from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, sampled_positions, token_advantages
 from tests.ranks import run_ranks
+from tests.sections import advantage_config, loss_config, with_critic
 from tests.tiny_models import TINY, shallow
 
 GAMMA, LAMBDA, CRITIC_LAMBDA, BETA, CLIP, VALUE_CLIP = 0.97, 0.9, 1.0, 0.1, 0.05, 0.01
@@ -80,11 +79,15 @@ def config_of(model: ModelConfig, replay: ReplayKind = "none", optim: OptimConfi
             rollout=RolloutConfig(
                 prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=TEMPERATURE
             ),
-            advantage=AdvantageConfig(
-                kind="gae", gamma=GAMMA, gae_lambda=LAMBDA, bootstrap_truncated=True, eps=EPS
+            advantage=advantage_config(
+                kind="gae",
+                gamma=GAMMA,
+                gae_lambda=LAMBDA,
+                bootstrap_truncated=True,
+                eps=EPS,
+                critic=CriticConfig(optim=optim, clip_value=VALUE_CLIP, gae_lambda=CRITIC_LAMBDA),
             ),
-            loss=LossConfig(kind="ppo", clip_low=CLIP, clip_high=CLIP, kl_coeff=BETA, kl_in="reward"),
-            critic=CriticConfig(optim=optim, clip_value=VALUE_CLIP, gae_lambda=CRITIC_LAMBDA),
+            loss=loss_config(kind="ppo", clip_low=CLIP, clip_high=CLIP, kl_coeff=BETA, kl_in="reward"),
             update=UpdateConfig(max_tokens_per_microbatch=80),
         ),
     )
@@ -264,10 +267,8 @@ def test_ppo_does_not_depend_on_the_mesh(which: str, replay: ReplayKind, tmp_pat
         # Rows of the embedding that texts alone have, and experts of random routes, have small gradients: a small
         # epsilon would enlarge their rounding.
         optim = optim.model_copy(update={"eps": 1e-3})
-    critic = config.rl.critic.model_copy(
-        update={"optim": optim, "replay": "r2" if replay == "r2" else "none"}
-    )
-    rl = config.rl.model_copy(update={"critic": critic, **MORE[replay]})
+    rl = with_critic(config.rl, optim=optim, replay="r2" if replay == "r2" else "none")
+    rl = rl.model_copy(update=MORE[replay])
     policy_optim = optim.model_copy(update={"lr": 1e-2}) if MORE[replay] else optim
     config = config.model_copy(update={"rl": rl, "optim": policy_optim})
     (reference,) = run_ranks(ppo_updates, 1, config, weights, tmp_path / "one")
@@ -303,9 +304,9 @@ def test_reinforce_plus_plus_normalises_discounted_rewards_over_the_world(
 ) -> None:
     """Return what a reward of the baseline has above the mean of its prompt's rewards."""
     config = config_of(TINY["qwen3_moe"])
-    advantage = AdvantageConfig(kind=kind, gamma=GAMMA, eps=EPS)
+    advantage = advantage_config(kind=kind, gamma=GAMMA, eps=EPS)
     loss = config.rl.loss.model_copy(update={"kl_coeff": 0.0})
-    rl = config.rl.model_copy(update={"advantage": advantage, "loss": loss, "critic": CriticConfig()})
+    rl = config.rl.model_copy(update={"advantage": advantage, "loss": loss})
     config = config.model_copy(update={"rl": rl, "mesh": MESHES.get(mesh, MeshConfig())})
     rollout = rollout_of(config, 0, 1)
     rewards = [
@@ -331,8 +332,7 @@ def test_a_critic_whose_routes_are_not_replayed_is_an_error(how: str, tmp_path: 
     """It ended with status 0, and a critic that had learned under other experts than its values'."""
     model = shallow(TINY["qwen3_moe"])
     config = config_of(model, "r2")
-    critic = config.rl.critic.model_copy(update={"replay": "r2"})
-    config = config.model_copy(update={"rl": config.rl.model_copy(update={"critic": critic})})
+    config = config.model_copy(update={"rl": with_critic(config.rl, replay="r2")})
     ((update, values),) = run_ranks(critic_routed_otherwise, 1, config, weights_of(model), tmp_path, how)
     assert "a pass under replayed routes was routed live" in update
     assert values

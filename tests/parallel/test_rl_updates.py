@@ -11,8 +11,7 @@ import torch
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig, ReplayKind
-from mcore_rl.config.rl.advantage import AdvantageConfig
-from mcore_rl.config.rl.loss import LossConfig
+from mcore_rl.config.rl.loss import AnyLoss
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.rl.ptx import PtxConfig
 from mcore_rl.config.rl.rollout import RolloutConfig
@@ -38,6 +37,7 @@ from tests.parallel.rl_steps import (
     without_gradients,
 )
 from tests.ranks import run_ranks
+from tests.sections import advantage_config, loss_config
 from tests.tiny_models import TINY, shallow
 
 MESHES = {
@@ -89,7 +89,7 @@ def config_of(
             rollout=RolloutConfig(
                 prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=0.7
             ),
-            loss=LossConfig(),
+            loss=loss_config(),
             update=UpdateConfig(max_tokens_per_microbatch=max_tokens_per_microbatch, **update),
         ),
     )
@@ -258,7 +258,7 @@ def test_routes_of_an_engine_that_are_like_none_of_the_trainer_end_the_run(tmp_p
 @pytest.mark.parametrize("mesh", ["alone", "dp2", "cp2", "pp2"])
 def test_tokens_get_the_z_scores_of_the_steps_that_end_there_or_later(mesh: str) -> None:
     config = config_of("qwen3_moe", MESHES.get(mesh, MeshConfig()))
-    rl = config.rl.model_copy(update={"advantage": AdvantageConfig(kind="steps", eps=0.01)})
+    rl = config.rl.model_copy(update={"advantage": advantage_config(kind="steps", eps=0.01)})
     config = config.model_copy(update={"rl": rl})
     rollout = rollout_of(config, 0, 1)
     wanted = {}
@@ -289,7 +289,7 @@ def test_the_first_update_has_ratios_of_one_and_later_ones_have_not(folder: Path
         assert second["kl_old"] > 1e-9, change
 
 
-SHIFTED = LossConfig(kind="grpo", router_shift=True, router_shift_floor=0.01)
+SHIFTED = loss_config(kind="grpo", router_shift=True, router_shift_floor=0.01)
 
 
 @pytest.mark.parametrize(
@@ -298,14 +298,14 @@ SHIFTED = LossConfig(kind="grpo", router_shift=True, router_shift_floor=0.01)
         ("qwen3_moe", "none", SHIFTED, PtxConfig()),
         ("deepseek_v3", "r2", SHIFTED, PtxConfig()),
         (
-            *("qwen3_moe", "r2", LossConfig(kind="rspo", router_shift_floor=0.01)),
+            *("qwen3_moe", "r2", loss_config(kind="rspo", router_shift_floor=0.01)),
             PtxConfig(coeff=0.5, files=("conversations",), sequences=2),
         ),
     ],
     ids=["free", "r2", "rspo-with-texts"],
 )
 def test_the_router_shift_is_that_of_the_routers_scores_of_the_old_experts(
-    model: str, replay: ReplayKind, loss: LossConfig, ptx: PtxConfig
+    model: str, replay: ReplayKind, loss: AnyLoss, ptx: PtxConfig
 ) -> None:
     """By hand from what the routers' gates compute; the deepseek_v3 has sigmoids, a bias, groups, a dense layer. Texts
     that are mixed into updates have no old policy, and no part in it.

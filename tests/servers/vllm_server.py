@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from mcore_rl.backend.platform import start
 from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import hf_config
 from mcore_rl.model.build import build_model
@@ -40,6 +39,7 @@ from mcore_rl.rl.engines.server_fleet import ServerFleet
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.sampling import Cut
+from tests.sections import engine_config
 
 MAX_TOKENS = 512
 NEARLY_ALIKE = 5e-6
@@ -197,7 +197,7 @@ class Trainer:
     def push(self, *apis: VllmApi, **engine: Any) -> PushReport:
         """Give the weights to servers as the next version."""
         self.version += 1
-        config = EngineConfig(kind="vllm", urls=tuple(api.url for api in apis), **engine)
+        config = engine_config(kind="vllm", urls=tuple(api.url for api in apis), **engine)
         return WeightPush(apis, self.chunks, self.mesh, self.model, config).push(self.version)
 
     @torch.no_grad()
@@ -264,7 +264,7 @@ def served_engine(
     server: VllmServer, trainer: Trainer, folder: Path, decode: Callable[[Sequence[int]], str]
 ) -> ServedEngine:
     """The engine of one server that runs, which gets the trainer's weights by `update_weights`."""
-    config = EngineConfig(kind="vllm", urls=(server.url,))
+    config = engine_config(kind="vllm", urls=(server.url,))
     return ServedEngine(
         lambda url: server.api,
         ServerFleet(config, lambda url: server.api, folder, None, partial(refuse_version, "vllm")),

@@ -1,4 +1,4 @@
-"""The section `rl.critic`: the model of values that PPO trains beside the policy."""
+"""The section `rl.advantage.critic`: the model of values that PPO trains beside the policy."""
 
 from typing import Annotated, Literal
 

@@ -16,7 +16,7 @@ class EngineConfig(Section):
     sampled from.
     """
 
-    kind: Literal["native", "vllm", "sglang"] | Extension = "native"
+    kind: str
     """Engine; `native`: the modules that train; `vllm` and `sglang`: servers, started by the run (`count`) or before it
     (`urls`), which get the new weights after every rollout batch; `module:name`: a function of your own with the
     arguments of rl.engines.make.native_engine, which returns an rl.engines.base.Engine."""
@@ -24,11 +24,31 @@ class EngineConfig(Section):
     """Most completions in progress at a time: with `native` on each replica of the model, where each takes keys and
     values of the longest; with servers on each one that is started (--max-num-seqs, --max-running-requests); `auto`:
     64, or as many as the server chooses."""
+
+    @cached_property
+    def is_served(self) -> bool:
+        """Whether inference servers make the completions."""
+        return isinstance(self, ServedConfig)
+
+
+class InProcessConfig(EngineConfig):
+    """Steps of the engine on the modules that train, or on copies of them."""
+
     step_tokens: PositiveInt = 2048
-    """Most tokens of one step, with `native`: one of each completion in progress, and parts of prompts."""
+    """Most tokens of one step: one of each completion in progress, and parts of prompts."""
     cuda_graphs: bool | Literal["auto"] = "auto"
-    """Replay steps without prompts as CUDA graphs, with `native`, which starts a step's kernels at once; `auto`: on a
-    GPU that holds the model whole and whose host reads nothing within a step; not yet run on a GPU."""
+    """Replay steps without prompts as CUDA graphs, which starts a step's kernels at once; `auto`: on a GPU that holds
+    the model whole and whose host reads nothing within a step; not yet run on a GPU."""
+
+    @cached_property
+    def native_slots(self) -> int:
+        """Completions in progress at a time on each replica of the model."""
+        return NATIVE_SLOTS if self.slots == "auto" else self.slots
+
+
+class ServersConfig(EngineConfig):
+    """Inference servers."""
+
     count: NonNegativeInt = 0
     """Servers that the run starts on the machine of its first rank, and ends with itself."""
     urls: tuple[str, ...] = ()
@@ -60,8 +80,6 @@ class EngineConfig(Section):
     """Seconds that a server may take for a completion."""
     update_timeout_s: Seconds = 600.0
     """Seconds that a server may take for each call of an update of weights."""
-    transport: Literal["files", "nccl"] = "files"
-    """Path of new weights to the servers: files in `transport_dir`, or a broadcast between GPUs."""
     transport_dir: Text | None = None
     """Folder of weights on their way to the servers, which trainer and servers see; `none`: /dev/shm, which is one
     machine's memory."""
@@ -74,12 +92,49 @@ class EngineConfig(Section):
     ca_file: Text | None = None
     """File of the certificates by which https servers of `urls` are known; `none`: those of the system."""
 
-    @cached_property
-    def native_slots(self) -> int:
-        """Completions in progress at a time on each replica of the model, with `native`."""
-        return NATIVE_SLOTS if self.slots == "auto" else self.slots
+
+class ServedConfig(ServersConfig):
+    """Inference servers of a kind that the run can start and update."""
+
+    kind: Literal["vllm", "sglang"]
 
     @cached_property
-    def is_served(self) -> bool:
-        """Whether inference servers make the completions."""
-        return self.kind in ("vllm", "sglang")
+    def broadcasts(self) -> bool:
+        """Whether new weights come to the servers by a broadcast between GPUs, and not by files."""
+        return False
+
+
+class NativeConfig(InProcessConfig):
+    """The modules that train."""
+
+    kind: Literal["native"] = "native"
+
+
+class VllmConfig(ServedConfig):
+    """Servers of vLLM."""
+
+    kind: Literal["vllm"] = "vllm"
+    transport: Literal["files", "nccl"] = "files"
+    """Path of new weights to the servers: files in `transport_dir`, or a broadcast between GPUs."""
+
+    @cached_property
+    def broadcasts(self) -> bool:
+        """Whether new weights come to the servers by a broadcast between GPUs, and not by files."""
+        return self.transport == "nccl"
+
+
+class SglangConfig(ServedConfig):
+    """Servers of SGLang, which read new weights from files."""
+
+    kind: Literal["sglang"] = "sglang"
+
+
+class OwnEngineConfig(ServersConfig, InProcessConfig):
+    """A function of the user's own, which may read any field."""
+
+    kind: Extension
+
+
+SERVED: dict[str, type[VllmConfig | SglangConfig]] = {"vllm": VllmConfig, "sglang": SglangConfig}
+"""Sections of servers by their kind."""
+AnyEngine = NativeConfig | VllmConfig | SglangConfig | OwnEngineConfig

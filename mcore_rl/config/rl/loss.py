@@ -9,9 +9,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from mcore_rl.config.extension import Extension
 from mcore_rl.config.section import Section
 
-LossKind = Literal["grpo", "ppo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo"]
-
-
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
 
 
@@ -22,51 +19,21 @@ class Clip(NamedTuple):
     high: float
 
 
-PAPER_CLIPS: dict[str, Clip] = {
-    "grpo": Clip(0.2, 0.2),
-    "ppo": Clip(0.2, 0.2),
-    "gspo": Clip(3e-4, 4e-4),
-    "gspo_token": Clip(3e-4, 4e-4),
-    "rspo": Clip(1 - exp(-0.4), exp(0.4) - 1),  # of GMPO (2507.20673), which it rescales
-    "kimi_k2": Clip(0.0, 0.0),  # clips nothing
-    "cispo": Clip(1.0, 0.28),  # no lower bound, as in the paper; for the upper it gives no number
-}
+class Correction(NamedTuple):
+    """Importance-sampling correction of the rollout-training mismatch."""
 
-
-PAPER_AGGREGATIONS: dict[str, Aggregation] = {"cispo": "token_mean", "ppo": "token_mean"}
-
-
-PAPER_TAU = 0.01
+    kind: Literal["truncate", "mask", "sequence_truncate", "sequence_mask"]
+    low: float
+    high: float
 
 
 class LossConfig(Section):
-    """The policy's loss, and the terms added to it."""
+    """The policy's loss, and the terms added to it: what every kind has."""
 
-    kind: LossKind | Extension = "grpo"
+    kind: str
     """Loss; grpo (arXiv 2402.03300), ppo (1707.06347: the same for a token, and a mean over all tokens), gspo and
     gspo_token (2507.18071), rspo (2510.23027), kimi_k2 (2501.12599, 2507.20534), cispo (2506.13585); `module:name`: a
     function of yours (rl.objectives.policy_tokens.PolicyTokens, this section, context-parallel axis -> TokenLoss)."""
-    clip_low: PositiveFloat | Literal["auto"] = "auto"
-    """Ratios are clipped from below at 1 - clip_low; `auto`: the paper's (grpo and ppo 0.2, gspo 3e-4, rspo
-    1 - e^-0.4, cispo 1)."""
-    clip_high: PositiveFloat | Literal["auto"] = "auto"
-    """Ratios are clipped from above at 1 + clip_high; `auto`: the paper's (grpo and ppo 0.2, gspo 4e-4, rspo
-    e^0.4 - 1, cispo 0.28)."""
-    dual_clip: PositiveFloat | None = None
-    """Largest ratio of completions with a negative advantage (1912.09729: 3); `none`: no limit."""
-    router_shift: bool | Literal["auto"] = "auto"
-    """Multiply the ratio of each token, before any clip or mean, by how little the routers' scores of the old policy's
-    experts have changed since its pass for old logprobs (RSPO); `auto`: with kind="rspo" alone."""
-    router_shift_floor: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Least factor of `router_shift`."""
-    tau: PositiveFloat | Literal["auto"] = "auto"
-    """Weight with which kimi_k2 regularises the policy towards the old one; `auto`: 0.01."""
-    aggregation: Literal["auto", "seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = "auto"
-    """Mean over tokens: mean over sequences of their tokens' means; mean over all tokens; mean over sequences of their
-    tokens' sums over `aggregation_norm_tokens`; `auto`: as in the paper of `kind`."""
-    aggregation_norm_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Divisor of `seq_mean_token_sum_norm` (Dr. GRPO); `auto`: rollout.max_new_tokens, with an environment
-    environment.max_tokens."""
     mask_truncated: bool = False
     """Do not train on truncated completions; their rewards still count in their group."""
     kl_coeff: NonNegativeFloat = 0.0
@@ -92,6 +59,85 @@ class LossConfig(Section):
     """Memory in which the reference's weights wait for their pass: beside the policy, or main memory."""
     entropy_coeff: NonNegativeFloat = 0.0
     """Coefficient of the mean entropy of the next token over the whole vocabulary, which is raised."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits are in fp32 at a time; of deferred logits `platform.logits_chunk_tokens`."""
+
+    @cached_property
+    def has_kl_in_reward(self) -> bool:
+        """Whether rewards pay for the distance from the reference."""
+        return bool(self.kl_coeff) and self.kl_in == "reward"
+
+    @cached_property
+    def aggregation_in_use(self) -> Aggregation:
+        """Mean over tokens; of ratios of whole sequences always over sequences, of which a long one weighs no more."""
+        return "seq_mean_token_mean"
+
+    @cached_property
+    def norm_tokens(self) -> int | None:
+        """Divisor of sums of tokens; None: the most tokens of a completion."""
+        return None
+
+    @cached_property
+    def correction(self) -> Correction | None:
+        """Correction of the rollout-training mismatch; None: there is none."""
+        return None
+
+    @cached_property
+    def shift_floor(self) -> float | None:
+        """Least router-shift ratio with which ratios are multiplied; None: they are not."""
+        return None
+
+    @property
+    def uses_router_shift(self) -> bool:
+        """Whether ratios are multiplied by the router-shift ratio."""
+        return self.shift_floor is not None
+
+
+class Aggregated(LossConfig):
+    """A loss of tokens, of which the mean may be taken in several ways."""
+
+    aggregation: Aggregation = "seq_mean_token_mean"
+    """Mean over tokens: mean over sequences of their tokens' means; mean over all tokens; mean over sequences of their
+    tokens' sums over `aggregation_norm_tokens`."""
+    aggregation_norm_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Divisor of `seq_mean_token_sum_norm` (Dr. GRPO); `auto`: rollout.max_new_tokens, with an environment
+    environment.max_tokens."""
+
+    @cached_property
+    def aggregation_in_use(self) -> Aggregation:
+        """Mean over tokens."""
+        return self.aggregation
+
+    @cached_property
+    def norm_tokens(self) -> int | None:
+        """Divisor of sums of tokens; None: the most tokens of a completion."""
+        return None if self.aggregation_norm_tokens == "auto" else self.aggregation_norm_tokens
+
+
+class Clipped(LossConfig):
+    """A loss with clipped ratios."""
+
+    clip_low: PositiveFloat = 0.2
+    """Ratios are clipped from below at 1 - clip_low; the default is the paper's."""
+    clip_high: PositiveFloat = 0.2
+    """Ratios are clipped from above at 1 + clip_high; the default is the paper's."""
+
+    @cached_property
+    def clip(self) -> Clip:
+        """Both bounds."""
+        return Clip(self.clip_low, self.clip_high)
+
+
+class DualClipped(Clipped):
+    """A loss with the minimum of a clipped and an unclipped term."""
+
+    dual_clip: PositiveFloat | None = None
+    """Largest ratio of completions with a negative advantage (1912.09729: 3); `none`: no limit."""
+
+
+class Corrected(LossConfig):
+    """A loss whose terms may be weighed by importance sampling."""
+
     importance_sampling: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "none"
     """Importance-sampling correction of the rollout-training mismatch, by w = old / engine's probability of a token, or
     its geometric mean over the completion: weigh by min(w, high), or by w inside low ... high and by 0 outside. Masked
@@ -100,31 +146,93 @@ class LossConfig(Section):
     """Lower end of the masks of `importance_sampling`."""
     importance_sampling_high: PositiveFloat = 2.0
     """Cap of truncated importance sampling (TIS), or the upper end of the masks of `importance_sampling`."""
-    logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits are in fp32 at a time; of deferred logits `platform.logits_chunk_tokens`."""
 
     @cached_property
-    def clip(self) -> Clip:
-        """Bounds in use; a loss of the user's own has those of grpo."""
-        paper = PAPER_CLIPS.get(self.kind, PAPER_CLIPS["grpo"])
-        return Clip(
-            paper.low if self.clip_low == "auto" else self.clip_low,
-            paper.high if self.clip_high == "auto" else self.clip_high,
+    def correction(self) -> Correction | None:
+        """Correction of the rollout-training mismatch; None: there is none."""
+        if self.importance_sampling == "none":
+            return None
+        return Correction(
+            self.importance_sampling, self.importance_sampling_low, self.importance_sampling_high
         )
 
-    @cached_property
-    def uses_router_shift(self) -> bool:
-        """Whether ratios are multiplied by the router-shift ratio."""
-        return self.kind == "rspo" if self.router_shift == "auto" else self.router_shift
+
+class Shifted(LossConfig):
+    """A loss whose ratios may be multiplied by the router-shift ratio."""
+
+    router_shift: bool = False
+    """Multiply the ratio of each token, before any clip or mean, by how little the routers' scores of the old policy's
+    experts have changed since its pass for old logprobs (RSPO)."""
+    router_shift_floor: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Least factor of `router_shift`."""
 
     @cached_property
-    def tau_in_use(self) -> float:
-        """Number that `tau` stands for."""
-        return PAPER_TAU if self.tau == "auto" else self.tau
+    def shift_floor(self) -> float | None:
+        """Least router-shift ratio with which ratios are multiplied; None: they are not."""
+        return self.router_shift_floor if self.router_shift else None
 
-    @cached_property
-    def aggregation_in_use(self) -> Aggregation:
-        """Aggregation that `aggregation` stands for."""
-        if self.aggregation == "auto":
-            return PAPER_AGGREGATIONS.get(self.kind, "seq_mean_token_mean")
-        return self.aggregation
+
+class GrpoLoss(Shifted, Corrected, Aggregated, DualClipped):
+    """Clipped ratios of tokens."""
+
+    kind: Literal["grpo"] = "grpo"
+
+
+class PpoLoss(Shifted, Corrected, Aggregated, DualClipped):
+    """Clipped ratios of tokens, a mean over all of them."""
+
+    kind: Literal["ppo"] = "ppo"
+    aggregation: Aggregation = "token_mean"
+
+
+class GspoTokenLoss(Shifted, Corrected, DualClipped):
+    """Clipped ratios of sequences, with an advantage for each token."""
+
+    kind: Literal["gspo_token"] = "gspo_token"
+    clip_low: PositiveFloat = 3e-4
+    clip_high: PositiveFloat = 4e-4
+
+
+class GspoLoss(Shifted, Corrected, DualClipped):
+    """Clipped ratios of sequences."""
+
+    kind: Literal["gspo"] = "gspo"
+    clip_low: PositiveFloat = 3e-4
+    clip_high: PositiveFloat = 4e-4
+    importance_sampling: Literal["none", "sequence_truncate", "sequence_mask"] = "none"
+
+
+class RspoLoss(Shifted, Corrected, Clipped):
+    """Geometric means of clipped ratios, of GMPO (2507.20673), times the router-shift ratio."""
+
+    kind: Literal["rspo"] = "rspo"
+    clip_low: PositiveFloat = 1 - exp(-0.4)
+    clip_high: PositiveFloat = exp(0.4) - 1
+    importance_sampling: Literal["none", "sequence_truncate", "sequence_mask"] = "none"
+    router_shift: bool = True
+
+
+class KimiK2Loss(LossConfig):
+    """A regression that holds under any sampler: it clips nothing and weighs nothing."""
+
+    kind: Literal["kimi_k2"] = "kimi_k2"
+    tau: PositiveFloat = 0.01
+    """Weight with which the policy is regularised towards the old one, in units of the reward."""
+
+
+class CispoLoss(Corrected, Aggregated, Clipped):
+    """Weighted logprobs, a mean over all tokens."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: PositiveFloat = 1.0  # no lower bound, as in the paper; for the upper it gives no number
+    clip_high: PositiveFloat = 0.28
+    aggregation: Aggregation = "token_mean"
+
+
+class OwnLoss(Shifted, Corrected, Aggregated, DualClipped):
+    """A function of the user's own, which may read any field but `tau`."""
+
+    kind: Extension
+
+
+AnyLoss = GrpoLoss | PpoLoss | GspoLoss | GspoTokenLoss | RspoLoss | KimiK2Loss | CispoLoss | OwnLoss

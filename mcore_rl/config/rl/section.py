@@ -1,19 +1,19 @@
 """The section `rl`: how completions are sampled, scored, compared, and learned from."""
 
 from functools import cached_property
+from typing import Annotated
 
-from mcore_rl.config.rl.advantage import AdvantageConfig
-from mcore_rl.config.rl.critic import CriticConfig
+from mcore_rl.config.rl.advantage import AnyAdvantage, ZscoreAdvantage
 from mcore_rl.config.rl.distill import DistillConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import AnyEngine, NativeConfig
 from mcore_rl.config.rl.environment import EnvironmentConfig
-from mcore_rl.config.rl.loss import LossConfig
+from mcore_rl.config.rl.loss import AnyLoss, GrpoLoss
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.rl.ptx import PtxConfig
 from mcore_rl.config.rl.reward import RULES_OF_ANSWERS, RewardConfig
 from mcore_rl.config.rl.rollout import EvalConfig, RolloutConfig, SamplesConfig
 from mcore_rl.config.rl.update import UpdateConfig
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import ByKind, Section
 
 
 class RlConfig(Section):
@@ -21,12 +21,11 @@ class RlConfig(Section):
 
     prompts: PromptConfig = PromptConfig()
     rollout: RolloutConfig = RolloutConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: Annotated[AnyEngine, ByKind()] = NativeConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
-    advantage: AdvantageConfig = AdvantageConfig()
-    loss: LossConfig = LossConfig()
-    critic: CriticConfig = CriticConfig()
+    advantage: Annotated[AnyAdvantage, ByKind()] = ZscoreAdvantage()
+    loss: Annotated[AnyLoss, ByKind()] = GrpoLoss()
     distill: DistillConfig = DistillConfig()
     ptx: PtxConfig = PtxConfig()
     update: UpdateConfig = UpdateConfig()

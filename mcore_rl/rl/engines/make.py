@@ -8,7 +8,7 @@ from torch import nn
 
 from mcore_rl.config.extension import choose
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import InProcessConfig, ServedConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
@@ -20,7 +20,7 @@ from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.engines.server_api import ServerApi
 from mcore_rl.rl.engines.server_fleet import ServerFleet
-from mcore_rl.rl.engines.server_process import ServerProcess, served_length, server_command
+from mcore_rl.rl.engines.server_process import ServerCommand, ServerProcess, served_length, server_command
 from mcore_rl.rl.engines.sglang_api import SglangApi
 from mcore_rl.rl.engines.vllm_api import VllmApi, logprobs_mode
 from mcore_rl.rl.sampling import Cut
@@ -37,6 +37,7 @@ def native_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
     """Engine on the modules `chunks` that train; its completions carry the routes of this pipeline stage's layers,
     which are the ones that this rank trains.
     """
+    assert isinstance(config.rl.engine, InProcessConfig)
     return MegatronEngine(chunks, mesh, config.model, decode, config.rl.engine, gathers_routes=False)
 
 
@@ -44,14 +45,24 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
     """Engine whose completions come from servers; rank 0 starts those of rl.engine.count. They compute once
     `update_weights` has given them weights.
     """
-    engine, folder = config.rl.engine, servers_folder(config.run_dir)
+    engine, folder = config.served, servers_folder(config.run_dir)
+    assert engine is not None
     api_at = server_apis(engine, config.model)
     on_gpu = next(chunks[0].parameters()).is_cuda
     fleet = None
     if mesh.world.rank == 0:
         if engine.transport_dir is not None:
             Path(engine.transport_dir).mkdir(parents=True, exist_ok=True)
-        start = partial(start_server_of, config, folder, on_gpu=on_gpu) if engine.count else None
+        start = (
+            partial(
+                start_server_of,
+                engine,
+                partial(server_command, config, folder, on_gpu=on_gpu),
+                folder,
+            )
+            if engine.count
+            else None
+        )
         fleet = ServerFleet(engine, api_at, folder, start, partial(refuse_version, engine.kind))
     return ServedEngine(
         api_at,
@@ -62,7 +73,7 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
         decode,
         engine,
         capabilities=Capabilities(
-            max_tokens=served_length(config.longest_sample, config.model, config.rl.engine),
+            max_tokens=served_length(config.longest_sample, config.model, engine),
             routes=config.wants_engine_routes,
             seeded=False,
         ),
@@ -77,17 +88,19 @@ def servers_folder(run_dir: str) -> Path:
     return Path(run_dir) / "servers"
 
 
-def start_server_of(config: RlRunConfig, folder: Path, index: int, *, on_gpu: bool) -> ServerProcess:
+def start_server_of(
+    engine: ServedConfig, command: Callable[[int], ServerCommand], folder: Path, index: int
+) -> ServerProcess:
     """Start server `index` of rl.engine.count; its log is servers/server_K.log in the run's folder."""
-    size = config.rl.engine.tensor_parallel
+    size = engine.tensor_parallel
     return ServerProcess(
-        lambda port: server_command(config, folder, port, on_gpu=on_gpu),
+        command,
         folder / f"server_{index}.log",
-        devices=config.rl.engine.devices[index * size : (index + 1) * size],
+        devices=engine.devices[index * size : (index + 1) * size],
     )
 
 
-def server_apis(engine: EngineConfig, model: ModelConfig) -> Callable[[str], ServerApi]:
+def server_apis(engine: ServedConfig, model: ModelConfig) -> Callable[[str], ServerApi]:
     """Return the function from a server's address to its API.
 
     Raises:

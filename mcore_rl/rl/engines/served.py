@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import from_first_of_model, on_every_rank, on_rank_zero
@@ -67,7 +67,7 @@ class ServedEngine:
         mesh: Mesh,
         model: ModelConfig,
         decode: Callable[[Sequence[int]], str],
-        config: EngineConfig,
+        config: ServedConfig,
         *,
         capabilities: Capabilities,
         refusal: Callable[[Sampling], str | None],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.files import write_atomically
 from mcore_rl.rl.engines.server_api import ServerApi, ServerError
@@ -34,7 +34,7 @@ def replacement_request(folder: Path, url: str) -> Path:
 class ServerFleet:
     """All servers of a run. Used by one thread of rank 0 alone."""
 
-    config: EngineConfig
+    config: ServedConfig
     api_at: Callable[[str], ServerApi]
     folder: Path
     """Folder of the servers' logs and state."""

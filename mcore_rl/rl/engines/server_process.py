@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 import mcore_rl
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import ServedConfig, VllmConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import hf_config
 from mcore_rl.processes.launcher import environment_variable, free_port, start_server
@@ -49,25 +50,25 @@ class ServerCommand:
     """Folders from which its Python imports first."""
 
 
-def served_length(longest_sample: int, model: ModelConfig, engine: EngineConfig) -> int:
+def served_length(longest_sample: int, model: ModelConfig, engine: ServedConfig) -> int:
     """Return the largest number of tokens of prompt and completion together that the servers hold."""
     if engine.max_model_len != "auto":
         return engine.max_model_len
     return min(max(longest_sample, FEWEST_TOKENS), model.max_position)
 
 
-def served_dtype(precision: str, engine: EngineConfig) -> str:
+def served_dtype(precision: str, engine: ServedConfig) -> str:
     """Return the name that servers have for the type of their weights."""
     dtype = engine.dtype
     return DTYPES[precision if dtype == "auto" else dtype]
 
 
-def model_folder(config: RlRunConfig, folder: Path) -> Path:
+def model_folder(model: ModelConfig, dtype: str, folder: Path) -> Path:
     """Write what a server reads of the model, its config.json: the weights come with the first update."""
     path = folder / "model"
     path.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
-        hf_config(config.model) | {"torch_dtype": served_dtype(config.platform.precision, config.rl.engine)},
+        hf_config(model) | {"torch_dtype": dtype},
         indent=1,
     )
     (path / "config.json").write_text(text, encoding="utf-8")
@@ -90,7 +91,7 @@ def worker_folder(folder: Path) -> Path:
 def server_command(
     config: RlRunConfig, folder: Path, port: int, *, host: str = "127.0.0.1", on_gpu: bool
 ) -> ServerCommand:
-    """Return the command of a server of `config`, after writing what it reads into `folder`.
+    """Return the command of a server of `config`, which has servers, after writing what it reads into `folder`.
 
     Args:
         config: The run's config.
@@ -99,69 +100,74 @@ def server_command(
         host: Address on which it listens.
         on_gpu: Whether the server computes on a GPU.
     """
-    engine, model = config.rl.engine, model_folder(config, folder)
-    python_path: tuple[str, ...]
+    engine, rollout = config.served, config.rl.rollout
+    assert engine is not None
+    dtype = served_dtype(config.platform.precision, engine)
+    served = _Served(
+        model=str(model_folder(config.model, dtype, folder)),
+        dtype=dtype,
+        length=str(served_length(config.longest_sample, config.model, engine)),
+        address=("--host", host, "--port", str(port)),
+        routes=(FLAG,) if config.wants_engine_routes else (),
+    )
     start = engine.command or (sys.executable, "-m", MODULES[engine.kind])
-    if engine.kind == "vllm":
-        arguments = _vllm_arguments(config, model, port, host, on_gpu=on_gpu)
-        settings = {
+    if not isinstance(engine, VllmConfig):
+        return ServerCommand(
+            command=(*start, *_sglang_arguments(engine, served, on_gpu=on_gpu), *engine.args),
+            settings={"HF_HUB_OFFLINE": "1"},
+            defaults={},
+        )
+    is_cut = bool(rollout.top_k) or rollout.top_p < 1 or rollout.min_p > 0
+    defaults = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    return ServerCommand(
+        command=(*start, *_vllm_arguments(engine, served, is_cut=is_cut, on_gpu=on_gpu), *engine.args),
+        settings={
             "VLLM_SERVER_DEV_MODE": "1",  # without it there are no routes for updates of weights
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-        }
-        defaults = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }
-        python_path = (str(worker_folder(folder)),)
-    else:
-        arguments = _sglang_arguments(config, model, port, host, on_gpu=on_gpu)
-        settings, defaults, python_path = {"HF_HUB_OFFLINE": "1"}, {}, ()
-    return ServerCommand(
-        command=(*start, *arguments, *engine.args),
-        settings=settings,
+        },
         defaults={} if on_gpu else defaults,
-        python_path=python_path,
+        python_path=(str(worker_folder(folder)),),
     )
 
 
-def _vllm_arguments(config: RlRunConfig, model: Path, port: int, host: str, *, on_gpu: bool) -> list[str]:
-    rollout, engine = config.rl.rollout, config.rl.engine
-    is_cut = bool(rollout.top_k) or rollout.top_p < 1 or rollout.min_p > 0
+class _Served(NamedTuple):
+    """Arguments of a server that follow from other sections than the engine's."""
+
+    model: str
+    dtype: str
+    length: str
+    address: tuple[str, ...]
+    routes: tuple[str, ...]
+
+
+def _vllm_arguments(engine: VllmConfig, served: _Served, *, is_cut: bool, on_gpu: bool) -> list[str]:
     return [
-        *("--model", str(model), "--served-model-name", MODEL, "--load-format", "dummy"),
-        *("--host", host, "--port", str(port), "--skip-tokenizer-init", "--enable-scale-out"),
-        *(
-            "--dtype",
-            served_dtype(config.platform.precision, config.rl.engine),
-            "--max-model-len",
-            str(served_length(config.longest_sample, config.model, config.rl.engine)),
-        ),
+        *("--model", served.model, "--served-model-name", MODEL, "--load-format", "dummy"),
+        *(*served.address, "--skip-tokenizer-init", "--enable-scale-out"),
+        *("--dtype", served.dtype, "--max-model-len", served.length),
         *("--tensor-parallel-size", str(engine.tensor_parallel)),
         *(() if engine.slots == "auto" else ("--max-num-seqs", str(engine.slots))),
         *("--logprobs-mode", "raw_logprobs" if is_cut else "processed_logprobs"),
         *("--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
         *("--weight-transfer-config", json.dumps({"backend": BACKENDS[engine.transport]})),
-        *([FLAG] if config.wants_engine_routes else []),
+        *served.routes,
         *([] if on_gpu else ["--enforce-eager"]),
     ]
 
 
-def _sglang_arguments(config: RlRunConfig, model: Path, port: int, host: str, *, on_gpu: bool) -> list[str]:
-    engine = config.rl.engine
+def _sglang_arguments(engine: ServedConfig, served: _Served, *, on_gpu: bool) -> list[str]:
     return [
-        *("--model-path", str(model), "--served-model-name", MODEL, "--load-format", "dummy"),
-        *("--host", host, "--port", str(port), "--skip-tokenizer-init"),
-        *(
-            "--dtype",
-            served_dtype(config.platform.precision, config.rl.engine),
-            "--context-length",
-            str(served_length(config.longest_sample, config.model, config.rl.engine)),
-        ),
+        *("--model-path", served.model, "--served-model-name", MODEL, "--load-format", "dummy"),
+        *(*served.address, "--skip-tokenizer-init"),
+        *("--dtype", served.dtype, "--context-length", served.length),
         *("--tp-size", str(engine.tensor_parallel)),
         *(() if engine.slots == "auto" else ("--max-running-requests", str(engine.slots))),
-        *([FLAG] if config.wants_engine_routes else []),
+        *served.routes,
         *([] if on_gpu else ["--device", "cpu"]),
     ]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.model.adapters import adapters_in, merge_loss
 from mcore_rl.model.hf_stream import iter_hf_weights
@@ -72,7 +72,7 @@ class WeightPush:
         chunks: Sequence[nn.Module],
         mesh: Mesh,
         model: ModelConfig,
-        engine: EngineConfig,
+        engine: ServedConfig,
     ) -> None:
         """Prepare pushes.
 
@@ -157,7 +157,7 @@ class WeightPush:
     def _transport(self, sender: "_Sender") -> FileTransport | BroadcastTransport:
         """Return the transport to the servers that live now."""
         engine = self._engine
-        if engine.transport == "files":
+        if not engine.broadcasts:
             folder = Path(engine.transport_dir) if engine.transport_dir else SHARED_MEMORY
             return FileTransport(folder)
         workers = sender.everywhere("number of workers", lambda server: server.world_size())

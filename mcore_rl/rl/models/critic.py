@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.checkpoint.weights import load_weights
-from mcore_rl.config.rl.loss import LossConfig
+from mcore_rl.config.rl.critic import CriticConfig
+from mcore_rl.config.rl.loss import GrpoLoss
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.obs.metrics import Metric
@@ -28,37 +29,41 @@ from mcore_rl.train.step import StepReport, train_step
 class Critic:
     """Values by a model with its own optimizer and its own routes. Every method is collective over the world."""
 
-    def __init__(self, state: TrainState, config: RlRunConfig, routes: PolicyRoutes | None = None) -> None:
+    def __init__(
+        self, state: TrainState, config: RlRunConfig, critic: CriticConfig, routes: PolicyRoutes | None = None
+    ) -> None:
         """Prepare this rank.
 
         Args:
             state: the model in training, which has a scalar head.
             config: the run's config.
-            routes: the routes of rl.critic.replay, made by `critic_routes`; None: its routers choose in every pass.
+            critic: its section.
+            routes: the routes of rl.advantage.critic.replay, made by `critic_routes`; None: its routers choose
+                in every pass.
         """
         self.state = state
         self._routes = routes
-        self._config = config
+        self._config, self._critic = config, critic
         self._epochs = config.critic_epochs
         self._head = ValueHead()
-        self._loss_head = ValueLossHead(config.rl.critic.clip_value)
+        self._loss_head = ValueLossHead(critic.clip_value)
 
     def begin(self, policy: Sequence[nn.Module]) -> str:
         """Give the critic the weights that it starts from and return a line for the log.
 
         Args:
-            policy: the policy's chunks, which it starts from without `rl.critic.load`; its head is then new.
+            policy: the policy's chunks, which it starts from without `rl.advantage.critic.load`; its head is then new.
         """
         with self.state.residence.for_saving():
             return self._begin(policy)
 
     def _begin(self, policy: Sequence[nn.Module]) -> str:
         config, model = self._config, self.state.config.model
-        if config.rl.critic.load is None:
+        if self._critic.load is None:
             _copy_layers(policy, self.state.chunks)
             line = "critic: layers of the policy, and a new head: all values start at 0"
         else:
-            path = Path(config.rl.critic.load)
+            path = Path(self._critic.load)
             stored = load_weights(
                 self.state.chunks,
                 self.state.mesh,
@@ -101,7 +106,7 @@ class Critic:
             for minibatch in [one for one in minibatches if one.totals.num_tokens] * self._epochs:
                 microbatches = [one.with_returns(returns) for one in minibatch.microbatches]
                 # From the config, whatever routing the update was given.
-                is_imposed = self._config.rl.critic.replay == "r2"
+                is_imposed = self._critic.replay == "r2"
                 with self._imposing(microbatches) as routing, self._proving(is_imposed=is_imposed):
                     report = train_step(self.state, microbatches, self._loss_head, routing=routing)
                 refuse_no_gradient(report, self.state.progress.step)
@@ -131,12 +136,12 @@ class Critic:
         return self._routes.update(microbatches, is_old_policy=False)
 
 
-def critic_routes(state: TrainState, config: RlRunConfig) -> PolicyRoutes | None:
-    """Return the routes of the critic `state` for rl.critic.replay="r2"; None: they are not replayed.
+def critic_routes(state: TrainState, config: RlRunConfig, critic: CriticConfig) -> PolicyRoutes | None:
+    """Return the routes of the critic `state` for rl.advantage.critic.replay="r2"; None: they are not replayed.
 
     Its pass for values has the part that the pass for old logprobs has for the policy.
     """
-    if config.rl.critic.replay == "none":
+    if critic.replay == "none":
         return None
     replay = config.replay.model_copy(update={"kind": "r2", "observe_rollout": False})
     update = config.rl.update.model_copy(update={"old_logprobs": "trainer"})
@@ -144,7 +149,7 @@ def critic_routes(state: TrainState, config: RlRunConfig) -> PolicyRoutes | None
         "model": config.model.scored,
         "replay": replay,
         # Router-shift ratios are of the policy's loss.
-        "rl": config.rl.model_copy(update={"update": update, "loss": LossConfig()}),
+        "rl": config.rl.model_copy(update={"update": update, "loss": GrpoLoss()}),
     }
     return PolicyRoutes(state, config.model_copy(update=changes))
 

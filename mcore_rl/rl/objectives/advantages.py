@@ -6,16 +6,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl.advantage import AdvantageConfig
 from mcore_rl.errors import ConfigError
 
 ROUNDING = 1e-12
 """Relative difference below which numbers are equal: they are sums in float64, whose last bits their order changes."""
 
 
-def group_advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:
-    """Return the advantages `[P, G]` that `config` names; groups of equal rewards have zeros.
+Estimate = Callable[[Tensor], Tensor]
+"""Function from rewards `[P, G]`, float64, to advantages of the same shape."""
+
+
+def group_advantages(rewards_PG: Tensor, estimate: Estimate) -> Tensor:
+    """Return the advantages `[P, G]` that `estimate` gives; groups of equal rewards have zeros.
 
     A reward of NaN stands for none, because its score failed: the advantage is zero, and those of the others are what
     they would be in a group without that completion.
@@ -27,27 +29,15 @@ def group_advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:
         of_count_P = counts_P == count
         chosen_PG = of_count_P[:, None] & ~rewards_PG.isnan()
         # Rows of one count are a matrix again, without the completions that have no reward.
-        advantages_PG[chosen_PG] = _advantages(rewards_PG[chosen_PG].view(-1, count), config).flatten()
-    return advantages_PG
-
-
-def _advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:
-    """Return the advantages of groups in which every completion has a reward."""
-    constant_P = constant_groups(rewards_PG)
-    estimate = ADVANTAGES.get(config.kind) or load_extension("rl.advantage.kind", config.kind)
-    advantages_PG: Tensor = estimate(rewards_PG, config)
-    if advantages_PG.shape != rewards_PG.shape:
-        raise ConfigError(
-            f'rl.advantage.kind="{config.kind}" returned shape {tuple(advantages_PG.shape)} for rewards of shape '
-            f"{tuple(rewards_PG.shape)}. Make the function return one advantage for each reward."
-        )
-    # Exact zeros: a mean of equal numbers may differ from them in the last bit, which eps would magnify.
-    advantages_PG = advantages_PG.masked_fill(constant_P[:, None], 0.0)
-    if not advantages_PG.isfinite().all():
-        raise ConfigError(
-            f'rl.advantage.kind="{config.kind}" returned numbers that are not finite for the rewards '
-            f"{rewards_PG.tolist()}. Correct the function."
-        )
+        complete_PG = rewards_PG[chosen_PG].view(-1, count)
+        # Exact zeros: a mean of equal numbers may differ from them in the last bit, which eps would magnify.
+        found_PG = estimate(complete_PG).masked_fill(constant_groups(complete_PG)[:, None], 0.0)
+        if not found_PG.isfinite().all():
+            raise ConfigError(
+                f"rl.advantage returned numbers that are not finite for the rewards {complete_PG.tolist()}. Correct "
+                "the function."
+            )
+        advantages_PG[chosen_PG] = found_PG.flatten()
     return advantages_PG
 
 
@@ -120,18 +110,6 @@ def _others(rewards_PG: Tensor) -> Tensor:
     return others_PGO.reshape(-1, group_size, group_size - 1)
 
 
-ADVANTAGES: dict[str, Callable[[Tensor, AdvantageConfig], Tensor]] = {
-    "zscore": lambda rewards_PG, config: group_zscore(rewards_PG, ddof=config.ddof, eps=config.eps),
-    "mean": lambda rewards_PG, config: group_centered(rewards_PG),
-    "zero": lambda rewards_PG, config: torch.zeros_like(rewards_PG),
-    "leave_one_out": lambda rewards_PG, config: leave_one_out(rewards_PG),
-    "leave_one_out_zscore": lambda rewards_PG, config: leave_one_out_zscore(
-        rewards_PG, ddof=config.ddof, eps=config.eps
-    ),
-}
-"""Advantages `[P, G]` of rewards `[P, G]`, for each `rl.advantage.kind` that compares whole completions."""
-
-
 class StepReward(NamedTuple):
     """Reward of a step of a completion; `end` is the index of the step's last token among those sampled in the
     completion.
@@ -175,18 +153,19 @@ def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer_tokens: int, 
 
 
 def kl_penalised_advantages(
-    rewards_PG: Tensor, kl_sums_PG: Tensor, config: AdvantageConfig, *, coeff: float
+    rewards_PG: Tensor, kl_sums_PG: Tensor, estimate: Estimate, *, coeff: float, spares_equal_others: bool
 ) -> Tensor:
     """Return the advantages `[P, G]` of the rewards minus `coeff` times each completion's summed KL to the reference.
 
     Groups whose rewards are all equal before the KL have zeros, as without it: there is no task to trade the KL for,
-    and a division by the deviation of the KL alone would make advantages of size 1 of a penalty of any size. Nor is
-    "leave_one_out_zscore" divided where the others' rewards are all equal before the KL.
+    and a division by the deviation of the KL alone would make advantages of size 1 of a penalty of any size. For the
+    same reason `leave_one_out_zscore` (`spares_equal_others`) does not divide where the others' rewards are all equal
+    before the KL.
     """
     penalised_PG = rewards_PG - coeff * kl_sums_PG
-    advantages_PG = group_advantages(penalised_PG, config)
-    if config.kind == "leave_one_out_zscore":
-        undivided_PG = group_advantages(penalised_PG, config.model_copy(update={"kind": "leave_one_out"}))
+    advantages_PG = group_advantages(penalised_PG, estimate)
+    if spares_equal_others:
+        undivided_PG = group_advantages(penalised_PG, leave_one_out)
         advantages_PG = undivided_PG.where(others_are_equal(rewards_PG), advantages_PG)
     return advantages_PG.masked_fill(constant_groups(rewards_PG)[:, None], 0.0)
 

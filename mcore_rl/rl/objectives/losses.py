@@ -7,13 +7,12 @@ policy over that under the old policy, which the completions come from; A is its
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl.distill import DistillConfig
-from mcore_rl.config.rl.loss import Clip, LossConfig
+from mcore_rl.config.rl.loss import Clip, Correction
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.aggregation import anchored_means
 from mcore_rl.rl.objectives.diagnostics import kl_estimate, router_shift_statistics, update_statistics
@@ -39,35 +38,63 @@ class PolicyLoss:
     """Statistics whose maximum over the world is wanted."""
 
 
-def policy_loss(
-    tokens: PolicyTokens, config: LossConfig, cp: Axis, distill: DistillConfig | None = None
-) -> PolicyLoss:
-    """Collective over `cp` (in the forward only): the loss that `config` names, corrected for a rollout engine whose
-    logprobs differ, plus the KL penalty, plus the KL to a teacher, minus the entropy bonus.
+TokenObjective = Callable[[PolicyTokens, Axis], TokenLoss]
+"""Function from the tokens of a microbatch and the context-parallel ranks to the loss of each token. Collective over
+these ranks, in the forward only."""
+
+
+class KlTerm(NamedTuple):
+    """KL to the reference policy that is added to the loss."""
+
+    coeff: float
+    estimator: str
+    gradient: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """The terms of a policy's loss."""
+
+    token_loss: TokenObjective
+    shift_floor: float | None = None
+    """Least router-shift ratio with which `token_loss` multiplies ratios; None: it does not."""
+    correction: Correction | None = None
+    """Importance-sampling correction of `token_loss` for other logprobs of the rollout engine; None: there is none."""
+    kl: KlTerm | None = None
+    teacher_coeff: float | None = None
+    """Coefficient of the KL to a teacher, of tokens that have one; None: it is not in the loss."""
+    entropy_coeff: float = 0.0
+    """Coefficient of the entropy, which is raised."""
+
+
+def policy_loss(tokens: PolicyTokens, objective: Objective, cp: Axis) -> PolicyLoss:
+    """Collective over `cp` (in the forward only): the loss of the tokens, corrected for a rollout engine whose logprobs
+    differ, plus the KL penalty, plus the KL to a teacher, minus the entropy bonus.
     """
-    of_tokens = LOSSES.get(config.kind) or load_extension("rl.loss.kind", config.kind)
-    token_loss = of_tokens(tokens, config, cp)
-    correction_T = importance_sampling_weights(tokens, config, cp)
+    token_loss = objective.token_loss(tokens, cp)
+    correction_T = None
+    if objective.correction is not None:
+        correction_T = importance_sampling_weights(tokens, objective.correction, cp)
     loss_T = token_loss.loss_T if correction_T is None else token_loss.loss_T * correction_T
-    objective = tokens.total(loss_T * tokens.loss_weights_T)
-    if config.kl_coeff and config.kl_in == "loss":
+    of_tokens = tokens.total(loss_T * tokens.loss_weights_T)
+    if objective.kl is not None:
         assert tokens.reference_logprobs_T is not None, "rl.loss.kl_coeff needs the reference's logprobs"
-        kl_T = kl_penalty(
-            tokens.logprobs_T, tokens.reference_logprobs_T, config.kl_estimator, config.kl_gradient
+        coeff, estimator, gradient = objective.kl
+        loss_T = loss_T + coeff * kl_penalty(
+            tokens.logprobs_T, tokens.reference_logprobs_T, estimator, gradient
         )
-        loss_T = loss_T + config.kl_coeff * kl_T
-    if distill is not None and tokens.teacher_logprobs_T is not None and distill.use == "loss":
+    if objective.teacher_coeff is not None and tokens.teacher_logprobs_T is not None:
         teacher_kl_T = tokens.teacher_kl_T
         if teacher_kl_T is None:
             teacher_kl_T = kl_penalty(tokens.logprobs_T, tokens.teacher_logprobs_T, "k1", "k2")
-        loss_T = loss_T + distill.coeff * teacher_kl_T
-    if config.entropy_coeff:
-        loss_T = loss_T - config.entropy_coeff * tokens.entropy_T
+        loss_T = loss_T + objective.teacher_coeff * teacher_kl_T
+    if objective.entropy_coeff:
+        loss_T = loss_T - objective.entropy_coeff * tokens.entropy_T
     loss = tokens.total(loss_T * tokens.loss_weights_T)
     sums, maxima = update_statistics(tokens, token_loss, correction_T, cp)
-    sums |= {"loss": loss.detach(), "objective": objective.detach()}
-    if config.uses_router_shift:
-        sums |= router_shift_statistics(tokens, config.router_shift_floor)
+    sums |= {"loss": loss.detach(), "objective": of_tokens.detach()}
+    if objective.shift_floor is not None:
+        sums |= router_shift_statistics(tokens, objective.shift_floor)
     return PolicyLoss(loss=loss, count=sums["count"].to(torch.int), sums=sums, maxima=maxima)
 
 
@@ -121,64 +148,54 @@ def clipped_geometric_mean(
     return TokenLoss(-mean_T * advantages_T, low_T, high_T)
 
 
-def log_ratio_in_use(tokens: PolicyTokens, config: LossConfig) -> Tensor:
-    """Return log r, or log(r sg[max(gamma, floor)]) with `router_shift`; 0 where nothing is trained."""
-    if not config.uses_router_shift or tokens.router_shift_T is None:
+def log_ratio_in_use(tokens: PolicyTokens, shift_floor: float | None) -> Tensor:
+    """Return log r, or log(r sg[max(gamma, floor)]) with the router-shift ratio gamma; 0 where nothing is trained."""
+    if shift_floor is None or tokens.router_shift_T is None:
         return tokens.log_ratio_T
-    factor_T = tokens.router_shift_T.detach().clamp(min=config.router_shift_floor)
+    factor_T = tokens.router_shift_T.detach().clamp(min=shift_floor)
     return tokens.log_ratio_T + factor_T.log().where(tokens.mask_T, 0.0)
 
 
-def _clipped_tokens(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
-    log_ratio_T = log_ratio_in_use(tokens, config)
-    return clipped(log_ratio_T, tokens.advantages_T, config.clip, dual_clip=config.dual_clip)
+def grpo(
+    tokens: PolicyTokens, cp: Axis, *, clip: Clip, dual_clip: float | None, shift_floor: float | None
+) -> TokenLoss:
+    """Clipped ratios of tokens; PPO differs in the aggregation alone."""
+    log_ratio_T = log_ratio_in_use(tokens, shift_floor)
+    return clipped(log_ratio_T, tokens.advantages_T, clip, dual_clip=dual_clip)
 
 
-def _gspo_token(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
+def gspo_token(
+    tokens: PolicyTokens, cp: Axis, *, clip: Clip, dual_clip: float | None, shift_floor: float | None
+) -> TokenLoss:
     """s_t = sg[s] p_t / sg[p_t]: the sequence's ratio, with each token's own gradient and advantage.
 
     With one advantage for each sequence, this is GSPO in value and gradient.
     """
-    log_ratio_T = anchored_means(log_ratio_in_use(tokens, config), tokens.sequence_T, tokens.lengths_N, cp)
-    return clipped(log_ratio_T, tokens.advantages_T, config.clip, dual_clip=config.dual_clip)
+    log_ratio_T = anchored_means(
+        log_ratio_in_use(tokens, shift_floor), tokens.sequence_T, tokens.lengths_N, cp
+    )
+    return clipped(log_ratio_T, tokens.advantages_T, clip, dual_clip=dual_clip)
 
 
-def _rspo(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
+def rspo(tokens: PolicyTokens, cp: Axis, *, clip: Clip, shift_floor: float | None) -> TokenLoss:
     """GMPO with ratios that are multiplied by the router-shift ratio before the clip."""
+    log_ratio_T = log_ratio_in_use(tokens, shift_floor)
     return clipped_geometric_mean(
-        log_ratio_in_use(tokens, config),
-        tokens.sequence_T,
-        tokens.lengths_N,
-        tokens.advantages_T,
-        config.clip,
-        cp,
+        log_ratio_T, tokens.sequence_T, tokens.lengths_N, tokens.advantages_T, clip, cp
     )
 
 
-def _kimi_k2(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
+def kimi_k2(tokens: PolicyTokens, cp: Axis, *, tau: float) -> TokenLoss:
     """Mean over sequences of (A - tau R)^2, to which each token contributes 1 / length."""
     means_T = anchored_means(tokens.log_ratio_T, tokens.sequence_T, tokens.lengths_N, cp)
     # The sum R is the mean times the length; the aggregation divides the gradient by the length again.
     log_ratio_of_sequence_T = means_T * tokens.lengths_N[tokens.sequence_T]
-    return squared_error(log_ratio_of_sequence_T, tokens.advantages_T, tau=config.tau_in_use)
+    return squared_error(log_ratio_of_sequence_T, tokens.advantages_T, tau=tau)
 
 
-def _cispo(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
-    return weighted_logprob(tokens.log_ratio_T, tokens.logprobs_T, tokens.advantages_T, config.clip)
-
-
-Loss = Callable[[PolicyTokens, LossConfig, Axis], TokenLoss]
-"""Function from the tokens of a microbatch, `rl.loss` and the context-parallel ranks to the loss of each token.
-Collective over these ranks, in the forward only."""
-LOSSES: dict[str, Loss] = {
-    "grpo": _clipped_tokens,
-    "ppo": _clipped_tokens,  # of GRPO's tokens it differs in the aggregation alone
-    "gspo": _gspo_token,
-    "gspo_token": _gspo_token,
-    "rspo": _rspo,
-    "kimi_k2": _kimi_k2,
-    "cispo": _cispo,
-}
+def cispo(tokens: PolicyTokens, cp: Axis, *, clip: Clip) -> TokenLoss:
+    """Logprobs weighted by clipped ratios of tokens."""
+    return weighted_logprob(tokens.log_ratio_T, tokens.logprobs_T, tokens.advantages_T, clip)
 
 
 def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, estimator: str, gradient: str) -> Tensor:
@@ -191,21 +208,18 @@ def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, estimator: str, gradient
 
 
 @torch.no_grad()
-def importance_sampling_weights(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> Tensor | None:
+def importance_sampling_weights(tokens: PolicyTokens, correction: Correction, cp: Axis) -> Tensor:
     """Collective over `cp`: weight of each token that corrects for a rollout engine whose logprobs are not those of
-    the old policy, by the ratio of the two; None: no correction is asked for.
+    the old policy, by the ratio of the two.
 
     `truncate` caps the weights (truncated importance sampling), `mask` sets those outside the bounds to 0 (masked
     importance sampling); both take a token's ratio, or with `sequence_` the geometric mean of its sequence.
     """
-    if config.importance_sampling == "none":
-        return None
     assert tokens.rollout_logprobs_T is not None, "rl.loss.importance_sampling needs the rollout's logprobs"
     log_weight_T = log_difference(tokens.old_logprobs_T, tokens.rollout_logprobs_T).where(tokens.mask_T, 0.0)
-    if config.importance_sampling.startswith("sequence"):
+    if correction.kind.startswith("sequence"):
         log_weight_T = anchored_means(log_weight_T, tokens.sequence_T, tokens.lengths_N, cp)
     weight_T = bounded_exp(log_weight_T)
-    low, high = config.importance_sampling_low, config.importance_sampling_high
-    if config.importance_sampling.endswith("truncate"):
-        return weight_T.clamp(max=high)
-    return weight_T.where((weight_T >= low) & (weight_T <= high), 0.0)
+    if correction.kind.endswith("truncate"):
+        return weight_T.clamp(max=correction.high)
+    return weight_T.where((weight_T >= correction.low) & (weight_T <= correction.high), 0.0)

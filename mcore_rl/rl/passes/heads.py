@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mcore_rl.config.rl.distill import DistillConfig
-from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import MAX, HeadOutput, ReadsDeferredLogits, signal_of
@@ -19,7 +17,7 @@ from mcore_rl.parallel.vocab import (
     vocabulary_logprobs,
 )
 from mcore_rl.rl.objectives.gae import clipped_value_loss
-from mcore_rl.rl.objectives.losses import policy_loss
+from mcore_rl.rl.objectives.losses import Objective, policy_loss
 from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, PolicyTokens
 from mcore_rl.rl.passes.batch import PolicyMicrobatch
 
@@ -121,7 +119,7 @@ class TeacherHead(ReadsDeferredLogits):
 
 
 class PolicyHead(ReadsDeferredLogits):
-    """Computes the loss that `rl.loss` names from the logprobs of `LogprobHead`.
+    """Computes the policy's loss from the logprobs of `LogprobHead`.
 
     A microbatch without old logprobs is on-policy: its ratios are 1, with the policy's gradient.
     """
@@ -132,24 +130,21 @@ class PolicyHead(ReadsDeferredLogits):
         self,
         logprobs: LogprobHead,
         mesh: Mesh,
-        config: LossConfig,
+        objective: Objective,
         router_shift: Callable[[], Tensor] | None = None,
-        distill: DistillConfig | None = None,
     ) -> None:
         """Prepare the head.
 
         Args:
             logprobs: the head of logprobs.
             mesh: the mesh.
-            config: `rl.loss`.
+            objective: the terms of the loss.
             router_shift: returns the router-shift ratio `[T]` of one microbatch after the other; None: it is 1.
-            distill: `rl.distill`; None: there is no teacher.
         """
         self._logprobs = logprobs
         self._mesh = mesh
-        self._config = config
+        self._objective = objective
         self._router_shift = router_shift
-        self._distill = distill
 
     def count(self, microbatch: PolicyMicrobatch) -> Tensor:
         """Return the number of trained tokens."""
@@ -163,7 +158,7 @@ class PolicyHead(ReadsDeferredLogits):
         tokens = PolicyTokens(
             logprobs_T=logprobs_T,
             # Without an entropy bonus the entropy is only reported, and its backward would cost a pass over the logits.
-            entropy_T=entropy_T if self._config.entropy_coeff else entropy_T.detach(),
+            entropy_T=entropy_T if self._objective.entropy_coeff else entropy_T.detach(),
             old_logprobs_T=logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T,
             reference_logprobs_T=microbatch.reference_logprobs_T,
             rollout_logprobs_T=microbatch.rollout_logprobs_T,
@@ -177,7 +172,7 @@ class PolicyHead(ReadsDeferredLogits):
             teacher_kl_T=self._logprobs.teacher_kl(microbatch, output),
             is_stale_T=microbatch.is_stale_T,
         )
-        loss = policy_loss(tokens, self._config, self._mesh.cp, self._distill)
+        loss = policy_loss(tokens, self._objective, self._mesh.cp)
         maxima = {MAX + name: value.detach() for name, value in loss.maxima.items()}
         outputs = loss.sums | maxima | signal_of(logprobs_T)
         return HeadOutput(loss=loss.loss, count=loss.count, outputs=outputs)
@@ -270,7 +265,7 @@ class ValueLossHead:
     wants_losses = False
 
     def __init__(self, clip: float | None) -> None:
-        """Take rl.critic.clip_value; None: values are not clipped."""
+        """Take rl.advantage.critic.clip_value; None: values are not clipped."""
         self._clip = clip
 
     def count(self, microbatch: PolicyMicrobatch) -> Tensor:

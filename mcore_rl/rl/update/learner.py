@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.config.rl.advantage import DiscountedAdvantage, DividedAdvantage
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
 from mcore_rl.model.inputs import LocalMicrobatch
@@ -41,6 +42,7 @@ from mcore_rl.rl.passes.heads import LogprobHead, MixedHead, PolicyHead, Teacher
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.passes.texts import Texts
 from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.update.objective import group_estimate, policy_objective
 from mcore_rl.rl.update.token_advantages import Advantages, at_positions, token_advantages
 from mcore_rl.train.loop import refuse_no_gradient
 from mcore_rl.train.state import TrainState
@@ -94,6 +96,7 @@ class Learner:
             temperature=config.rl.rollout.temperature,
             chunk_tokens=loss.logprob_chunk_tokens,
         )
+        self._objective = policy_objective(loss, config.rl.distill)
         self._limits = PackingLimits(
             max_tokens=config.packed_length,
             multiple=lcm(
@@ -212,19 +215,19 @@ class Learner:
         "reinforce_plus_plus...".
         """
         loss, advantage = self.config.rl.loss, self.config.rl.advantage
-        if advantage.is_of_tokens:
+        if isinstance(advantage, DiscountedAdvantage):
             return token_advantages(
-                self.config.rl,
+                advantage,
+                loss.kl_estimator if loss.has_kl_in_reward else None,
                 rollout,
                 minibatches,
                 self.state.mesh,
                 self.state.platform.device,
                 kl_coeff=self.kl_coeff,
-                has_critic=self.config.has_critic,
             )
         group_size = rollout.rewards_PG.shape[1]
         samples = samples_of(minibatches)
-        if advantage.kind == "steps":
+        if isinstance(advantage, DividedAdvantage) and advantage.kind == "steps":
             by_sample = {}
             for p in sorted({index // group_size for index in samples}):
                 shapes = [rollout.shapes[p * group_size + g] for g in range(group_size)]
@@ -237,15 +240,21 @@ class Learner:
             return Advantages(of_samples=by_sample)
         rewards_PG = rollout.rewards_PG
         kl_PG = None
-        if loss.kl_coeff and loss.kl_in == "reward":
+        if loss.has_kl_in_reward:
             kl_PG = self._kl_sums(rewards_PG.numel(), minibatches).view_as(rewards_PG)
         if rollout.greedy_rewards_P is not None:
             penalised_PG = rewards_PG if kl_PG is None else rewards_PG - self.kl_coeff * kl_PG
             advantages_PG = above_greedy(penalised_PG, rollout.greedy_rewards_P)
         elif kl_PG is not None:
-            advantages_PG = kl_penalised_advantages(rewards_PG, kl_PG, advantage, coeff=self.kl_coeff)
+            advantages_PG = kl_penalised_advantages(
+                rewards_PG,
+                kl_PG,
+                group_estimate(advantage),
+                coeff=self.kl_coeff,
+                spares_equal_others=advantage.kind == "leave_one_out_zscore",
+            )
         else:
-            advantages_PG = group_advantages(rewards_PG, advantage)
+            advantages_PG = group_advantages(rewards_PG, group_estimate(advantage))
         advantages_N = advantages_PG.flatten()
         return Advantages(
             of_samples={
@@ -263,7 +272,8 @@ class Learner:
     def critic_warms_up(self) -> bool:
         """Whether the critic alone is trained on the rollout batch that begins at this step."""
         rollouts = self.state.progress.step // self.config.updates_per_rollout
-        return self.critic is not None and rollouts < self.config.rl.critic.warmup_rollouts
+        section = self.config.critic
+        return section is not None and rollouts < section.warmup_rollouts
 
     def optimizer_state_on_device(self) -> AbstractContextManager[None]:
         """Keep gradients and optimizer state on the device inside, so that they are moved once for all updates."""
@@ -294,12 +304,10 @@ class Learner:
         kind = self.config.replay.kind
         is_imposed = kind == "r3" or (kind == "r2" and not minibatch.is_on_policy)
         router_shift = None if minibatch.is_on_policy else self.routes.next_router_shift
-        loss = self.config.rl.loss
-        if self.kl_coeff != loss.kl_coeff:  # rl.loss.kl_target has changed it
-            loss = loss.model_copy(update={"kl_coeff": self.kl_coeff})
-        policy_head = PolicyHead(
-            self._logprob_head, self.state.mesh, loss, router_shift, distill=self.config.rl.distill
-        )
+        objective = self._objective
+        if objective.kl is not None:  # rl.loss.kl_target may have changed the coefficient
+            objective = replace(objective, kl=objective.kl._replace(coeff=self.kl_coeff))
+        policy_head = PolicyHead(self._logprob_head, self.state.mesh, objective, router_shift)
         head: PolicyHead | MixedHead = policy_head
         texts = [] if self._texts is None else self._texts.microbatches(progress.step)
         if self._texts is not None:
@@ -308,7 +316,7 @@ class Learner:
                 policy_head,
                 self.state.mesh,
                 vocab_size=self._vocab_size,
-                chunk_tokens=loss.logprob_chunk_tokens,
+                chunk_tokens=self.config.rl.loss.logprob_chunk_tokens,
                 weight=self.config.rl.ptx.coeff * ratio,
             )
         mixed: list[PolicyMicrobatch | LocalMicrobatch] = [*microbatches, *texts]
@@ -420,9 +428,7 @@ class Learner:
         if not totals.num_tokens:
             return torch.zeros(len(num_trained_N), dtype=torch.float64)
         loss = self.config.rl.loss
-        norm_tokens = loss.aggregation_norm_tokens
-        if norm_tokens == "auto":
-            norm_tokens = self.config.rl.max_completion_tokens
+        norm_tokens = loss.norm_tokens or self.config.rl.max_completion_tokens
         return loss_weights(num_trained_N, totals, loss.aggregation_in_use, norm_tokens=norm_tokens)
 
     def _kl_sums(self, num_samples: int, minibatches: Sequence[Minibatch]) -> Tensor:

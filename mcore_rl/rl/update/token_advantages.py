@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_rl.config.rl.section import RlConfig
+from mcore_rl.config.rl.advantage import DiscountedAdvantage, GaeAdvantage
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.objectives.advantages import above_group_mean
@@ -47,21 +47,21 @@ def at_positions(numbers_C: Tensor, shape: SampleShape) -> Tensor:
 
 
 def token_advantages(
-    rl: RlConfig,
+    advantage: DiscountedAdvantage,
+    kl_estimator: str | None,
     rollout: Rollout,
     minibatches: Sequence[Minibatch],
     mesh: Mesh,
     device: torch.device,
     *,
-    has_critic: bool,
     kl_coeff: float,
 ) -> Advantages:
-    """Collective over the world: return the advantages of rl.advantage.kind "gae", "reinforce_plus_plus", or the latter
-    with the mean of each prompt's rewards as baseline.
+    """Collective over the world: return the advantages of each token: by a critic, or discounted sums of rewards, with
+    the mean of each prompt's rewards as baseline or without.
 
     Args:
-        rl: the section `rl`.
-        has_critic: whether there are values and returns of a critic.
+        advantage: the section `rl.advantage`.
+        kl_estimator: estimator of the KL that is taken from the reward; None: there is none.
         rollout: the rollout batch with its rewards.
         minibatches: this rank's samples, on the last stage with old and reference logprobs where there is a KL in the
             reward, and with values where there is a critic.
@@ -69,14 +69,14 @@ def token_advantages(
         device: device for the reductions.
         kl_coeff: weight of the KL to the reference in the reward.
     """
-    advantage, loss = rl.advantage, rl.loss
-    has_kl = bool(loss.kl_coeff) and loss.kl_in == "reward"
+    gae = advantage if isinstance(advantage, GaeAdvantage) else None
+    has_kl, has_critic = kl_estimator is not None, gae is not None
 
     def numbers(one: PolicyMicrobatch) -> list[Tensor]:
         found = []
-        if has_kl:
+        if kl_estimator is not None:
             assert one.old_logprobs_T is not None and one.reference_logprobs_T is not None
-            found.append(kl_estimate(one.old_logprobs_T, one.reference_logprobs_T, loss.kl_estimator))
+            found.append(kl_estimate(one.old_logprobs_T, one.reference_logprobs_T, kl_estimator))
         if has_critic:
             assert one.values_T is not None
             found.append(one.values_T)
@@ -105,14 +105,15 @@ def token_advantages(
         else (),
     )
     ends_N = torch.zeros(len(samples), dtype=torch.float64)
-    if advantage.bootstrap_truncated:
+    if gae is not None and gae.bootstrap_truncated:
         # The last token enters no layer: the state before it is the last one that has a value.
         last_N = values_NC.gather(1, (lengths_N - 1).clamp(min=0)[:, None])[:, 0]
         ends_N = last_N.where(torch.tensor([shape.is_truncated for shape in shapes], dtype=torch.bool), 0.0)
 
     def estimated(lambda_: float | str) -> Tensor:
         if isinstance(lambda_, str):
-            lambda_N = length_adaptive_lambda(lengths_N, advantage.length_alpha)
+            assert gae is not None
+            lambda_N = length_adaptive_lambda(lengths_N, gae.length_alpha)
         else:
             lambda_N = torch.full((len(samples),), lambda_, dtype=torch.float64)
         return generalized_advantages(
@@ -124,17 +125,17 @@ def token_advantages(
         return {index: at_positions(row_C, shape) for index, shape, row_C in rows}
 
     # Without values, lambda 1 makes a return-to-go of an advantage.
-    advantages_NC = estimated(advantage.gae_lambda if has_critic else 1.0)
+    advantages_NC = estimated(1.0 if gae is None else gae.gae_lambda)
     # Every rank of a model's replica has the same numbers: data-parallel ranks alone have others.
     moments = world_moments(advantages_NC[is_token_NC].to(device), mesh.dp)
     policy_NC = advantages_NC
-    if advantage.whiten or not has_critic:
+    if gae is None or gae.whiten:
         policy_NC = whitened(advantages_NC, lengths_N, moments, ddof=advantage.ddof, eps=advantage.eps)
-    if not has_critic:
+    if gae is None:
         return Advantages(of_samples=by_sample(policy_NC))
-    critic_lambda = rl.critic.gae_lambda
+    critic_lambda = gae.critic.gae_lambda
     if critic_lambda == "auto":
-        critic_lambda = 1.0 if advantage.gae_lambda == "length" else advantage.gae_lambda
+        critic_lambda = 1.0 if gae.gae_lambda == "length" else gae.gae_lambda
     returns_NC = values_NC + estimated(critic_lambda)
     values = world_moments(values_NC[is_token_NC].to(device), mesh.dp)
     returns = world_moments(returns_NC[is_token_NC].to(device), mesh.dp)

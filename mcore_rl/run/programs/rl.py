@@ -161,7 +161,8 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
                 f"warning: {name}={rollouts} rollout batches are all of train.steps={config.train.steps}: no update "
                 "of this run has a refreshed one."
             )
-    dtype, precision = config.rl.engine.dtype, config.platform.precision
+    dtype = "auto" if config.served is None else config.served.dtype
+    precision = config.platform.precision
     if dtype not in ("auto", precision):
         yield (
             f'warning: rl.engine.dtype="{dtype}" with platform.precision="{precision}": servers sample with other '
@@ -186,11 +187,12 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
 
 
 def refuse_other_critic(config: RlRunConfig) -> None:
-    """Raise a ConfigError where rl.critic.load is of a model with other layers than the policy's."""
+    """Raise a ConfigError where rl.advantage.critic.load is of a model with other layers than the policy's."""
     own = Path(config.run_dir) / "checkpoints"
-    if not config.has_critic or config.rl.critic.load is None or (own.is_dir() and any(own.iterdir())):
+    load = config.critic.load if config.critic is not None else None
+    if load is None or (own.is_dir() and any(own.iterdir())):
         return
-    path = find_checkpoint(Path(config.rl.critic.load))
+    path = find_checkpoint(Path(load))
     stored = ModelConfig.model_validate_json(json.dumps(check(path).model))
     differing = [
         f"{name} {getattr(stored, name)} instead of {getattr(config.model, name)}"
@@ -199,7 +201,7 @@ def refuse_other_critic(config: RlRunConfig) -> None:
     ]
     if differing:
         raise ConfigError(
-            f"rl.critic.load={config.rl.critic.load} is of a model with {', '.join(differing)}: the critic has the "
+            f"rl.advantage.critic.load={load} is of a model with {', '.join(differing)}: the critic has the "
             "policy's layers. Name a checkpoint of the policy's model, or leave it out to start from the policy."
         )
 
@@ -364,13 +366,13 @@ def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource
 
 
 def make_critic(config: RlRunConfig, run: Run) -> Critic | None:
-    """Collective over the world: return the run's critic, at step 0 with the weights of rl.critic.load or of the
-    policy, later with the checkpoint's; None for a run without a critic.
+    """Collective over the world: return the run's critic, at step 0 with the weights of
+    rl.advantage.critic.load or of the policy, later with the checkpoint's; None for a run without a critic.
     """
     state = run.state.critic
-    if state is None:
+    if state is None or config.critic is None:
         return None
-    critic = Critic(state, config, critic_routes(state, config))
+    critic = Critic(state, config, config.critic, critic_routes(state, config, config.critic))
     if run.state.progress.step == 0:
         run.log.message(critic.begin(run.state.chunks))
     return critic

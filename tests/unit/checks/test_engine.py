@@ -31,14 +31,6 @@ def test_servers_that_are_started_or_there_already_pass_and_training_takes_any_l
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["rl.engine.kind=native"],
-            r'rl\.engine\.count: rl\.engine\.kind="native" does not read this.*"vllm" or',
-        ),
-        (
-            ["rl.engine.step_tokens=8"],
-            r'rl\.engine\.step_tokens: rl\.engine\.kind="vllm" does not read this\. Set step_tokens=2048, .*"native"',
-        ),
         (["rl.engine.count=0"], r"are either started by the run or there already"),
         (["rl.engine.urls=['http://n1:80']"], r"are either started by the run or there already"),
         (["rl.engine.min_servers=3"], r"rl\.engine\.min_servers=3 of 2 servers"),
@@ -57,7 +49,6 @@ def test_servers_that_are_started_or_there_already_pass_and_training_takes_any_l
         (["rl.engine.args=['--port=3']"], r"rl\.engine\.args names --port=3, which the run sets"),
         (["rl.engine.devices=[1]"], r"2 servers of tensor_parallel=1 take 2 different GPUs"),
         (["rl.engine.devices=[1,2]", "platform.device=cpu"], r'with platform\.device="cpu"'),
-        (["rl.engine.kind=sglang", "rl.engine.transport=nccl"], r"received by vLLM alone"),
         (["rl.engine.transport=nccl", "rl.engine.transport_dir=x"], r'not used by transport="nccl"'),
         (["rl.rollout.temperature=0.7", "rl.rollout.top_p=0.9"], r"before the temperature, or after the cut"),
         (["rl.rollout.top_k=5", "rl.eval.temperature=0.7"], r"Set rl\.eval\.temperature to 0 or 1"),
@@ -83,11 +74,6 @@ def test_what_servers_cannot_do_is_refused_with_the_remedy(overrides: list[str],
         (["platform.device=cpu"], 1, r'cuda_graphs=true with platform\.device="cpu": CUDA graphs are a GPU'),
         (["mesh.ep=2"], 2, r"cuda_graphs=true with mesh\.ep=2: ranks exchange tokens in each step"),
         (["model.moe.capacity_factor=1.5"], 1, r"with model\.moe\.capacity_factor=1\.5: the host then reads"),
-        (
-            ["rl.engine.kind=vllm", "rl.engine.count=1"],
-            1,
-            r'cuda_graphs: rl\.engine\.kind="vllm" does not read',
-        ),
     ],
 )
 def test_cuda_graphs_are_refused_where_a_step_cannot_be_captured(

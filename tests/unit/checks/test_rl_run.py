@@ -56,12 +56,12 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
         (["rl.eval.samples=4"], "are all the same"),
         (["rl.eval.temperature=1e-300"], "is below 1e-06"),
         (
-            ["rl.advantage.kind=gae", "rl.critic.warmup_rollouts=60"],
-            "rl.critic.warmup_rollouts=60 are all of",
+            ["rl.advantage.kind=gae", "rl.advantage.critic.warmup_rollouts=60"],
+            "rl.advantage.critic.warmup_rollouts=60 are all of",
         ),
         (
-            ["rl.advantage.kind=gae", "rl.critic.optim.min_lr=1"],
-            "rl.critic.optim.min_lr=1.0 is above rl.critic.optim.lr=0.0003",
+            ["rl.advantage.kind=gae", "rl.advantage.critic.optim.min_lr=1"],
+            "rl.advantage.critic.optim.min_lr=1.0 is above rl.advantage.critic.optim.lr=0.0003",
         ),
         (
             ["optim.offload_fraction=0.5", "platform.precision=bf16", "rl.update.store=file"],
@@ -72,8 +72,8 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
             "those of this program do not. Set it to false.",
         ),
         (
-            ["rl.advantage.kind=gae", "rl.critic.optim.main_grads_dtype=bf16"],
-            'rl.critic.optim.main_grads_dtype="bf16" with platform.precision="fp32"',
+            ["rl.advantage.kind=gae", "rl.advantage.critic.optim.main_grads_dtype=bf16"],
+            'rl.advantage.critic.optim.main_grads_dtype="bf16" with platform.precision="fp32"',
         ),
         (["rl.eval.files=['x']"], "whose held-out problems are made"),
         (
@@ -82,10 +82,10 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
         ),
         (
             [
-                *("rl.advantage.kind=gae", "rl.critic.replay=r2", "model.family=qwen3"),
+                *("rl.advantage.kind=gae", "rl.advantage.critic.replay=r2", "model.family=qwen3"),
                 *("model.moe.num_experts=0", "mesh.ep=1"),
             ],
-            'rl.critic.replay="r2", but the model has no experts',
+            'rl.advantage.critic.replay="r2", but the model has no experts',
         ),
         (["replay.kind=r2", "rl.update.old_logprobs=rollout"], 'or replay.kind="r3"'),
         (["data.chat_template=tokenizer"], 'Set it to "plain" or "raw"'),

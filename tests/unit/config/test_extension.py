@@ -7,13 +7,12 @@ import pytest
 
 from mcore_rl.config.extension import choose, is_extension, load_extension, load_extensions
 from mcore_rl.config.load import load_config
-from mcore_rl.config.rl.advantage import AdvantageConfig
-from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.rl.reward import RewardConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
+from tests.sections import advantage_config, loss_config
 
 SOURCE = "def own(*arguments):\n    return arguments\n\nNUMBER = 3\n"
 
@@ -53,8 +52,8 @@ def test_everything_that_a_config_names_is_loaded_and_recorded_by_the_hash_of_it
     name = f"{own_module}:own"
     config = RlRunConfig(
         rl=RlConfig(
-            loss=LossConfig(kind=name),
-            advantage=AdvantageConfig(kind=name),
+            loss=loss_config(kind=name),
+            advantage=advantage_config(kind=name),
             prompts=PromptConfig(task=name),
             reward=RewardConfig(parts=("exact", name)),
         )

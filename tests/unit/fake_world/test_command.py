@@ -29,7 +29,7 @@ def test_a_plan_is_checked_with_megatrons_modules_and_its_own_schedule(capsys, t
 
 
 def test_what_waits_in_main_memory_or_files_is_counted_and_what_is_not_built_is_named(capsys):
-    words = ["tiny_moe/ppo", "rl.critic.store=file", "rl.update.store=host", "replay.kind=r2"]
+    words = ["tiny_moe/ppo", "rl.advantage.critic.store=file", "rl.update.store=host", "replay.kind=r2"]
     words += ["--cluster", CPU, "--nodes", "1", "--exact", "--rank", "0"]
     assert run(["plan", *words]) == 0
     lines = capsys.readouterr().out.splitlines()

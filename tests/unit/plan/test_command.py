@@ -191,7 +191,7 @@ def test_what_fits_on_no_mesh_is_answered_by_state_of_the_optimizer_in_main_memo
     with pytest.raises(ConfigError) as raised:
         run(["plan", *words])
     fields = next(line for line in str(raised.value).splitlines() if "critic.optim" in line).split()
-    assert {"optim.offload_fraction=1.0", "rl.critic.optim.offload_fraction=1.0"} <= set(fields)
+    assert {"optim.offload_fraction=1.0", "rl.advantage.critic.optim.offload_fraction=1.0"} <= set(fields)
     capsys.readouterr()
     memory = next(
         line for line in lines_of(capsys, *words, *fields) if "main memory for the optimizer" in line

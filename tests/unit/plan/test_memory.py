@@ -202,7 +202,7 @@ def test_the_output_and_its_logits_are_the_last_stages():
 
 def test_models_that_wait_take_room_in_their_own_phases_only():
     """Qwen3-30B-A3B on 32 ranks, tp 4 x ep 8, bf16: weights of the policy `p` and the critic `c` in numbers."""
-    words = ("checkpoint.load=x", "rl.critic.load=x", "platform.logits_chunk_tokens=none")
+    words = ("checkpoint.load=x", "rl.advantage.critic.load=x", "platform.logits_chunk_tokens=none")
     model = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b" / "ppo.toml", words)
     (p,), (c,) = (weights_by_stage(one, model.mesh) for one in (model.model, model.model.scored))
 
@@ -225,19 +225,19 @@ def test_models_that_wait_take_room_in_their_own_phases_only():
     assert parts(memory()) == (in_bf16 + shift, gradients, state(p, c), *[everything] * 3, 0)
     # The critic alone waits: its update has everything beside it.
     policy, critic = 6 * p.total + state(p), 2 * c.total + shift
-    assert parts(memory("rl.critic.store=host")) == (
+    assert parts(memory("rl.advantage.critic.store=host")) == (
         *(in_bf16 + shift, gradients, state(p, c)),
         *(policy, policy + critic, policy + critic + state(c)),
         critic + state(c),
     )
     # Both wait. The policy's logits make its update the larger one: no critic, all of the policy.
-    stored = memory("rl.critic.store=host", "rl.update.store=host")
+    stored = memory("rl.advantage.critic.store=host", "rl.update.store=host")
     assert parts(stored) == (
         *(2 * p.total, 4 * p.total, state(p)),
         *(2 * p.total, in_bf16 + shift, in_bf16 + shift + state(p, c)),
         critic + state(p) + state(c),
     )
-    assert memory("rl.critic.store=file", "rl.update.store=file").host == 0
+    assert memory("rl.advantage.critic.store=file", "rl.update.store=file").host == 0
     # An update with its activations is the largest of the phases here; a rollout's cache is smaller than them.
     passes = stored.activations + stored.recomputed + stored.logits
     assert stored.total == stored.permanent + passes + stored.routes < memory().total / 1.9

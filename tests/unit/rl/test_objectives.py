@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.backend.platform import start
-from mcore_rl.config.rl.advantage import AdvantageConfig
-from mcore_rl.config.rl.loss import LossConfig
+from mcore_rl.config.rl.advantage import AnyAdvantage
+from mcore_rl.config.rl.loss import AnyLoss
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.rl.rollout import RolloutConfig
 from mcore_rl.config.rl.section import RlConfig
@@ -29,9 +29,11 @@ from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.update.learner import Learner
+from mcore_rl.rl.update.objective import policy_objective
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, sampled_positions
+from tests.sections import advantage_config, loss_config
 from tests.tiny_models import TINY
 
 MODEL = TINY["qwen3"].model_copy(update={"num_layers": 1})
@@ -41,7 +43,7 @@ PADDING = 0.37
 BySample = Mapping[int, Tensor]
 
 
-def config_of(loss: LossConfig, advantage: AdvantageConfig, max_tokens: int = 40) -> RlRunConfig:
+def config_of(loss: AnyLoss, advantage: AnyAdvantage, max_tokens: int = 40) -> RlRunConfig:
     return RlRunConfig(
         model=MODEL,
         train=TrainConfig(steps=100, global_batch=GROUPS * SIZE // 2),
@@ -62,7 +64,7 @@ def config_of(loss: LossConfig, advantage: AdvantageConfig, max_tokens: int = 40
 
 @pytest.fixture(scope="module")
 def state() -> Iterator[TrainState]:
-    yield set_up(config_of(LossConfig(), AdvantageConfig()), start(PlatformConfig()))
+    yield set_up(config_of(loss_config(), advantage_config()), start(PlatformConfig()))
     destroy_mesh()
 
 
@@ -72,7 +74,7 @@ class Batch:
     """
 
     def __init__(self) -> None:
-        plain = rollout_of(config_of(LossConfig(), AdvantageConfig()), 0, 1)
+        plain = rollout_of(config_of(loss_config(), advantage_config()), 0, 1)
         rewards_PG = plain.rewards_PG.clone()
         rewards_PG[3] = 1 / 3
         rewards_PG[2, 1] = nan  # is not trained on
@@ -264,12 +266,12 @@ def test_objectives_of_packed_completions_are_those_of_the_papers(
     name: str, max_tokens: int, state: TrainState
 ) -> None:
     case = CASES[name]
-    config = config_of(LossConfig(**case.loss), AdvantageConfig(kind=case.advantage_kind), max_tokens)
+    config = config_of(loss_config(**case.loss), advantage_config(kind=case.advantage_kind), max_tokens)
     learner = learner_of(state, config)
     minibatches = [BATCH.with_numbers(one) for one in learner.minibatches(BATCH.rollout)]
     advantages = learner.advantages(BATCH.rollout, minibatches)
     logprobs = LogprobHead(state.mesh, MODEL.vocab_size, temperature=TEMPERATURE, chunk_tokens=5)
-    head = PolicyHead(logprobs, state.mesh, config.rl.loss)
+    head = PolicyHead(logprobs, state.mesh, policy_objective(config.rl.loss))
     half = GROUPS * SIZE // 2
     for minibatch, samples in zip(minibatches, (range(half), range(half, 2 * half)), strict=True):
         assert (len(minibatch.microbatches) > 2) == (max_tokens == 40)
@@ -305,7 +307,7 @@ def test_objectives_of_packed_completions_are_those_of_the_papers(
 @pytest.mark.parametrize("reward", [0.1, 1.0])
 def test_equal_returns_have_no_variance_to_explain(reward: float, state: TrainState) -> None:
     """Of a reward of 0.1 the returns, sums of values and rewards, differ in their last bits."""
-    config = config_of(LossConfig(kind="ppo"), AdvantageConfig(kind="gae", gae_lambda=1.0))
+    config = config_of(loss_config(kind="ppo"), advantage_config(kind="gae", gae_lambda=1.0))
     learner = learner_of(state, config)
     rewards_PG = torch.full_like(BATCH.rollout.rewards_PG, reward)
     rollout = replace(BATCH.rollout, rewards_PG=rewards_PG)

@@ -307,7 +307,11 @@ def test_a_critic_of_another_family_or_size_is_refused_before_work(one_rank: Mes
         )
 
     def config(name: str) -> RlRunConfig:
-        words = ["rl.advantage.kind=gae", f"rl.critic.load={tmp_path / name}", f"run_dir={tmp_path / 'run'}"]
+        words = [
+            "rl.advantage.kind=gae",
+            f"rl.advantage.critic.load={tmp_path / name}",
+            f"run_dir={tmp_path / 'run'}",
+        ]
         return config_of(tmp_path, *words)
 
     for name in ("same", "policy"):

@@ -76,7 +76,8 @@ def test_the_help_of_a_training_explains_every_field(name, capsys):
         main([name, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for doc in describe(PROGRAMS[name].config):
-        words = f"{doc.key} = {doc.default} ({doc.type}) {doc.meaning}".split()
+        kinds = f"with kind {doc.choice} " if doc.choice else ""
+        words = f"{doc.key} = {doc.default} ({doc.type}) {kinds}{doc.meaning}".split()
         assert " ".join(words) in text
 
 

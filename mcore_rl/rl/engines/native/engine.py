@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.transfer import to_device
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import InProcessConfig
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.model.build import settle_weights
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
@@ -43,7 +43,7 @@ class MegatronEngine(QuietEngine):
         mesh: Mesh,
         model: ModelConfig,
         decode: Callable[[Sequence[int]], str],
-        config: EngineConfig,
+        config: InProcessConfig,
         *,
         gathers_routes: bool = True,
         has_fixed_shapes: bool | None = None,

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.parallel.mesh import Mesh
@@ -28,6 +27,7 @@ from mcore_rl.rl.types import Completion
 from tests.fake_server import HANG_S, FakeServer, TableAnswers
 from tests.generating import engine_on, loaded, prompt_of, ragged_prompts, spelled
 from tests.hf_models import VOCAB, oracle
+from tests.sections import engine_config
 from tests.served_model import ModelAnswers
 from tests.unit.rl.engines import contract
 
@@ -68,7 +68,7 @@ def served(
             for _ in range(2)
         ]
         settings = {"kind": kind, "urls": tuple(server.url for server in servers), "request_timeout_s": 20.0}
-        config = EngineConfig(**(settings | {"start_timeout_s": 0.5, "requests": 8} | fields))
+        config = engine_config(**(settings | {"start_timeout_s": 0.5, "requests": 8} | fields))
 
         def api_at(url: str) -> ServerApi:
             times = {"request_timeout_s": config.request_timeout_s, "update_timeout_s": 20.0}

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from mcore_rl.backend.platform import start
 from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in, local_shards
@@ -26,6 +25,7 @@ from mcore_rl.rl.engines.probe_difference import ProbeDifference, difference_of,
 from mcore_rl.rl.engines.server_api import ServerError
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from tests.hf_weights import to_global
+from tests.sections import engine_config
 from tests.tiny_models import TINY
 
 MODEL = TINY["qwen3_moe"]
@@ -144,7 +144,7 @@ class Served:
         return logprobs_NSV.gather(2, ids_NS[:, 1:, None])[..., 0].tolist()  # type: ignore[no-any-return]
 
     def push(self, *servers: ModelServer, **engine: Any) -> PushReport:
-        config = EngineConfig(kind="vllm", urls=tuple(server.url for server in servers), **engine)
+        config = engine_config(kind="vllm", urls=tuple(server.url for server in servers), **engine)
         return WeightPush(servers, self.chunks, self.mesh, self.model, config).push(7)
 
 

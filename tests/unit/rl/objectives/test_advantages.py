@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import tensor
 
-from mcore_rl.config.rl.advantage import AdvantageConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.objectives.advantages import (
     StepReward,
@@ -22,8 +21,16 @@ from mcore_rl.rl.objectives.advantages import (
     overlong_penalty,
     step_advantages,
 )
+from mcore_rl.rl.update.objective import group_estimate
+from tests.sections import advantage_config
 
 EXAMPLE = tensor([[0.2, 0.9, 0.4, 0.1]], dtype=torch.float64)
+
+
+def estimate(kind, **fields):
+    """The function of a kind; those that divide by nothing have no fields."""
+    has_fields = kind not in ("mean", "leave_one_out")
+    return group_estimate(advantage_config(kind=kind, **(fields if has_fields else {})))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +44,7 @@ EXAMPLE = tensor([[0.2, 0.9, 0.4, 0.1]], dtype=torch.float64)
     ],
 )
 def test_the_best_of_four_is_worth_what_the_kind_says(kind, ddof, best):
-    advantages = group_advantages(EXAMPLE, AdvantageConfig(kind=kind, ddof=ddof))
+    advantages = group_advantages(EXAMPLE, estimate(kind, ddof=ddof))
     assert advantages[0, 1].item() == pytest.approx(best, abs=5e-4)
     assert not constant_groups(EXAMPLE).any()
 
@@ -58,7 +65,7 @@ def test_every_kind_equals_its_definition_on_random_groups(kind, ddof):
             "leave_one_out_zscore": (row[index] - statistics.mean(others)) / (deviation(others) + eps),
         }[kind]
 
-    advantages = group_advantages(rewards, AdvantageConfig(kind=kind, ddof=ddof, eps=eps))
+    advantages = group_advantages(rewards, estimate(kind, ddof=ddof, eps=eps))
     wanted = [[expected(row, index) for index in range(6)] for row in rewards.tolist()]
     torch.testing.assert_close(advantages, tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-12)
 
@@ -68,7 +75,7 @@ def test_groups_of_equal_rewards_get_exact_zeros_and_are_told(kind):
     # 0.1 + 0.1 + 0.1 over 3 is not 0.1 in floating point.
     rewards = tensor([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3]])
     advantages, constant = (
-        group_advantages(rewards, AdvantageConfig(kind=kind, eps=0.0)),
+        group_advantages(rewards, estimate(kind, eps=0.0)),
         constant_groups(rewards),
     )
     assert constant.tolist() == [True, False, True]
@@ -87,7 +94,7 @@ def test_rewards_that_differ_by_rounding_are_equal():
     rewards_PG = tensor([[0.1 + 0.2, 0.3, 0.3, 0.3], [0.1 + 0.2, 0.3, 0.3, 1.0]], dtype=torch.float64)
     assert constant_groups(rewards_PG).tolist() == [True, False]
     assert constant_groups(rewards_PG * 1e-20).tolist() == [True, False]
-    advantages_PG = group_advantages(rewards_PG, AdvantageConfig(kind="leave_one_out_zscore"))
+    advantages_PG = group_advantages(rewards_PG, estimate("leave_one_out_zscore"))
     assert advantages_PG[0].tolist() == [0, 0, 0, 0]
     assert advantages_PG[1, 3].item() == pytest.approx(0.7)
 
@@ -110,7 +117,7 @@ def test_a_reward_above_the_mean_of_those_of_its_prompt_that_have_not_failed():
 
 def test_a_reward_that_is_not_finite_never_gets_this_far():
     with pytest.raises(AssertionError, match="not finite"):
-        group_advantages(tensor([[1.0, float("inf")]]), AdvantageConfig())
+        group_advantages(tensor([[1.0, float("inf")]]), estimate("zscore"))
 
 
 def test_a_token_is_worth_the_steps_that_end_at_it_or_later():
@@ -147,25 +154,42 @@ def test_kl_is_taken_from_the_reward_except_in_groups_of_equal_rewards():
     rewards_PG, kl_PG = tensor([[1.0, 0.0], [1.0, 1.0]]), tensor([[2.0, 4.0], [2.0, 6.0]])
     # 1 - 0.5 and 0 - 1 are 0.75 above and below their mean; the second group's differ by the KL alone.
     for kind, wanted in (("mean", 0.75), ("zscore", 0.75 / (1.5 / 2**0.5))):
-        config = AdvantageConfig(kind=kind, eps=0.0)
-        got = kl_penalised_advantages(rewards_PG, kl_PG, config, coeff=0.25)
+        got = kl_penalised_advantages(
+            rewards_PG,
+            kl_PG,
+            estimate(kind, eps=0.0),
+            coeff=0.25,
+            spares_equal_others=False,
+        )
         assert got.tolist() == [pytest.approx([wanted, -wanted]), [0.0, 0.0]]
 
 
 def test_no_reward_is_divided_by_the_deviation_of_the_others_kl_alone():
     """The KL of a policy that is nearly its reference is as good as nothing, and so is what it changes."""
-    config = AdvantageConfig(kind="leave_one_out_zscore")
+    divided = estimate("leave_one_out_zscore")
     none = math.nan
     rewards_PG = tensor([[1.0, 0.0, 0.0, 0.0], [1.0, none, 0.0, 0.0]], dtype=torch.float64)
     kl_PG = tensor([[0.0, 1e-9, 2e-9, 4e-9]] * 2, dtype=torch.float64)
-    got_PG = kl_penalised_advantages(rewards_PG, kl_PG, config, coeff=0.1)
-    torch.testing.assert_close(got_PG, group_advantages(rewards_PG, config), rtol=0, atol=1e-8)
+    got_PG = kl_penalised_advantages(
+        rewards_PG,
+        kl_PG,
+        divided,
+        coeff=0.1,
+        spares_equal_others=True,
+    )
+    torch.testing.assert_close(got_PG, group_advantages(rewards_PG, divided), rtol=0, atol=1e-8)
     assert got_PG[:, 0].tolist() == pytest.approx([1.0, 1.0])
     # Where the others' rewards differ, the penalised ones are compared.
     best, *others = (reward - 0.1 * kl for reward, kl in zip((1.0, 0.5, 0.0, 0.0), (3, 1, 4, 2), strict=True))
-    wanted = (best - statistics.mean(others)) / (statistics.stdev(others) + config.eps)
+    wanted = (best - statistics.mean(others)) / (statistics.stdev(others) + 1e-6)
     rewards_PG, kl_PG = tensor([[1.0, 0.5, 0.0, 0.0]]).double(), tensor([[3, 1, 4, 2]]).double()
-    got_PG = kl_penalised_advantages(rewards_PG, kl_PG, config, coeff=0.1)
+    got_PG = kl_penalised_advantages(
+        rewards_PG,
+        kl_PG,
+        divided,
+        coeff=0.1,
+        spares_equal_others=True,
+    )
     assert got_PG[0, 0].item() == pytest.approx(wanted, rel=1e-12)
 
 
@@ -184,12 +208,12 @@ def test_advantages_of_the_users_own_are_masked_like_ours_and_checked(tmp_path, 
     )
     monkeypatch.syspath_prepend(tmp_path)
     rewards_PG = tensor([[1.0, 0.0], [0.5, 0.5]])
-    config = AdvantageConfig(kind="own_advantages:centered", eps=0.25)
-    assert group_advantages(rewards_PG, config).tolist() == [[0.75, -0.25], [0, 0]]
+    centered = estimate("own_advantages:centered", eps=0.25)
+    assert group_advantages(rewards_PG, centered).tolist() == [[0.75, -0.25], [0, 0]]
     with pytest.raises(ConfigError, match=r"own_advantages:flat.*shape \(4,\) for rewards of shape \(2, 2\)"):
-        group_advantages(rewards_PG, AdvantageConfig(kind="own_advantages:flat"))
+        group_advantages(rewards_PG, estimate("own_advantages:flat"))
     with pytest.raises(ConfigError, match="not finite"):
-        group_advantages(rewards_PG, AdvantageConfig(kind="own_advantages:infinite"))
+        group_advantages(rewards_PG, estimate("own_advantages:infinite"))
 
 
 @pytest.mark.parametrize("kind", ["zscore", "mean", "leave_one_out", "leave_one_out_zscore"])
@@ -198,10 +222,10 @@ def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind: str) -> 
     rewards = tensor(
         [[1.0, none, 0.5, 0.0], [0.0, 0.25, 1.0, 0.5], [none, none, none, 1.0], [none, none, none, none]]
     )
-    config = AdvantageConfig(kind=kind, ddof=0, eps=1e-3)
-    advantages = group_advantages(rewards, config)
-    without = group_advantages(tensor([[1.0, 0.5, 0.0]]), config)
-    whole = group_advantages(tensor([[0.0, 0.25, 1.0, 0.5]]), config)
+    of_kind = estimate(kind, ddof=0, eps=1e-3)
+    advantages = group_advantages(rewards, of_kind)
+    without = group_advantages(tensor([[1.0, 0.5, 0.0]]), of_kind)
+    whole = group_advantages(tensor([[0.0, 0.25, 1.0, 0.5]]), of_kind)
     torch.testing.assert_close(advantages[0, [0, 2, 3]], without[0], rtol=0, atol=0)
     torch.testing.assert_close(advantages[1], whole[0], rtol=0, atol=0)
     assert advantages[0, 1] == 0 and not advantages[2:].any()

@@ -5,14 +5,15 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.rl.distill import DistillConfig
-from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.parallel.vocab import reverse_kl
 from mcore_rl.rl.objectives.losses import policy_loss
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
+from mcore_rl.rl.update.objective import policy_objective
+from tests.sections import loss_config
 
 ALONE = Axis(None, 0, 1)
-PLAIN = LossConfig(kind="ppo")
+PLAIN = loss_config(kind="ppo")
 
 
 def tokens_of(
@@ -53,7 +54,7 @@ def test_the_gradient_of_sampled_tokens_is_that_of_the_kl_in_expectation(use: st
     gap_V = (teacher_V - logprobs_V).detach()
     advantages_V = 0.3 * gap_V if use == "advantage" else torch.zeros_like(gap_V)
     tokens = tokens_of(logprobs_V, teacher_V, advantages_V, logprobs_V.detach().exp())
-    loss = policy_loss(tokens, PLAIN, ALONE, DistillConfig(teacher="T", use=use, coeff=0.3))
+    loss = policy_loss(tokens, policy_objective(PLAIN, DistillConfig(teacher="T", use=use, coeff=0.3)), ALONE)
     (got_V,) = torch.autograd.grad(loss.loss, logits_V)
     torch.testing.assert_close(got_V, 0.3 * wanted_V, rtol=0, atol=1e-12)
     if use == "loss":
@@ -68,7 +69,7 @@ def test_the_kl_over_the_vocabulary_is_added_as_it_is() -> None:
     one = torch.ones(1, dtype=torch.float64)
     tokens = tokens_of(logprobs_V[2:3], teacher_V[2:3], 0 * one, one, kl_T)
     distill = DistillConfig(teacher="T", use="loss", estimator="vocabulary", coeff=0.3)
-    loss = policy_loss(tokens, PLAIN, ALONE, distill)
+    loss = policy_loss(tokens, policy_objective(PLAIN, distill), ALONE)
     wanted = (logprobs_V.exp() * (logprobs_V - teacher_V)).sum()
     assert loss.loss.item() == pytest.approx(0.3 * wanted.item(), rel=1e-12)
     assert loss.sums["kl_teacher"].item() == pytest.approx(wanted.item(), rel=1e-12)
@@ -112,6 +113,6 @@ def test_a_student_becomes_as_accurate_as_its_teacher_on_its_own_samples(use: st
         weights_Q = torch.full((20,), 1 / 20, dtype=torch.float64)
         tokens = tokens_of(logprobs_Q, taught_logprobs_Q, advantages_Q, weights_Q, kl_Q)
         optimizer.zero_grad()
-        policy_loss(tokens, PLAIN, ALONE, distill).loss.backward()
+        policy_loss(tokens, policy_objective(PLAIN, distill), ALONE).loss.backward()
         optimizer.step()
     assert accuracy(student_QV) == accuracy(teacher_QV) == 0.9

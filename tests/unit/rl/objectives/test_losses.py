@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import tensor
 
-from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
 from mcore_rl.rl.objectives.losses import policy_loss
+from mcore_rl.rl.update.objective import policy_objective
+from tests.sections import loss_config
 from tests.unit.rl.ragged import ALONE, CUT, batch, over_sequences, responses, tokens_of, with_gradient
 
 KINDS = ("grpo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo")
@@ -19,7 +20,7 @@ KINDS = ("grpo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo")
 def loss_of(rows, config, **options):
     """As one microbatch: sum over count."""
     options = {"aggregation": config.aggregation_in_use} | options
-    result = policy_loss(tokens_of(rows, **options), config, ALONE)
+    result = policy_loss(tokens_of(rows, **options), policy_objective(config), ALONE)
     return result.loss / result.count
 
 
@@ -52,7 +53,7 @@ def gspo_sequence(response, low, high):
 @pytest.mark.parametrize("spread", [0.02, 0.5])
 def test_grpo_is_a_mean_over_sequences_of_token_means(spread, seed):
     rows = batch(spread, seed)
-    config = LossConfig(clip_low=0.2, clip_high=0.28)
+    config = loss_config(clip_low=0.2, clip_high=0.28)
     same(
         rows,
         lambda rows: loss_of(rows, config),
@@ -63,7 +64,7 @@ def test_grpo_is_a_mean_over_sequences_of_token_means(spread, seed):
 def test_token_mean_divides_by_all_tokens():
     same(
         batch(),
-        lambda rows: loss_of(rows, LossConfig(aggregation="token_mean")),
+        lambda rows: loss_of(rows, loss_config(aggregation="token_mean")),
         lambda rows: torch.cat([grpo_token(response) for response in responses(rows)]).mean(),
     )
 
@@ -71,7 +72,7 @@ def test_token_mean_divides_by_all_tokens():
 def test_dr_grpo_divides_a_sequence_by_a_constant():
     same(
         batch(),
-        lambda rows: loss_of(rows, LossConfig(aggregation="seq_mean_token_sum_norm"), norm_tokens=31),
+        lambda rows: loss_of(rows, loss_config(aggregation="seq_mean_token_sum_norm"), norm_tokens=31),
         lambda rows: over_sequences(rows, lambda response: grpo_token(response).sum() / 31),
     )
 
@@ -82,9 +83,9 @@ def test_dual_clip_bounds_what_a_bad_completion_counts():
         return -torch.where(advantage < 0, torch.maximum(value, 1.5 * advantage), value).mean()
 
     rows = batch(0.6)
-    config = LossConfig(dual_clip=1.5)
+    config = loss_config(dual_clip=1.5)
     wanted = same(rows, lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, bounded))
-    assert abs(wanted - loss_of(rows, LossConfig())) > 1e-3
+    assert abs(wanted - loss_of(rows, loss_config())) > 1e-3
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -94,7 +95,7 @@ def test_dual_clip_bounds_what_a_bad_completion_counts():
 def test_gspo_clips_the_ratio_of_the_sequence(spread, low, high, seed):
     same(
         batch(spread, seed),
-        lambda rows: loss_of(rows, LossConfig(kind="gspo", clip_low=low, clip_high=high)),
+        lambda rows: loss_of(rows, loss_config(kind="gspo", clip_low=low, clip_high=high)),
         lambda rows: over_sequences(rows, lambda response: gspo_sequence(response, low, high)),
     )
 
@@ -104,7 +105,7 @@ def test_gspo_token_equals_gspo_when_a_sequence_has_one_advantage(spread):
     clip = {"clip_low": 0.03, "clip_high": 0.04}
     same(
         batch(spread),
-        lambda rows: loss_of(rows, LossConfig(kind="gspo_token", **clip)),
+        lambda rows: loss_of(rows, loss_config(kind="gspo_token", **clip)),
         lambda rows: over_sequences(rows, lambda response: gspo_sequence(response, 0.03, 0.04)),
     )
 
@@ -115,7 +116,7 @@ def test_gspo_token_has_the_ratio_of_the_sequence_and_the_advantage_of_the_token
         ratio = torch.exp(mean).detach() * torch.exp(response["logprobs"] - response["logprobs"].detach())
         return -min_of_clipped(ratio, response["token_advantages"], 0.05, 0.07).mean()
 
-    config = LossConfig(kind="gspo_token", clip_low=0.05, clip_high=0.07)
+    config = loss_config(kind="gspo_token", clip_low=0.05, clip_high=0.07)
     same(
         batch(),
         lambda rows: loss_of(rows, config, advantages="token_advantages"),
@@ -139,7 +140,7 @@ def test_rspo_clips_the_ratios_of_tokens_times_the_router_shift_and_takes_their_
         return -advantage * bounded.log().mean().mul(sign).exp()
 
     rows = batch(spread, seed)
-    config = LossConfig(
+    config = loss_config(
         kind="rspo",
         clip_low=1 - math.exp(-0.1),
         clip_high=math.exp(0.1) - 1,
@@ -158,13 +159,13 @@ def test_the_router_shift_multiplies_the_ratio_of_other_objectives_before_their_
 
     rows, options = batch(), {"router_shift": True, "router_shift_floor": 0.7}
     for config, token in (
-        (LossConfig(**options), lambda response: grpo_token(response).mean()),
+        (loss_config(**options), lambda response: grpo_token(response).mean()),
         (
-            LossConfig(kind="ppo", aggregation="seq_mean_token_mean", **options),
+            loss_config(kind="ppo", aggregation="seq_mean_token_mean", **options),
             lambda r: grpo_token(r).mean(),
         ),
         (
-            LossConfig(kind="gspo", clip_low=0.2, clip_high=0.3, **options),
+            loss_config(kind="gspo", clip_low=0.2, clip_high=0.3, **options),
             lambda response: gspo_sequence(response, 0.2, 0.3),
         ),
     ):
@@ -173,13 +174,13 @@ def test_the_router_shift_multiplies_the_ratio_of_other_objectives_before_their_
             lambda rows, config=config: loss_of(rows, config),
             lambda rows, token=token: over_sequences(rows, lambda response: token(shifted(response, 0.7))),
         )
-        metrics = metrics_of(policy_loss(tokens_of(rows), config, ALONE))
+        metrics = metrics_of(policy_loss(tokens_of(rows), policy_objective(config), ALONE))
         shift = rows["router_shift"][rows["mask"]]
         assert metrics["policy/router_shift_ratio"] == pytest.approx(shift.mean().item(), abs=1e-12)
         floored = (shift < 0.7).double().mean().item()
         assert metrics["policy/router_shift_floored_fraction"] == pytest.approx(floored) and 0 < floored < 1
         # What is reported of the ratio itself is the policy's.
-        plain = metrics_of(policy_loss(tokens_of(rows), LossConfig(), ALONE))
+        plain = metrics_of(policy_loss(tokens_of(rows), policy_objective(loss_config()), ALONE))
         assert metrics["policy/ratio_mean"] == plain["policy/ratio_mean"]
 
 
@@ -189,7 +190,7 @@ def test_kimi_k2_regresses_the_log_ratio_of_the_sequence_on_the_advantage(tau):
         log_ratio = (response["logprobs"] - response["old_logprobs"]).sum()
         return (response["advantages"][0] - tau * log_ratio) ** 2
 
-    config = LossConfig(kind="kimi_k2", tau=tau)
+    config = loss_config(kind="kimi_k2", tau=tau)
     same(batch(), lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, closed_form))
 
 
@@ -201,7 +202,7 @@ def test_the_gradient_of_kimi_k2_is_that_of_its_policy_gradient_form():
         return -2 * tau * (response["advantages"][0] * response["logprobs"].sum() - tau / 2 * log_ratio**2)
 
     rows = batch()
-    _, (gradient, _) = with_gradient(rows, lambda rows: loss_of(rows, LossConfig(kind="kimi_k2", tau=tau)))
+    _, (gradient, _) = with_gradient(rows, lambda rows: loss_of(rows, loss_config(kind="kimi_k2", tau=tau)))
     _, (wanted, _) = with_gradient(rows, lambda rows: over_sequences(rows, surrogate))
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9)
 
@@ -211,7 +212,7 @@ def test_cispo_weighs_the_logprob_by_the_clipped_ratio():
         ratio = torch.exp(response["logprobs"] - response["old_logprobs"]).detach()
         return -ratio.clamp(0.9, 1.1) * response["advantages"] * response["logprobs"]
 
-    config = LossConfig(kind="cispo", clip_low=0.1, clip_high=0.1)
+    config = loss_config(kind="cispo", clip_low=0.1, clip_high=0.1)
     same(
         batch(),
         lambda rows: loss_of(rows, config),
@@ -229,7 +230,7 @@ KL = {
 @pytest.mark.parametrize("gradient", ["estimator", "k2"])
 @pytest.mark.parametrize("estimator", KL)
 def test_kl_has_the_value_of_its_estimator_and_the_named_gradient(estimator, gradient):
-    config = LossConfig(kl_coeff=0.3, kl_estimator=estimator, kl_gradient=gradient)
+    config = loss_config(kl_coeff=0.3, kl_estimator=estimator, kl_gradient=gradient)
     rows = batch()
 
     def penalty(chosen):
@@ -247,15 +248,15 @@ def test_kl_has_the_value_of_its_estimator_and_the_named_gradient(estimator, gra
 
 def test_kl_in_the_reward_leaves_the_loss_alone():
     rows = batch()
-    in_reward = LossConfig(kl_coeff=0.3, kl_in="reward")
-    assert loss_of(rows, in_reward) == loss_of(rows, LossConfig())
+    in_reward = loss_config(kl_coeff=0.3, kl_in="reward")
+    assert loss_of(rows, in_reward) == loss_of(rows, loss_config())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_entropy_bonus_is_a_mean_like_the_loss(kind):
     rows = batch()
     _, (_, gradient) = with_gradient(
-        rows, lambda rows: loss_of(rows, LossConfig(kind=kind, entropy_coeff=0.2))
+        rows, lambda rows: loss_of(rows, loss_config(kind=kind, entropy_coeff=0.2))
     )
 
     def bonus(rows):
@@ -290,7 +291,7 @@ def test_tokens_are_weighted_for_the_engine_that_sampled_them(kind, mismatch):
         return (loss * weight.clamp(max=high)).mean()
 
     clip = {} if kind == "grpo" else {"clip_low": 0.05, "clip_high": 0.07}
-    config = LossConfig(
+    config = loss_config(
         kind=kind,
         importance_sampling=mismatch,
         importance_sampling_low=low,
@@ -302,13 +303,17 @@ def test_tokens_are_weighted_for_the_engine_that_sampled_them(kind, mismatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_microbatches_and_their_order_change_nothing(kind):
-    config = LossConfig(kind=kind, kl_coeff=0.1, entropy_coeff=0.1, importance_sampling="none")
+    config = loss_config(kind=kind, kl_coeff=0.1, entropy_coeff=0.1)
     rows = batch()
 
     def in_parts(*parts):
         def loss(rows):
             results = [
-                policy_loss(tokens_of(rows, config.aggregation_in_use, sequences=part), config, ALONE)
+                policy_loss(
+                    tokens_of(rows, config.aggregation_in_use, sequences=part),
+                    policy_objective(config),
+                    ALONE,
+                )
                 for part in parts
             ]
             return sum(result.loss for result in results) / sum(result.count for result in results)
@@ -326,7 +331,7 @@ def test_microbatches_and_their_order_change_nothing(kind):
 def test_on_fresh_completions_ratios_are_one_and_the_kl_to_an_equal_reference_zero(kind):
     rows = batch(spread=0.0)
     rows["reference_logprobs"] = rows["logprobs"]
-    result = policy_loss(tokens_of(rows), LossConfig(kind=kind, kl_coeff=0.1), ALONE)
+    result = policy_loss(tokens_of(rows), policy_objective(loss_config(kind=kind, kl_coeff=0.1)), ALONE)
     metrics = reduced(update_metrics(numbers(result.sums), numbers(result.maxima)))
     assert metrics["policy/ratio_mean"] == 1
     exact = ("ratio_variance", "log_ratio_max", "log_ratio_min", "kl_old_nats", "kl_reference_nats")
@@ -342,18 +347,22 @@ def metrics_of(result):
     return reduced(update_metrics(numbers(result.sums), numbers(result.maxima)))
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", ["grpo", "gspo_token", "cispo"])
 def test_metrics_equal_counting_by_hand(kind):
     rows = batch(0.4)
-    config = LossConfig(
-        kind=kind, clip_low=0.1, clip_high=0.15, importance_sampling="mask", importance_sampling_low=0.8
+    config = loss_config(
+        kind=kind,
+        clip_low=0.1,
+        clip_high=0.15,
+        importance_sampling="mask",
+        importance_sampling_low=0.8,
     )
-    result = policy_loss(tokens_of(rows, config.aggregation_in_use), config, ALONE)
+    result = policy_loss(tokens_of(rows, config.aggregation_in_use), policy_objective(config), ALONE)
     got = reduced(update_metrics(numbers(result.sums), numbers(result.maxima)))
     ratios, low, high, kl, reference, mismatch = [], [], [], [], [], []
     for response in responses(rows):
         log_ratio = response["logprobs"] - response["old_logprobs"]
-        compared = log_ratio.mean().expand_as(log_ratio).exp() if kind == "gspo" else log_ratio.exp()
+        compared = log_ratio.mean().expand_as(log_ratio).exp() if kind == "gspo_token" else log_ratio.exp()
         good, bad = response["advantages"] > 0, response["advantages"] < 0
         low.append((compared < 0.9) & (bad | (kind == "cispo")))
         high.append((compared > 1.15) & (good | (kind == "cispo")))
@@ -395,7 +404,9 @@ def test_a_microbatch_without_a_trained_token_is_zero_and_finite():
         value, gradients = with_gradient(
             rows,
             lambda rows, kind=kind: (
-                policy_loss(tokens_of(rows, sequences=[1, 2]), LossConfig(kind=kind), ALONE).loss
+                policy_loss(
+                    tokens_of(rows, sequences=[1, 2]), policy_objective(loss_config(kind=kind)), ALONE
+                ).loss
             ),
         )
         assert value == 0
@@ -415,7 +426,7 @@ def clipped(tokens, config, cp):
 """
 
 
-@pytest.mark.parametrize("aggregation", ["auto", "token_mean"])
+@pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean"])
 def test_a_loss_of_the_users_own_is_treated_like_the_one_it_copies(tmp_path, monkeypatch, aggregation):
     (tmp_path / "own_loss.py").write_text(OWN_LOSS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -426,9 +437,11 @@ def test_a_loss_of_the_users_own_is_treated_like_the_one_it_copies(tmp_path, mon
         "importance_sampling": "truncate",
     }
     rows = batch()
-    named, own = (LossConfig(kind=kind, **options) for kind in ("grpo", "own_loss:clipped"))
+    named, own = (loss_config(kind=kind, **options) for kind in ("grpo", "own_loss:clipped"))
     same(rows, lambda rows: loss_of(rows, own), lambda rows: loss_of(rows, named), tolerance=0)
-    of_named, of_own = (policy_loss(tokens_of(rows), config, ALONE).sums for config in (named, own))
+    of_named, of_own = (
+        policy_loss(tokens_of(rows), policy_objective(config), ALONE).sums for config in (named, own)
+    )
     assert of_named == of_own
 
 
@@ -471,7 +484,7 @@ def test_a_log_ratio_that_overflows_float32_has_the_value_and_gradient_of_float6
         "cispo": lambda rows: torch.cat([cispo(response) for response in responses(rows)]).mean(),
     }
     wanted, (wanted_gradient, _) = with_gradient(rows, forms[kind])
-    value, (gradient, _) = with_gradient(float32(rows), lambda rows: loss_of(rows, LossConfig(kind=kind)))
+    value, (gradient, _) = with_gradient(float32(rows), lambda rows: loss_of(rows, loss_config(kind=kind)))
     assert float(value) == pytest.approx(float(wanted), rel=1e-5)
     torch.testing.assert_close(gradient.double(), wanted_gradient, rtol=1e-4, atol=1e-6)
 
@@ -480,7 +493,7 @@ def test_a_log_ratio_that_overflows_float32_has_the_value_and_gradient_of_float6
 @pytest.mark.parametrize("estimator", KL)
 def test_a_kl_that_overflows_float32_is_finite_and_beyond_e20_without_gradient(estimator, side):
     rows = broken({"reference_logprobs": side})
-    config = LossConfig(kl_coeff=0.3, kl_estimator=estimator)
+    config = loss_config(kl_coeff=0.3, kl_estimator=estimator)
     here = (2, CUT + 3)
 
     def difference(rows):
@@ -511,7 +524,7 @@ def test_a_probability_of_zero_costs_its_own_token_only_and_is_counted(kind, sig
     )
     rows = float32(broken(dict.fromkeys(names, -torch.inf), sign))
     options = {} if kind == "kimi_k2" else {"importance_sampling": "sequence_truncate"}
-    config = LossConfig(kind=kind, kl_coeff=0.1, **options)
+    config = loss_config(kind=kind, kl_coeff=0.1, **options)
     value, (gradient, _) = with_gradient(rows, lambda rows: loss_of(rows, config))
     assert value.isfinite() and gradient.isfinite().all()
     near = broken({}, sign)
@@ -525,7 +538,7 @@ def test_a_probability_of_zero_costs_its_own_token_only_and_is_counted(kind, sig
         _, (wanted, _) = with_gradient(near, lambda rows: loss_of(rows, config))
         wanted[here] = gradient[here].double()
         torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-6)
-    result = policy_loss(tokens_of(rows, config.aggregation_in_use), config, ALONE)
+    result = policy_loss(tokens_of(rows, config.aggregation_in_use), policy_objective(config), ALONE)
     metrics = reduced(update_metrics(numbers(result.sums), numbers(result.maxima)))
     assert metrics["policy/clamped_fraction"] == pytest.approx(1 / int(rows["mask"].sum()))
     assert 0 <= metrics["policy/ratio_variance"] < 1e18
@@ -535,7 +548,9 @@ def test_a_probability_of_zero_costs_its_own_token_only_and_is_counted(kind, sig
 def test_the_mismatch_of_current_tokens_leaves_out_those_that_older_weights_sampled():
     rows = batch()
     is_stale_T = torch.arange(rows["mask"].numel()) % 3 == 0
-    result = policy_loss(replace(tokens_of(rows), is_stale_T=is_stale_T), LossConfig(), ALONE)
+    result = policy_loss(
+        replace(tokens_of(rows), is_stale_T=is_stale_T), policy_objective(loss_config()), ALONE
+    )
     metrics = reduced(staleness_metrics(numbers(result.sums)))
     mask = rows["mask"].flatten()
     difference = (rows["old_logprobs"] - rows["rollout_logprobs"]).flatten()[mask & ~is_stale_T]
@@ -543,21 +558,23 @@ def test_the_mismatch_of_current_tokens_leaves_out_those_that_older_weights_samp
         "rollout/stale_fraction": pytest.approx(int((mask & is_stale_T).sum()) / int(mask.sum())),
         "rollout/mismatch_kl_current_nats": pytest.approx(float((difference.exp() - 1 - difference).mean())),
     }
-    result = policy_loss(replace(tokens_of(rows), is_stale_T=mask), LossConfig(), ALONE)
+    result = policy_loss(replace(tokens_of(rows), is_stale_T=mask), policy_objective(loss_config()), ALONE)
     assert reduced(staleness_metrics(numbers(result.sums))) == {"rollout/stale_fraction": 1}
 
 
 def test_advantages_are_summed_by_size_over_trained_tokens_so_that_0_means_that_there_is_none():
     rows = batch()
     total = sum(float(response["advantages"].abs().sum()) for response in responses(rows))
-    assert policy_loss(tokens_of(rows), LossConfig(), ALONE).sums["advantages_abs"] == pytest.approx(total)
+    assert policy_loss(tokens_of(rows), policy_objective(loss_config()), ALONE).sums[
+        "advantages_abs"
+    ] == pytest.approx(total)
     # The value outside of completions is no advantage.
     rows["advantages"] = rows["advantages"].masked_fill(rows["mask"], 0.0)
-    assert policy_loss(tokens_of(rows), LossConfig(), ALONE).sums["advantages_abs"] == 0
+    assert policy_loss(tokens_of(rows), policy_objective(loss_config()), ALONE).sums["advantages_abs"] == 0
 
 
 def test_nothing_is_clamped_in_an_ordinary_batch():
-    result = policy_loss(tokens_of(batch(2.0)), LossConfig(kl_coeff=0.1), ALONE)
+    result = policy_loss(tokens_of(batch(2.0)), policy_objective(loss_config(kl_coeff=0.1)), ALONE)
     assert result.sums["clamped"] == 0
 
 
@@ -568,4 +585,4 @@ def test_a_completion_without_a_trained_token_leaves_the_divisor_of_sequence_mea
     trained = [response for response in responses(rows) if len(response["logprobs"])]
     assert len(trained) == len(rows["mask"]) - 1
     wanted = torch.stack([grpo_token(response).mean() for response in trained]).mean()
-    assert float(loss_of(rows, LossConfig())) == pytest.approx(float(wanted), abs=1e-12)
+    assert float(loss_of(rows, loss_config())) == pytest.approx(float(wanted), abs=1e-12)

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.passes.batch import make_microbatch
 from mcore_rl.rl.passes.heads import LogprobHead, MixedHead, PolicyHead
+from mcore_rl.rl.update.objective import policy_objective
+from tests.sections import loss_config
 from tests.unit.rl.passes.test_batch import ALONE, CPU, SAMPLES
 
 
@@ -47,7 +48,9 @@ def test_the_gradient_of_texts_is_that_of_their_mean_beside_the_mean_of_completi
         for size in (completions.shape[1], 4)
     )
     policy = PolicyHead(
-        LogprobHead(one_rank, 30, temperature=0.7, chunk_tokens=4), one_rank, LossConfig(kind="ppo")
+        LogprobHead(one_rank, 30, temperature=0.7, chunk_tokens=4),
+        one_rank,
+        policy_objective(loss_config(kind="ppo")),
     )
     head = MixedHead(policy, one_rank, vocab_size=30, chunk_tokens=4, weight=0.5 * num_tokens / 3)
     parts = [head(completions, logits_1TV), head(text, text_1TV)]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mcore_rl.backend.batch_invariant import InvariantProducts
-from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import Sampling
@@ -17,9 +16,10 @@ from mcore_rl.rl.types import Completion
 from tests.emulated_machine import emulated
 from tests.generating import loaded, ragged_prompts, spelled
 from tests.hf_models import VOCAB, oracle
+from tests.sections import engine_config
 
 SAMPLING = Sampling(max_new_tokens=10, cut=Cut(temperature=0.7, top_k=30, min_p=0.01), with_routes=True)
-SIZES = EngineConfig(slots=5, step_tokens=16)
+SIZES = engine_config(slots=5, step_tokens=16)
 
 
 def both_ways(case: str, mesh: Mesh) -> list[tuple[Completion, Completion]]:
