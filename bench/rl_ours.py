@@ -25,10 +25,10 @@ from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.trainer import RlTrainer
-from mcore_rl.rl.update.learner import Learner
+from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.rl.update.token_advantages import Advantages
 from mcore_rl.run.programs.open_run import open_run
-from mcore_rl.run.programs.rl import load_reference
+from mcore_rl.run.programs.rl import reference_passes
 from mcore_rl.run.programs.rollouts import load_prompts, open_rollouts
 
 
@@ -98,8 +98,9 @@ def main() -> None:
         rollouts.engine.update_weights(0)
         routes = PolicyRoutes(run.state, config)
         vocab_size = prompts.tokenizer.vocab_size
-        reference = load_reference(config.model, config.rl.loss, config.checkpoint.allow_changes, run)
-        learner = Learner(run.state, config, reference, routes, vocab_size=vocab_size)
+        logprobs = policy_logprobs(run.state, config, vocab_size)
+        passes = list(reference_passes(config, run, logprobs, routes))
+        learner = Learner(run.state, config, routes, logprobs, passes)
         trainer = InTurns(run, config, rollouts, learner, prompts.held_out)
         trainer.turns = turns
         trainer.run()

@@ -11,8 +11,6 @@ from mcore_rl.obs.peak import peak_flops
 from mcore_rl.obs.performance import memory_metrics, speed_metrics
 from mcore_rl.parallel.schedule import MAX
 from mcore_rl.plan.flops import train_flops_by_length
-from mcore_rl.rl.measure.routing_split import policy_split, rollout_split
-from mcore_rl.rl.models.critic import Critic, critic_metrics
 from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
 from mcore_rl.rl.passes.batch import Minibatch
 from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_interval, evaluation_metrics
@@ -78,38 +76,21 @@ class RlTrainer(Trainer):
         if rollout.signal is not None and self.config.rl.advantage.kind != "zero":
             self._log_lines(self._learning.of_batch(rollout.signal))
 
-        # This rank's packed microbatches. The routes of their passes are recorded and imposed by `learner.routes`.
-        minibatches = learner.minibatches(rollout)
-        learner.routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
-
-        # Passes without gradient, then advantages, which a KL in the reward and a critic make depend on them.
-        minibatches = learner.with_old_logprobs(minibatches)
-        minibatches = learner.with_reference_logprobs(minibatches)
-        minibatches = learner.with_teacher_logprobs(rollout, minibatches)
-        minibatches = learner.with_values(rollout, minibatches)
+        # This rank's packed microbatches, after passes without gradient. The routes of these are recorded and imposed
+        # by `learner.routes`. A KL in the reward and a critic make advantages depend on the passes.
+        minibatches = learner.prepared(rollout)
         advantages = learner.advantages(rollout, minibatches)
-
-        splits = self._splits_now
         metrics = [*advantages.metrics]
-        if splits:
-            with self.state.timers.phase("split"):
-                metrics += rollout_split(learner, minibatches[0])
-
-        critic_reports: list[StepReport] = []
-        if learner.critic is not None:
-            # Values are of the critic before its updates, so that the policy's updates do not depend on them.
-            critic_start_s = time.perf_counter()
-            critic_reports = learner.update_critic(minibatches, advantages)
-            critic_s = time.perf_counter() - critic_start_s
-            metrics += self._critic_metrics(learner.critic, minibatches, critic_reports, critic_s)
+        for one in learner.passes:
+            metrics += one.before_updates(minibatches, advantages)
 
         updates = minibatches * self.config.rl.update.epochs
-        warms_up = learner.critic_warms_up
+        held = learner.holds_policy
         with learner.optimizer_state_on_device():
             for index, minibatch in enumerate(updates):
                 update_start_s = time.perf_counter()
                 report = None
-                if warms_up:
+                if held:
                     learner.skip_step()
                 else:
                     report = learner.update(minibatch, advantages)
@@ -120,19 +101,16 @@ class RlTrainer(Trainer):
                         metrics += update_signal(rollout.rewards_PG, minibatch.loss_weights_N)
                 metrics += learner.routes.take_metrics()
                 if index == len(updates) - 1:
-                    if splits:
-                        with self.state.timers.phase("split"):
-                            metrics += policy_split(learner, minibatches[-1])
                     # The next rollout is sampled by the policy as it is now.
                     self.rollouts.update_weights(progress.step)
-                    metrics += learner.control_kl(minibatches, policy_has_learned=not warms_up)
-                    learner.refresh_reference()
+                    for one in learner.passes:
+                        metrics += one.after_updates(minibatches, policy_has_learned=not held)
                     metrics += rollout.metrics
                     metrics += self._rollout_metrics(time.perf_counter() - start_s)
                 self.log.write(progress.step, metrics)
                 metrics = []
                 if report is None:
-                    reason = "the critic warms up" if warms_up else "nothing to train on in this update"
+                    reason = held or "nothing to train on in this update"
                     self.log.message(f"{reason}: weights are as before", step=progress.step)
                 elif report.skipped:
                     self._report_skip(report)
@@ -145,18 +123,9 @@ class RlTrainer(Trainer):
                         learner.routes.stale.add_logprobs(report.sums)
                         if warning := learner.routes.stale.warning():
                             self.log.message(warning)
-        for report in critic_reports:
+        for report in (report for one in learner.passes for report in one.take_reports()):
             if report.skipped:
                 self._report_skip(report, is_critic=True)
-
-    @property
-    def _splits_now(self) -> bool:
-        """Whether the mismatches of this rollout batch are divided by their routes."""
-        interval = self.config.replay.split_interval
-        return (
-            interval is not None
-            and self.state.progress.step // self.config.updates_per_rollout % interval == 0
-        )
 
     def _evaluate(self, *, is_last: bool) -> None:
         """Log how the policy answers the held-out prompts."""
@@ -220,31 +189,13 @@ class RlTrainer(Trainer):
         if self.config.rl.rollout.max_staleness:
             yield from staleness_metrics(report.sums)
 
-    def _critic_metrics(
-        self,
-        critic: Critic,
-        minibatches: Sequence[Minibatch],
-        reports: Sequence[StepReport],
-        updates_s: float,
-    ) -> Iterator[Metric]:
-        """Yield the metrics of the critic's optimizer steps on a rollout batch, which took `updates_s` seconds."""
-        yield from critic_metrics(reports)
-        yield from critic.take_metrics()
-        if reports:
-            flops_per_token = train_flops_by_length(self.config.model.scored)
-            flops = self.config.critic_epochs * sum(
-                one.num_positions * flops_per_token(one.mean_length) for one in minibatches
-            )
-            yield Metric("critic/model_tflops_per_rank", flops / 1e12, updates_s * self.state.mesh.world.size)
-
     def _waiting_metrics(self) -> Iterator[Metric]:
         """Yield the bytes of the models beside the policy that are not trained, where there are any, and those that the
         trained ones were moved.
         """
         learner, models = self.learner, self.rollouts.models
         waiting = [
-            *([] if learner.reference is None else [learner.reference.waiting_bytes]),
-            *([] if learner.teachers is None else learner.teachers.waiting_bytes),
+            *(waiting for one in learner.passes for waiting in one.waiting_bytes),
             *([] if models is None else models.waiting_bytes),
         ]
         if waiting:

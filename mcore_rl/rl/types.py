@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -185,3 +185,11 @@ class Group:
     completions: tuple[Completion, ...]
     reasons_G: Sequence[Mapping[str, str]] = ()
     """Remarks of the parts of the reward on each completion, by part; empty before scoring."""
+
+
+class WaitingBytes(NamedTuple):
+    """Bytes of models that are not trained, while they wait for their passes."""
+
+    device: int = 0
+    host: int = 0
+    file: int = 0

@@ -18,7 +18,7 @@ from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rollouts.rollout import Rollouts
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.types import Prompt
-from mcore_rl.rl.update.learner import Learner
+from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.run.programs.open_run import open_run
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
@@ -75,6 +75,8 @@ def step_of_trainer(folder: Path) -> dict[str, Tensor]:
             config=config,
         )
         routes = PolicyRoutes(run.state, config)
-        learner = Learner(run.state, config, None, routes, vocab_size=config.model.vocab_size)
+        learner = Learner(
+            run.state, config, routes, policy_logprobs(run.state, config, config.model.vocab_size)
+        )
         RlTrainer(run, config, rollouts, learner, ()).run()
         return weights(run.state)

@@ -24,18 +24,17 @@ from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.models.reference import Reference
 from mcore_rl.rl.models.teachers import Teachers
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
-from mcore_rl.rl.passes.texts import Texts
 from mcore_rl.rl.rewards.from_model import Reading, RewardModel, RewardModelSource, whole_reader
 from mcore_rl.rl.rewards.worker import Score
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Group
-from mcore_rl.rl.update.learner import Learner
+from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.train.offload import all_present
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport
 from tests.parallel.parity import Tensors, owned
 from tests.parallel.plain import set_up_plain
-from tests.parallel.rl_steps import conversations, replaced, rollout_of
+from tests.parallel.rl_steps import reference_pass, replaced, rollout_of, texts_pass
 from tests.sections import with_critic
 
 TRUNCATED = (0, 5, 10, 23)
@@ -81,8 +80,17 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
             one.optimizer.reload_model_params()
     routes = PolicyRoutes(state, config)
     assert config.critic is not None
-    critic = Critic(trained, config, config.critic, critic_routes(trained, config, config.critic))
-    teachers = None
+    critic = Critic(
+        trained,
+        state,
+        config.critic,
+        config.checkpoint,
+        critic_routes(trained, config, config.critic),
+        epochs=config.critic_epochs,
+        updates_per_rollout=config.updates_per_rollout,
+    )
+    logprobs = policy_logprobs(state, config, config.model.vocab_size)
+    passes = [reference_pass(config, reference, logprobs, routes, state), critic]
     if config.rl.distill.paths:
         copy_in(state.chunks, other)
         other_path = save_weights(state.chunks, mesh, config.model, folder / "other")
@@ -97,27 +105,23 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
             store="file",
             verify_checksums=config.checkpoint.verify_checksums,
         )
-        teachers = Teachers([of_disk, Reference(state.chunks, mesh, config.model, folder, folder)])
-    learner = Learner(
-        state,
-        config,
-        reference,
-        routes,
-        critic,
-        vocab_size=config.model.vocab_size,
-        teachers=teachers,
-        texts=Texts(conversations(config), config.rl.ptx.sequences, mesh, state.platform.device)
-        if config.rl.ptx.coeff
-        else None,
-    )
+        teachers = [of_disk, Reference(state.chunks, mesh, config.model, folder, folder)]
+        passes.append(
+            Teachers(
+                teachers,
+                config.rl.distill,
+                logprobs.head,
+                state,
+                updates_per_rollout=config.updates_per_rollout,
+            )
+        )
+    if config.rl.ptx.coeff:
+        passes.append(texts_pass(config, state))
+    learner = Learner(state, config, routes, logprobs, passes)
     rollout = truncated_rollout(config, mesh.dp_cp.rank, mesh.dp_cp.size)
-    minibatches = learner.minibatches(rollout)
-    routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
-    minibatches = learner.with_reference_logprobs(learner.with_old_logprobs(minibatches))
-    minibatches = learner.with_teacher_logprobs(rollout, minibatches)
-    minibatches = learner.with_values(rollout, minibatches)
+    minibatches = learner.prepared(rollout)
     advantages = learner.advantages(rollout, minibatches)
-    critic_reports = learner.update_critic(minibatches, advantages)
+    critic_reports = critic.update(minibatches, advantages.returns)
     reports = [learner.update(minibatch, advantages) for minibatch in minibatches * config.rl.update.epochs]
     if config.critic_store == "file":
         assert not any(parameter.untyped_storage().nbytes() for parameter in parameters_of(trained))

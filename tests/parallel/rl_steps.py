@@ -20,17 +20,18 @@ from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.routers import replayed_routers, routers
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.measure.routing_split import policy_split, rollout_split
-from mcore_rl.rl.models.reference import Reference
+from mcore_rl.rl.measure.routing_split import RoutingSplits
+from mcore_rl.rl.models.reference import Reference, ReferencePass
 from mcore_rl.rl.objectives.advantages import StepReward
-from mcore_rl.rl.passes.batch import Minibatch, SampleShape
+from mcore_rl.rl.passes.batch import Advantages, Minibatch, SampleShape
 from mcore_rl.rl.passes.heads import LogprobHead
+from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.passes.texts import Texts
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Group, single_version
-from mcore_rl.rl.update.learner import Learner
-from mcore_rl.rl.update.token_advantages import Advantages
+from mcore_rl.rl.update.learner import Learner, policy_logprobs
+from mcore_rl.train.state import TrainState
 from tests.generating import prompt_of
 from tests.parallel.parity import Tensors, owned
 from tests.parallel.plain import set_up_plain
@@ -122,6 +123,49 @@ def random_routes(config: RlRunConfig, num_tokens: int, generator: torch.Generat
     return scores.topk(moe.top_k).indices.to(torch.uint8)
 
 
+def reference_pass(
+    config: RlRunConfig,
+    reference: Reference,
+    logprobs: PolicyLogprobs,
+    routes: PolicyRoutes,
+    state: TrainState,
+) -> ReferencePass:
+    """The pass over a reference policy."""
+    return ReferencePass(
+        reference,
+        config.rl.loss,
+        config.replay,
+        logprobs,
+        routes,
+        state,
+        updates_per_rollout=config.updates_per_rollout,
+    )
+
+
+def texts_pass(config: RlRunConfig, state: TrainState) -> Texts:
+    """Conversations that are mixed into updates."""
+    return Texts(
+        conversations(config),
+        config.rl.ptx,
+        state,
+        vocab_size=config.model.vocab_size,
+        chunk_tokens=config.rl.loss.logprob_chunk_tokens,
+    )
+
+
+def splits_of(learner: Learner) -> RoutingSplits:
+    """The split of every rollout batch."""
+    config, state = learner.config, learner.state
+    return RoutingSplits(
+        policy_logprobs(state, config, config.model.vocab_size),
+        learner.routes,
+        config.replay,
+        state,
+        updates_per_rollout=config.updates_per_rollout,
+        is_ahead=bool(config.rl.rollout.max_staleness),
+    )
+
+
 def updates(
     config: RlRunConfig, initial: Tensors, other: Tensors, folder: Path, changes: Sequence[dict[str, Any]]
 ) -> list[list[dict[str, float]]]:
@@ -149,11 +193,11 @@ def updates(
         copy_in(state.chunks, initial)
         state.optimizer.reload_model_params()
         routes = PolicyRoutes(state, varied)
-        learner = Learner(state, varied, reference, routes, vocab_size=config.model.vocab_size)
+        logprobs = policy_logprobs(state, varied, config.model.vocab_size)
+        passes = [] if reference is None else [reference_pass(varied, reference, logprobs, routes, state)]
+        learner = Learner(state, varied, routes, logprobs, passes)
         rollout = rollout_of(varied, mesh.dp_cp.rank, mesh.dp_cp.size)
-        minibatches = learner.minibatches(rollout)
-        routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
-        minibatches = learner.with_reference_logprobs(learner.with_old_logprobs(minibatches))
+        minibatches = learner.prepared(rollout)
         advantages = learner.advantages(rollout, minibatches)
         reports = [
             learner.update(minibatch, advantages)
@@ -175,7 +219,7 @@ def begin(config: RlRunConfig, initial: Tensors) -> tuple[Rollout, PolicyRoutes,
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
     routes = PolicyRoutes(state, config)
-    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
+    learner = Learner(state, config, routes, policy_logprobs(state, config, config.model.vocab_size))
     rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
@@ -261,10 +305,11 @@ def routing_splits(config: RlRunConfig, initial: Tensors) -> dict[str, float]:
     the first one that of the engine, the one of the second epoch that of the old policy after the two updates.
     """
     rollout, _, learner, minibatches = begin(config, initial)
-    metrics = rollout_split(learner, minibatches[0])
     advantages = learner.advantages(rollout, minibatches)
+    splits = splits_of(learner)
+    metrics = splits.before_updates(minibatches, advantages)
     first, _ = [learner.update(minibatch, advantages) for minibatch in minibatches]
-    metrics += policy_split(learner, minibatches[0])
+    metrics += splits.after_updates(minibatches[:1], policy_has_learned=True)
     third = learner.update(minibatches[0], advantages)
     assert first is not None and third is not None
     before, after = replaced(first.sums), replaced(third.sums)
@@ -280,13 +325,13 @@ def splits_by_hand(config: RlRunConfig, initial: Tensors) -> dict[str, Any]:
     on, imposed by hooks of their own, while nothing answers the routers of the layers before it.
 
     Returns:
-        The KL by first imposed layer, and the metrics of `rollout_split`.
+        The KL by first imposed layer, and the metrics of the split.
     """
     state = set_up_plain(config)
     copy_in(state.chunks, initial)
     (chunk,) = state.chunks
     routes = PolicyRoutes(state, config)
-    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
+    learner = Learner(state, config, routes, policy_logprobs(state, config, config.model.vocab_size))
     rollout = rollout_of(config, 0, 1)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
@@ -320,7 +365,10 @@ def splits_by_hand(config: RlRunConfig, initial: Tensors) -> dict[str, Any]:
             total += float((difference_T.exp() - 1 - difference_T).sum())
             count += int(one.mask_T.sum())
         by_first[first] = total / count
-    return {"by_hand": by_first, "split": reduced(rollout_split(learner, minibatches[0]))}
+    return {
+        "by_hand": by_first,
+        "split": reduced(splits_of(learner).before_updates(minibatches, Advantages(of_samples={}))),
+    }
 
 
 def imposing_by_hand(experts_TK: Tensor) -> Any:
@@ -363,8 +411,9 @@ def router_shifts(config: RlRunConfig, initial: Tensors) -> dict[str, float]:
     routes = PolicyRoutes(state, config)
     texts = None
     if config.rl.ptx.coeff:
-        texts = Texts(conversations(config), config.rl.ptx.sequences, state.mesh, state.platform.device)
-    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size, texts=texts)
+        texts = texts_pass(config, state)
+    logprobs = policy_logprobs(state, config, config.model.vocab_size)
+    learner = Learner(state, config, routes, logprobs, [] if texts is None else [texts])
     rollout = rollout_of(config, 0, 1)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
@@ -416,7 +465,7 @@ def token_advantages(config: RlRunConfig) -> list[tuple[int, int, float]]:
     """On a rank of the last stage: sample, position and advantage of each trained token of its microbatches."""
     state = set_up_plain(config)
     routes = PolicyRoutes(state, config)
-    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
+    learner = Learner(state, config, routes, policy_logprobs(state, config, config.model.vocab_size))
     rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
     advantages = learner.advantages(rollout, minibatches)
@@ -442,7 +491,7 @@ def moved_parameters(config: RlRunConfig) -> dict[str, bool]:
     tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     routes = PolicyRoutes(state, config)
-    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
+    learner = Learner(state, config, routes, policy_logprobs(state, config, config.model.vocab_size))
     rollout = rollout_of(config, 0, 1)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])

@@ -24,12 +24,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.objectives.diagnostics import kl_estimate
 from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, log_difference
-from mcore_rl.rl.passes.batch import Minibatch
-from mcore_rl.rl.update.learner import Learner
+from mcore_rl.rl.passes.batch import Advantages, Minibatch
+from mcore_rl.rl.passes.optional import Pass
+from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
+from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.train.state import TrainState
 
 Age = Literal["all", "current", "stale"]
 
@@ -80,27 +84,79 @@ class RoutingSplit:
             before = now
 
 
-def rollout_split(learner: Learner, minibatch: Minibatch) -> list[Metric]:
-    """Collective over the world, before the updates of a rollout batch: divide KL(rollout policy || trainer).
+class RoutingSplits(Pass):
+    """Divides both mismatches of every `replay.split_interval`-th rollout batch."""
 
-    No metric where the engine's routes are not here, or where there is no token to train on.
-    """
-    if not learner.routes.has_engine_routes or not minibatch.totals.num_tokens:
-        return []
-    rollout = [each.rollout_logprobs_T for each in minibatch.microbatches]
-    split = _split(learner, minibatch, rollout, of_rollout=True)
-    return rollout_split_metrics(split, is_ahead=bool(learner.config.rl.rollout.max_staleness))
+    def __init__(
+        self,
+        logprobs: PolicyLogprobs,
+        routes: PolicyRoutes,
+        replay: ReplayConfig,
+        state: TrainState,
+        *,
+        updates_per_rollout: int,
+        is_ahead: bool,
+    ) -> None:
+        """Prepare this rank.
 
+        Args:
+            logprobs: the pass over the policy's modules.
+            routes: routing of the policy's passes.
+            replay: `replay`.
+            state: the policy in training.
+            updates_per_rollout: optimizer steps of a rollout batch.
+            is_ahead: whether older weights may have sampled (rl.rollout.max_staleness).
+        """
+        self._logprobs, self._routes, self._replay, self._state = logprobs, routes, replay, state
+        self._updates_per_rollout, self._is_ahead = updates_per_rollout, is_ahead
+        self._is_due = False
 
-def policy_split(learner: Learner, minibatch: Minibatch) -> list[Metric]:
-    """Collective over the world, after the updates of a rollout batch: divide KL(old policy || policy).
+    def before_updates(self, minibatches: Sequence[Minibatch], advantages: Advantages) -> list[Metric]:
+        """Divide KL(rollout policy || trainer) of the first minibatch.
 
-    No metric where no pass has recorded the old policy's logprobs and routes, as before an on-policy update.
-    """
-    if minibatch.is_on_policy or not learner.routes.has_old_routes or not minibatch.totals.num_tokens:
-        return []
-    old = [_given(each.old_logprobs_T, each.rollout_logprobs_T) for each in minibatch.microbatches]
-    return policy_split_metrics(_split(learner, minibatch, old, of_rollout=False))
+        No metric where the engine's routes are not here, or where there is no token to train on.
+        """
+        rollouts = self._state.progress.step // self._updates_per_rollout
+        self._is_due = rollouts % (self._replay.split_interval or 1) == 0
+        minibatch = minibatches[0]
+        if not self._is_due or not self._routes.has_engine_routes or not minibatch.totals.num_tokens:
+            return []
+        rollout = [each.rollout_logprobs_T for each in minibatch.microbatches]
+        with self._state.timers.phase("split"):
+            split = self._split(minibatch, rollout, of_rollout=True)
+        return rollout_split_metrics(split, is_ahead=self._is_ahead)
+
+    def after_updates(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
+        """Divide KL(old policy || policy) of the last minibatch.
+
+        No metric where no pass has recorded the old policy's logprobs and routes, as before an on-policy update.
+        """
+        minibatch = minibatches[-1]
+        is_recorded = self._routes.has_old_routes and not minibatch.is_on_policy
+        if not self._is_due or not is_recorded or not minibatch.totals.num_tokens:
+            return []
+        old = [_given(each.old_logprobs_T, each.rollout_logprobs_T) for each in minibatch.microbatches]
+        with self._state.timers.phase("split"):
+            return policy_split_metrics(self._split(minibatch, old, of_rollout=False))
+
+    def _split(self, minibatch: Minibatch, before: list[Tensor], *, of_rollout: bool) -> RoutingSplit:
+        """Collective over the world: run the passes over the minibatch and compare their logprobs with `before`."""
+        routes, mesh, replay = self._routes, self._state.mesh, self._replay
+        given = routes.of_rollout if of_rollout else routes.of_old_policy
+        groups = []
+        if replay.split_layers is not None:
+            moe = [layer for layer, is_routed in enumerate(self._state.config.model.moe_layers) if is_routed]
+            groups = layer_groups(moe, replay.split_layers)
+        same = _sums(mesh, minibatch, before, self._logprobs.of(minibatch, given, is_imposed=True))
+        chosen = routes.recorded_live if groups else routes.live
+        live = _sums(mesh, minibatch, before, self._logprobs.of(minibatch, chosen, is_imposed=False))
+        between = []
+        for group, following in pairwise(groups):
+            routed = partial(routes.live_before, layer=following[0], of_rollout=of_rollout)
+            logprobs = self._logprobs.of(minibatch, routed, is_imposed=True)
+            between.append((group, _sums(mesh, minibatch, before, logprobs)))
+        between += [(group, live) for group in groups[-1:]]
+        return RoutingSplit(same, live, between)
 
 
 def rollout_split_metrics(split: RoutingSplit, *, is_ahead: bool) -> list[Metric]:
@@ -142,26 +198,6 @@ def layer_groups(layers: Sequence[int], most: int) -> list[tuple[int, ...]]:
     count = min(most, len(layers))
     edges = [index * len(layers) // count for index in range(count + 1)]
     return [tuple(layers[edges[index] : edges[index + 1]]) for index in range(count)]
-
-
-def _split(learner: Learner, minibatch: Minibatch, before: list[Tensor], *, of_rollout: bool) -> RoutingSplit:
-    """Collective over the world: run the passes over the minibatch and compare their logprobs with `before`."""
-    routes, mesh, replay = learner.routes, learner.state.mesh, learner.config.replay
-    given = routes.of_rollout if of_rollout else routes.of_old_policy
-    groups = []
-    if replay.split_layers is not None:
-        moe = [layer for layer, is_routed in enumerate(learner.config.model.moe_layers) if is_routed]
-        groups = layer_groups(moe, replay.split_layers)
-    same = _sums(mesh, minibatch, before, learner.logprobs(minibatch, given, is_imposed=True))
-    chosen = routes.recorded_live if groups else routes.live
-    live = _sums(mesh, minibatch, before, learner.logprobs(minibatch, chosen, is_imposed=False))
-    between = []
-    for group, following in pairwise(groups):
-        routed = partial(routes.live_before, layer=following[0], of_rollout=of_rollout)
-        logprobs = learner.logprobs(minibatch, routed, is_imposed=True)
-        between.append((group, _sums(mesh, minibatch, before, logprobs)))
-    between += [(group, live) for group in groups[-1:]]
-    return RoutingSplit(same, live, between)
 
 
 def _given(logprobs_T: Tensor | None, otherwise_T: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The critic: a second model, trained on the returns of rollouts, whose values are the baseline of PPO's advantages."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,13 +13,16 @@ from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.rl.critic import CriticConfig
 from mcore_rl.config.rl.loss import GrpoLoss
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import CheckpointConfig
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
+from mcore_rl.plan.flops import train_flops_by_length
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
+from mcore_rl.rl.passes.batch import Advantages, Minibatch, PolicyMicrobatch
 from mcore_rl.rl.passes.heads import ValueHead, ValueLossHead
+from mcore_rl.rl.passes.optional import Pass
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.train.loop import refuse_no_gradient
@@ -26,25 +30,37 @@ from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
 
 
-class Critic:
+class Critic(Pass):
     """Values by a model with its own optimizer and its own routes. Every method is collective over the world."""
 
     def __init__(
-        self, state: TrainState, config: RlRunConfig, critic: CriticConfig, routes: PolicyRoutes | None = None
+        self,
+        state: TrainState,
+        policy: TrainState,
+        critic: CriticConfig,
+        checkpoint: CheckpointConfig,
+        routes: PolicyRoutes | None = None,
+        *,
+        epochs: int,
+        updates_per_rollout: int,
     ) -> None:
         """Prepare this rank.
 
         Args:
             state: the model in training, which has a scalar head.
-            config: the run's config.
+            policy: the policy in training, whose timers have the critic's phases too.
             critic: its section.
+            checkpoint: `checkpoint`.
             routes: the routes of rl.advantage.critic.replay, made by `critic_routes`; None: its routers choose
                 in every pass.
+            epochs: number of times that it is trained on each completion.
+            updates_per_rollout: optimizer steps of the policy in a rollout batch.
         """
-        self.state = state
+        self.state, self._policy = state, policy
         self._routes = routes
-        self._config, self._critic = config, critic
-        self._epochs = config.critic_epochs
+        self._critic, self._checkpoint = critic, checkpoint
+        self._epochs, self._updates_per_rollout = epochs, updates_per_rollout
+        self._reports: list[StepReport] = []
         self._head = ValueHead()
         self._loss_head = ValueLossHead(critic.clip_value)
 
@@ -58,7 +74,7 @@ class Critic:
             return self._begin(policy)
 
     def _begin(self, policy: Sequence[nn.Module]) -> str:
-        config, model = self._config, self.state.config.model
+        checkpoint, model = self._checkpoint, self.state.config.model
         if self._critic.load is None:
             _copy_layers(policy, self.state.chunks)
             line = "critic: layers of the policy, and a new head: all values start at 0"
@@ -69,8 +85,8 @@ class Critic:
                 self.state.mesh,
                 model,
                 path,
-                verify_checksums=config.checkpoint.verify_checksums,
-                allowed=config.checkpoint.allow_changes,
+                verify_checksums=checkpoint.verify_checksums,
+                allowed=checkpoint.allow_changes,
             )
             head = "" if stored.has_scores else ", and a new head: all values start at 0"
             line = f"critic: weights of {stored.path}{head}"
@@ -78,9 +94,19 @@ class Critic:
         self.state.optimizer.reload_model_params()
         return line
 
-    @torch.no_grad()
-    def with_values(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+    @property
+    def holds_policy(self) -> str | None:
+        """Reason why the policy waits, in the first rollout batches; None: it does not."""
+        rollouts = self._policy.progress.step // self._updates_per_rollout
+        return "the critic warms up" if rollouts < self._critic.warmup_rollouts else None
+
+    def add(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Return the minibatches with values under the weights that the critic has now, and record their routes."""
+        with self._policy.timers.phase("values"):
+            return self._with_values(rollout, minibatches)
+
+    @torch.no_grad()
+    def _with_values(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         chunks, valued = self.state.chunks, []
         if self._routes is not None:
             self._routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
@@ -99,6 +125,29 @@ class Critic:
                 valued.append(one)
         return valued
 
+    def before_updates(self, minibatches: Sequence[Minibatch], advantages: Advantages) -> list[Metric]:
+        """Train the critic towards the returns. Values are of the critic before, so that the policy's updates do not
+        depend on it.
+        """
+        start_s = time.perf_counter()
+        with self._policy.timers.phase("critic"):
+            self._reports = self.update(minibatches, advantages.returns)
+        updates_s = time.perf_counter() - start_s
+        metrics = [*critic_metrics(self._reports), *self._routes_metrics()]
+        if self._reports:
+            flops_per_token = train_flops_by_length(self.state.config.model)
+            flops = self._epochs * sum(
+                one.num_positions * flops_per_token(one.mean_length) for one in minibatches
+            )
+            size = self.state.mesh.world.size
+            metrics.append(Metric("critic/model_tflops_per_rank", flops / 1e12, updates_s * size))
+        return metrics
+
+    def take_reports(self) -> list[StepReport]:
+        """Return the optimizer steps since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
     def update(self, minibatches: Sequence[Minibatch], returns: Mapping[int, Tensor]) -> list[StepReport]:
         """Take an optimizer step towards the returns on each minibatch with a trained token, `critic_epochs` times."""
         reports = []
@@ -113,7 +162,7 @@ class Critic:
                 reports.append(report)
         return reports
 
-    def take_metrics(self) -> list[Metric]:
+    def _routes_metrics(self) -> list[Metric]:
         """Return how many choices of its routers the updates since the last call would have changed."""
         metrics = [] if self._routes is None else self._routes.take_metrics()
         renamed = {"routes/changed_fraction": "critic/routes_changed_fraction"}
@@ -121,7 +170,7 @@ class Critic:
 
     def _proving(self, *, is_imposed: bool) -> AbstractContextManager[None]:
         """Return a proof that the pass inside imposes routes, or none; dense models need none."""
-        if not self._config.model.is_moe:
+        if not self.state.config.model.is_moe:
             return nullcontext()
         return proving(self.state.chunks, is_imposed=is_imposed)
 

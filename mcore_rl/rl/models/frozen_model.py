@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from mcore_rl.config.section import Store
 from mcore_rl.folders.checkpoint import check
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.types import WaitingBytes
 from mcore_rl.train.offload import WaitingMemory, store_on
 from mcore_rl.train.random_states import random_states, restore_random_states
 
@@ -34,14 +34,6 @@ def model_to_freeze(path: Path, policy: ModelConfig) -> ModelConfig:
     stored = ModelConfig.model_validate_json(json.dumps(check(path).model))
     moe = stored.moe.model_copy(update={"dispatcher": policy.moe.dispatcher})
     return stored.model_copy(update={"moe": moe})
-
-
-class WaitingBytes(NamedTuple):
-    """Bytes of models that are not trained, while they wait for their passes."""
-
-    device: int = 0
-    host: int = 0
-    file: int = 0
 
 
 class FrozenModel:

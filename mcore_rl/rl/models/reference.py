@@ -1,23 +1,37 @@
-"""The reference policy: other weights for the policy's own modules, in main memory or on the device."""
+"""The reference policy: other weights for the policy's own modules, their pass, and the KL to them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.config.section import Store
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained
 from mcore_rl.folders.checkpoint import delete, saved_steps
 from mcore_rl.model.build import settle_weights, unwrap
+from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.models.frozen_model import WaitingBytes
+from mcore_rl.rl.objectives.diagnostics import kl_estimate
+from mcore_rl.rl.objectives.kl_control import next_kl_coeff
+from mcore_rl.rl.objectives.losses import Objective
+from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
+from mcore_rl.rl.passes.optional import Pass
+from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
+from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.types import WaitingBytes
+from mcore_rl.train.state import TrainState
 
 
 class Reference:
@@ -116,6 +130,129 @@ class Reference:
                 continue
             yield from model.parameters()
             yield from (buffer for buffer in model.buffers() if buffer.is_floating_point())
+
+
+class ReferencePass(Pass):
+    """Adds logprobs under the reference policy, and changes the coefficient of the KL with rl.loss.kl_target."""
+
+    def __init__(
+        self,
+        reference: Reference,
+        loss: LossConfig,
+        replay: ReplayConfig,
+        logprobs: PolicyLogprobs,
+        routes: PolicyRoutes,
+        state: TrainState,
+        *,
+        updates_per_rollout: int,
+    ) -> None:
+        """Prepare this rank.
+
+        Args:
+            reference: the reference policy.
+            loss: `rl.loss`.
+            replay: `replay`.
+            logprobs: the pass over the policy's modules.
+            routes: routing of the policy's passes.
+            state: the policy in training, with the coefficient in its progress.
+            updates_per_rollout: optimizer steps of a rollout batch.
+        """
+        self._reference, self._loss, self._logprobs, self._routes = reference, loss, logprobs, routes
+        self._state, self._updates_per_rollout = state, updates_per_rollout
+        self._is_imposed = replay.reference == "replay"
+        self.reward_kl = self if loss.has_kl_in_reward else None
+        self.needs_old_logprobs = (
+            loss.kl_in == "reward" or loss.kl_target is not None or (self._is_imposed and replay.kind == "r2")
+        )
+
+    @property
+    def waiting_bytes(self) -> Sequence[WaitingBytes]:
+        """Bytes of the reference on this rank."""
+        return [self._reference.waiting_bytes]
+
+    @property
+    def coeff(self) -> float:
+        """Coefficient of the KL in this rollout batch."""
+        controlled = self._state.progress.kl_coeff
+        return self._loss.kl_coeff if controlled is None else controlled
+
+    def add(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """Return the minibatches with `reference_logprobs_T`."""
+        with self._state.timers.phase("reference"), self._reference.installed():
+            return [
+                self._logprobs.added(
+                    one, "reference_logprobs_T", self._routes.reference, is_imposed=self._is_imposed
+                )
+                for one in minibatches
+            ]
+
+    def in_objective(self, objective: Objective) -> Objective:
+        """Return the terms with the coefficient of this rollout batch."""
+        if objective.kl is None:
+            return objective
+        return replace(objective, kl=objective.kl._replace(coeff=self.coeff))
+
+    def after_updates(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
+        """Change the coefficient by the KL of the rollout batch, and make the policy the reference every
+        `rl.loss.reference_refresh_rollouts` rollout batches.
+
+        While a critic warms up the policy has not learned, and its distance from the reference says nothing yet.
+        """
+        metrics = self._control(minibatches, policy_has_learned=policy_has_learned)
+        refresh_when_due(
+            self._reference,
+            self._loss.reference_refresh_rollouts,
+            self._state.progress.step,
+            self._updates_per_rollout,
+        )
+        return metrics
+
+    def _control(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
+        loss = self._loss
+        if loss.kl_target is None:
+            return []
+        num_completions = sum(one.num_samples for one in minibatches)
+        kl_nats = self.sums(num_completions, minibatches).sum().item() / max(num_completions, 1)
+        metrics = [Metric("kl/coeff", self.coeff), Metric("kl/completion", kl_nats)]
+        if num_completions and policy_has_learned:
+            self._state.progress.kl_coeff = next_kl_coeff(
+                self.coeff,
+                kl_nats,
+                target=loss.kl_target,
+                horizon=loss.kl_horizon,
+                num_completions=num_completions,
+            )
+        return metrics
+
+    def of_tokens(self, one: PolicyMicrobatch) -> Tensor:
+        """Return the KL of the old policy to the reference at each position `[T]` of a microbatch on the last stage."""
+        assert one.old_logprobs_T is not None and one.reference_logprobs_T is not None
+        return kl_estimate(one.old_logprobs_T, one.reference_logprobs_T, self._loss.kl_estimator)
+
+    def sums(self, num_samples: int, minibatches: Sequence[Minibatch]) -> Tensor:
+        """Collective over the world: return the KL of the old policy to the reference, summed over each completion,
+        trained on or not, float64 `[N]`.
+        """
+        mesh, device = self._state.mesh, self._state.platform.device
+        sums_N = torch.zeros(num_samples, dtype=torch.float64, device=device)
+        if mesh.is_last_stage:
+            for one in (each for minibatch in minibatches for each in minibatch.microbatches):
+                if not one.samples:
+                    continue
+                kl_T = self.of_tokens(one).where(one.completion_mask_T, 0.0)
+                samples_N = torch.tensor(one.samples, device=device)
+                sums_N.index_add_(0, samples_N[one.sequence_T], kl_T.double())
+            dist.all_reduce(sums_N, group=mesh.dp_cp.group)
+        # Only the last stage has logprobs, and every stage needs the same advantages.
+        if mesh.pp.size > 1:
+            dist.broadcast(sums_N, group=mesh.pp.group, group_src=mesh.pp.size - 1)
+        return sums_N.cpu()
+
+
+def refresh_when_due(reference: Reference, rollouts: int | None, step: int, updates_per_rollout: int) -> None:
+    """Collective over the mesh: make the policy the reference, every `rollouts` rollout batches; None: never."""
+    if rollouts is not None and step % (rollouts * updates_per_rollout) == 0:
+        reference.set(step)
 
 
 def _name(step: int) -> str:

@@ -1,7 +1,7 @@
 """Completions as the packed microbatches that this rank trains on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from mcore_rl.backend.transfer import to_device
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.data.packing import PackingLimits, padded
 from mcore_rl.model.inputs import PackedMicrobatch, localize
+from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.parallel.sequence import zigzag_spans
 from mcore_rl.rl.objectives.aggregation import BatchTotals
@@ -200,6 +201,28 @@ class Minibatch:
         fields: list[dict[str, Any]] = [{field: numbers_T} for numbers_T in numbers]
         paired = zip(self.microbatches, fields, strict=True)
         return replace(self, microbatches=[replace(one, **values) for one, values in paired])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advantages:
+    """Advantages of the samples that this rank trains on.
+
+    Index t of a tensor `[positions]` belongs to token t + 1 of the sample, the one predicted at t.
+    """
+
+    of_samples: Mapping[int, Tensor]
+    """Advantages `[positions]` by the sample's index."""
+    returns: Mapping[int, Tensor] = field(default_factory=dict)
+    """Returns `[positions]` by the sample's index, towards which the critic is trained; empty without a critic."""
+    metrics: Sequence[Metric] = ()
+    """Statistics of values, returns and advantages over the world; empty without a critic."""
+
+
+def at_positions(numbers_C: Tensor, shape: SampleShape) -> Tensor:
+    """Return numbers of a completion's sampled tokens as numbers of the sample's positions: zeros at the others."""
+    numbers_P = numbers_C.new_zeros(shape.num_positions)
+    numbers_P[shape.sampled_positions] = numbers_C[: shape.num_sampled]
+    return numbers_P
 
 
 def samples_of(minibatches: Sequence[Minibatch]) -> list[int]:

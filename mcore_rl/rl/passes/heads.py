@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import MAX, HeadOutput, ReadsDeferredLogits, signal_of
+from mcore_rl.parallel.schedule import MAX, Head, HeadOutput, ReadsDeferredLogits, signal_of
 from mcore_rl.parallel.vocab import (
     IGNORED_TARGET,
     Logits,
@@ -189,7 +189,7 @@ class MixedHead(ReadsDeferredLogits):
 
     def __init__(
         self,
-        policy: PolicyHead,
+        policy: Head[PolicyMicrobatch],
         mesh: Mesh,
         *,
         vocab_size: int,

@@ -1,29 +1,68 @@
 """Texts that are mixed into the policy's updates: this rank's microbatches of each optimizer step."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mcore_rl.config.rl.ptx import PtxConfig
 from mcore_rl.data.loader import BatchSource, SampleDataset
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.schedule import Head
+from mcore_rl.rl.passes.batch import PolicyMicrobatch
+from mcore_rl.rl.passes.heads import MixedHead
+from mcore_rl.rl.passes.optional import Pass
+from mcore_rl.train.state import TrainState
 
 
-class Texts:
+class Texts(Pass):
     """Sequences by optimizer step alone, so that a run that resumes reads on where it was."""
 
     def __init__(
-        self, dataset: SampleDataset, sequences_per_step: int, mesh: Mesh, device: torch.device
+        self,
+        dataset: SampleDataset,
+        ptx: PtxConfig,
+        state: TrainState,
+        *,
+        vocab_size: int,
+        chunk_tokens: int,
     ) -> None:
-        """Take sequences for all steps of the run, and how many of them a step has over all ranks."""
-        self._source = BatchSource(dataset, micro_batch=1, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size)
-        self._sequences_per_step = sequences_per_step
-        self._mesh, self._device = mesh, device
+        """Prepare this rank.
+
+        Args:
+            dataset: sequences for all steps of the run.
+            ptx: `rl.ptx`.
+            state: the policy in training.
+            vocab_size: number of ids that the tokenizer has; larger ones have no probability.
+            chunk_tokens: positions whose logits are in fp32 at a time.
+        """
+        self._state, self._mesh, self._device = state, state.mesh, state.platform.device
+        self._source = BatchSource(
+            dataset, micro_batch=1, dp_rank=self._mesh.dp.rank, dp_size=self._mesh.dp.size
+        )
+        self._ptx, self._vocab_size, self._chunk_tokens = ptx, vocab_size, chunk_tokens
+
+    def in_update(
+        self,
+        head: Head[Any],
+        microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch],
+        num_tokens: int,
+    ) -> tuple[Head[Any], Sequence[PolicyMicrobatch | LocalMicrobatch]]:
+        """Return the head of both losses, and the microbatches with those of the texts after them."""
+        texts = self.microbatches(self._state.progress.step)
+        mixed = MixedHead(
+            head,
+            self._mesh,
+            vocab_size=self._vocab_size,
+            chunk_tokens=self._chunk_tokens,
+            weight=self._ptx.coeff * (num_tokens / max(self.num_tokens(texts), 1.0)),
+        )
+        return mixed, [*microbatches, *texts]
 
     def microbatches(self, step: int) -> list[LocalMicrobatch]:
         """Return this rank's microbatches of optimizer step `step`, counted from 0."""
-        size = self._sequences_per_step
+        size = self._ptx.sequences
         batch = self._source.microbatches(step * size, size)
         return [localize(one, self._mesh.cp, self._device) for one in batch]
 

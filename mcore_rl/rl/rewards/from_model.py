@@ -22,13 +22,13 @@ from mcore_rl.errors import DataError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.models.frozen_model import FrozenModel, WaitingBytes
+from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.objectives.gae import Moments
 from mcore_rl.rl.passes.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
 from mcore_rl.rl.passes.heads import ValueHead
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.worker import Outcome, Score
-from mcore_rl.rl.types import Completion, Group
+from mcore_rl.rl.types import Completion, Group, WaitingBytes
 from mcore_rl.rl.workers.failure import FailedScore
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl.advantage import AnyAdvantage, DividedAdvantage, OwnAdvantage
+from mcore_rl.config.rl.advantage import AnyAdvantage, OwnAdvantage, ZscoreAdvantage
 from mcore_rl.config.rl.distill import DistillConfig
 from mcore_rl.config.rl.loss import (
     AnyLoss,
@@ -81,13 +81,14 @@ def group_estimate(advantage: AnyAdvantage) -> Estimate:
     """Return the function that compares the rewards of a prompt's completions."""
     if isinstance(advantage, OwnAdvantage):
         return partial(_own_advantages, advantage)
-    if isinstance(advantage, DividedAdvantage):
+    if isinstance(advantage, ZscoreAdvantage):
         estimates = {"zscore": group_zscore, "leave_one_out_zscore": leave_one_out_zscore}
         return partial(estimates[advantage.kind], ddof=advantage.ddof, eps=advantage.eps)
     plain: dict[str, Estimate] = {
         "mean": group_centered,
         "leave_one_out": leave_one_out,
         "zero": torch.zeros_like,
+        "remax": torch.zeros_like,  # compared with the greedy completion, not within the group
     }
     return plain[advantage.kind]
 

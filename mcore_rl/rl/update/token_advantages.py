@@ -1,7 +1,6 @@
 """From values and logprobs that lie in parts on the ranks to an advantage of each token, and the critic's returns."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from mcore_rl.config.rl.advantage import DiscountedAdvantage, GaeAdvantage
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.objectives.advantages import above_group_mean
-from mcore_rl.rl.objectives.diagnostics import kl_estimate
 from mcore_rl.rl.objectives.gae import (
     generalized_advantages,
     length_adaptive_lambda,
@@ -20,63 +18,46 @@ from mcore_rl.rl.objectives.gae import (
     whitened,
     world_moments,
 )
-from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch, SampleShape, samples_of
+from mcore_rl.rl.passes.batch import (
+    Advantages,
+    Minibatch,
+    PolicyMicrobatch,
+    SampleShape,
+    at_positions,
+    samples_of,
+)
+from mcore_rl.rl.passes.optional import RewardKl
 from mcore_rl.rl.rollouts.rollout import Rollout
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Advantages:
-    """Advantages of the samples that this rank trains on.
-
-    Index t of a tensor `[positions]` belongs to token t + 1 of the sample, the one predicted at t.
-    """
-
-    of_samples: Mapping[int, Tensor]
-    """Advantages `[positions]` by the sample's index."""
-    returns: Mapping[int, Tensor] = field(default_factory=dict)
-    """Returns `[positions]` by the sample's index, towards which the critic is trained; empty without a critic."""
-    metrics: Sequence[Metric] = ()
-    """Statistics of values, returns and advantages over the world; empty without a critic."""
-
-
-def at_positions(numbers_C: Tensor, shape: SampleShape) -> Tensor:
-    """Return numbers of a completion's sampled tokens as numbers of the sample's positions: zeros at the others."""
-    numbers_P = numbers_C.new_zeros(shape.num_positions)
-    numbers_P[shape.sampled_positions] = numbers_C[: shape.num_sampled]
-    return numbers_P
 
 
 def token_advantages(
     advantage: DiscountedAdvantage,
-    kl_estimator: str | None,
+    kl: RewardKl | None,
     rollout: Rollout,
     minibatches: Sequence[Minibatch],
+    *,
     mesh: Mesh,
     device: torch.device,
-    *,
-    kl_coeff: float,
 ) -> Advantages:
     """Collective over the world: return the advantages of each token: by a critic, or discounted sums of rewards, with
     the mean of each prompt's rewards as baseline or without.
 
     Args:
         advantage: the section `rl.advantage`.
-        kl_estimator: estimator of the KL that is taken from the reward; None: there is none.
+        kl: the KL to the reference that is taken from the reward; None: there is none.
         rollout: the rollout batch with its rewards.
         minibatches: this rank's samples, on the last stage with old and reference logprobs where there is a KL in the
             reward, and with values where there is a critic.
         mesh: the mesh.
         device: device for the reductions.
-        kl_coeff: weight of the KL to the reference in the reward.
     """
     gae = advantage if isinstance(advantage, GaeAdvantage) else None
-    has_kl, has_critic = kl_estimator is not None, gae is not None
+    has_kl, has_critic = kl is not None, gae is not None
 
     def numbers(one: PolicyMicrobatch) -> list[Tensor]:
         found = []
-        if kl_estimator is not None:
-            assert one.old_logprobs_T is not None and one.reference_logprobs_T is not None
-            found.append(kl_estimate(one.old_logprobs_T, one.reference_logprobs_T, kl_estimator))
+        if kl is not None:
+            found.append(kl.of_tokens(one))
         if has_critic:
             assert one.values_T is not None
             found.append(one.values_T)
@@ -99,7 +80,7 @@ def token_advantages(
         rewards_PG.flatten()[samples],
         kl_NC,
         lengths_N,
-        kl_coeff=kl_coeff if has_kl else 0.0,
+        kl_coeff=0.0 if kl is None else kl.coeff,
         steps_NI=[rollout.steps_PGI[index // group_size][index % group_size] for index in samples]
         if uses_steps
         else (),

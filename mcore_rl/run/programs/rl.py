@@ -14,14 +14,13 @@ from mcore_rl.checks.run import refuse
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.distill import SELF
-from mcore_rl.config.rl.loss import LossConfig
-from mcore_rl.config.rl.ptx import PtxConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.examples import read_examples
 from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
+from mcore_rl.data.loader import SampleDataset
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError
@@ -33,21 +32,25 @@ from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.processes.launcher import world_size_of_launcher
 from mcore_rl.processes.rank_guard import rank_guard
 from mcore_rl.rl.environments.trial import try_environment
+from mcore_rl.rl.measure.routing_split import RoutingSplits
 from mcore_rl.rl.models.critic import Critic, critic_routes
 from mcore_rl.rl.models.frozen_model import FrozenModel, model_to_freeze
-from mcore_rl.rl.models.reference import Reference
+from mcore_rl.rl.models.reference import Reference, ReferencePass
 from mcore_rl.rl.models.teachers import Teachers, TeacherSource
+from mcore_rl.rl.passes.heads import LogprobHead
+from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.passes.texts import Texts
 from mcore_rl.rl.rewards.failures import FailedPart, FailureReport
 from mcore_rl.rl.rewards.trial import TRIED_AT_START, try_reward
 from mcore_rl.rl.rollouts.prompts import refuse_prompts_without_teacher
 from mcore_rl.rl.trainer import RlTrainer
-from mcore_rl.rl.update.learner import Learner
+from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.run.programs.open_run import is_done, open_run
 from mcore_rl.run.programs.rollouts import Prompts, load_prompts, make_flow, open_rollouts
 from mcore_rl.run.trained_model import refuse_other_tokenizer
 from mcore_rl.train.loop import Run
+from mcore_rl.train.state import TrainState
 
 OF_LAYERS = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 """Fields of a model in which a critic's checkpoint cannot differ from the policy; the others are found in loading."""
@@ -91,19 +94,16 @@ def train(config: RlRunConfig) -> None:
             for line in [*rollouts.engine.describe(), *rollouts.engine.take_lines()]:
                 run.log.message(line)
             routes = PolicyRoutes(run.state, config)
-            reference = load_reference(config.model, config.rl.loss, config.checkpoint.allow_changes, run)
-            critic = make_critic(config, run)
-            teachers = load_teachers(config, run, teacher_sources)
-            learner = Learner(
-                run.state,
-                config,
-                reference,
-                routes,
-                critic,
-                vocab_size=prompts.tokenizer.vocab_size,
-                teachers=teachers,
-                texts=load_texts(config.rl.ptx, config.train.seed, run, text_source),
-            )
+            vocab_size = prompts.tokenizer.vocab_size
+            logprobs = policy_logprobs(run.state, config, vocab_size)
+            passes = [
+                *split_passes(config, run.state, logprobs, routes),
+                *reference_passes(config, run, logprobs, routes),
+                *teacher_passes(config, run, teacher_sources, logprobs.head),
+                *critic_passes(config, run),
+                *text_passes(config, run, text_source, vocab_size),
+            ]
+            learner = Learner(run.state, config, routes, logprobs, passes)
             RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
     platforms.stop()
 
@@ -206,28 +206,51 @@ def refuse_other_critic(config: RlRunConfig) -> None:
         )
 
 
-def load_reference(
-    model: ModelConfig, loss: LossConfig, allowed: tuple[str, ...], run: Run
-) -> Reference | None:
-    """Collective over the world: return the reference policy of the run, at step 0 the policy; None without KL."""
+def split_passes(
+    config: RlRunConfig, state: TrainState, logprobs: PolicyLogprobs, routes: PolicyRoutes
+) -> Iterator[RoutingSplits]:
+    """Yield what divides mismatches by their routes, with replay.split_interval."""
+    if config.replay.split_interval is not None:
+        yield RoutingSplits(
+            logprobs,
+            routes,
+            config.replay,
+            state,
+            updates_per_rollout=config.updates_per_rollout,
+            is_ahead=bool(config.rl.rollout.max_staleness),
+        )
+
+
+def reference_passes(
+    config: RlRunConfig, run: Run, logprobs: PolicyLogprobs, routes: PolicyRoutes
+) -> Iterator[ReferencePass]:
+    """Collective over the world: yield the reference policy of the run, at step 0 the policy; nothing without KL."""
+    loss, step = config.rl.loss, run.state.progress.step
     if not loss.kl_coeff:
-        return None
+        return
     reference = Reference(
         run.state.chunks,
         run.state.mesh,
-        model,
+        config.model,
         run.folder.path / "reference",
         run.folder.checkpoints,
         store=loss.reference_store,
-        allowed=allowed,
-        shares_base=run.state.config.lora.is_on,
+        allowed=config.checkpoint.allow_changes,
+        shares_base=config.lora.is_on,
     )
-    step = run.state.progress.step
     if step == 0:
         reference.set(0)
     else:
         run.log.message(f"reference policy: {reference.resume(step)}")
-    return reference
+    yield ReferencePass(
+        reference,
+        loss,
+        config.replay,
+        logprobs,
+        routes,
+        run.state,
+        updates_per_rollout=config.updates_per_rollout,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,22 +287,29 @@ def read_texts(config: RlRunConfig, tokenizer: Tokenizer) -> TextSource | None:
     return TextSource(packed=packed, plan=None)
 
 
-def load_texts(ptx: PtxConfig, seed: int, run: Run, source: TextSource | None) -> Texts | None:
-    """Collective over the world: return the texts that are mixed into updates; None without any."""
+def text_passes(config: RlRunConfig, run: Run, source: TextSource | None, vocab_size: int) -> Iterator[Texts]:
+    """Collective over the world: yield the texts that are mixed into updates; nothing without any."""
     if source is None:
-        return None
-    mesh, device = run.state.mesh, run.state.platform.device
+        return
     if source.packed is not None:
         examples = source.packed.examples
         run.log.message(
             f"rl.ptx: {len(examples)} conversations, {examples.num_skipped} too long and left out"
         )
-        return Texts(source.packed, ptx.sequences, mesh, device)
-    assert source.plan is not None
-    for text in source.plan.sources:
-        run.log.message(f"rl.ptx: {text.describe(source.plan.samples.train)}")
-    datasets = build_datasets(source.plan, seed=seed, cache_dir=run.folder.path / "index_cache")
-    return Texts(datasets.train, ptx.sequences, mesh, device)
+        dataset: SampleDataset = source.packed
+    else:
+        assert source.plan is not None
+        for text in source.plan.sources:
+            run.log.message(f"rl.ptx: {text.describe(source.plan.samples.train)}")
+        cache = run.folder.path / "index_cache"
+        dataset = build_datasets(source.plan, seed=config.train.seed, cache_dir=cache).train
+    yield Texts(
+        dataset,
+        config.rl.ptx,
+        run.state,
+        vocab_size=vocab_size,
+        chunk_tokens=config.rl.loss.logprob_chunk_tokens,
+    )
 
 
 def sources_of_teachers(config: RlRunConfig, prompts: Prompts) -> list[TeacherSource | None]:
@@ -324,10 +354,12 @@ def teacher_source(named: str, config: RlRunConfig, tokenizer: Tokenizer) -> Tea
     return TeacherSource(path=path, model=model)
 
 
-def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource | None]) -> Teachers | None:
-    """Collective over the world: return the teachers of the run; None where there are none."""
+def teacher_passes(
+    config: RlRunConfig, run: Run, sources: Sequence[TeacherSource | None], logprobs: LogprobHead
+) -> Iterator[Teachers]:
+    """Collective over the world: yield the teachers of the run; nothing where there are none."""
     if not sources:
-        return None
+        return
     state, step = run.state, run.state.progress.step
     teachers: list[FrozenModel | Reference] = []
     for source in sources:
@@ -362,20 +394,30 @@ def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource
         else:
             run.log.message(f"teacher: {earlier.resume(step)}")
         teachers.append(earlier)
-    return Teachers(teachers)
+    yield Teachers(
+        teachers, config.rl.distill, logprobs, state, updates_per_rollout=config.updates_per_rollout
+    )
 
 
-def make_critic(config: RlRunConfig, run: Run) -> Critic | None:
-    """Collective over the world: return the run's critic, at step 0 with the weights of
-    rl.advantage.critic.load or of the policy, later with the checkpoint's; None for a run without a critic.
+def critic_passes(config: RlRunConfig, run: Run) -> Iterator[Critic]:
+    """Collective over the world: yield the run's critic, at step 0 with the weights of rl.advantage.critic.load or of
+    the policy, later with the checkpoint's; nothing for a run without a critic.
     """
     state = run.state.critic
     if state is None or config.critic is None:
-        return None
-    critic = Critic(state, config, config.critic, critic_routes(state, config, config.critic))
+        return
+    critic = Critic(
+        state,
+        run.state,
+        config.critic,
+        config.checkpoint,
+        critic_routes(state, config, config.critic),
+        epochs=config.critic_epochs,
+        updates_per_rollout=config.updates_per_rollout,
+    )
     if run.state.progress.step == 0:
         run.log.message(critic.begin(run.state.chunks))
-    return critic
+    yield critic
 
 
 if __name__ == "__main__":

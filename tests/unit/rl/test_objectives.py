@@ -24,11 +24,12 @@ from mcore_rl.config.rl.update import UpdateConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.rl.models.reference import ReferencePass
 from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
 from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.update.learner import Learner
+from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.rl.update.objective import policy_objective
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
@@ -258,7 +259,18 @@ CASES = {
 
 def learner_of(state: TrainState, config: RlRunConfig) -> Learner:
     routes = PolicyRoutes(state, config)
-    return Learner(state, config, None, routes, vocab_size=MODEL.vocab_size)
+    logprobs = policy_logprobs(state, config, MODEL.vocab_size)
+    # The numbers of a reference are given: what is left of its pass is the KL that rewards pay.
+    kl = ReferencePass(
+        None,  # type: ignore[arg-type]
+        config.rl.loss,
+        config.replay,
+        logprobs,
+        routes,
+        state,
+        updates_per_rollout=1,
+    )
+    return Learner(state, config, routes, logprobs, [kl])
 
 
 @pytest.mark.parametrize(("name", "max_tokens"), [*((name, 40) for name in CASES), ("gspo", 200)])
