@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mcore_rl.config.model import MoEConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
@@ -10,7 +11,10 @@ from mcore_rl.config.run import RunConfig
 def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield a sentence for each setting that means something else on another mesh; the config has passed its checks."""
     moe, train = config.model.moe, config.train
-    yield from _packed_by_tokens(config)
+    if config.model.is_moe and isinstance(config, RlRunConfig):
+        yield from _packed_by_tokens(moe, "rl.update.max_tokens_per_microbatch")
+    elif config.model.is_moe and isinstance(config, PreferenceRunConfig):
+        yield from _packed_by_tokens(moe, "data.tokens_per_microbatch")
     if not (config.model.is_moe and moe.balance == "global_aux_loss" and moe.aux_loss_coeff):
         return
     dp = world_size // config.mesh.model_parallel
@@ -33,17 +37,10 @@ def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _packed_by_tokens(config: RunConfig) -> Iterator[str]:
-    """Yield what depends on which sequences lie in a microbatch together, where these are packed by their tokens."""
-    moe = config.model.moe
-    if isinstance(config, RlRunConfig):
-        field = "rl.update.max_tokens_per_microbatch"
-    elif isinstance(config, PreferenceRunConfig):
-        field = "data.tokens_per_microbatch"
-    else:
-        return  # the rows of a micro-batch are the same on every mesh
-    if not config.model.is_moe:
-        return
+def _packed_by_tokens(moe: MoEConfig, field: str) -> Iterator[str]:
+    """Yield what depends on which sequences lie in a microbatch together, where `field` packs these by their tokens;
+    elsewhere the rows of a micro-batch are the same on every mesh.
+    """
     packs = f"and another mesh or {field} packs others together and trains"
     if moe.balance == "aux_loss" and moe.aux_loss_coeff:
         yield (

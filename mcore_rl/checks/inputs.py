@@ -10,7 +10,10 @@ from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.extension import JUDGE_PART
 from mcore_rl.config.preferences import PreferenceDataConfig
-from mcore_rl.config.rl.distill import SELF
+from mcore_rl.config.rl.distill import SELF, DistillConfig
+from mcore_rl.config.rl.ptx import PtxConfig
+from mcore_rl.config.rl.reward import RewardConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
@@ -77,35 +80,31 @@ def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
     for split, file in _files(data):
         if not file.startswith("hub:"):
             yield f"data.{split}", Path(file), "the file"
-    yield from _prompt_files(config)
-    yield from _scoring_models(config)
-    yield from _teachers_and_texts(config)
-
-
-def _scoring_models(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
     if isinstance(config, RlRunConfig):
-        for part in config.rl.reward.parts:
-            if part.startswith(JUDGE_PART):
-                yield "rl.reward.parts", Path(part.removeprefix(JUDGE_PART)), "the judge's template"
-        for part in config.rl.reward.model_parts:
-            yield "rl.reward.parts", Path(part.partition(":")[2]), "the reward model"
+        yield from _prompt_files(config.rl)
+        yield from _scoring_models(config.rl.reward)
         if config.critic is not None and config.critic.load and not has_checkpoints(Path(config.run_dir)):
             yield "rl.advantage.critic.load", Path(config.critic.load), "the checkpoint"
+        yield from _teachers_and_texts(config.rl.distill, config.rl.ptx)
 
 
-def _teachers_and_texts(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
-    if isinstance(config, RlRunConfig):
-        distill, ptx = config.rl.distill, config.rl.ptx
-        if distill.teacher not in (None, SELF):
-            yield "rl.distill.teacher", Path(str(distill.teacher)), "the checkpoint"
-        for tag, path in distill.teachers.items():
-            if path != SELF:
-                yield f"rl.distill.teachers.{tag}", Path(path), "the checkpoint"
-        yield from (
-            ("rl.ptx.files", Path(file), "the file") for file in ptx.files if not file.startswith("hub:")
-        )
-        for prefix in ptx.tokens:
-            yield from (("rl.ptx.tokens", Path(prefix + ending), "the file") for ending in (".bin", ".idx"))
+def _scoring_models(reward: RewardConfig) -> Iterator[tuple[str, Path, str]]:
+    for part in reward.parts:
+        if part.startswith(JUDGE_PART):
+            yield "rl.reward.parts", Path(part.removeprefix(JUDGE_PART)), "the judge's template"
+    for part in reward.model_parts:
+        yield "rl.reward.parts", Path(part.partition(":")[2]), "the reward model"
+
+
+def _teachers_and_texts(distill: DistillConfig, ptx: PtxConfig) -> Iterator[tuple[str, Path, str]]:
+    if distill.teacher not in (None, SELF):
+        yield "rl.distill.teacher", Path(str(distill.teacher)), "the checkpoint"
+    for tag, path in distill.teachers.items():
+        if path != SELF:
+            yield f"rl.distill.teachers.{tag}", Path(path), "the checkpoint"
+    yield from (("rl.ptx.files", Path(file), "the file") for file in ptx.files if not file.startswith("hub:"))
+    for prefix in ptx.tokens:
+        yield from (("rl.ptx.tokens", Path(prefix + ending), "the file") for ending in (".bin", ".idx"))
 
 
 def has_checkpoints(run_dir: Path) -> bool:
@@ -125,10 +124,6 @@ def _files(data: object) -> Iterator[tuple[str, str]]:
             yield from ((split, file) for file in getattr(data, split))
 
 
-def _prompt_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
-    if isinstance(config, RlRunConfig):
-        for field, files in (
-            ("rl.prompts.files", config.rl.prompts.files),
-            ("rl.eval.files", config.rl.eval.files),
-        ):
-            yield from ((field, Path(file), "the file") for file in files if not file.startswith("hub:"))
+def _prompt_files(rl: RlConfig) -> Iterator[tuple[str, Path, str]]:
+    for field, files in (("rl.prompts.files", rl.prompts.files), ("rl.eval.files", rl.eval.files)):
+        yield from ((field, Path(file), "the file") for file in files if not file.startswith("hub:"))

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.lora import LoraConfig, present
-from mcore_rl.config.run import RunConfig
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.config.toml import toml_value
 
 
@@ -14,8 +16,8 @@ def lora_violations(config: RunConfig) -> Iterator[str]:
     if not lora.is_on:
         yield from _without_rank(lora)
         return
-    yield from _targets(config)
-    yield from _layers(config)
+    yield from _targets(lora, config.model)
+    yield from _layers(lora, config.mesh, config.model, config.platform)
     if lora.load is not None and isinstance(config, DPOConfig):
         yield (
             f'lora.load="{lora.load}" with `mcore-rl dpo`: the reference of a run that resumes would be the weights '
@@ -40,8 +42,7 @@ def _without_rank(lora: LoraConfig) -> Iterator[str]:
             )
 
 
-def _targets(config: RunConfig) -> Iterator[str]:
-    lora, model = config.lora, config.model
+def _targets(lora: LoraConfig, model: ModelConfig) -> Iterator[str]:
     targets = lora.targets_in(model)
     if not targets:
         yield f'lora.targets=[] with lora.rank={lora.rank}: nothing would be trained. Name some, or set "auto".'
@@ -63,9 +64,10 @@ def _targets(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _layers(config: RunConfig) -> Iterator[str]:
-    lora, platform = config.lora, config.platform
-    targets = lora.targets_in(config.model)
+def _layers(
+    lora: LoraConfig, mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig
+) -> Iterator[str]:
+    targets = lora.targets_in(model)
     reasons = {
         'platform.layers="te": TransformerEngine has norms inside of its linear layers, and the adapters need their '
         'outputs. Set platform.layers="torch"': platform.layers == "te",
@@ -77,7 +79,7 @@ def _layers(config: RunConfig) -> Iterator[str]:
         "false": platform.batch_invariant,
         'mesh.overlap_shared_experts=true and adapters in "shared_experts": Megatron takes the messages out of their '
         'linear layers. Set it to false, or leave "shared_experts" out of '
-        "lora.targets": config.mesh.overlap_shared_experts and "shared_experts" in targets,
+        "lora.targets": mesh.overlap_shared_experts and "shared_experts" in targets,
     }
     for reason, holds in reasons.items():
         if holds:

@@ -15,11 +15,14 @@ from mcore_rl.checks.run import (
     schedule_violations,
 )
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.rl.critic import CriticConfig
 from mcore_rl.config.rl.ptx import PtxConfig
 from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import TrainConfig
+from mcore_rl.config.run import PlatformConfig, TrainConfig
+from mcore_rl.config.section import Store
 
 MAX_DISTANCE = 100_000
 
@@ -39,29 +42,39 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
             *engine_violations(config),
             *replay_violations(config.replay, config.model),
             *chat_violations(config.data.tokenizer, config.data.chat_template, "prompts"),
-            *_lengths(config),
+            *_lengths(config.rl, config.packed_length, config.longest_sample, config.model.max_position),
             *_batches(config.rl, config.rollout_size, config.train),
-            *_intervals(config),
-            *_critic(config),
-            *_stores(config),
+            *_intervals(
+                config.train, config.checkpoint.interval, config.updates_per_rollout, config.rollout_size
+            ),
+            *_critic(
+                config.critic, config.platform, config.critic_steps, config.train, config.updates_per_rollout
+            ),
+            *_stores("optim", config.optim, "rl.update.store", config.update_store),
+            *_stores(
+                "rl.advantage.critic.optim",
+                config.critic_optim,
+                "rl.advantage.critic.store",
+                config.critic_store,
+            ),
             *_texts(config.mesh, config.rl.ptx, world_size),
             *_model(config),
         ]
     )
 
 
-def _lengths(config: RlRunConfig) -> Iterator[str]:
-    max_tokens, longest = config.rl.update.max_tokens_per_microbatch, config.longest_sample
-    if max_tokens != "auto" and config.packed_length < longest:
+def _lengths(rl: RlConfig, packed_length: int, longest: int, max_position: int) -> Iterator[str]:
+    max_tokens = rl.update.max_tokens_per_microbatch
+    if max_tokens != "auto" and packed_length < longest:
         yield (
             f"rl.update.max_tokens_per_microbatch={max_tokens} holds no rl.prompts.max_tokens="
-            f"{config.rl.prompts.max_tokens} with {_completion_field(config.rl)}={config.rl.max_completion_tokens}. "
+            f"{rl.prompts.max_tokens} with {_completion_field(rl)}={rl.max_completion_tokens}. "
             f"Raise it to {longest} or more, or shorten them."
         )
-    if longest > config.model.max_position:
+    if longest > max_position:
         yield (
-            f"rl.prompts.max_tokens={config.rl.prompts.max_tokens} + {_completion_field(config.rl)}="
-            f"{config.rl.max_completion_tokens} are more than model.max_position={config.model.max_position}. "
+            f"rl.prompts.max_tokens={rl.prompts.max_tokens} + {_completion_field(rl)}="
+            f"{rl.max_completion_tokens} are more than model.max_position={max_position}. "
             "Shorten one of them."
         )
 
@@ -104,55 +117,56 @@ def _nearest_divisor(size: int, wanted: int) -> int:
     return 1
 
 
-def _intervals(config: RlRunConfig) -> Iterator[str]:
+def _intervals(
+    train: TrainConfig, save_interval: int | None, updates: int, rollout_size: int
+) -> Iterator[str]:
     """Check that steps are whole rollout batches, between which alone a run saves, evaluates and ends."""
-    updates, train = config.updates_per_rollout, config.train
     if not updates:
         return  # _batches reports it
     fields = {
         "train.steps": train.steps,
         "train.eval_interval": train.eval_interval,
-        "checkpoint.interval": config.checkpoint.interval,
+        "checkpoint.interval": save_interval,
     }
     for name, steps in fields.items():
         if steps is not None and steps % updates:
             yield (
                 f"{name}={steps} is not a multiple of the {updates} optimizer steps of a rollout batch (its "
-                f"{config.rollout_size} completions x rl.update.epochs={config.rl.update.epochs} / train.global_batch="
-                f"{train.global_batch}). Use {steps - steps % updates + updates}."
+                f"{rollout_size} completions x rl.update.epochs / train.global_batch={train.global_batch}). Use "
+                f"{steps - steps % updates + updates}."
             )
 
 
-def _stores(config: RlRunConfig) -> Iterator[str]:
+def _stores(section: str, optim: OptimConfig | None, field: str, store: Store) -> Iterator[str]:
     """Check that an optimizer whose state lies in main memory is not asked to leave the device."""
-    for field, optim, store in (
-        ("rl.update.store", config.optim, config.update_store),
-        ("rl.advantage.critic.store", config.critic_optim, config.critic_store),
-    ):
-        if optim is not None and optim.offload_fraction and store != "device":
-            section = "optim" if field == "rl.update.store" else "rl.advantage.critic.optim"
-            yield (
-                f'{field}="{store}" with {section}.offload_fraction={optim.offload_fraction:g}, whose state is in main '
-                "memory all the time. Set one of them to its default."
-            )
+    if optim is not None and optim.offload_fraction and store != "device":
+        yield (
+            f'{field}="{store}" with {section}.offload_fraction={optim.offload_fraction:g}, whose state is in main '
+            "memory all the time. Set one of them to its default."
+        )
 
 
-def _critic(config: RlRunConfig) -> Iterator[str]:
+def _critic(
+    critic: CriticConfig | None,
+    platform: PlatformConfig,
+    critic_steps: int,
+    train: TrainConfig,
+    updates: int,
+) -> Iterator[str]:
     """Check the critic's own schedule, and that its warm-up leaves steps to the policy."""
-    if config.critic is None or not config.updates_per_rollout:
+    if critic is None or not updates:
         return
-    critic, updates = config.critic, config.updates_per_rollout
-    if critic.warmup_rollouts * updates >= config.train.steps:
+    if critic.warmup_rollouts * updates >= train.steps:
         yield (
             f"rl.advantage.critic.warmup_rollouts={critic.warmup_rollouts} are all of train.steps="
-            f"{config.train.steps}, of which a rollout batch takes {updates}: the policy would not be trained. Lower "
+            f"{train.steps}, of which a rollout batch takes {updates}: the policy would not be trained. Lower "
             "it, or raise train.steps."
         )
-    yield from offload_violations(critic.optim, config.platform, "rl.advantage.critic.optim")
-    yield from precision_violations(critic.optim, config.platform, "rl.advantage.critic.optim")
+    yield from offload_violations(critic.optim, platform, "rl.advantage.critic.optim")
+    yield from precision_violations(critic.optim, platform, "rl.advantage.critic.optim")
     yield from schedule_violations(
         critic.optim,
-        config.critic_steps,
+        critic_steps,
         "rl.advantage.critic.optim",
         "the critic's steps (train.steps, rl.advantage.critic.epochs)",
     )

@@ -18,6 +18,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig, TrainConfig
+from mcore_rl.config.section import Section
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
@@ -60,13 +61,16 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from _platform(config.platform, model)
     yield from _router_fusion(config.platform, unfuses_router=config.unfuses_router)
     yield from _overlapped_shared_experts(config.mesh, config.platform)
-    yield from _overlapped_tensor_parallelism(config)
+    has_one_shape = isinstance(config, PretrainConfig | SFTConfig)
+    yield from _overlapped_tensor_parallelism(
+        config.mesh, config.model, config.platform, has_one_shape=has_one_shape
+    )
     yield from offload_violations(config.optim, config.platform)
     yield from precision_violations(config.optim, config.platform)
     yield from _recompute(config.platform, model)
     yield from _recomputed_groups(config.platform, model, mesh)
     yield from lora_violations(config)
-    yield from _allowed_changes(config)
+    yield from _allowed_changes(config.checkpoint.allow_changes, type(config))
 
 
 def _run_dir(run_dir: str) -> Iterator[str]:
@@ -91,9 +95,9 @@ def _head(model: ModelConfig, *, trains_scores: bool) -> Iterator[str]:
         yield 'model.head="logits": a reward model returns one number for a sequence. Set model.head="score".'
 
 
-def _allowed_changes(config: RunConfig) -> Iterator[str]:
-    keys = [doc.key for doc in describe(type(config))]
-    for name in config.checkpoint.allow_changes:
+def _allowed_changes(allowed: tuple[str, ...], kind: type[Section]) -> Iterator[str]:
+    keys = [doc.key for doc in describe(kind)]
+    for name in allowed:
         if name != "numerics" and not any(key == name or key.startswith(f"{name}.") for key in keys):
             yield (
                 f"checkpoint.allow_changes names {toml_value(name)}, which is no field and no section. Name those "
@@ -295,13 +299,14 @@ def _overlapped_shared_experts(mesh: MeshConfig, platform: PlatformConfig) -> It
         )
 
 
-def _overlapped_tensor_parallelism(config: RunConfig) -> Iterator[str]:
-    mesh, model, platform = config.mesh, config.model, config.platform
+def _overlapped_tensor_parallelism(
+    mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig, *, has_one_shape: bool
+) -> Iterator[str]:
     if not mesh.overlap_tp:
         return
     reasons = {
         "TransformerEngine's user buffers have one shape for a whole run, as batches of pretraining and fine-tuning do "
-        "and those of this program do not": not isinstance(config, PretrainConfig | SFTConfig),
+        "and those of this program do not": not has_one_shape,
         f"mesh.tp={mesh.tp} sends nothing": mesh.tp == 1,
         f"mesh.sequence_parallel=false with mesh.tp={mesh.tp}: what overlaps are its gathers and "
         "reductions": mesh.tp > 1 and not mesh.sequence_parallel,

@@ -91,7 +91,7 @@ def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes
             held = [param for chunk in bare for param in chunk.parameters() if param.requires_grad]
             numbers, weights = sum(param.numel() for param in held), storage_bytes(held)
         return ModelBytes(one=one, numbers=numbers, weights=weights)
-    freeze(config, bare)
+    freeze(bare, trains_routers=not config.freezes_router, trains_mtp=config.trains_mtp)
     flags = planned_flags(config, mesh.world.size)
     chunks = wrap_for_data_parallelism(bare, flags, mesh, one.optim.main_grads_dtype)
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

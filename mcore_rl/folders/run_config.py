@@ -8,7 +8,9 @@ from mcore_rl.config.changes import leaves, listing
 from mcore_rl.config.describe import describe
 from mcore_rl.config.extension import is_extension
 from mcore_rl.config.load import Setting, config_of, read_settings
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.section import Section
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families.same_model import model_changes
 from mcore_rl.folders.huggingface import is_hf
@@ -72,7 +74,7 @@ def with_origins(cls: type[R], path: Path | None, overrides: Sequence[str] = ())
         settings = {**_defaults(cls, own, folder, named), **own}
     config = config_of(cls, settings)
     if folder is not None and takes_weights:
-        _refuse_contradictions(config, folder, settings)
+        _refuse_contradictions(config.model, config.checkpoint.allow_changes, folder, settings)
     return config, {key: setting.source for key, setting in settings.items()}
 
 
@@ -119,7 +121,7 @@ def _without_weaker(
 
 
 def _defaults(
-    cls: type[RunConfig], settings: Mapping[str, Setting], folder: ModelFolder, named: Setting
+    cls: type[Section], settings: Mapping[str, Setting], folder: ModelFolder, named: Setting
 ) -> dict[str, Setting]:
     """Return the settings that the folder has, for the fields of `cls`."""
     fields = {doc.key for doc in describe(cls)}
@@ -143,11 +145,12 @@ def _defaults(
     }
 
 
-def _refuse_contradictions(config: RunConfig, folder: ModelFolder, settings: Mapping[str, Setting]) -> None:
+def _refuse_contradictions(
+    model: ModelConfig, allowed: tuple[str, ...], folder: ModelFolder, settings: Mapping[str, Setting]
+) -> None:
     """Raise a ConfigError where the config's model is not the one that the weights of `model.path` are of."""
-    changes = model_changes(folder.model.model_dump(mode="json"), config.model)
+    changes = model_changes(folder.model.model_dump(mode="json"), model)
     of_shape = tuple(f"model.{name}" for name in OF_SHAPE)
-    allowed = config.checkpoint.allow_changes
     refused = [change for change in changes if change.is_allowed(of_shape) or not change.is_allowed(allowed)]
     if not refused:
         return
@@ -161,7 +164,7 @@ def _refuse_contradictions(config: RunConfig, folder: ModelFolder, settings: Map
         )
     places = dict.fromkeys(settings[change.key].source for change in refused if change.key in settings)
     raise ConfigError(
-        f"model.path={config.model.path} has weights of another model than is set {' and '.join(places)}:\n{listed}\n"
+        f"model.path={model.path} has weights of another model than is set {' and '.join(places)}:\n{listed}\n"
         "Leave these fields out; or, for random weights of the model that they describe, set checkpoint.load=none."
         f"{accept}"
     )

@@ -17,6 +17,7 @@ from mcore_rl.config.pipeline import ConversionStage
 from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import CheckpointConfig, RunConfig
+from mcore_rl.config.section import Section
 from mcore_rl.errors import ConfigError
 from mcore_rl.launch.job import Component, Container, JobScript
 from mcore_rl.launch.preflight import (
@@ -87,7 +88,7 @@ def plan_training(
     allowances: Allowances,
 ) -> PlannedJob:
     """Return the job of one training; ConfigError lists everything that is wrong with it."""
-    refuse(list(_unknown_fields(config, options)))
+    refuse(list(_unknown_fields(type(config), options)))
     run_dir = Path(config.run_dir).absolute()
     config = config.model_copy(update={"run_dir": str(run_dir), "checkpoint": _surviving(config.checkpoint)})
     checked = check_training(PROGRAMS[program], _with_servers(config, options), cluster, nodes, allowances)
@@ -267,9 +268,9 @@ def sbatch_options(cluster: ClusterConfig, gpus: int) -> tuple[str, ...]:
     return (*options, *slurm.options)
 
 
-def _unknown_fields(config: RunConfig, options: JobOptions) -> Iterator[str]:
+def _unknown_fields(kind: type[Section], options: JobOptions) -> Iterator[str]:
     """Yield a sentence for each field that the job would set and that the config does not have."""
-    known = [doc.key for doc in describe(type(config))]
+    known = [doc.key for doc in describe(kind)]
     given = {
         "--server-field": options.server_field,
         "--array-field": options.array_field if options.array else "",

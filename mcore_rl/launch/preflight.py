@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from mcore_rl.checks.inputs import absent, has_checkpoints, inputs_of
 from mcore_rl.checks.programs import Program
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
@@ -60,8 +61,8 @@ def check_training(
     placed = placement(config.model, config.mesh, per_node, world)
     plan = estimate(config, program, place_of(cluster, world))
     missing = [
-        *_missing_inputs(config, cluster.container, allowances),
-        *_not_imported(config),
+        *_missing_inputs(inputs_of(config), config.run_dir, cluster.container, allowances),
+        *_not_imported(config.checkpoint.load, config.model, Path(config.run_dir).absolute()),
         *image_violations(cluster.container),
     ]
     refuse(
@@ -92,12 +93,11 @@ def check_training(
     )
 
 
-def _not_imported(config: RunConfig) -> Iterator[str]:
+def _not_imported(load: str | None, model: ModelConfig, run_dir: Path) -> Iterator[str]:
     """Yield a sentence when the weights are a Hugging Face folder that nobody has imported, as ranks do not."""
-    load, run_dir = config.checkpoint.load, Path(config.run_dir).absolute()
     if load is None or not Path(load).is_dir() or has_checkpoints(run_dir):
         return
-    found = import_of(load, config.model, imports_folder(os.environ, run_dir))
+    found = import_of(load, model, imports_folder(os.environ, run_dir))
     if found is not None and not found.is_complete:
         yield (
             f"checkpoint.load={load} is a Hugging Face folder, which is imported once, before jobs load it: "
@@ -176,11 +176,13 @@ def in_use_violations(run_dir: Path) -> Iterator[str]:
             )
 
 
-def _missing_inputs(config: RunConfig, container: ContainerConfig, allowances: Allowances) -> Iterator[str]:
-    for name, path, what in inputs_of(config):
+def _missing_inputs(
+    inputs: Iterable[tuple[str, Path, str]], run_dir: str, container: ContainerConfig, allowances: Allowances
+) -> Iterator[str]:
+    for name, path, what in inputs:
         whole = path.absolute()
         if path.exists() or not allowances.promised.isdisjoint((whole, *whole.parents)):
-            if container.kind != "none" and not _is_mounted(whole, container.mounts, config.run_dir):
+            if container.kind != "none" and not _is_mounted(whole, container.mounts, run_dir):
                 yield (
                     f"{name}: {whole} is outside the mounts of the container. Add it to container.mounts, as "
                     f'"{whole.parent}:{whole.parent}".'

@@ -17,10 +17,11 @@ from mcore_rl.checks.rm import check_rm
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.load import kind_of
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
-from mcore_rl.config.run import PlatformConfig, RunConfig
+from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.peft import read_peft
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
@@ -65,7 +66,9 @@ def evaluate(config: RlRunConfig) -> None:
     platform = platforms.start(settings, allows_te=config.allows_te)
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
-    chunks, stored = loaded(config, mesh, platform, settings, source)
+    chunks, stored = loaded(
+        config.model, config.lora, mesh, platform, settings, source, config.checkpoint.allow_changes
+    )
     failures = FailureReport(_complain, folder=None)
     with open_rollouts(config, prompts, chunks, mesh, platform, failures) as rollouts:
         rollouts.engine.update_weights(0)
@@ -98,7 +101,9 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
     platform = platforms.start(settings, allows_te=config.allows_te)
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
-    chunks, stored = loaded(config, mesh, platform, settings, source)
+    chunks, stored = loaded(
+        config.model, config.lora, mesh, platform, settings, source, config.checkpoint.allow_changes
+    )
     if not stored.has_scores:
         raise CheckpointError(
             f"{stored.path} is of a language model, which has no scores. Name a checkpoint that `mcore-rl rm` made"
@@ -125,18 +130,24 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
 
 
 def loaded(
-    config: RunConfig, mesh: Mesh, platform: platforms.Platform, settings: PlatformConfig, source: Path
+    model: ModelConfig,
+    lora: LoraConfig,
+    mesh: Mesh,
+    platform: platforms.Platform,
+    settings: PlatformConfig,
+    source: Path,
+    allowed: tuple[str, ...],
 ) -> tuple[list[nn.Module], StoredCheckpoint]:
     """Collective over the world: return the chunks of the config's model, low-rank adapters included, with the weights
     of a checkpoint, and that checkpoint.
     """
-    chunks = build_model(config.model, mesh, platform, settings)
-    if config.lora.is_on:
-        add_adapters(chunks, config.lora, config.model, config.train.seed)
-    refuse_other_adapters(inspect(source), config.lora)
-    stored = load_weights(chunks, mesh, config.model, source, allowed=config.checkpoint.allow_changes)
-    if config.lora.load is not None and not stored.has_adapters:
-        fill_adapters(chunks, read_peft(Path(config.lora.load), config.lora, config.model))
+    chunks = build_model(model, mesh, platform, settings)
+    if lora.is_on:
+        add_adapters(chunks, lora, model, seed=0)  # a checkpoint or lora.load fills them, or B is 0
+    refuse_other_adapters(inspect(source), lora)
+    stored = load_weights(chunks, mesh, model, source, allowed=allowed)
+    if lora.load is not None and not stored.has_adapters:
+        fill_adapters(chunks, read_peft(Path(lora.load), lora, model))
     return chunks, stored
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_rl.checks.programs import PROGRAMS, Program
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.folders.model import find_model, read_model_folder
@@ -28,7 +29,7 @@ def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
     """
     program = PROGRAMS[kind]
     config, place, shown, lines = _tried(folder, gpus, program, overrides)
-    name = f"{folder.resolve().name}, {size_of(config)}: "
+    name = f"{folder.resolve().name}, {size_of(config.model)}: "
     length = f"{program.seq_length(config):,} tokens"
     if shown:
         what = f"yes, {kind} in {config.platform.precision} with sequences of {length} fits on {gpus}"
@@ -98,11 +99,11 @@ def _usual(program: Program, folder: Path, gpus: Gpus, max_position: int) -> Ite
         yield "model.head=score"
 
 
-def size_of(config: RunConfig) -> str:
+def size_of(model: ModelConfig) -> str:
     """Return the number of parameters, of a mixture of experts those at work for a token too."""
-    (weights,) = weights_by_stage(config.model, MeshConfig())
+    (weights,) = weights_by_stage(model, MeshConfig())
     text = f"{weights.total / 1e9:.3g} B parameters"
-    if config.model.is_moe:
-        active = weights.dense + weights.expert * config.model.moe.top_k // config.model.moe.num_experts
+    if model.is_moe:
+        active = weights.dense + weights.expert * model.moe.top_k // model.moe.num_experts
         text += f", {active / 1e9:.3g} B at work for a token"
     return text

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.config.run import RunConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.folders.model import find_model
 from mcore_rl.folders.run_config import load_run_config
@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     ]
     rest = [
         *_data(kind, config.model.max_position),
-        *(_rl(config, ranks) if kind == "rl" else _steps(kind, ranks)),
+        *(_rl(config.model, ranks) if kind == "rl" else _steps(kind, ranks)),
     ]
     if gpus is not None:
         fields = fitting_fields(folder, gpus, kind, [f"{key}={toml_value(value)}" for key, value, _ in rest])
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     lines += rest
     lines.append(("checkpoint.interval", 50, "steps between two checkpoints"))
     sys.stdout.write(
-        f"# {kind} of {name}, {size_of(config)}, for {place}: mcore-rl {kind} THIS_FILE --ranks {ranks}\n"
+        f"# {kind} of {name}, {size_of(config.model)}, for {place}: mcore-rl {kind} THIS_FILE --ranks {ranks}\n"
     )
     for key, value, comment in lines:
         sys.stdout.write(f"{key} = {toml_value(value)}" + (f"  # {comment}" if comment else "") + "\n")
@@ -80,7 +80,7 @@ def _steps(kind: str, ranks: int) -> Iterator[Line]:
     yield "optim.warmup_steps", 20, ""
 
 
-def _rl(config: RunConfig, ranks: int) -> Iterator[Line]:
+def _rl(model: ModelConfig, ranks: int) -> Iterator[Line]:
     prompts = max(16, ranks // GROUP_SIZE)
     yield "rl.rollout.prompts_per_step", prompts, ""
     yield (
@@ -93,7 +93,7 @@ def _rl(config: RunConfig, ranks: int) -> Iterator[Line]:
         ["numeric"],
         "1 where the last number is the answer's; or math, exact, module:function",
     )
-    if config.model.is_moe:
+    if model.is_moe:
         yield "replay.kind", "r2", "updates use the experts that the old policy chose"
     yield "train.steps", 100, ""
     yield "train.global_batch", GROUP_SIZE * prompts, "completions of a step: one step for each rollout batch"

@@ -42,7 +42,7 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
     """
     mesh = build_mesh(config.mesh)
     if config.mesh.overlap_tp and platform.layers == "te":
-        allocate_user_buffers(config, mesh)
+        allocate_user_buffers(user_buffer_shape(config), mesh)
     seed_ranks(config.train.seed)
     # What waits elsewhere has left the device before the next model is built.
     state = _set_up_model(
@@ -58,14 +58,14 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
     return state
 
 
-def allocate_user_buffers(config: RunConfig, mesh: Mesh) -> None:
+def allocate_user_buffers(shape: list[int], mesh: Mesh) -> None:
     """Collective over the world: allocate the buffers in which messages of tensor parallelism travel beside products,
-    before any layer that uses them is built.
+    before any layer that uses them is built; `shape` is [tokens, hidden size] of a microbatch.
     """
     # Megatron leaves this to its scripts, and TransformerEngine is not everywhere.
     base = importlib.import_module("transformer_engine.pytorch.module.base")
     base.initialize_ub(
-        shape=user_buffer_shape(config),
+        shape=shape,
         tp_size=mesh.tp.size,
         use_fp8=False,
         ub_cfgs={},
@@ -91,7 +91,7 @@ def _set_up_model(
     then waits in `store`.
     """
     bare = build_model(config.model, mesh, platform, config.platform)
-    freeze(config, bare)
+    freeze(bare, trains_routers=not config.freezes_router, trains_mtp=config.trains_mtp)
     if config.lora.is_on:
         add_adapters(bare, config.lora, config.model, config.train.seed)
     refuse_partly_frozen(bare, mesh)
@@ -114,7 +114,7 @@ def _set_up_model(
     )
 
 
-def freeze(config: RunConfig, chunks: Sequence[nn.Module]) -> None:
+def freeze(chunks: Sequence[nn.Module], *, trains_routers: bool, trains_mtp: bool) -> None:
     """Keep out of training, before the optimizer is built, what this program does not train.
 
     These are the routers, if the config says so: their weights, and their expert biases, which Megatron moves after
@@ -122,11 +122,11 @@ def freeze(config: RunConfig, chunks: Sequence[nn.Module]) -> None:
     them, and an overlapped reduction would wait for their gradients.
     """
     for chunk in map(unwrap, chunks):
-        if config.freezes_router:
+        if not trains_routers:
             chunk.config.moe_router_bias_update_rate = 0.0
             for _, router in routers(chunk):
                 router.requires_grad_(False)
-        if not config.trains_mtp and getattr(chunk, "mtp", None) is not None:
+        if not trains_mtp and getattr(chunk, "mtp", None) is not None:
             chunk.mtp.requires_grad_(False)
 
 

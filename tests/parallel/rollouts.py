@@ -142,7 +142,7 @@ def taken_from_flow(mesh: MeshConfig, staleness: int, broken: int) -> tuple[list
     batches: list[dict[str, Any]] = []
     with (
         opened(built, AskedEngine(built, broken), {"max_staleness": staleness}) as rollouts,
-        closing(make_flow(rollouts.config, rollouts, Progress())) as rollouts.flow,
+        closing(make_flow(rollouts, Progress())) as rollouts.flow,
     ):
         try:
             while True:

@@ -14,6 +14,8 @@ from mcore_rl.checks.inputs import contents_of_inputs
 from mcore_rl.checks.programs import program_of
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
+from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.convert.peft import read_peft
 from mcore_rl.files import full_disk_explained, write_atomically
@@ -82,7 +84,7 @@ def open_run(
         inputs = {**on_rank_zero(partial(contents_of_inputs, config)), **orders}
         checkpoints = Checkpoints(state, folder.checkpoints, fence, inputs)
         resumption = checkpoints.resume()
-        adapters = _adapters(config, state, is_new=not saved_steps(folder.checkpoints))
+        adapters = _adapters(config.lora, config.model, state, is_new=not saved_steps(folder.checkpoints))
         step = state.progress.step
         flags = speed_flags_of(config, platform)
         attempt = this_run_attempt(
@@ -136,15 +138,15 @@ def open_run(
         fence.release()
 
 
-def _adapters(config: RunConfig, state: TrainState, *, is_new: bool) -> list[str]:
+def _adapters(lora: LoraConfig, model: ModelConfig, state: TrainState, *, is_new: bool) -> list[str]:
     """Collective over the world: give a new run the adapters of `lora.load`, and return lines for the log."""
-    if not config.lora.is_on:
+    if not lora.is_on:
         return []
     lines = [describe_adapters(state.chunks)]
-    if config.lora.load is not None and is_new:
-        fill_adapters(state.chunks, read_peft(Path(config.lora.load), config.lora, config.model))
+    if lora.load is not None and is_new:
+        fill_adapters(state.chunks, read_peft(Path(lora.load), lora, model))
         state.optimizer.reload_model_params()
-        lines.append(f"adapters of {config.lora.load}")
+        lines.append(f"adapters of {lora.load}")
     return lines
 
 

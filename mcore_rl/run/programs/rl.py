@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
+from mcore_rl.checks.inputs import has_checkpoints
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.data import DataConfig
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.distill import SELF
 from mcore_rl.config.rl.section import RlConfig
@@ -38,6 +40,7 @@ from mcore_rl.rl.models.frozen_model import FrozenModel, model_to_freeze
 from mcore_rl.rl.models.reference import Reference, ReferencePass
 from mcore_rl.rl.models.teachers import Teachers, TeacherSource
 from mcore_rl.rl.passes.heads import LogprobHead
+from mcore_rl.rl.passes.optional import Pass
 from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.passes.texts import Texts
@@ -50,7 +53,6 @@ from mcore_rl.run.programs.open_run import is_done, open_run
 from mcore_rl.run.programs.rollouts import Prompts, load_prompts, make_flow, open_rollouts
 from mcore_rl.run.trained_model import refuse_other_tokenizer
 from mcore_rl.train.loop import Run
-from mcore_rl.train.state import TrainState
 
 OF_LAYERS = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 """Fields of a model in which a critic's checkpoint cannot differ from the policy; the others are found in loading."""
@@ -67,7 +69,8 @@ def train(config: RlRunConfig) -> None:
     """Collective over the ranks that a launcher started: train to the last step, or until a stop is asked for."""
     # Everything that a user can get wrong comes first, before a model costs time.
     check_rl(config, world_size_of_launcher())
-    refuse_other_critic(config)
+    if config.critic is not None and config.critic.load is not None:
+        refuse_other_critic(config.critic.load, config.model, Path(config.run_dir))
     prompts = load_prompts(config)
     text_source = read_texts(config, prompts.tokenizer)
     platform = platforms.start(config.platform, allows_te=config.allows_te)
@@ -88,7 +91,7 @@ def train(config: RlRunConfig) -> None:
                 run.log.message(line)
             run.log.write_now(run.state.progress.step, [Metric("data/prompts", prompts.train.num_prompts)])
             if config.rl.rollout.max_staleness:
-                rollouts.flow = stack.enter_context(closing(make_flow(config, rollouts, run.state.progress)))
+                rollouts.flow = stack.enter_context(closing(make_flow(rollouts, run.state.progress)))
             rollouts.update_weights(run.state.progress.step)
             rollouts.engine.listen(run.log.message)
             for line in [*rollouts.engine.describe(), *rollouts.engine.take_lines()]:
@@ -96,12 +99,23 @@ def train(config: RlRunConfig) -> None:
             routes = PolicyRoutes(run.state, config)
             vocab_size = prompts.tokenizer.vocab_size
             logprobs = policy_logprobs(run.state, config, vocab_size)
-            passes = [
-                *split_passes(config, run.state, logprobs, routes),
+            passes: list[Pass] = []
+            if config.replay.split_interval is not None:
+                passes.append(
+                    RoutingSplits(
+                        logprobs,
+                        routes,
+                        config.replay,
+                        run.state,
+                        updates_per_rollout=config.updates_per_rollout,
+                        is_ahead=bool(config.rl.rollout.max_staleness),
+                    )
+                )
+            passes += [
                 *reference_passes(config, run, logprobs, routes),
                 *teacher_passes(config, run, teacher_sources, logprobs.head),
                 *critic_passes(config, run),
-                *text_passes(config, run, text_source, vocab_size),
+                *text_passes(config.rl, config.train.seed, run, text_source, vocab_size),
             ]
             learner = Learner(run.state, config, routes, logprobs, passes)
             RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
@@ -186,38 +200,21 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
         )
 
 
-def refuse_other_critic(config: RlRunConfig) -> None:
+def refuse_other_critic(load: str, model: ModelConfig, run_dir: Path) -> None:
     """Raise a ConfigError where rl.advantage.critic.load is of a model with other layers than the policy's."""
-    own = Path(config.run_dir) / "checkpoints"
-    load = config.critic.load if config.critic is not None else None
-    if load is None or (own.is_dir() and any(own.iterdir())):
+    if has_checkpoints(run_dir):
         return
     path = find_checkpoint(Path(load))
     stored = ModelConfig.model_validate_json(json.dumps(check(path).model))
     differing = [
-        f"{name} {getattr(stored, name)} instead of {getattr(config.model, name)}"
+        f"{name} {getattr(stored, name)} instead of {getattr(model, name)}"
         for name in OF_LAYERS
-        if getattr(stored, name) != getattr(config.model, name)
+        if getattr(stored, name) != getattr(model, name)
     ]
     if differing:
         raise ConfigError(
             f"rl.advantage.critic.load={load} is of a model with {', '.join(differing)}: the critic has the "
             "policy's layers. Name a checkpoint of the policy's model, or leave it out to start from the policy."
-        )
-
-
-def split_passes(
-    config: RlRunConfig, state: TrainState, logprobs: PolicyLogprobs, routes: PolicyRoutes
-) -> Iterator[RoutingSplits]:
-    """Yield what divides mismatches by their routes, with replay.split_interval."""
-    if config.replay.split_interval is not None:
-        yield RoutingSplits(
-            logprobs,
-            routes,
-            config.replay,
-            state,
-            updates_per_rollout=config.updates_per_rollout,
-            is_ahead=bool(config.rl.rollout.max_staleness),
         )
 
 
@@ -287,7 +284,9 @@ def read_texts(config: RlRunConfig, tokenizer: Tokenizer) -> TextSource | None:
     return TextSource(packed=packed, plan=None)
 
 
-def text_passes(config: RlRunConfig, run: Run, source: TextSource | None, vocab_size: int) -> Iterator[Texts]:
+def text_passes(
+    rl: RlConfig, seed: int, run: Run, source: TextSource | None, vocab_size: int
+) -> Iterator[Texts]:
     """Collective over the world: yield the texts that are mixed into updates; nothing without any."""
     if source is None:
         return
@@ -302,13 +301,13 @@ def text_passes(config: RlRunConfig, run: Run, source: TextSource | None, vocab_
         for text in source.plan.sources:
             run.log.message(f"rl.ptx: {text.describe(source.plan.samples.train)}")
         cache = run.folder.path / "index_cache"
-        dataset = build_datasets(source.plan, seed=config.train.seed, cache_dir=cache).train
+        dataset = build_datasets(source.plan, seed=seed, cache_dir=cache).train
     yield Texts(
         dataset,
-        config.rl.ptx,
+        rl.ptx,
         run.state,
         vocab_size=vocab_size,
-        chunk_tokens=config.rl.loss.logprob_chunk_tokens,
+        chunk_tokens=rl.loss.logprob_chunk_tokens,
     )
 
 
@@ -324,32 +323,41 @@ def sources_of_teachers(config: RlRunConfig, prompts: Prompts) -> list[TeacherSo
     if distill.paths:
         refuse_prompts_without_teacher(prompts.train, distill)
     return [
-        None if path == SELF else teacher_source(path, config, prompts.tokenizer) for path in distill.paths
+        None
+        if path == SELF
+        else teacher_source(
+            path, config.model, config.mesh, config.longest_sample, config.packed_length, prompts.tokenizer
+        )
+        for path in distill.paths
     ]
 
 
-def teacher_source(named: str, config: RlRunConfig, tokenizer: Tokenizer) -> TeacherSource:
+def teacher_source(
+    named: str,
+    policy: ModelConfig,
+    mesh: MeshConfig,
+    longest_sample: int,
+    packed_length: int,
+    tokenizer: Tokenizer,
+) -> TeacherSource:
     """Return the model of a teacher's checkpoint, as `sources_of_teachers`."""
     path, field = find_checkpoint(Path(named)), f"rl.distill: teacher {named}"
     refuse_other_tokenizer(tokenizer, str(path), "rl.distill")
-    model = model_to_freeze(path, config.model)
+    model = model_to_freeze(path, policy)
     if model.head != "logits":
         raise ConfigError(f"{field} is a reward model, which has no logprobs. Name a language model.")
-    if model.vocab_size != config.model.vocab_size:
+    if model.vocab_size != policy.vocab_size:
         raise ConfigError(
-            f"{field} has {model.vocab_size} tokens, the policy {config.model.vocab_size}: their logprobs would be of "
+            f"{field} has {model.vocab_size} tokens, the policy {policy.vocab_size}: their logprobs would be of "
             "other tokens. Name a teacher with the policy's tokenizer and vocabulary."
         )
-    if model.max_position < config.longest_sample:
+    if model.max_position < longest_sample:
         raise ConfigError(
             f"{field} has model.max_position={model.max_position}, and the longest prompt with its completion has "
-            f"{config.longest_sample} tokens. Shorten rl.prompts.max_tokens or rl.rollout.max_new_tokens."
+            f"{longest_sample} tokens. Shorten rl.prompts.max_tokens or rl.rollout.max_new_tokens."
         )
     refuse(
-        [
-            f"{field}: {violation}"
-            for violation in mesh_violations(model, config.mesh, config.packed_length, "the policy's")
-        ]
+        [f"{field}: {violation}" for violation in mesh_violations(model, mesh, packed_length, "the policy's")]
     )
     return TeacherSource(path=path, model=model)
 

@@ -11,6 +11,7 @@ from mcore_rl.backend.platform import Platform
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.chat import Chat, load_chat
 from mcore_rl.data.end_tokens import describe_ends, end_tokens
@@ -127,7 +128,7 @@ def reward_model_source(part: str, config: RlRunConfig, tokenizer: Tokenizer) ->
             f"{field}: {path} is of a language model, which gives no score. Name a checkpoint of a reward model, as "
             "`mcore-rl rm` trains."
         )
-    own_text = _own_text(part, path, model, config, tokenizer)
+    own_text = _own_text(part, path, model, config.model, config.rl, tokenizer)
     refuse(
         [
             f"{field}: {violation}"
@@ -138,12 +139,12 @@ def reward_model_source(part: str, config: RlRunConfig, tokenizer: Tokenizer) ->
 
 
 def _own_text(
-    part: str, path: Path, model: ModelConfig, config: RlRunConfig, tokenizer: Tokenizer
+    part: str, path: Path, model: ModelConfig, policy: ModelConfig, rl: RlConfig, tokenizer: Tokenizer
 ) -> OwnText | None:
     """Return tokenizer and template of a reward model where they are not the policy's, by `rl.reward.model_tokenizer`
     or the run that trained it; None: it reads the policy's tokens.
     """
-    reward, field = config.rl.reward, f'rl.reward.parts="{part}"'
+    reward, field = rl.reward, f'rl.reward.parts="{part}"'
     folder = run_of_checkpoint(path)
     trained = read_run(folder) if folder is not None and (folder / "checkpoints").is_dir() else None
     theirs = reward.model_tokenizer
@@ -152,9 +153,9 @@ def _own_text(
         theirs = trained.tokenizer if Path(trained.tokenizer.path).exists() else None
     own = load_tokenizer(theirs) if theirs is not None else tokenizer
     if theirs is None or own.digest == tokenizer.digest:
-        if model.vocab_size != config.model.vocab_size:
+        if model.vocab_size != policy.vocab_size:
             raise ConfigError(
-                f"{field} has {model.vocab_size} tokens, the policy {config.model.vocab_size}, and nothing says which "
+                f"{field} has {model.vocab_size} tokens, the policy {policy.vocab_size}, and nothing says which "
                 "tokenizer it was trained with: it would read other tokens than the policy writes. Name its tokenizer "
                 "in rl.reward.model_tokenizer, and its template in rl.reward.model_chat_template."
             )
@@ -169,7 +170,7 @@ def _own_text(
             f"the tokenizer {theirs.path} has {own.vocab_size} tokens, {field} {model.vocab_size}. Name in "
             "rl.reward.model_tokenizer the one that the model was trained with."
         )
-    if config.rl.environment.name is not None:
+    if rl.environment.name is not None:
         raise ConfigError(
             f"{field} has a tokenizer of its own, and conversations with rl.environment are not tokenised again. Name "
             "a reward model with the policy's tokenizer."
@@ -199,9 +200,10 @@ def reader_of(source: RewardModelSource, separator: str, tokenizer: Tokenizer) -
     return step_reader(separator, tokenizer.decode) if source.scores_steps else whole_reader
 
 
-def make_flow(config: RlRunConfig, rollouts: Rollouts, progress: Progress) -> GroupFlow:
+def make_flow(rollouts: Rollouts, progress: Progress) -> GroupFlow:
     """Return the flow of groups for the rollout batches that the run has left; ConfigError for an engine without."""
-    engine, rollout, updates = asking(rollouts.engine), config.rl.rollout, config.updates_per_rollout
+    engine, config = asking(rollouts.engine), rollouts.config
+    rollout, updates = config.rl.rollout, config.updates_per_rollout
     request = engine.request_group if rollouts.conversations is None else rollouts.conversations.hold_group
     return GroupFlow(
         lambda index, prompt: request(index, prompt, rollouts.sampling, rollouts.seeds(index)),

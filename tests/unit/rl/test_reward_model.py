@@ -306,21 +306,16 @@ def test_a_critic_of_another_family_or_size_is_refused_before_work(one_rank: Mes
             build_model(model, one_rank, start(settings), settings), one_rank, model, tmp_path / name
         )
 
-    def config(name: str) -> RlRunConfig:
-        words = [
-            "rl.advantage.kind=gae",
-            f"rl.advantage.critic.load={tmp_path / name}",
-            f"run_dir={tmp_path / 'run'}",
-        ]
-        return config_of(tmp_path, *words)
+    def refuse(name: str) -> None:
+        refuse_other_critic(str(tmp_path / name), MODEL, tmp_path / "run")
 
     for name in ("same", "policy"):
-        refuse_other_critic(config(name))
+        refuse(name)
     with pytest.raises(
         ConfigError, match=r"a model with family deepseek_v3 instead of qwen3_moe.*Name a checkpoint"
     ):
-        refuse_other_critic(config("other"))
+        refuse("other")
     with pytest.raises(
         ConfigError, match=rf"a model with num_layers 1 instead of {MODEL.num_layers}: the critic"
     ):
-        refuse_other_critic(config("small"))
+        refuse("small")

@@ -63,7 +63,7 @@ def test_the_size_is_that_of_the_weights(tmp_path: Path) -> None:
     config = load_run_config(
         PROGRAMS["pretrain"].config, None, [f"model.path={folder}", "model.vocab_multiple=1"]
     )
-    assert size_of(config).startswith(f"{total / 1e9:.3g} B parameters")
+    assert size_of(config.model).startswith(f"{total / 1e9:.3g} B parameters")
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
