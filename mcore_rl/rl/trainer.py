@@ -81,8 +81,8 @@ class RlTrainer(Trainer):
         minibatches = learner.prepared(rollout)
         advantages = learner.advantages(rollout, minibatches)
         metrics = [*advantages.metrics]
-        for one in learner.passes:
-            metrics += one.before_updates(minibatches, advantages)
+        for before_updates in learner.before_updates:
+            metrics += before_updates(minibatches, advantages)
 
         updates = minibatches * self.config.rl.update.epochs
         held = learner.holds_policy
@@ -103,8 +103,8 @@ class RlTrainer(Trainer):
                 if index == len(updates) - 1:
                     # The next rollout is sampled by the policy as it is now.
                     self.rollouts.update_weights(progress.step)
-                    for one in learner.passes:
-                        metrics += one.after_updates(minibatches, policy_has_learned=not held)
+                    for after_updates in learner.after_updates:
+                        metrics += after_updates(minibatches, policy_has_learned=not held)
                     metrics += rollout.metrics
                     metrics += self._rollout_metrics(time.perf_counter() - start_s)
                 self.log.write(progress.step, metrics)
@@ -123,7 +123,7 @@ class RlTrainer(Trainer):
                         learner.routes.stale.add_logprobs(report.sums)
                         if warning := learner.routes.stale.warning():
                             self.log.message(warning)
-        for report in (report for one in learner.passes for report in one.take_reports()):
+        for report in (report for take in learner.take_reports for report in take()):
             if report.skipped:
                 self._report_skip(report, is_critic=True)
 
@@ -195,7 +195,7 @@ class RlTrainer(Trainer):
         """
         learner, models = self.learner, self.rollouts.models
         waiting = [
-            *(waiting for one in learner.passes for waiting in one.waiting_bytes),
+            *(waiting for waiting_bytes in learner.waiting_bytes for waiting in waiting_bytes()),
             *([] if models is None else models.waiting_bytes),
         ]
         if waiting:

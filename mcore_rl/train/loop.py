@@ -14,7 +14,7 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.obs.peak import peak_flops
 from mcore_rl.obs.performance import memory_metrics, speed_metrics
 from mcore_rl.obs.sinks import Log
-from mcore_rl.parallel.schedule import SIGNAL, Head
+from mcore_rl.parallel.schedule import Head
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.processes.watchdog import Watchdog
 from mcore_rl.train.auxiliary import take_auxiliary_losses
@@ -24,7 +24,7 @@ from mcore_rl.train.run_folder import Fence, RunFolder
 from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.setup import speed_flags_of
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import StepReport, evaluate, train_step
+from mcore_rl.train.step import StepReport, evaluate, refuse_no_gradient, train_step
 from mcore_rl.train.stop import StopRequest
 
 
@@ -51,20 +51,6 @@ class Run:
         if self.state.platform.rank == 0:
             self.fence.check_here()
         return self.request.agreed()
-
-
-def refuse_no_gradient(report: StepReport, step: int) -> None:
-    """Raise a TrainingError when a loss that says how to change the model has no gradient: nothing would be trained.
-
-    A cross entropy always says it; a loss with the output SIGNAL where that is not 0: without advantages, or with all
-    tokens clipped, a policy's gradient is 0 as it should be.
-    """
-    if report.grad_norm == 0 and report.sums.get(SIGNAL, report.loss):
-        raise TrainingError(
-            f"step {step} has a loss of {report.loss:.4g}, a mean over {report.count}, and a "
-            "gradient of exactly 0: nothing is trained. Most likely no parameter that the loss depends on is "
-            "trainable (requires_grad), or the output of a changed module is detached (detach(), torch.no_grad)."
-        )
 
 
 class Trainer(ABC):

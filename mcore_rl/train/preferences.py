@@ -23,9 +23,9 @@ from mcore_rl.parallel.schedule import Head, HeadOutput, ReadsDeferredLogits, ru
 from mcore_rl.parallel.sequence import zigzag_spans
 from mcore_rl.parallel.vocab import IGNORED_TARGET, Logits, logprobs_and_entropy
 from mcore_rl.train.batch_size import global_batch_at
-from mcore_rl.train.loop import GivenDataTrainer, Run, refuse_no_gradient
+from mcore_rl.train.loop import GivenDataTrainer, Run
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import train_step, world_sums
+from mcore_rl.train.step import refuse_no_gradient, train_step, world_sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.errors import TrainingError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
-from mcore_rl.parallel.schedule import MAX, Head, PassInput, Routing, free_routing, run_pass
+from mcore_rl.parallel.schedule import MAX, SIGNAL, Head, PassInput, Routing, free_routing, run_pass
 from mcore_rl.train.state import TrainState
 
 Input = TypeVar("Input", bound=PassInput)
@@ -132,3 +133,17 @@ def world_sums(outputs: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.d
     dist.broadcast_object_list(box, group=mesh.pp.group, group_src=mesh.pp.size - 1, device=device)
     assert box[0] is not None
     return box[0]
+
+
+def refuse_no_gradient(report: StepReport, step: int) -> None:
+    """Raise a TrainingError when a loss that says how to change the model has no gradient: nothing would be trained.
+
+    A cross entropy always says it; a loss with the output SIGNAL where that is not 0: without advantages, or with all
+    tokens clipped, a policy's gradient is 0 as it should be.
+    """
+    if report.grad_norm == 0 and report.sums.get(SIGNAL, report.loss):
+        raise TrainingError(
+            f"step {step} has a loss of {report.loss:.4g}, a mean over {report.count}, and a "
+            "gradient of exactly 0: nothing is trained. Most likely no parameter that the loss depends on is "
+            "trainable (requires_grad), or the output of a changed module is detached (detach(), torch.no_grad)."
+        )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.backend import batch_invariant
-from mcore_rl.backend.varlen import attend_packed, packed_kernel
+from mcore_rl.backend.varlen import attend_packed, kernel_found, packed_kernel
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cache import LayerCache
 from mcore_rl.model.layers.packed import PackedParams, SideBySide, gathered_order
@@ -67,6 +67,7 @@ class SDPAttention(MegatronModule):
         )
         self.window: int | None = config.window_size[0] if windowed else None
         self._is_invariant = batch_invariant.is_on()
+        self._has_packed_kernel = kernel_found() is not None
         self.cache: LayerCache | None = None
         """Cache of earlier positions, set while the tokens are those of a generating step."""
 
@@ -177,7 +178,7 @@ class SDPAttention(MegatronModule):
         """
         rank, ranks = self.cp_group.rank(), self.cp_group.size()
         has_dropout = self.dropout > 0.0 and self.training
-        if has_dropout or self._is_invariant:
+        if has_dropout or self._is_invariant or not self._has_packed_kernel:
             return None
         if packed_kernel(query, value.shape[-1], has_sinks=self.softmax_offset is not None) is None:
             return None

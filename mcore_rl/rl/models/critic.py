@@ -25,9 +25,8 @@ from mcore_rl.rl.passes.heads import ValueHead, ValueLossHead
 from mcore_rl.rl.passes.optional import Pass
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.train.loop import refuse_no_gradient
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import StepReport, train_step
+from mcore_rl.train.step import StepReport, refuse_no_gradient, train_step
 
 
 class Critic(Pass):
@@ -94,7 +93,6 @@ class Critic(Pass):
         self.state.optimizer.reload_model_params()
         return line
 
-    @property
     def holds_policy(self) -> str | None:
         """Reason why the policy waits, in the first rollout batches; None: it does not."""
         rollouts = self._policy.progress.step // self._updates_per_rollout

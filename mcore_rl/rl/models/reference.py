@@ -165,7 +165,6 @@ class ReferencePass(Pass):
             loss.kl_in == "reward" or loss.kl_target is not None or (self._is_imposed and replay.kind == "r2")
         )
 
-    @property
     def waiting_bytes(self) -> Sequence[WaitingBytes]:
         """Bytes of the reference on this rank."""
         return [self._reference.waiting_bytes]

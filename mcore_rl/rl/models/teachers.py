@@ -57,7 +57,6 @@ class Teachers(Pass):
         self._updates_per_rollout = updates_per_rollout
         self.needs_old_logprobs = distill.use == "advantage"
 
-    @property
     def waiting_bytes(self) -> Sequence[WaitingBytes]:
         """Bytes of each teacher on this rank between passes."""
         return [one.waiting_bytes for one in self._teachers]

@@ -1,6 +1,6 @@
 """The contract of what a step may have beside the policy's own passes: a reference, teachers, a critic, texts ..."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -41,12 +41,10 @@ class Pass:
     reward_kl: RewardKl | None = None
     """KL that rewards pay for; None: it has none."""
 
-    @property
     def holds_policy(self) -> str | None:
         """Reason why the policy is not trained on the rollout batch that begins at this step; None: it is."""
         return None
 
-    @property
     def waiting_bytes(self) -> Sequence[WaitingBytes]:
         """Bytes on this rank of its models that are not trained, between their passes."""
         return ()
@@ -83,3 +81,8 @@ class Pass:
     def take_reports(self) -> list[StepReport]:
         """Return the optimizer steps of a model of its own since the last call."""
         return []
+
+
+def methods_of(passes: Sequence[Pass], name: str) -> list[Callable[..., Any]]:
+    """Return the method of each pass that has one of its own: the others are not asked in a step."""
+    return [getattr(one, name) for one in passes if getattr(type(one), name) is not getattr(Pass, name)]

@@ -23,15 +23,14 @@ from mcore_rl.rl.passes.batch import (
     make_microbatch,
 )
 from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead
-from mcore_rl.rl.passes.optional import Pass
+from mcore_rl.rl.passes.optional import Pass, methods_of
 from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.update.advantages import estimator_of
 from mcore_rl.rl.update.objective import policy_objective
-from mcore_rl.train.loop import refuse_no_gradient
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import StepReport, train_step
+from mcore_rl.train.step import StepReport, refuse_no_gradient, train_step
 
 CPU_LENGTH_MULTIPLE = 8
 """Packed sequences are padded to a multiple of this on a CPU, where padding costs time alone."""
@@ -60,7 +59,16 @@ class Learner:
         self.state = state
         self.config = config
         self.routes = routes
-        self.passes = passes
+        self._add, self._holds, self._in_advantages, self._in_objective, self._in_update = (
+            methods_of(passes, name)
+            for name in ("add", "holds_policy", "in_advantages", "in_objective", "in_update")
+        )
+        self.before_updates, self.after_updates, self.waiting_bytes, self.take_reports = (
+            methods_of(passes, name)
+            for name in ("before_updates", "after_updates", "waiting_bytes", "take_reports")
+        )
+        """Methods of the passes, of those that have them, which the trainer calls."""
+        self._needs_old_logprobs = any(one.needs_old_logprobs for one in passes)
         self._logprobs = logprobs
         mesh = state.mesh
         self._objective = policy_objective(config.rl.loss, config.rl.distill)
@@ -143,14 +151,14 @@ class Learner:
         minibatches = self.minibatches(rollout)
         self.routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
         minibatches = self.with_old_logprobs(minibatches)
-        for one in self.passes:
-            minibatches = one.add(rollout, minibatches)
+        for add in self._add:
+            minibatches = add(rollout, minibatches)
         return minibatches
 
     @property
     def holds_policy(self) -> str | None:
         """Reason why the policy is not trained on the rollout batch that begins at this step; None: it is."""
-        return next((reason for one in self.passes if (reason := one.holds_policy)), None)
+        return next((reason for holds in self._holds if (reason := holds())), None)
 
     def optimizer_state_on_device(self) -> AbstractContextManager[None]:
         """Keep gradients and optimizer state on the device inside, so that they are moved once for all updates."""
@@ -178,10 +186,11 @@ class Learner:
         ]
         kind = self.config.replay.kind
         is_imposed = kind == "r3" or (kind == "r2" and not minibatch.is_on_policy)
+        for in_advantages in self._in_advantages:
+            microbatches = [in_advantages(each) for each in microbatches]
         objective = self._objective
-        for one in self.passes:
-            microbatches = [one.in_advantages(each) for each in microbatches]
-            objective = one.in_objective(objective)
+        for in_objective in self._in_objective:
+            objective = in_objective(objective)
         head: Head[Any] = PolicyHead(
             self._logprobs.head,
             self.state.mesh,
@@ -189,8 +198,8 @@ class Learner:
             None if minibatch.is_on_policy else self.routes.next_router_shift,
         )
         mixed: Sequence[PolicyMicrobatch | LocalMicrobatch] = microbatches
-        for one in self.passes:
-            head, mixed = one.in_update(head, mixed, minibatch.totals.num_tokens)
+        for in_update in self._in_update:
+            head, mixed = in_update(head, mixed, minibatch.totals.num_tokens)
         with (
             self.optimizer_state_on_device(),
             self.routes.update(mixed, is_old_policy=minibatch.is_on_policy) as routing,
@@ -205,7 +214,7 @@ class Learner:
     @property
     def _first_is_on_policy(self) -> bool:
         """Whether nothing needs the first minibatch's old logprobs (or routes) before or after its only update."""
-        return self.config.rl.update.epochs == 1 and not any(one.needs_old_logprobs for one in self.passes)
+        return self.config.rl.update.epochs == 1 and not self._needs_old_logprobs
 
     def _loss_weights(self, num_trained_N: Tensor, totals: BatchTotals) -> Tensor:
         if not totals.num_tokens:
