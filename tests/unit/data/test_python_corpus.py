@@ -2,7 +2,7 @@ import json
 import sysconfig
 from pathlib import Path
 
-from mcore_rl.data.python_corpus import write_python_corpus
+from tools.python_corpus import write_python_corpus
 
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
