@@ -1,10 +1,13 @@
-# make quickstart | test | test-all | test-core | test-unit | test-docs | test-slurm | test-sandbox | test-adapters |
-#      test-report | test-te | lint | bench
+# make quickstart | test | test-all | test-core | test-unit | test-parallel | test-e2e | test-docs | test-slurm | test-wheel |
+#      test-sandbox | test-adapters | test-report | test-te | lint | bench | ci-NAME
 # Each makes .venv first where it is missing. PYTHON=python3.12 takes that interpreter, and .venv-3.12 beside .venv: with
 # it comes megatron-core 0.19 instead of 0.16.
 # quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning
 # test       every promise, on representative meshes
 # test-all   the full matrices too; MATRIX=0, 1 or 2 is a third of them
+# test-unit, test-parallel, test-e2e   a folder of them; MATRIX=all, 0, 1 or 2 as above
+# ci-NAME    a job of continuous integration, with its limit of time: lint unit parallel e2e slurm sandbox docs wheel
+#            report core-3.12; .ci/run runs all of them
 # test-core  what enters Megatron, and so depends on its version (tests/core.txt)
 #            CELLS=0, 1 or 2: of each parametrised test the first cell and a third of the others
 # test-wheel  the built wheel, in an environment without the repository
@@ -25,30 +28,32 @@ VENV := .venv$(patsubst python%,-%,$(filter python3.%,$(notdir $(PYTHON))))
 PYTHON_IN_VENV := $(VENV)/bin/python
 READY := $(VENV)/.installed
 VENV_TE := .venv-te
-MATRIX := all
+MATRIX := representative
 CELLS := all
 DEVICE := cuda
 
 # Images for containers set it, and then every process of the tests compiles the package, and pytest all assertions, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-sandbox test-adapters test-report lint gpu bench venv venv-vllm test-servers test-te
+.PHONY: quickstart test test-all test-core test-unit test-parallel test-e2e test-docs test-slurm test-wheel test-sandbox test-adapters test-report lint gpu bench venv venv-vllm test-servers test-te
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
 	$(PYTHON_IN_VENV) tools/quickstart.py $(addprefix --arm ,$(ARM))
 
-test: $(READY)
-	$(PYTHON_IN_VENV) -m pytest -n 2
+test-all: MATRIX := all
 
-test-all: $(READY)
+test test-all: $(READY)
 	$(PYTHON_IN_VENV) -m pytest -n 2 --matrix=$(MATRIX)
 
 test-core: $(READY)
 	$(PYTHON_IN_VENV) -m pytest -n 2 --cells=$(CELLS) @tests/core.txt
 
 test-unit: $(READY)
-	$(PYTHON_IN_VENV) -m pytest -n 2 tests/style tests/unit
+	$(PYTHON_IN_VENV) -m pytest -n 2 --matrix=$(MATRIX) tests/style tests/unit
+
+test-parallel test-e2e: test-%: $(READY)
+	$(PYTHON_IN_VENV) -m pytest --matrix=$(MATRIX) tests/$*
 
 test-docs: $(READY)
 	$(PYTHON_IN_VENV) -m pytest tests/docs --durations=0
@@ -78,6 +83,9 @@ lint: $(READY)
 	$(PYTHON_IN_VENV) -m mypy
 	$(VENV)/bin/hadolint Dockerfile
 	$(PYTHON_IN_VENV) -m pytest tests/style
+
+ci-%:
+	.ci/job $*
 
 gpu: $(READY)
 	$(PYTHON_IN_VENV) -m bench.gpu --device $(DEVICE)

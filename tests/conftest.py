@@ -1,7 +1,10 @@
 """Which cells of the matrices run, and how tests are dealt to the processes of pytest-xdist, when there are several."""
 
+import faulthandler
 import gc
 import os
+import signal
+import time
 import zlib
 from collections import Counter
 from typing import Any
@@ -16,6 +19,8 @@ WITH_RANKS = ("tests/parallel/", "tests/e2e/")
 WITH_CLUSTERS = "tests/slurm/"
 """The folder of which each process of pytest-xdist has a cluster, and each file is for one process."""
 SHARDS = 3
+RUNNING: dict[str, float] = {}
+"""When each test began that runs now, here or in the processes of pytest-xdist, by time.monotonic()."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,6 +42,29 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "matrix(*ids): of its parametrisation these always run, the others with --matrix"
     )
+    _show_what_hangs(hasattr(config, "workerinput"))
+
+
+def _show_what_hangs(is_worker: bool) -> None:
+    """At SIGUSR2, by which .ci/job ends a job, the process shows its stacks and the tests that run, and ends."""
+    stderr = os.dup(2)  # what pytest captures while a test runs is lost when it ends like this
+
+    def end(*_: object) -> None:
+        lines = [f"{time.monotonic() - began:6.0f} s  {test}" for test, began in RUNNING.items()] or ["none"]
+        os.write(stderr, "\n".join(["Tests that were running:", *lines, ""]).encode())
+        os._exit(1)
+
+    if not is_worker:
+        signal.signal(signal.SIGUSR2, end)
+    faulthandler.register(signal.SIGUSR2, file=stderr, chain=True)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    RUNNING[nodeid] = time.monotonic()
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    RUNNING.pop(nodeid, None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
