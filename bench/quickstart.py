@@ -8,9 +8,10 @@ and held-out prompts are of a seed, on one rank, by the commands of the quicksta
 accuracy is that of one answer to each of 256 held-out prompts, greedy and at temperature 1, after fine-tuning and after
 each arm; a gain is the difference of both on the same prompts.
 
-The same command goes on where it was ended: bench/results/quickstart.json gets a row of each evaluation as it ends, and
-what has its row there is not run again, in whatever folder. A cell of the table is the mean over the seeds done with
-its 95 % interval (Student's t), the range over these seeds behind it.
+The same command goes on where it was ended: bench/results/quickstart.json gets a row of each evaluation as it ends,
+and what has its row there is not run again, in whatever folder. A cell of the table is the mean over the seeds done with
+its 95 % interval (Student's t), the range over these seeds behind it. README's picture, docs/images/gains.svg, has every
+row.
 """
 
 import argparse
@@ -32,6 +33,22 @@ TEMPERATURES = (0.0, 1.0)
 NUM_PROMPTS = 256
 ONE_RANK = ("mesh.tp=1", "mesh.ep=1", "mesh.pp=1")
 RESULTS = Path(__file__).parent / "results" / "quickstart.json"
+IMAGE = ROOT / "docs" / "images" / "gains.svg"
+NAMES = {"sft": "fine-tuned", "grpo_r2": "GRPO, replay", "gspo": "GSPO"}
+TITLE = "Right answers to held-out problems, before and after reinforcement learning"
+HEIGHT = 144
+COLOURS = """
+text { font: 13px system-ui, sans-serif; fill: #1f2328 } .title { font-weight: 600; font-size: 15px }
+.page { fill: #ffffff; stroke: #d0d7de } .grid { stroke: #d0d7de }
+line.grpo_r2 { stroke: #0969da; stroke-opacity: .5 } line.gspo { stroke: #bc4c00; stroke-opacity: .5 }
+circle.sft { fill: #59636e } circle.grpo_r2 { fill: #0969da } circle.gspo { fill: #bc4c00 }
+@media (prefers-color-scheme: dark) {
+text { fill: #f0f6fc } .page { fill: #0d1117; stroke: #3d444d } .grid { stroke: #3d444d }
+line.grpo_r2 { stroke: #58a6ff } line.gspo { stroke: #f0883e }
+circle.sft { fill: #9198a1 } circle.grpo_r2 { fill: #58a6ff } circle.gspo { fill: #f0883e }
+}
+"""
+"""The background is of the picture, so that its text is legible on any page."""
 Row = dict[str, Any]
 """An evaluation: layers, seed, model (sft or an arm), temperature, commit, and the metrics `eval/...`."""
 
@@ -106,6 +123,46 @@ def with_range(values: Sequence[float]) -> str:
     return f"{cell(values)} ({min(values):.2f} to {max(values):.2f})"
 
 
+def chart(rows: Sequence[Row]) -> str:
+    """Return a picture in SVG, legible on light and dark pages: for each temperature the accuracy of every start after
+    fine-tuning and after each arm, with a line from one to the other.
+    """
+    accuracy = {
+        (row["layers"], row["seed"], row["temperature"], row["model"]): float(row["eval/accuracy"])
+        for row in rows
+    }
+    starts = sorted({key[:2] for key in accuracy})
+    shapes = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 268" role="img" aria-label="{TITLE}">',
+        f"<style>{COLOURS}</style>",
+        '<rect class="page" width="760" height="268" rx="8"/>',
+        f'<text x="20" y="28" class="title">{TITLE}</text>',
+        f'<text x="20" y="48">{len(starts)} starts (seed and layers), 256 problems each, in percent</text>',
+    ]
+    for panel, temperature in enumerate(TEMPERATURES):
+        shapes.append(f'<g transform="translate({60 + 370 * panel},84)">')
+        name = "greedy answers" if temperature == 0 else f"answers at temperature {temperature:g}"
+        shapes.append(f'<text x="0" y="-12">{name}</text>')
+        for percent in (0, 25, 50, 75, 100):
+            y = HEIGHT * (1 - percent / 100)
+            shapes.append(f'<line class="grid" x1="0" x2="300" y1="{y:g}" y2="{y:g}"/>')
+            shapes.append(f'<text x="-8" y="{y + 4:g}" text-anchor="end">{percent}</text>')
+        for column, (model, title) in enumerate(NAMES.items()):
+            shapes.append(
+                f'<text x="{50 + 100 * column}" y="{HEIGHT + 20}" text-anchor="middle">{title}</text>'
+            )
+            for start in starts:
+                if (*start, temperature, model) not in accuracy:
+                    continue
+                x, y = 50 + 100 * column, HEIGHT * (1 - accuracy[*start, temperature, model])
+                before = HEIGHT * (1 - accuracy[*start, temperature, "sft"])
+                if model != "sft":
+                    shapes.append(f'<line class="{model}" x1="50" x2="{x}" y1="{before:.1f}" y2="{y:.1f}"/>')
+                shapes.append(f'<circle class="{model}" cx="{x}" cy="{y:.1f}" r="4"/>')
+        shapes.append("</g>")
+    return "\n".join([*shapes, "</svg>", ""])
+
+
 def main() -> None:
     """Make the start once, then run and evaluate each arm of each seed that has no row yet."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -149,6 +206,8 @@ def main() -> None:
                 }
                 args.output.write_text(json.dumps(written, indent=1) + "\n")
         print(table(rows), flush=True)
+        if args.output == RESULTS:
+            IMAGE.write_text(chart(rows))
 
 
 if __name__ == "__main__":

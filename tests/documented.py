@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- needs [^>]*-->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(mcore-rl|torchrun|srun|make|python|mv) ")
 PLACEHOLDERS = re.compile(r"\b(HF_DIR|CKPT|CKPT_DIR|CONFIG\.toml|RUN)\b|\|| \[-| \.\.\.")

@@ -1,4 +1,4 @@
-"""Rewrite the text between a mark and `<!-- end -->` in docs/*.md from the docstrings of the code.
+"""Rewrite the text between a mark and `<!-- end -->` in the pages of docs from the docstrings of the code.
 
 <!-- fields of NAME -->                  every field of the config NAME
 <!-- fields of NAME beyond OTHER -->     of its sections that OTHER's config does not have, or has otherwise
@@ -41,11 +41,11 @@ CONFIGS: dict[str, type[Section]] = {
 def main(arguments: list[str]) -> int:
     """Return 0, or 1 when `--check` finds a page that differs from the docstrings."""
     changed = []
-    for page in sorted(DOCS.glob("*.md")):
+    for page in sorted(DOCS.rglob("*.md")):
         before = page.read_text(encoding="utf-8")
         after = REGION.sub(lambda region: region[1] + content(region) + "<!-- end -->", before)
         if after != before:
-            changed.append(page.name)
+            changed.append(page.relative_to(DOCS))
             if "--check" not in arguments:
                 page.write_text(after, encoding="utf-8")
     for name in changed:

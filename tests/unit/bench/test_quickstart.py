@@ -1,6 +1,7 @@
 """bench.quickstart: its table, and that it goes on where it was ended."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -72,3 +73,28 @@ def test_the_page_has_the_table_of_all_results() -> None:
     rows = json.loads(quickstart.RESULTS.read_text())["rows"]
     page = Path(__file__).parents[3] / "docs/benchmarks.md"
     assert f"\n{quickstart.table(rows)}\n" in page.read_text()
+
+
+def test_the_picture_has_every_result() -> None:
+    """A point in percent of the height, and a line from each start's fine-tuned model to both of its arms."""
+    rows = json.loads(quickstart.RESULTS.read_text())["rows"]
+    drawn = quickstart.chart(rows)
+    assert drawn == quickstart.IMAGE.read_text()
+    height = {f"{quickstart.HEIGHT * (1 - row['eval/accuracy']):.1f}" for row in rows}
+    assert set(re.findall(r'cy="([\d.]+)"', drawn)) == height
+    assert drawn.count("<circle") == len(rows) and drawn.count('<line class="g') - 10 == len(rows) * 2 // 3
+
+
+def test_readme_quotes_the_range_over_all_starts() -> None:
+    readme = (quickstart.ROOT / "README.md").read_text()
+    rows = json.loads(quickstart.RESULTS.read_text())["rows"]
+    for temperature, name in ((0.0, "greedy"), (1.0, "temperature 1")):
+        cells = []
+        for model in quickstart.NAMES:
+            found = [
+                100 * row["eval/accuracy"]
+                for row in rows
+                if (row["model"], row["temperature"]) == (model, temperature)
+            ]
+            cells.append(f"{min(found):.0f} to {max(found):.0f} %")
+        assert f"| {name} | {' | '.join(cells)} |" in readme
