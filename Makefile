@@ -7,10 +7,12 @@
 # test-all   the full matrices too; MATRIX=0, 1 or 2 is a third of them
 # test-unit, test-parallel, test-e2e   a folder of them; MATRIX=all, 0, 1 or 2 as above
 # ci-NAME    a job of continuous integration, with its limit of time: lint unit parallel e2e slurm sandbox docs wheel
-#            report core-3.12; .ci/run runs all of them
+#            report site core-3.12; .ci/run runs all of them
 # test-core  what enters Megatron, and so depends on its version (tests/core.txt)
 #            CELLS=0, 1 or 2: of each parametrised test the first cell and a third of the others
 # test-wheel  the built wheel, in an environment without the repository
+# docs       the site of docs/, in build/site, strictly: a link that leads nowhere is an error; SERVE=1 serves it while
+#            pages change. It installs Zensical, the successor of Material for MkDocs, into .venv.
 # test-docs gives every command of README and docs to a shell, after a small quickstart.
 # test-slurm starts real Slurms on virtual nodes, one for each file of tests: as root, with Debian's packages, which it
 #             installs. Their jobs mostly wait.
@@ -35,7 +37,7 @@ DEVICE := cuda
 # Images for containers set it, and then every process of the tests compiles the package, and pytest all assertions, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-core test-unit test-parallel test-e2e test-docs test-slurm test-wheel test-sandbox test-adapters test-report lint gpu bench venv venv-vllm test-servers test-te
+.PHONY: quickstart test test-all test-core test-unit test-parallel test-e2e test-docs test-slurm test-wheel test-sandbox test-adapters test-report lint docs gpu bench venv venv-vllm test-servers test-te
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
@@ -57,6 +59,11 @@ test-parallel test-e2e: test-%: $(READY)
 
 test-docs: $(READY)
 	$(PYTHON_IN_VENV) -m pytest tests/docs --durations=0
+
+docs: $(READY)
+	$(PYTHON_IN_VENV) -c "import mkdocstrings_handlers.python, zensical" || \
+		$(PYTHON_IN_VENV) -m pip install -q -c constraints.txt zensical mkdocstrings-python
+	$(PYTHON_IN_VENV) -m zensical $(if $(SERVE),serve,build --clean --strict)
 
 test-slurm: $(READY)
 	tests/slurm/install.sh

@@ -48,6 +48,8 @@ EXTRAS = {
     "isal": ["isal>=1.7"],
     # tests/report drives a Chromium with it: Debian's, none that it downloads.
     "browser": ["playwright>=1.45"],
+    # The site of docs/ (make docs).
+    "docs": ["mkdocstrings-python>=2,<3", "zensical>=0.0.73"],
     "dev": [
         "datasets>=3",
         "hypothesis>=6.100",

@@ -164,6 +164,12 @@ def test_the_index_names_every_page():
     assert [page for page in pages if page != "README.md" and f"({page})" not in fields] == []
 
 
+def test_the_site_has_every_page():
+    """zensical builds what is in docs, and shows in its menus what mkdocs.yml names."""
+    named = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(named) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:])
+
+
 def test_paths_and_fields_and_metrics_on_the_pages_exist():
     fields = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.parent.name == "fields")
     for page in PAGES:
