@@ -8,10 +8,10 @@ and held-out prompts are of a seed, on one rank, by the commands of the quicksta
 accuracy is that of one answer to each of 256 held-out prompts, greedy and at temperature 1, after fine-tuning and after
 each arm; a gain is the difference of both on the same prompts.
 
-The same command goes on where it was ended: bench/results/quickstart.json gets a row of each evaluation as it ends,
-and what has its row there is not run again, in whatever folder. A cell of the table is the mean over the seeds done with
-its 95 % interval (Student's t), the range over these seeds behind it. README's picture, docs/images/gains.svg, has every
-row.
+The same command goes on where it was ended: bench/results/quickstart.json gets a row of each evaluation as it
+ends, and what has its row there is not run again, in whatever folder. A cell of the table is the mean over the seeds
+done with its 95 % interval (Student's t), the range over these seeds behind it. README's picture,
+docs/images/gains.svg, has every row.
 """
 
 import argparse

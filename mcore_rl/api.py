@@ -145,8 +145,8 @@ def read_metrics(run_dir: str | Path) -> dict[str, dict[int, Any]]:
     """Read the metrics of a run, also of one that is running.
 
     Returns:
-        Metric name -> step -> value, such as `read_metrics(run)["train/loss_nats"][20]`. A value is a number, or for a
-        matrix a list of lists; docs/fields/metrics.md explains every name.
+        Metric name -> step -> value, such as `read_metrics(run)["train/loss_nats"][20]`. A value is a number, or a
+        list of lists for a matrix; docs/fields/metrics.md explains every name.
 
     Raises:
         DataError: when the run has logged nothing yet.

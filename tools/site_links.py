@@ -1,5 +1,5 @@
-"""Extension of Python-Markdown for mkdocs.yml: links to files outside of docs work on GitHub; the site, which does not have
-these files, shows their paths instead.
+"""Extension of Python-Markdown for mkdocs.yml: links to files outside of docs work on GitHub; the site does not have
+these files, and shows their paths instead.
 """
 
 from pathlib import Path
