@@ -1,3 +1,3 @@
 """Pretraining, fine-tuning and reinforcement learning of Mixture-of-Experts models on Megatron-Core."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
