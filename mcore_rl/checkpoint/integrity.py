@@ -10,13 +10,13 @@ from mcore_rl.errors import DamagedCheckpointError
 from mcore_rl.folders.checkpoint import COMMON, FORMAT_FILE, METADATA, Marker, others
 
 DESCRIPTIONS = (METADATA, COMMON, FORMAT_FILE)
-"""Files that describe the others; they are small."""
+"""Small files that describe the large ones' content."""
 UNREADABLE = (OSError, RuntimeError, *pickles.MALFORMED)
 """Exceptions that reading a damaged archive raises."""
 
 
 def check_descriptions(path: Path, marker: Marker) -> None:
-    """Raise a DamagedCheckpointError when a small file that describes the others is not the one that was written."""
+    """Raise a DamagedCheckpointError when a small file that describes other files has changed since it was written."""
     for name in DESCRIPTIONS:
         if name in marker.crc32 and crc32_of(path / name) != marker.crc32[name]:
             raise DamagedCheckpointError(
@@ -25,13 +25,13 @@ def check_descriptions(path: Path, marker: Marker) -> None:
 
 
 def check_identity(path: Path, marker: Marker, name: str, archives: Iterable[FileRange]) -> None:
-    """Raise a DamagedCheckpointError when a file is not the one that the marker names, such as another step's.
+    """Raise a DamagedCheckpointError when a file is not the file that the marker names, such as another step's.
 
-    Large records are not read: `check_part` compares them with the checksums on which this one is built.
+    Large records are not read: `check_part` compares them with the checksums on which this check is built.
 
     Args:
         path: The checkpoint.
-        marker: Its marker; what an earlier version wrote has no checksums of files, and passes.
+        marker: Its marker; a marker of an earlier version has no checksums of files, and passes.
         name: Name of the file.
         archives: Ranges of it that torch.save wrote.
     """

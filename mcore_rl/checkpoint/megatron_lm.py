@@ -21,7 +21,7 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "moe_apply_probs_on_input": (False, None),
     "normalization": ("RMSNorm",),
 }
-"""Arguments of which no family here has others than these values, though the tensors' shapes would be the same."""
+"""Arguments for which every family of this package has these values, though the tensors' shapes would be the same."""
 
 
 def model_args(model: ModelConfig) -> Namespace:

@@ -47,7 +47,7 @@ OPTIMIZER = "optimizer."
 ADAPTER = ".adapter."
 """Part of the keys of low-rank adapters, which no other tensor has."""
 CRITIC = "critic."
-"""Beginning of the keys of the critic's weights and optimizer state, which a run of PPO saves beside the policy's."""
+"""Beginning of the keys of the critic's weights and optimizer state, which a run of PPO saves with the policy's."""
 MAX_LISTED = 3
 """Most differences that a message lists."""
 MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingException, *pickles.MALFORMED)
@@ -56,7 +56,7 @@ MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingExcep
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredCheckpoint:
-    """Contents of a checkpoint whose files exist in full length."""
+    """Contents of a checkpoint; all its files exist in full length."""
 
     path: Path
     marker: Marker | None
@@ -74,7 +74,7 @@ class StoredCheckpoint:
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic was trained beside the model."""
+        """Whether a critic was trained with the model."""
         return any(name.startswith(CRITIC) for name in self.shapes)
 
     @property
@@ -118,7 +118,7 @@ def read(
         mesh: The mesh.
         model: The model that the weights are for.
         allowed: The fields and sections of `checkpoint.allow_changes`, in which the checkpoint's model may be another;
-            None: those of no config.
+            None: no config allows any.
 
     Raises:
         CheckpointError: On all ranks before anything is read: names or shapes differ, the same weights were something
@@ -171,7 +171,7 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
 
 
 def _parts(metadata: Metadata) -> dict[str, list[FileRange]]:
-    """Return the parts of each key, but for compressed ones, which torch checks by itself."""
+    """Return the parts of each key, but for compressed parts, which torch checks by itself."""
     found: dict[str, list[FileRange]] = {}
     for index, info in (metadata.storage_data or {}).items():
         if not getattr(info, "transform_descriptors", None):
@@ -191,7 +191,9 @@ def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:
 
 
 def _check_files(stored: StoredCheckpoint, keys: Collection[str]) -> None:
-    """Raise a DamagedCheckpointError when this rank's share of the files is not what was written with the marker."""
+    """Raise a DamagedCheckpointError when this rank's share of the files differs from the files written with the
+    marker.
+    """
     if stored.marker is None:
         return
     archives: dict[str, list[FileRange]] = {}

@@ -27,7 +27,9 @@ from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 
 EXTRA_STATE = "_extra_state"
-"""Part of the keys of what TransformerEngine's layers save beside weights (fp8 scales), and others leave empty."""
+"""Part of the keys of the states that TransformerEngine's layers save with weights (fp8 scales), empty for other
+layers.
+"""
 LOGIT_PARTS = ("output_layer.", "mtp.")
 """Beginnings of the keys of weights that only logits need."""
 SHARDING_METADATA = {
@@ -36,7 +38,7 @@ SHARDING_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
-"""Megatron's switches for the layout of a state, which here is the same on every mesh."""
+"""Megatron's switches for the layout of a state, which in this package is the same on every mesh."""
 
 
 def sharding_metadata(mesh: Mesh) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def weights_state(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[str, Any]:
 
 
 def common_state(model: ModelConfig, mesh: Mesh, step: int, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that is the same on all ranks: what Megatron-LM looks for in a checkpoint, and OWN_ENTRY."""
+    """Return the state that is the same on all ranks: the entries that Megatron-LM looks for, and OWN_ENTRY."""
     args = model_args(model)
     args.tensor_model_parallel_size = mesh.tp.size
     args.pipeline_model_parallel_size = mesh.pp.size
@@ -126,11 +128,11 @@ def load_weights(
     adapters stay as they are where the checkpoint has none.
 
     `path` is a checkpoint, a folder of them (the newest is taken), or a run's folder. An optimizer that has its own
-    copy of the weights needs `reload_model_params` afterwards. `allowed` is that of `read`.
+    copy of the weights needs `reload_model_params` afterwards. `allowed` as for `read`.
 
     Raises:
-        CheckpointError: on all ranks: it is damaged, or of another model, be it only by a setting that changes what
-            these weights compute; also one with scores for a model with logits.
+        CheckpointError: on all ranks: it is damaged, or of another model, be it only by a setting that changes
+            the result of these weights; also a checkpoint with scores for a model with logits.
     """
     stored = inspect(path, verify_checksums=verify_checksums)
     state = without_absent_extras(weights_state(chunks, mesh), stored)

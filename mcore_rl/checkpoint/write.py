@@ -98,7 +98,7 @@ class SavePlan:
 
 
 class ShardPlanner:
-    """Plans saves of one state, whose structure stays the same, and spreads them over the data-parallel ranks."""
+    """Plans saves of one state of constant structure, and spreads them over the data-parallel ranks."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._strategy = _PlanOnly(FORMAT.sharded_backend, FORMAT.sharded_backend_version, thread_count=1)
@@ -142,7 +142,7 @@ def finish(
 
     `program`, `settings` and `inputs` are the marker's.
 
-    Returns the marker on rank 0, None on the others. CheckpointError on all ranks when it fails.
+    Returns the marker on rank 0, None elsewhere. CheckpointError on all ranks when it fails.
     """
     gathered: list[Any] | None = [None] * mesh.world.size if mesh.world.rank == 0 else None
     dist.gather_object(written, gathered, dst=0)

@@ -1,1 +1,3 @@
-"""Folders that hold models: checkpoints, Hugging Face's, runs; what they say of their model is read without torch."""
+"""Folders that hold models (checkpoints, Hugging Face's, runs), and their descriptions of the model, read without
+torch.
+"""

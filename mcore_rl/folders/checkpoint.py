@@ -1,4 +1,4 @@
-"""Names and life of checkpoint folders: which are complete, which is the newest, how one is published and deleted.
+"""Names and life of checkpoint folders: which are complete, which is the newest, how they are published and deleted.
 
 `<folder>/iter_0000100` is a checkpoint as Megatron-LM names it. It is written as `writing_*`, gets its marker last and
 is then renamed, so that every `iter_*` was complete once. A killed run leaves other names only, which are cleaned up.
@@ -18,9 +18,10 @@ from mcore_rl.files import move_into_place, write_atomically
 
 MARKER = "checkpoint.json"
 MANIFEST = "manifest.json"
-"""Record of a conversion in what it wrote: its kind, its source, a checksum of every tensor."""
+"""Record of a conversion in its output: its kind, its source, a checksum of every tensor."""
 METADATA, COMMON, FORMAT_FILE = ".metadata", "common.pt", "metadata.json"
-"""Torch's file of what is where; Megatron's files of the state that is the same on all ranks, and of the format."""
+"""Torch's index of tensors and files; Megatron's files of the state that is the same on all ranks, and of the format.
+"""
 OWN_CRC32 = "marker_crc32"
 """Field of the marker with the CRC-32 of its other fields; an earlier version had none."""
 LATEST = "latest_checkpointed_iteration.txt"
@@ -31,12 +32,12 @@ RELEASE = "release"
 """Name that Megatron-LM gives a checkpoint without a step, and its LATEST."""
 NAME = re.compile(r"iter_(\d+)")
 SAVED_NAME = re.compile(r"(?:iter_)?(\d+)(?:_|$)")
-"""Name of a checkpoint, or of one that is being written without WRITING."""
+"""Name of a checkpoint, also while it is being written, then without WRITING."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marker:
-    """Content of `checkpoint.json`; a folder without one is not complete."""
+    """Content of `checkpoint.json`; a folder without this file is not complete."""
 
     step: int
     time: str
@@ -127,7 +128,7 @@ def check(path: Path) -> Marker:
 
 
 def read_marker(path: Path) -> Marker:
-    """Return the marker of a checkpoint, whose files may be missing; DamagedCheckpointError when it is damaged."""
+    """Return the marker of a checkpoint; its files may be missing; DamagedCheckpointError when it is damaged."""
     try:
         return _read_marker(path)
     except (ValueError, TypeError, OSError) as error:
@@ -135,7 +136,7 @@ def read_marker(path: Path) -> Marker:
 
 
 def others(path: Path) -> str:
-    """Return a sentence on the last complete checkpoint beside `path`, for the messages of errors."""
+    """Return a sentence on the last complete checkpoint next to `path`, for the messages of errors."""
     complete = [other for other in complete_in(path.parent) if other != path]
     if not complete:
         return f"There is no other complete checkpoint in {path.parent}"
@@ -146,7 +147,7 @@ def others(path: Path) -> str:
 
 
 def write_marker(path: Path, marker: Marker) -> None:
-    """Write the last file of a checkpoint, which makes it complete; all others must be on the disk before."""
+    """Write the last file of a checkpoint, which makes it complete, once all its other files are on the disk."""
     fields = asdict(marker)
     write_atomically(
         path / MARKER, json.dumps(fields | {OWN_CRC32: _crc32_of_fields(fields)}, indent=1) + "\n"
@@ -154,7 +155,7 @@ def write_marker(path: Path, marker: Marker) -> None:
 
 
 def publish(written: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, and make it the one that LATEST names."""
+    """Give a complete checkpoint its name, and let LATEST name it."""
     if final.exists():
         # A restart from an older checkpoint has come to the same step once more.
         set_aside(final)
@@ -192,7 +193,7 @@ def delete(paths: Sequence[Path]) -> None:
 
 
 def clean(folder: Path) -> list[str]:
-    """Finish or remove what killed runs left, as the one writer of the folder; return what was done, for the log."""
+    """Finish or remove the remains of killed runs, as the one writer of the folder; return lines for the log."""
     done = []
     for path in sorted(folder.iterdir()):
         if path.name.startswith(WRITING) and (path / MARKER).exists():
@@ -225,7 +226,7 @@ def set_aside(path: Path, prefix: str = DELETING) -> Path:
 
 
 def step_back(damaged: Path) -> tuple[Path, Path] | None:
-    """Rename a damaged checkpoint where an earlier one is complete, which LATEST then names.
+    """Rename a damaged checkpoint where an earlier checkpoint is complete, which LATEST then names.
 
     Returns:
         The new path of the damaged one, and the earlier checkpoint; None, with nothing changed, where there is none.
@@ -287,7 +288,7 @@ def _fault(path: Path) -> str | None:
 
 
 def length_fault(path: Path, name: str, size: int) -> str | None:
-    """Return what is wrong with the length of a checkpoint's file, which begins with its name; None: nothing is."""
+    """Return the fault in the length of a checkpoint's file, which begins with its name; None: nothing is."""
     try:
         actual = (path / name).stat().st_size
     except FileNotFoundError:

@@ -30,7 +30,7 @@ def read_json(path: Path) -> Any:
 
 
 def refuse_special_file(path: Path) -> None:
-    """Raise a CheckpointError for a pipe or device, which could be read for ever; what is not there passes."""
+    """Raise a CheckpointError for a pipe or device, which could be read for ever; a path that does not exist passes."""
     if path.exists() and not path.is_file():
         raise CheckpointError(
             f"{path} is no regular file, but a folder, pipe or device. Put the file itself there."
@@ -51,7 +51,7 @@ def snapshot_in(folder: Path) -> Path | None:
 
 
 def hub_cache_fault(folder: Path) -> str | None:
-    """Return what is wrong with a folder of the hub's cache, whose files lie further down; None: it is none."""
+    """Return the fault of a folder of the hub's cache that has its files further down; None: it is none."""
     snapshots = folder / "snapshots"
     if not snapshots.is_dir() or (folder / "config.json").exists():
         return None
@@ -73,6 +73,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Return whether a file is what Git has in the place of one that Git LFS stores."""
+    """Return whether a file is Git's pointer to a file that Git LFS stores."""
     with file.open("rb") as opened:
         return opened.read(len(POINTER)) == POINTER

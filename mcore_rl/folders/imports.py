@@ -17,7 +17,7 @@ from mcore_rl.folders.model import find_model
 CACHE_VARIABLE = "MCORE_RL_CACHE"
 """Environment variable with the folder of all imports."""
 IMPORTS = "imports"
-"""Folder of imports beside a run, or in the user's cache."""
+"""Folder of imports next to a run, or in the user's cache."""
 DIGITS = 16
 """Hexadecimal digits of a key in the name of an import."""
 
@@ -66,7 +66,7 @@ def import_of(load: str, model: ModelConfig, imports: Path) -> ModelImport | Non
 
 
 def imports_folder(environment: Mapping[str, str], run_dir: Path | None) -> Path:
-    """Return the folder of imports: MCORE_RL_CACHE, else `imports` beside a run, else in the user's cache."""
+    """Return the folder of imports: MCORE_RL_CACHE, else `imports` next to a run, else in the user's cache."""
     if named := environment.get(CACHE_VARIABLE):
         return Path(named)
     if run_dir is not None:

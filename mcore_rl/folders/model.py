@@ -33,14 +33,13 @@ class ModelFolder:
     tokenizer: TokenizerConfig
     """Tokenizer of the model; kind "none" where the folder has none."""
     chat_template: str | None = None
-    """Template of the model's chats, as `data.chat_template`: the run's, or that of the tokenizer; None: there is
-    none."""
+    """Template of the model's chats, as `data.chat_template`: the run's or the tokenizer's; None without a template."""
     platform: PlatformConfig = field(default_factory=PlatformConfig)
     """Section `platform` of the run."""
     is_huggingface: bool = False
     """Whether the weights are Hugging Face's, which are imported before they are loaded."""
     has_training_state: bool = False
-    """Whether a training wrote it, whose optimizer state may be there; others have weights alone."""
+    """Whether a training wrote it, possibly with optimizer state; otherwise it has weights alone."""
 
 
 def find_model(name: str, field: str = "model.path") -> Path:
@@ -73,14 +72,14 @@ def find_model(name: str, field: str = "model.path") -> Path:
 
 
 def read_model_folder(path: Path, family: str | None = None) -> ModelFolder:
-    """Return what the folder of a run, a checkpoint, an import or a Hugging Face model says of its model.
+    """Return the description of the model in the folder of a run, a checkpoint, an import or a Hugging Face model.
 
     Args:
         path: The folder; of a folder of checkpoints, or a run, the newest checkpoint counts.
-        family: A family of the user's own for a Hugging Face folder, as `module:name`; None: that of its config.json.
+        family: A family of the user's own for a Hugging Face folder, as `module:name`; None: its config.json's.
 
     Raises:
-        CheckpointError, ConfigError: The folder describes no model, or one that Megatron's models cannot be.
+        CheckpointError, ConfigError: The folder describes no model, or a model that Megatron cannot build.
     """
     if (path / "config.toml").is_file():
         return read_run(path)
@@ -98,7 +97,7 @@ def read_model_folder(path: Path, family: str | None = None) -> ModelFolder:
 
 
 def read_run(folder: Path) -> ModelFolder:
-    """Read the config.toml of a run; ConfigError when `folder` has none, or it is not one that a run wrote."""
+    """Read the config.toml of a run; ConfigError when `folder` has none, or no run wrote it."""
     path = folder / "config.toml"
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -123,8 +122,8 @@ def read_run(folder: Path) -> ModelFolder:
 
 
 def run_of_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that wrote `checkpoint`, if any: the nearest one above whose config.toml lies beside
-    the checkpoint, or beside the folder `checkpoints` that it is in.
+    """Return the folder of the run that wrote `checkpoint`, if any: the nearest one above with a config.toml next to
+    the checkpoint, or next to the folder `checkpoints` that it is in.
     """
     path = checkpoint.absolute()
     # A config.toml further up may be anything's: that of a project in which a converted checkpoint lies.
@@ -140,7 +139,7 @@ def run_of_checkpoint(checkpoint: Path) -> Path | None:
 
 
 def tokenizer_in(folder: Path) -> TokenizerConfig:
-    """Return the tokenizer whose files lie in a folder; kind "none" where there is none."""
+    """Return the tokenizer of the files in a folder; kind "none" where there is none."""
     for name, kind in TOKENIZERS:
         if (folder / name).is_file():
             path = folder if kind == "huggingface" else folder / name
@@ -158,7 +157,9 @@ def _template_in(folder: Path) -> Literal["tokenizer"] | None:
 
 
 def _read_checkpoint(path: Path) -> ModelFolder:
-    """Return what a checkpoint says: its run, where it lies in one, else its marker and the files beside it."""
+    """Return a checkpoint's description: from its run, where it lies in one, else from its marker and the files next
+    to it.
+    """
     if (run := run_of_checkpoint(path)) is not None:
         return read_run(run)
     if not (path / MARKER).is_file():

@@ -1,4 +1,4 @@
-"""The config of a training, with what it leaves out taken from the folder of its model."""
+"""The config of a training, completed from the folder of its model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,14 +47,16 @@ OF_SHAPE = (
     *("moe.num_experts", "moe.ffn_hidden_size", "moe.shared_experts", "moe.shared_ffn_hidden_size"),
     *("moe.first_dense_layers", "moe.expert_bias"),
 )
-"""Fields and sections of `model` that decide names and shapes of the weights: with others these weights do not load."""
+"""Fields and sections of `model` that decide names and shapes of the weights: with other values these weights do not
+load.
+"""
 
 
 def load_run_config(cls: type[R], path: Path | None, overrides: Sequence[str] = ()) -> R:
     """Read the config of a training as `load_config` does, with defaults from the folder of its model.
 
     `model.path` gives the section `model`, the tokenizer, the chat template of a run, and the weights; without it
-    `checkpoint.load` gives all but the weights, where it is there and says what its model is.
+    `checkpoint.load` gives all but the weights, where it is there and describes its model.
 
     Raises:
         ConfigError: As of `load_config`; `model.path` is no model, or fields contradict the weights in it.
@@ -79,7 +81,9 @@ def with_origins(cls: type[R], path: Path | None, overrides: Sequence[str] = ())
 
 
 def _folder(settings: Mapping[str, Setting]) -> tuple[ModelFolder | None, Setting | None]:
-    """Return the folder of the model, and what names it: `model.path`, else `checkpoint.load` with a model in it."""
+    """Return the folder of the model, and the field that names it: `model.path`, else `checkpoint.load` with a model
+    in it.
+    """
     family = _text(settings, "model.family")
     own = family if family and is_extension(family) else None
     if (name := _text(settings, "model.path")) is not None:

@@ -40,7 +40,7 @@ def this_run_attempt(
 ) -> RunAttempt:
     """Describe this process, on rank 0, as a start of a run at `step`; `extensions` as `load_extensions` returns.
 
-    `speed` are the flags of the run; `changes` and `warnings` are those of the resume.
+    `speed` are the flags of the run; `changes` and `warnings` come from the resume.
     """
     installed = {"python": host.python_version(), "mcore_rl": mcore_rl.__version__}
     for package in PACKAGES:
@@ -79,7 +79,7 @@ def add_attempt(run_dir: Path, attempt: RunAttempt) -> None:
 def code_commit(root: Path) -> str:
     """Return the commit of the code at `root`, "" where there is none.
 
-    A job runs a copy of the code without .git; commit.txt beside it names the commit.
+    A job runs a copy of the code without .git; commit.txt next to it names the commit.
     """
     note = root.parent / "commit.txt"
     if root.name == "code" and note.exists():

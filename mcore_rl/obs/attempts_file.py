@@ -18,13 +18,13 @@ from mcore_rl.families import family_of
 
 FILE_NAME = "run.json"
 NUMERICS = 6
-"""Version of what a training step computes from the same config, weights and data.
+"""Version of a training step's result from the same config, weights and data.
 
 1: Rows that pad the vocabulary take part in the losses of pretraining and fine-tuning. Balance and z losses act at
    their coefficients times tokens / counted tokens; the loss of sequences weighs 1 / micro_batch with megatron-core
-   0.16, and counts packed sequences as one; the global one weighs 1 / dp. Capacity is counted on each tp and cp rank.
-2: Padding has no probability. Balance and z losses are means over all tokens but padding, on every mesh. Capacity is
-   that of a micro-batch, on every mesh. In a bf16 model the expert bias moves by counts of tokens in bf16.
+   0.16, and counts packed sequences as one; the global loss weighs 1 / dp. Capacity is counted on each tp and cp rank.
+2: Padding has no probability. Balance and z losses are means over all tokens but padding, on every mesh. Capacity
+   counts by micro-batch, on every mesh. In a bf16 model the expert bias moves by counts of tokens in bf16.
 3: The expert bias moves by exact counts of tokens.
 4: Reinforcement learning keeps layers of multi-token prediction as they are: no weight decay.
 5: Biases of experts have no weight decay (gpt_oss).
@@ -35,7 +35,7 @@ NUMERICS = 6
 def depends_on_numerics(
     model: ModelConfig, precision: str, before: int, *, trains_mtp: bool = True, feels_warmup: bool = False
 ) -> bool:
-    """Return whether the code of NUMERICS trains this model otherwise than that of version `before` did.
+    """Return whether the code of NUMERICS trains this model differently from the code of version `before`.
 
     Args:
         model: The model.
@@ -91,7 +91,7 @@ class RunAttempt:
     numerics: int = 1
     """NUMERICS of the code; runs of before it was recorded have 1."""
     layers: str = ""
-    """The layers, with the build of compiled ones: `te`, `torch`, `cpu BUILD`; a resume on a CPU keeps them."""
+    """The layers, with the build of compiled layers: `te`, `torch`, `cpu BUILD`; a resume on a CPU keeps them."""
     extensions: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the source file of everything of the user's own that the config names as `module:name`."""
 

@@ -1,4 +1,4 @@
-"""Intervals of 95 % of what is measured on some prompts."""
+"""Intervals of 95 % of values measured on some prompts."""
 
 import math
 
@@ -8,7 +8,7 @@ Z_95 = 1.959964
 
 def wilson(share: float, count: int) -> tuple[float, float]:
     """Return the interval of 95 % of a share of `count` prompts (Wilson 1927). With several answers a prompt it is on
-    the wide side: the prompts are independent, the answers to one are not.
+    the wide side: the prompts are independent, the answers to a prompt are not.
     """
     spread = Z_95**2 / count
     middle = (share + spread / 2) / (1 + spread)

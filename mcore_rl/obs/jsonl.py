@@ -33,7 +33,7 @@ class JsonlSink:
         self._line(step, values)
 
     def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
-        """Write an event of a step as one line, with `fields` beside the text."""
+        """Write an event of a step as one line, with `fields` in addition to the text."""
         self._line(step, {"event": text, **fields})
 
     def close(self) -> None:

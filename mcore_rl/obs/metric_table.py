@@ -12,7 +12,7 @@ Reported: TypeAlias = "float | list[Reported]"
 
 
 class Reduce(Enum):
-    """Reduction of several values of one metric, each with its count, to the one that is written."""
+    """Reduction of several values of one metric, each with its count, to the value that is written."""
 
     SUM = "sum of the values"
     MEAN = "sum of the values / sum of the counts"

@@ -1,4 +1,4 @@
-"""Metrics as values: one number or tensor with its count, and how several of them are reduced to one."""
+"""Metrics as values: one number or tensor with its count, and how several of them are reduced to a single value."""
 
 import math
 from collections.abc import Iterable

@@ -15,7 +15,8 @@ class Timers:
     """Stopwatches of the phases of a step (`time/<phase>_s` in METRICS).
 
     With `synchronise` a phase begins and ends with a wait for the device, so that its time is the device's; host and
-    device then no longer overlap. Without it the time of a phase on CUDA is what the host took to queue the work.
+    device then no longer overlap. Without it the time of a phase on CUDA is the time in which the host queued the
+    work.
     """
 
     def __init__(self, device: torch.device, *, synchronise: bool = False) -> None:

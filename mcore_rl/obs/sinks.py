@@ -58,7 +58,7 @@ class Log:
         self._write(step, due)
 
     def flush(self, step: int, metrics: Iterable[Metric] = ()) -> None:
-        """Write what is pending, with `metrics`, before a checkpoint, which does not hold it: a run that resumes there
+        """Write pending values, with `metrics`, before a checkpoint, which does not hold it: a run that resumes there
         would lose it, and a sum over steps (moe/expert_load) would lack the steps before.
         """
         self._take(step, metrics)
@@ -108,7 +108,7 @@ def open_log(
     """Open the log of rank 0, the only rank that writes.
 
     Records after `resume_step` are dropped, because those steps run again. Weights & Biases shows `settings` (the
-    resolved config) beside the curves.
+    resolved config) next to the curves.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     optional: list[Sink] = []
@@ -240,7 +240,7 @@ class TensorBoardSink:
 class WandbSink:
     """Sink of scalars and events on Weights & Biases; matrices go to metrics.jsonl only.
 
-    A resumed run resumes the W&B run whose id is in `<run_dir>/wandb_id`. W&B cannot delete records, so steps that
+    A resumed run resumes the W&B run with the id in `<run_dir>/wandb_id`. W&B cannot delete records, so steps that
     run again appear twice there; the x axis is our step, not W&B's counter.
     """
 

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on results, decisions and errors that one rank has found."""
+"""Agreement of all ranks on results, decisions and errors that a single rank has found."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -50,7 +50,9 @@ def from_first_of_model(value: T, mesh: Mesh) -> T:
 
 
 def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
-    """Collective over the world: where any rank has problems, raise `kind` with those of the first such rank on all."""
+    """Collective over the world: where any rank has problems, raise `kind` on all ranks with the problems of the
+    first such rank.
+    """
     # One number first: nearly always nothing is wrong, and gathering objects takes three times as long.
     if not world_max(len(problems)):
         return
@@ -79,6 +81,6 @@ def _outcome(action: Callable[[], Any]) -> tuple[Any, McoreRlError | None]:
 
 
 def _of_rank(rank: int, error: McoreRlError) -> McoreRlError:
-    """Return the error as that of `rank`, whichever rank is the first to report it."""
+    """Return the error as the error of `rank`, whichever rank is the first to report it."""
     error.rank = rank
     return error

@@ -55,7 +55,7 @@ class Mesh:
 
 
 def build_mesh(config: MeshConfig) -> Mesh:
-    """Collective over the world: make all groups of a mesh, whose sizes are checked; the process group must be up."""
+    """Collective over the world: check the sizes of a mesh and make all its groups; the process group must be up."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
@@ -75,7 +75,7 @@ def build_mesh(config: MeshConfig) -> Mesh:
 
 @contextmanager
 def without_other_groups(rank: int) -> Iterator[None]:
-    """Let `build_mesh` make only the groups of `rank`, whose world does not exist; a large one has thousands."""
+    """Let `build_mesh` make only the groups of `rank`, in a world that does not exist; a large world has thousands."""
     functions: Any = parallel_state  # Megatron looks these up by name
     create_group, list_groups = (
         parallel_state.create_group,

@@ -17,7 +17,7 @@ def routers(chunk: nn.Module) -> Iterator[tuple[int, TopKRouter]]:
 
 
 def replayed_routers(chunk: nn.Module) -> list[tuple[int, TopKRouter]]:
-    """Return the routers whose choices reach the logits, by layer; those of MTP layers affect their own loss only."""
+    """Return the routers that influence the logits, by layer; routers of MTP layers affect their own loss only."""
     found = [(layer, router) for layer, router in routers(chunk) if layer < router.config.num_layers]
     return sorted(found, key=lambda pair: pair[0])
 

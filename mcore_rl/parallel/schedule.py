@@ -47,11 +47,11 @@ class PassInput(Protocol):
 
 
 MAX = "max/"
-"""Prefix of the names of outputs that are reduced over the world by their maximum; all others are summed."""
+"""Prefix of the names of outputs that are reduced over the world by their maximum; other outputs are summed."""
 SIGNAL = MAX + "signal"
 """Name of the output of `signal_of`."""
 SMALLEST_SIGNAL = 1e-12
-"""Gradient below which the squares of what follows from it may be 0 in float32."""
+"""Gradient below which squares of the gradients behind it may be 0 in float32."""
 
 Input = TypeVar("Input", bound=PassInput, contravariant=True)
 
@@ -63,7 +63,7 @@ class HeadOutput:
     loss: Tensor
     """Sum of the loss over the counted tokens, a scalar; divided once, by the world's count."""
     count: Tensor
-    """Number of counted tokens, an integer scalar: what the head's `count` returns."""
+    """Number of counted tokens, an integer scalar, from the head's `count`."""
     outputs: dict[str, Tensor]
     """Tensors without gradient that `run_pass` returns."""
 
@@ -171,8 +171,8 @@ def _router_losses(
 ) -> Iterator[None]:
     """Collective over the ranks of a stage: the weight of the routers' losses in a pass with the backward of `head`.
 
-    They are sums over all routed tokens, and the schedule divides gradients by the number of counted ones. On leaving,
-    the routers know neither the weight nor the sequences of the last microbatch.
+    They are sums over all routed tokens, and the schedule divides gradients by the number of counted tokens. On
+    leaving, the routers know neither the weight nor the sequences of the last microbatch.
     """
     all_routers = [router for routers_of_chunk in found for router in routers_of_chunk]
     if head is not None and any(

@@ -1,4 +1,4 @@
-"""Logits whose vocabulary is divided into equal slices over the tensor-parallel ranks.
+"""Logits with a vocabulary that is divided into equal slices over the tensor-parallel ranks.
 
 Logits of a large vocabulary take more memory than the rest of a microbatch: 8,192 positions times 152k ids are 5 GB in
 fp32, and a loss has several tensors of that size. As `DeferredLogits` they are never there at once.
@@ -37,13 +37,14 @@ Logits = Tensor | DeferredLogits
 
 
 def last_tensor(output: Logits) -> Tensor:
-    """Return the tensor of a model's output whose gradient comes before all others in the backward pass."""
+    """Return the tensor of a model's output that gets its gradient first in the backward pass."""
     return output if isinstance(output, Tensor) else output.hidden_TD
 
 
 LOWEST = -1e30
-"""Logit in the place of -inf: its exponential is 0 too, and so are their products. Infinite ones would make NaN on a
-rank whose whole slice pads the vocabulary."""
+"""Logit in the place of -inf: its exponential is 0 too, and so are their products. Infinite values would make NaN on
+a rank with a slice of nothing but padding.
+"""
 
 
 @torch.no_grad()
@@ -136,7 +137,7 @@ def reverse_kl(
     Args:
         logits_Tv: this rank's slice of the logits, of which p is the softmax at `temperature`.
         other_Nv: logprobs of q at the positions `rows_N`, as `vocabulary_logprobs` returns them.
-        rows_N: positions with a result; the others have 0.
+        rows_N: positions with a result; other positions have 0.
         tp: the tensor-parallel ranks.
         vocab_size: number of token ids; the columns after them pad the vocabulary.
         temperature: divides the logits.
@@ -149,7 +150,7 @@ def reverse_kl(
 
 
 def _factors(logits_Tv: Logits) -> tuple[Tensor, Tensor | None]:
-    """Return the tensors that have gradients: the logits and None, or the factors of deferred ones."""
+    """Return the tensors that have gradients: the logits and None, or the factors of deferred logits."""
     if isinstance(logits_Tv, Tensor):
         return logits_Tv, None
     return logits_Tv.hidden_TD, logits_Tv.weight_vD
@@ -197,7 +198,7 @@ class _Shard(NamedTuple):
 
 
 class _Gradient:
-    """Gradient of logits, or of the two factors of deferred ones, which is put together from chunks of rows."""
+    """Gradient of logits, or of the two factors of deferred logits, which is put together from chunks of rows."""
 
     def __init__(self, logits_Tv: Logits, shard: _Shard) -> None:
         self._logits_Tv = logits_Tv

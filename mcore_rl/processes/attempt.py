@@ -13,7 +13,7 @@ class Attempt:
     job: str
     """Slurm's job id; empty without Slurm."""
     number: int
-    """Number of restarts of the job before this one."""
+    """Number of restarts of the job before this run."""
     host: str
     pid: int
     born: int
@@ -24,7 +24,7 @@ class Attempt:
         return self.host == platform.node() and _birth(self.pid) == self.born
 
     def supersedes(self, other: "Attempt") -> bool:
-        """Return whether this is a later start of the same job: Slurm has ended the other one, or will."""
+        """Return whether this is a later start of the same job: Slurm has ended the other run, or will."""
         return bool(self.job) and self.job == other.job and self.number > other.number
 
     def describe(self) -> str:

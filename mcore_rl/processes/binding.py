@@ -1,7 +1,7 @@
 """Cores of each rank of a node, near the GPU of the rank; imports no torch.
 
-The kernel moves an unbound rank between sockets, and a tensor-parallel group whose GPUs hang on two sockets sends over
-the slower link. GPUs are therefore ordered by NUMA node, so that neighbouring local ranks (Megatron numbers tensor
+The kernel moves an unbound rank between sockets, and a tensor-parallel group with GPUs on two sockets sends over the
+slower link. GPUs are therefore ordered by NUMA node, so that neighbouring local ranks (Megatron numbers tensor
 parallelism first) have neighbouring GPUs, and each rank gets its share of the physical cores of that node.
 """
 
@@ -44,7 +44,7 @@ def bind(local_rank: int, root: Path = Path("/")) -> str | None:
         root: Folder with the `proc` and `sys` of the kernel that describe the machine.
 
     Returns:
-        A line on what was done; None where nothing was asked for, or cannot be divided.
+        A line for the log; None where nothing was asked for, or cannot be divided.
     """
     num_ranks = int(os.environ.get(RANKS_PER_NODE, "0"))
     if not num_ranks or sys.platform != "linux":
@@ -67,7 +67,7 @@ def bind(local_rank: int, root: Path = Path("/")) -> str | None:
 
 
 def by_numa(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Return the GPUs with those of one NUMA node side by side, otherwise in their order."""
+    """Return the GPUs grouped by NUMA node, otherwise in their order."""
     first = {gpu.numa: index for index, gpu in reversed(list(enumerate(gpus)))}
     return sorted(gpus, key=lambda gpu: first[gpu.numa])
 

@@ -1,7 +1,7 @@
 """Causes of a run's failure: each rank that knows of one writes a file, and the first of the gravest is the run's.
 
 The files are `<order>-<time>-<rank>.json` in one folder that all ranks see, so that the first name in alphabetical
-order is the first cause; `publish` copies it to failure.json beside that folder. Imports no torch: launchers use it.
+order is the first cause; `publish` copies it to failure.json next to that folder. Imports no torch: launchers use it.
 """
 
 import json
@@ -27,13 +27,14 @@ GIB = 2**30
 
 
 class Order(IntEnum):
-    """Rank of a kind of cause: one of a smaller value explains those of larger values."""
+    """Rank of a kind of cause: a cause with a smaller value explains causes with larger values."""
 
     CAUSE = 0
     """An error of the rank's own, or a signal that ended it. Among these the earliest is the cause."""
     CONSEQUENCE = 1
-    """A hang, a silence, SIGABRT: often because of another rank. NCCL's watchdog, for one, aborts a rank that has lost
-    its peer."""
+    """A hang, a silence, SIGABRT: often because of another rank. NCCL's watchdog, for example, aborts a rank that has
+    lost its peer.
+    """
     LOST_PEER = 2
     """An error of communication: a rank on the other end is gone."""
     STATUS = 3
@@ -58,7 +59,7 @@ class Failure:
 def rank_failure(
     rank: int, status: int, cause: str, text: str = "", order: Order = Order.CAUSE, host: str = ""
 ) -> Failure:
-    """Return the failure of a rank of this host (or of `host`), whose cause is one line, or becomes one."""
+    """Return the failure of a rank of this host (or of `host`); its cause is made one line."""
     host = host or platform.node()
     line = " ".join(cause.split())
     line = line if len(line) <= HEADLINE_LENGTH else line[: HEADLINE_LENGTH - 3] + "..."
@@ -112,7 +113,7 @@ def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
 
 
 def make_reserve(folder: Path) -> None:
-    """Take room beside `folder` that `note_failure` gives back when the disk is full, so that the cause is written."""
+    """Take room next to `folder` that `note_failure` gives back when the disk is full, so that the cause is written."""
     reserve = folder.parent / RESERVE_FILE
     try:
         reserve.write_bytes(bytes(RESERVE_BYTES))
@@ -133,7 +134,7 @@ def first_cause(folder: Path) -> Failure | None:
 
 
 def publish(folder: Path) -> None:
-    """Copy the first cause to failure.json beside `folder`."""
+    """Copy the first cause to failure.json next to `folder`."""
     if cause := first_cause(folder):
         write_atomically(
             folder.parent / "failure.json", json.dumps(asdict(cause), indent=1, ensure_ascii=False)
@@ -141,13 +142,13 @@ def publish(folder: Path) -> None:
 
 
 def note_writer() -> None:
-    """Record that this attempt writes the run's folder: from here on its failures are the run's."""
+    """Record that this attempt writes the run's folder: from now on its failures are the run's."""
     if folder := collected_in():
         (folder.parent / NOT_WRITER).unlink(missing_ok=True)
 
 
 def collected_in() -> Path | None:
-    """Return the folder in which the launcher collects causes, beside the logs of this attempt; None: nobody does."""
+    """Return the folder in which the launcher collects causes, next to the logs of this attempt; None: nobody does."""
     folder = os.environ.get(FAILURES)
     return Path(folder) if folder else None
 

@@ -1,4 +1,4 @@
-"""Flight recorder of NCCL and gloo: the last collectives of each rank, written beside the logs when a run hangs."""
+"""Flight recorder of NCCL and gloo: the last collectives of each rank, written next to the logs when a run hangs."""
 
 import os
 import pickle
@@ -16,8 +16,9 @@ ENTRIES = 2000
 PREFIX = "collectives_of_rank_"
 C10D: Any = torch._C._distributed_c10d
 RECORDS_GLOO = hasattr(C10D, "_dump_fr_trace")
-"""Whether torch (2.8 and later) records gloo's collectives too; it then has other names for its variables, and warns of
-the older ones."""
+"""Whether torch (2.8 and later) records gloo's collectives too; it then has other names for its variables, and warns
+of the older names.
+"""
 SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
@@ -37,7 +38,7 @@ def arm() -> None:
 
 
 def dump(rank: int) -> str:
-    """Write what was recorded on this rank; return a sentence with the path, "" where nothing was recorded."""
+    """Write this rank's records; return a sentence with the path, "" where nothing was recorded."""
     prefix = next((os.environ[name] for name in FILE if os.environ.get(name)), "")
     if not (prefix and dist.is_initialized()):
         return ""

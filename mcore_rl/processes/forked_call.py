@@ -1,4 +1,4 @@
-"""A call in a forked copy of this process, while this one goes on."""
+"""A call in a forked copy of this process, which itself goes on."""
 
 import gc
 import os

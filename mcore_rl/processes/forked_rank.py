@@ -23,7 +23,7 @@ DEVICES = {
     "hip": ("/dev/kfd", "/dev/dxg"),
     "xpu": ("/dev/dri", "/dev/dxg"),
 }
-"""Device files of the accelerators that a build of torch may use; the last is that of Windows' Linux."""
+"""Device files of the accelerators that a build of torch may use; the last is for Windows' Linux."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -57,7 +57,9 @@ def imported(modules: Sequence[str], threads: str | None) -> bool:
 
 
 def _may_use_accelerator() -> bool:
-    """Return whether the installed torch was built for a kind of accelerator that is here, without importing it."""
+    """Return whether the installed torch was built for a kind of accelerator that this machine has, without importing
+    it.
+    """
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return True
@@ -75,7 +77,7 @@ class ForkedRank:
         module: The program; it runs as `__main__`.
         args: Its arguments.
         environment: All of its environment variables.
-        log: File of its output; None for pipes, whose readers are `stdout` and `stderr`.
+        log: File of its output; None for pipes, which `stdout` and `stderr` read.
         handled: Signals for which this process has handlers and the rank begins without.
     """
 

@@ -22,7 +22,7 @@ def checkpoint_of(load: str, model: ModelConfig, run_dir: Path | None) -> Path:
     Args:
         load: A value of `checkpoint.load`.
         model: The model that loads them.
-        run_dir: Folder of the run, beside which imports are; None: no run.
+        run_dir: Folder of the run, next to which imports are; None: no run.
 
     Raises:
         CheckpointError: The folder has not been imported; the message has the command.
@@ -68,7 +68,7 @@ def ensure_imported(load: str | None, model: ModelConfig, run_dir: Path | None) 
 
 
 def _make(found: ModelImport, load: str | None) -> None:
-    """Import by a process of its own, whose progress is shown on standard error."""
+    """Import in a process of its own, and show its progress on standard error."""
     if found.is_complete:
         return
     sys.stderr.write(f"{load} is imported once, to {found.path}\n")

@@ -106,10 +106,10 @@ def launch_local(
     to `log_dir/failure.json`, and the other ranks are ended. SIGTERM, SIGINT and SIGUSR1 are passed on to ranks that
     train, which then stop and save; while they are starting each of the three ends them at once. After a save on Ctrl-C
     the status is 130. No rank outlives this process. To be called in the main thread. A disk that is full before there
-    are ranks is a TrainingError; one that fills up later costs the logs their next lines, and nothing else.
+    are ranks is a TrainingError; a disk that fills up later costs the logs their next lines, and nothing else.
 
     Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), where that is sound,
-    and so does a single one where this process has imported them already.
+    and so does a single rank where this process has imported them already.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     raise_open_files()
@@ -152,7 +152,7 @@ def start_server(
 
     Args:
         command: Program and arguments.
-        settings: Environment variables that it gets beside those of this process, without those of a launcher.
+        settings: Environment variables that it gets in addition to this process's, without a launcher's.
         defaults: Environment variables that it gets where this process has none of their names.
         log: File to which its output is added.
     """
@@ -174,7 +174,8 @@ def environment_variable(name: str) -> str | None:
 
 
 def raise_open_files() -> None:
-    """Raise the number of files that this process and its children may open to what is allowed without privileges.
+    """Raise the number of files that this process and its children may open to the limit for a process without
+    privileges.
 
     Data files, sockets to each peer and shared memory of loaders exceed the usual 1024 on large jobs.
     """
@@ -199,7 +200,7 @@ def _environment(num_ranks: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on here, below those that outgoing connections get."""
+    """Return a TCP port that nobody on this machine listens on, below those that outgoing connections get."""
     for port in random.SystemRandom().sample(range(12000, 32000), 100):
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
@@ -216,7 +217,7 @@ def _start(
     is_first: bool,
     is_forked: bool,
 ) -> _Rank:
-    """Start a rank in its own session, so that Ctrl-C reaches it once, from here; it dies with this process."""
+    """Start a rank in its own session, so that Ctrl-C reaches it once, from this process; it dies with this process."""
     with log.open("wb") as file:
         if is_forked:
             return _Rank(ForkedRank(module, args, environment, None if is_first else file, FORWARDED), log)
@@ -320,7 +321,7 @@ def _ended_while_starting(number: int) -> int:
 
 
 def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> int:
-    """Return the exit status once all ranks have ended well, or one has not, or the user does not want to wait."""
+    """Return the exit status once all ranks have ended well, a rank has failed, or the user does not want to wait."""
     passed_on: list[int] = []
     oom = OomKills()
     failed_s: float | None = None
@@ -416,7 +417,7 @@ def _join_tees(ranks: Sequence[_Rank], timeout_s: float = GRACE_S) -> None:
 
 
 def _kill(ranks: Sequence[_Rank]) -> None:
-    """End ranks and their children at once; what they wrote before that is on the console then."""
+    """End ranks and their children at once, after their output so far has reached the console."""
     for rank in ranks:
         with suppress(ProcessLookupError):
             os.killpg(rank.process.pid, signal.SIGKILL)

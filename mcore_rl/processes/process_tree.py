@@ -26,11 +26,11 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def supervise(work: Callable[[], None], parent: int, *, after_start: Callable[[], None]) -> NoReturn:
     """Run `work` in a child of this process, and end with its exit status when nothing that it started runs any more.
-    `after_start` is called here when the child has started.
+    `after_start` is called in this process when the child has started.
 
     The descendants are killed when the child ends, when END_TREE arrives, or when the process `parent` is gone. They
-    are a process group of their own, so that Ctrl-C does not reach them; one that leaves the group, or whose parent
-    dies, becomes a child of this process (a subreaper, Linux) and is found there.
+    are a process group of their own, so that Ctrl-C does not reach them; a process that leaves the group, or loses
+    its parent, becomes a child of this process (a subreaper, Linux) and is found there.
     """
     os.setpgid(0, 0)
     if sys.platform == "linux":
@@ -84,7 +84,7 @@ def _reaped(child: int) -> int | None:
 
 
 def _kill_descendants() -> None:
-    """Kill and collect until none is left: one that is killed may have started another a moment before."""
+    """Kill and collect until none is left: a killed process may have started another a moment before."""
     deadline = time.monotonic() + MAX_KILLING_S
     itself = psutil.Process()
     while (found := itself.children(recursive=True)) and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
-"""An error on one rank ends all ranks, that rank's traceback first, under whatever launcher.
+"""Rank guard: the first error ends every rank and is printed first, under any launcher.
 
 The ranks share a key-value store (torch's TCPStore on the rendezvous port, so that it is there before the process
 group and after it). The first rank to fail claims the failure, prints it, then publishes it; a thread on every rank
-looks once a second and ends its process, which may be waiting in a collective. The same thread counts in the store, so
-that others see when a process is gone or stopped: who has lost its peer names the peer, not itself.
+looks once a second and ends its process, which may be waiting in a collective. The same thread counts in the store,
+so that the other ranks see when a process is gone or stopped: who has lost its peer names the peer, not itself.
 """
 
 import faulthandler
@@ -33,10 +33,10 @@ from mcore_rl.processes.signed_store import SignedStore, secret_of_launcher
 LOOK_S = 1.0
 """The time between two looks at the store."""
 LINGER_S = 3.0
-"""The time that a rank waits for the message of the one that failed first, or for the others to read its own."""
+"""The time that a rank waits for the message of the rank that failed first, or for the other ranks to read its own."""
 CONNECT_S = 300.0
 LEAVE_S = 30.0
-"""The time that the store's host waits for ranks whose last message somebody else has overwritten."""
+"""The time that the store's host waits for ranks after another rank has overwritten their last message."""
 SILENT_S = 15.0
 """The time without a sign of a rank after which it is recorded as stopped or cut off."""
 MOST_NAMED = 4
@@ -59,7 +59,7 @@ def rank_guard() -> AbstractContextManager[None]:
 
 
 class _Alone(AbstractContextManager[None]):
-    """The guard of a rank without others."""
+    """The guard of a single rank."""
 
     def __enter__(self) -> None: ...
 
@@ -200,7 +200,7 @@ class _Guard(AbstractContextManager[None]):
                 self._note_silence(0, os.environ.get("MASTER_ADDR", "127.0.0.1"))
 
     def _leave(self) -> None:
-        """Leave; the store goes with its host, which therefore waits for all others to leave."""
+        """Leave; the store goes with its host, which therefore leaves last."""
         self.store.write(f"gone/{self.rank}", "")
         if self.is_host:
             self._wait_for_the_others()
@@ -221,7 +221,7 @@ class _Guard(AbstractContextManager[None]):
             time.sleep(LOOK_S / 10)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Report the error to all ranks as the first to fail, or give way to the one that was."""
+        """Report the error to all ranks as the first to fail, or give way to the rank that was."""
         cause = _cause(error)
         is_lost_peer = _is_lost_peer(error)
         origin = _origin(error)
@@ -273,7 +273,7 @@ class _Guard(AbstractContextManager[None]):
         return rank_failure(gone[0], failure.status, text, failure.text, Order.LOST_PEER, hosts[0])
 
     def _first_to_fail(self, *, wait: bool) -> int:
-        """Return the rank that failed first: this one if no other has claimed it; `wait` a while for such a claim."""
+        """Return the rank that failed first: this rank if no other has claimed it; `wait` a while for such a claim."""
         deadline = time.monotonic() + LINGER_S
         while wait and self.store.read("first") is None and time.monotonic() < deadline:
             time.sleep(LOOK_S / 10)
@@ -296,7 +296,7 @@ class _Guard(AbstractContextManager[None]):
         return rank, headline
 
     def _wait_until_heard(self) -> None:
-        """On the host, keep the store until the others have looked."""
+        """On the host, keep the store until the other ranks have looked."""
         deadline = time.monotonic() + LINGER_S
         while self.is_host and time.monotonic() < deadline:
             others = set(range(self.world_size)) - {self.rank}
@@ -307,7 +307,7 @@ class _Guard(AbstractContextManager[None]):
             time.sleep(LOOK_S / 10)
 
     def _give_way(self, first: int, headline: str, own_headline: str = "") -> NoReturn:
-        """End because another rank failed; write nothing where this one failed of the same error."""
+        """End because another rank failed; write nothing where this rank failed of the same error."""
         same = headline == own_headline
         self._end("" if same else f"Rank {self.rank} ends because rank {first} failed: {headline}")
 
@@ -329,7 +329,7 @@ class _Guard(AbstractContextManager[None]):
 
 
 def _origin(error: BaseException | None) -> int | None:
-    """Return the rank that met an error which all ranks raise together, or which led to this one; None: this rank."""
+    """Return the rank that met an error which all ranks raise together, or which led to this error; None: this rank."""
     while isinstance(error, McoreRlError):
         if error.rank is not None:
             return error.rank

@@ -3,7 +3,7 @@
     python -m mcore_rl.processes.rank_process mcore_rl.run.programs.pretrain CONFIG.toml key=value ...
 
 A rank that SIGKILL, SIGSEGV or the out-of-memory killer ends cannot say so itself, and its launcher knows nothing of
-other nodes: the first error in a log is then that of an innocent rank, which has lost its peer. Imports no torch.
+other nodes: the first error in a log then comes from an innocent rank, which has lost its peer. Imports no torch.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 Everybody who reaches the rendezvous port can read, write and list the keys of a TCPStore: torch knows no password for
 it. Each message therefore carries an HMAC-SHA256 over its key and text, made with a secret that the launcher gives to
-the ranks in a file that only their user can read. A message without the right one is ignored and reported once.
+the ranks in a file that only their user can read. A message without the right signature is ignored and reported once.
 
 The secret does not keep anybody from deleting messages, from stopping the store's server, or from disturbing torch's
 own rendezvous, which has the same port: see docs/slurm.md.
@@ -57,7 +57,9 @@ class SignedStore:
     """Texts by key in a `torch.distributed.Store`; those without the right signature do not exist."""
 
     def __init__(self, store: "Store", scope: str, secret: bytes) -> None:
-        """`scope` is a prefix of all keys; a message of another scope, as of an earlier attempt, is not valid here."""
+        """`scope` is a prefix of all keys; a message of another scope, as of an earlier attempt, is not valid in this
+        store.
+        """
         self._store, self._scope, self._secret = store, scope, secret
         self._reported: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""torchrun whose ranks have time to save when they are asked to end.
+"""torchrun that gives ranks time to save when they are asked to end.
 
     python -m mcore_rl.processes.torchrun SECONDS ARGUMENTS_OF_TORCHRUN...
 

@@ -37,7 +37,9 @@ class Limits:
     pause_s: float | None
 
     def of(self, phase: Phase, longest_step_s: float) -> tuple[float | None, str]:
-        """Return the limit of a phase, and the setting it comes from; `longest_step_s` is 0 before one is measured."""
+        """Return the limit of a phase, and the setting it comes from; `longest_step_s` is 0 before a step is
+        measured.
+        """
         if phase == "start":
             return self.start_s, "train.hang_start_s"
         if phase == "pause":

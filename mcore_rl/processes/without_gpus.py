@@ -12,7 +12,7 @@ def run_without_gpus(module: str, arguments: Sequence[object]) -> None:
     Megatron is patched for CPUs only where torch sees no GPU, and groups of ranks belong to a process.
 
     Raises:
-        subprocess.CalledProcessError: It failed; what it wrote is on standard error.
+        subprocess.CalledProcessError: It failed; its output is on standard error.
     """
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", module, *map(str, arguments)]
