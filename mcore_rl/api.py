@@ -1,4 +1,4 @@
-"""The interface for Python programs: trainings, their metrics, conversions. docs/api.md lists what is stable."""
+"""The interface for Python programs: trainings, their metrics, conversions. docs/api.md lists the stable names."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ def load_config(
     """Load the config of a training, as `mcore-rl <program> CONFIG key=value ...` does.
 
     Args:
-        program: The training whose config it is.
+        program: The training that the config is for.
         config: A TOML file, the name of a recipe such as "tiny_moe/grpo", or the fields themselves.
         overrides: Fields on top of `config`.
 
@@ -85,10 +85,10 @@ def train(
     *,
     ranks: int | None = None,
 ) -> Path:
-    """Train as `mcore-rl <program>` does; a run that was stopped resumes, one that is done is left as it is.
+    """Train as `mcore-rl <program>` does; a run that was stopped resumes, a finished run is left as it is.
 
-    Without a launcher, start the ranks on this machine and wait for them; call it in the main thread. Under torchrun or
-    srun this process is one rank, and every rank makes this call, once in its life.
+    Without a launcher, start the ranks on this machine and wait for them; call it in the main thread. Under torchrun
+    or srun this process is one rank, and every rank makes this call, once in its life.
 
     Args:
         program: "pretrain", "sft", "rm", "dpo" or "rl".
@@ -137,12 +137,12 @@ def train(
 
 
 def is_done(run_dir: str | Path) -> bool:
-    """Return whether all steps of a run are done; one that was asked to stop, or failed, is not."""
+    """Return whether all steps of a run are done; a run that was asked to stop, or failed, is not done."""
     return Path(run_dir, "DONE").exists()
 
 
 def read_metrics(run_dir: str | Path) -> dict[str, dict[int, Any]]:
-    """Read the metrics of a run, also of one that is running.
+    """Read the metrics of a run, also while it is running.
 
     Returns:
         Metric name -> step -> value, such as `read_metrics(run)["train/loss_nats"][20]`. A value is a number, or a
@@ -226,7 +226,7 @@ def export_checkpoint(
     Args:
         checkpoint: A checkpoint of any mesh, or the folder of a run.
         output: The folder to write.
-        reference: A folder of the same model, whose config and tokenizer are copied; None: neither is.
+        reference: A folder of the same model, of which config and tokenizer are copied; None: neither is.
         dtype: Type of the weights; biases of experts stay float32.
         workers: Number of processes.
 

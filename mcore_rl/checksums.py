@@ -1,4 +1,4 @@
-"""CRC-32 of files and tensors whose parts are read apart: the checksum of a whole follows from those of its parts.
+"""CRC-32 of files and tensors that are read in parts: the checksum of a whole follows from the parts' checksums.
 
 Every CRC-32 of this program is computed by `crc32`.
 """
@@ -75,7 +75,7 @@ def _concatenated(first: int, second: int, second_size: int) -> int:
 
 @cache
 def _zero_bytes(power: int) -> BitMatrix:
-    """Return what 2**power zero bytes do to a CRC's state."""
+    """Return the change of a CRC's state by 2**power zero bytes."""
     if power == 0:
         # A zero bit shifts the state by one; the bit that falls out brings the polynomial in. Doubled three times it
         # is a byte.

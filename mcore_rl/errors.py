@@ -1,4 +1,4 @@
-"""The errors that are the user's to mend. Each message says what it got, what it wanted, and what to do."""
+"""The errors that are the user's to mend. Each message has the value, the expectation, and the remedy."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -21,7 +21,9 @@ EXIT_STATUSES: Mapping[int, str] = MappingProxyType(
         PIPE_CLOSED_STATUS: "the reader of the output, such as `head`, ended first",
     }
 )
-"""Exit statuses of commands and ranks; 128 + n is the end by signal n. mcore_rl/launch/job.py has those of jobs."""
+"""Exit statuses of commands and ranks; 128 + n is the end by signal n. mcore_rl/launch/job.py has the statuses of
+jobs.
+"""
 
 
 class McoreRlError(Exception):
@@ -44,11 +46,11 @@ class CheckpointError(McoreRlError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose files are missing, cut off, or not those that were written."""
+    """A checkpoint with files that are missing, cut off, or changed since they were written."""
 
 
 class TrainingError(McoreRlError):
-    """A run that cannot go on, such as one whose gradients stay infinite."""
+    """A run that cannot go on, for example because its gradients stay infinite."""
 
 
 class EngineError(McoreRlError):
@@ -56,7 +58,7 @@ class EngineError(McoreRlError):
 
 
 class RoutingError(McoreRlError):
-    """Routes of a replay that are missing, twice there, damaged, or not the ones that routers took."""
+    """Routes of a replay that are missing, twice there, damaged, or different from the routers' choices."""
 
 
 def error_text(error: McoreRlError) -> str:

@@ -1,7 +1,8 @@
-"""Files that appear whole or not at all, folders with one writer, and what a failing disk means to the user.
+"""Files that appear whole or not at all, folders with one writer, and the errors of a failing disk in words for the
+user.
 
 This is the only module that gives a finished file or folder its name: everything that a reader may find under a final
-name was complete before it got there. It is also where a command asks whether it may replace what is there
+name was complete before it got there. It is also where a command asks whether it may replace an existing output
 (`refuse_replacing`): nothing that a command of the same kind did not write is ever replaced.
 """
 
@@ -32,10 +33,10 @@ LOCK_POLL_S = 0.1
 UNWRITTEN = "cause that could not be written:"
 """Beginning of a line on stderr with the name that the file of a cause would have had, and its headline."""
 RESERVE_FILE = "reserve"
-"""File beside the causes of a failure that takes room: deleted, it leaves some on a full disk for their words."""
+"""File next to the causes of a failure that takes room: deleted, it leaves some on a full disk for their words."""
 RESERVE_BYTES = 65536
 NOT_WRITER = "not_the_writer"
-"""File beside the causes of an attempt that has not become the writer of the run's folder, such as an evaluation."""
+"""File next to the causes of an attempt that has not become the writer of the run's folder, such as an evaluation."""
 GIB = 2**30
 MARK_BYTES = 4096
 """Bytes at the beginning of a text that are searched for the mark of the command that wrote it."""
@@ -50,8 +51,8 @@ Stamps = Mapping[str, Sequence[int]]
 
 
 def shipped(folder: str) -> Path:
-    """Return the folder `recipes`, `clusters` or `templates` of launch/: inside the installed package, or beside it in
-    a checkout and in a job's copy of the code.
+    """Return the folder `recipes`, `clusters` or `templates` of launch/: inside the installed package, or next to it
+    in a checkout and in a job's copy of the code.
     """
     inside = Path(__file__).parent / "shipped"
     return (inside if inside.is_dir() else Path(__file__).parents[1] / "launch") / folder
@@ -88,7 +89,7 @@ def written_atomically(path: Path) -> Iterator[Path]:
     """Yield a scratch path to write to, which becomes `path` when the block ends without an exception.
 
     Raises:
-        OSError: `path` is a folder, or a device, pipe or link to one, whose place a file would take: root may rename a
+        OSError: `path` is a folder, or a device, pipe or a link to it, which a file would replace: root may rename a
             file over /dev/stdout.
     """
     if path.exists() and not path.is_file():
@@ -146,7 +147,7 @@ def make_folder(folder: Path, remedy: str) -> None:
 
 @contextmanager
 def checkpoint_errors_explained(path: Path, doing: str) -> Iterator[None]:
-    """Raise a CheckpointError in place of any OSError: what was being done, to which path, and the free space there."""
+    """Raise a CheckpointError in place of any OSError: the action, the path, and the free space there."""
     try:
         yield
     except OSError as error:
@@ -155,7 +156,9 @@ def checkpoint_errors_explained(path: Path, doing: str) -> Iterator[None]:
 
 @contextmanager
 def full_disk_explained(run_dir: Path) -> Iterator[None]:
-    """Raise a TrainingError in place of the errors of a full disk in the run of a folder; others stay as they are."""
+    """Raise a TrainingError in place of the errors of a full disk in the run of a folder; other errors stay as they
+    are.
+    """
     try:
         yield
     except OSError as error:
@@ -252,17 +255,18 @@ def refuse_replacing(
     """Raise a ConfigError unless a command may write to `output`: the rule of every command that replaces a path.
 
     It must not overlap a source or a run (see `refuse_overlap`). Where it exists, it must be an empty folder, or with
-    `overwrite` what a command of this kind wrote and nobody has changed since.
+    `overwrite` the output of a command of this kind that nobody has changed since.
 
     Args:
         output: The file or folder that the command is asked to write.
         sources: As of `refuse_overlap`.
         overwrite: Whether the user has asked to replace an earlier output.
-        foreign: Returns the end of a sentence on what in the existing output the command did not write; None: nothing.
+        foreign: Returns the end of a sentence on the part of the existing output that the command did not write;
+            None: nothing.
         folder: Whether the output is a folder.
 
     Returns:
-        The stamps of what is there, with which `replace_folder` notices later changes.
+        The stamps of the existing files, with which `replace_folder` notices later changes.
     """
     if os.path.lexists(output):
         _refuse_kind(output, folder=folder)
@@ -304,7 +308,7 @@ def has_mark(path: Path, mark: str) -> bool:
 
 
 def is_event_log(path: Path) -> bool:
-    """Return whether a file is empty or begins with a line of JSON that names an event: others are not appended to."""
+    """Return whether a file is empty or begins with a line of JSON that names an event: no other gets more lines."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -316,11 +320,11 @@ def is_event_log(path: Path) -> bool:
 
 
 def foreign_files(folder: Path, recorded: Callable[[str], str | None]) -> str | None:
-    """Return the end of a sentence on the files in `folder` that differ from what is recorded; None: all are the same.
+    """Return the end of a sentence on the files in `folder` that differ from their record; None: all are the same.
 
     Args:
         folder: An earlier output.
-        recorded: Returns what is wrong with the file of this relative path; None: it is as it was written.
+        recorded: Returns the fault of the file of this relative path; None: it is as it was written.
     """
     faults = []
     for name, entry in _entries(folder):
@@ -347,14 +351,14 @@ def stamps_of(path: Path) -> Stamps:
 
 
 def sizes_and_times(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
-    """Return the number of bytes, and the time of the last change in ns, of those of the files that are there."""
+    """Return the number of bytes, and the time of the last change in ns, of each of the files that exists."""
     # Links are followed: a Hugging Face cache has its files elsewhere. No inodes: some file systems make them up.
     found = [(file, file.stat()) for file in files if file.exists()]
     return {file: (entry.st_size, entry.st_mtime_ns) for file, entry in found}
 
 
 def replace_folder(written: Path, final: Path, aside: Path, stamps: Stamps) -> None:
-    """Give a folder the name `final`; the one that has it is renamed first, and restored where the naming fails.
+    """Give a folder the name `final`; a folder with that name is renamed first, and restored where the naming fails.
 
     It is then `aside`, for the caller to delete (`delete_files`).
 

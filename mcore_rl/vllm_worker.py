@@ -43,8 +43,9 @@ class BroadcastUpdate(base.WeightTransferUpdateInfo):
     """Names of torch's types, such as "bfloat16"."""
     shapes: list[list[int]] = field(default_factory=list)
     group: dict[str, Any] = field(default_factory=dict)
-    """Group to join before: backend, host, port, rank (of the server's first worker), size, timeout_s; empty: that of
-    the bucket before."""
+    """Group to join before: backend, host, port, rank (of the server's first worker), size, timeout_s; empty: the
+    group of the bucket before.
+    """
 
 
 class ReloadEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, Any]):
@@ -166,7 +167,7 @@ def join(group: dict[str, Any], rank: int) -> Any:
 
 
 def broadcast(group: Any, tensor: Tensor) -> None:
-    """Collective over the group: fill `tensor` with that of rank 0."""
+    """Collective over the group: fill `tensor` with rank 0's."""
     # As bytes, since not every backend has every type.
     group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
 

@@ -87,7 +87,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, of an optimizer with these dtypes or others."""
+        """Load what `state_dict` returned, of an optimizer with any of the dtypes."""
         self._load_state_dict(state_dict)
         if not self.master_weights:
             return
@@ -140,7 +140,9 @@ class FusedAdam(torch.optim.Optimizer):
     def _step_in_fp32(
         self, fused: Callable[..., None], param: Any, step: Tensor, settings: dict[str, Any]
     ) -> None:
-        """Update the fp32 copy of one parameter, so that only one has moments in fp32 at a time, then the parameter."""
+        """Update the fp32 copy of one parameter, so that only one parameter has moments in fp32 at a time, then the
+        parameter.
+        """
         state = self.state[param]
         moments = [self.get_unscaled_state(param, name) for name in MOMENTS]
         mean, squares = moments
@@ -155,7 +157,7 @@ def norm_of_tensors(
 ) -> tuple[Tensor, None]:
     """Stand in for `multi_tensor_l2norm`: the norm of all tensors together, float32 `[1]` on their device.
 
-    The arguments are those of the kernel; only the tensors, in one list, are used.
+    The arguments are the kernel's; only the tensors, in one list, are used.
     """
     (tensors,) = tensor_lists
     assert not per_tensor, "Megatron asks for the norm of all"

@@ -1,4 +1,5 @@
-"""Products whose result for a row does not depend on the other rows, so that engine and trainer agree in every bit.
+"""Products with a result for each row that does not depend on the other rows, so that engine and trainer agree in
+every bit.
 
 A library chooses another kernel, with another order of sums, for other numbers of rows. A generation step has a row for
 each completion in progress, a training pass has one for each token of a microbatch, and their results differ in the
@@ -6,7 +7,7 @@ last bits; in a mixture of experts that exchanges experts. On a CPU, `InvariantP
 library in tiles of one number of rows, filled up with zeros, and `attention` takes keys in blocks of one length, one
 after the other. Both are slow: they are for comparing an engine with a trainer.
 
-On a GPU the package `batch_invariant_ops` replaces torch's products by such ones.
+On a GPU the package `batch_invariant_ops` replaces torch's products by such products.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ GPU_PACKAGE = "batch_invariant_ops"
 class InvariantProducts(TorchDispatchMode):
     """Computes the matrix products inside `with` in tiles of TILE_ROWS rows, in forward and backward passes.
 
-    On a GPU, whose products are replaced, it only divides batched ones into these.
+    On a GPU, where products are replaced, it only divides batched products into these.
     """
 
     def __init__(self, *, is_cuda: bool = False) -> None:
@@ -47,7 +48,7 @@ class InvariantProducts(TorchDispatchMode):
 
 
 def is_on() -> bool:
-    """Return whether products are batch-invariant here."""
+    """Return whether products are batch-invariant in this process."""
     return any(isinstance(mode, InvariantProducts) for mode in _get_current_dispatch_mode_stack())
 
 
@@ -56,7 +57,7 @@ def switch_on(*, is_cuda: bool, is_deterministic: bool) -> None:
 
     Raises:
         ConfigError: There is a GPU, and the package with its kernels is not installed, or torch may choose kernels
-            whose result depends on timing.
+            with results that depend on timing.
     """
     if is_cuda:
         if not is_deterministic:

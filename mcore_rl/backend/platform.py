@@ -39,11 +39,11 @@ class Platform:
 
     @property
     def layers_id(self) -> str:
-        """Return the layers, and the build of compiled ones: with the same, sums have the same order."""
+        """Return the layers, and the build of compiled layers: with the same build, sums have the same order."""
         return f"cpu {self.build}" if self.layers == "cpu" else self.layers
 
     def with_torch_layers(self, reason: str) -> "Platform":
-        """Return the platform with the layers of torch in the place of compiled ones."""
+        """Return the platform with the layers of torch in the place of compiled layers."""
         return replace(self, layers="torch", build="", reason=reason)
 
     @property
@@ -53,7 +53,7 @@ class Platform:
 
     @property
     def device_bytes(self) -> int | None:
-        """Memory of the device; None on a CPU, whose memory all processes share."""
+        """Memory of the device; None on a CPU, where all processes share the memory."""
         return int(torch.cuda.get_device_properties(self.device).total_memory) if self.is_cuda else None
 
     def describe(self) -> str:
@@ -79,7 +79,7 @@ def start(config: PlatformConfig, *, allows_te: bool = True) -> Platform:
         allows_te: Whether `layers = "auto"` may be TransformerEngine's.
 
     Raises:
-        ConfigError: This machine does not have what the config asks for.
+        ConfigError: This machine lacks a thing that the config asks for.
     """
     device_type = _device_type(config)
     layers = _layers(config, allows_te=allows_te)
@@ -188,7 +188,7 @@ def _device_type(config: PlatformConfig) -> Literal["cpu", "cuda"]:
 
 
 def adam_package() -> str:
-    """Return whose Adam Megatron's optimizer uses here."""
+    """Return the package with the Adam that Megatron's optimizer uses on this machine."""
     return "TransformerEngine" if FOUND.has_te else "apex" if FOUND.has_apex else "torch"
 
 

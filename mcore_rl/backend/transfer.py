@@ -20,9 +20,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Ahead:
-    """Tensors that a GPU gets ready while it computes on others: a stream of its own makes them.
+    """Tensors that a GPU prepares on a stream of their own while it computes on earlier tensors.
 
-    Whoever uses one makes the GPU wait for it by an event; the host goes on. On a CPU a tensor is made when it is used.
+    Whoever uses one makes the GPU wait for it by an event; the host goes on. On a CPU a tensor is made when it is
+    used.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -35,11 +35,12 @@ class VarlenKernel(NamedTuple):
 
     name: str
     attend: Callable[[Tensor, Tensor, Tensor, Bounds, Bounds, float, int | None], Tensor]
-    """Causal attention `[T, N, D]` of queries `[T, N, D]` and keys and values `[U, G, D]` within each sequence, whose
-    last query is at its last key, with the bounds of queries and keys, the factor of the scores, and the positions
-    that a query sees to its left (None: all)."""
+    """Causal attention `[T, N, D]` of queries `[T, N, D]` and keys and values `[U, G, D]` within each sequence (its
+    last query is at its last key), with the bounds of queries and keys, the factor of the scores, and the positions
+    that a query sees to its left (None: all).
+    """
     has_sinks: bool
-    """Whether the log-sum-exp of a query and a backward pass with another one can be had."""
+    """Whether the log-sum-exp of a query and a backward pass with another log-sum-exp can be had."""
 
 
 @cache
@@ -162,10 +163,10 @@ def _by_flash_attn(
 class _WithSinks(torch.autograd.Function):
     """Attention with sinks, by torch's kernel without them.
 
-    Of the softmax without a sink a sink s leaves exp(l - l') = sigmoid(l - s), where l is the log-sum-exp of a query's
-    scores and l' that of its scores and s. The kernel's backward pass computes the probabilities from a log-sum-exp and
-    the gradient of the scores, P (dP - sum(dO O)), from the output: given l' and the output with sinks it computes
-    theirs. The sink's is -exp(s - l') sum(dO O).
+    Of the softmax without a sink a sink s leaves exp(l - l') = sigmoid(l - s), where l is the log-sum-exp of a
+    query's scores and l' the log-sum-exp of its scores and s. The kernel's backward pass computes the probabilities
+    from a log-sum-exp and the gradient of the scores, P (dP - sum(dO O)), from the output: given l' and the output
+    with sinks it computes theirs. The sink's is -exp(s - l') sum(dO O).
     """
 
     @staticmethod

@@ -66,7 +66,7 @@ def jobs_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def attach_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a job and what runs on its node."""
+    """Declare a job and the program on its nodes."""
     parser.add_argument("job", metavar="JOB", help="id of a running job, or the run_dir of its run")
     parser.add_argument("--node", default="", metavar="HOST", help="node (default: the job's first)")
     parser.add_argument(

@@ -15,7 +15,7 @@ from mcore_rl.launch.records import FOLDER, submissions
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the command beside the job's own steps and return its exit status."""
+    """Run the command during the job's own steps and return its exit status."""
     job, folder = _job_of(args.job)
     found = slurm.in_queue([job]).get(job)
     if found is None or found.state != "RUNNING":
@@ -32,7 +32,7 @@ def step_of(job: str, cluster: ClusterConfig, work_dir: Path, node: str, command
         job: Id of a running job.
         cluster: The cluster's file of the job, for its container and its set-up of Python.
         work_dir: Folder in which the command starts.
-        node: Name of the node; empty: the first one.
+        node: Name of the node; empty: the first node.
         command: Words of the command; none: an interactive shell.
     """
     container = cluster.container

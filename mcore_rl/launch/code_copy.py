@@ -47,7 +47,7 @@ def this_code() -> Code:
 
 
 def code_at(root: Path) -> Code:
-    """Return the code whose packages are in `root`."""
+    """Return the code with its packages in `root`."""
     if not (root / ".git").exists():
         return Code(root, "", ())
     try:

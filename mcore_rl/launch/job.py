@@ -1,6 +1,6 @@
 """One Slurm job as a value, and the job script of it.
 
-`render(JobScript(...))` returns a plain bash script; launch/templates/job.sbatch.j2 is the place to read what it does.
+`render(JobScript(...))` returns a plain bash script; launch/templates/job.sbatch.j2 is the place to read.
 The job writes to the run's folder:
 
 logs/<job>.<attempt>/       node-<host>.log, check-<host>.log, failures/ of ranks, failure.json (the first cause),
@@ -44,7 +44,7 @@ STATUS: Mapping[str, int] = MappingProxyType(
         "cancelled": 143,
     }
 )
-"""Exit statuses of a job script; those of a program that is no training are the program's."""
+"""Exit statuses of a job script; a program that is no training has its own."""
 WRITABLE_S = 900
 """Seconds that a job waits for the run's folder to be writable again: Slurm could not start it there."""
 MEANING: Mapping[int, str] = MappingProxyType(
@@ -132,7 +132,7 @@ class JobScript:
     run_dir: str
     """Absolute path; elements of an array run in <run_dir>/<index>. Its logs/ must exist before sbatch."""
     is_training: bool = True
-    """Whether the program knows STOP and DONE and is requeued until DONE; else its exit status is that of the job."""
+    """Whether the program knows STOP and DONE and is requeued until DONE; else its exit status is the job's."""
 
     nodes: int = 1
     spares: int = 0
@@ -155,7 +155,9 @@ class JobScript:
     mail_user: str = ""
     mail_type: str = ""
     dependency: str = ""
-    """Dependency in sbatch's format, `afterok:12:13`; Slurm cancels a job whose dependency can never be fulfilled."""
+    """Dependency in sbatch's format, `afterok:12:13`; Slurm cancels a job with a dependency that can never be
+    fulfilled.
+    """
     array: str = ""
     """Indices in sbatch's format, `0-3%2`; empty for no array."""
     array_field: str = "train.seed"
@@ -174,7 +176,8 @@ class JobScript:
     """Lines of bash that run before Python on every node, outside an apptainer and inside a pyxis container."""
     container: Container | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables, as NCCL's and CUDA_DEVICE_MAX_CONNECTIONS; OMP_NUM_THREADS is 1 unless it is here."""
+    """Environment variables, as NCCL's and CUDA_DEVICE_MAX_CONNECTIONS; OMP_NUM_THREADS is 1 unless it is among them.
+    """
     scratch: str = ""
     """Folder that is created on every node as TMPDIR; it may contain $SLURM_JOB_ID."""
     cache: str = ""
@@ -208,7 +211,7 @@ class JobScript:
     """Number of crashes that begin on one node, among the last `bad_node_attempts` attempts, which exclude it."""
     bad_node_attempts: int = 10
     hang_s: int = 0
-    """train.hang_s of a training, the limit of its steps; 0 keeps that of its config."""
+    """train.hang_s of a training, the limit of its steps; 0 keeps the config's."""
 
     def __post_init__(self) -> None:
         if violations := list(_violations(self)):
@@ -216,7 +219,7 @@ class JobScript:
 
     @property
     def done_text(self) -> str:
-        """Content of DONE of a program that is no training, which has no DONE of its own: what has succeeded."""
+        """Content of DONE of a program that is no training and writes no DONE itself: the step that has succeeded."""
         return f"mcore-rl {shlex.join(self.arguments)}"
 
     @property

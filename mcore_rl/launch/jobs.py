@@ -130,7 +130,7 @@ def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.Queu
 
 
 def _state(job: slurm.QueuedJob | None, attempts: Sequence[dict[str, object]], *, is_asked: bool) -> str:
-    """Return the job's state in Slurm's word; where Slurm does not answer, what the folder tells."""
+    """Return the job's state in Slurm's word; where Slurm does not answer, the folder's state."""
     if job:
         return job.state
     last = attempts[0] if attempts else {}
@@ -186,7 +186,7 @@ def _why(
 
 
 def _without_record(reasons: Sequence[str]) -> str:
-    """Return what is known of an attempt whose job left no record, from the status that Slurm has of it."""
+    """Return the end of an attempt without a record of its own, from the status that Slurm has of it."""
     status = next((reason.removeprefix("status ") for reason in reasons if reason.startswith("status ")), "")
     meaning = f" ({MEANING[int(status)]})" if status.isdecimal() and int(status) in MEANING else ""
     return f"its last attempt ended without a record{meaning}: see logs/latest"
@@ -204,7 +204,7 @@ def _health_of_servers(run: Path) -> Iterator[str]:
 
 
 def _consequence(then: str) -> str:
-    """Return what became of the job after an attempt."""
+    """Return the fate of the job after an attempt."""
     if then.isdecimal():
         return MEANING.get(int(then), f"status {then}")
     names = {
@@ -252,7 +252,7 @@ def _shown(number: float | None) -> str:
 
 
 def _latest(run: Path) -> Submission | None:
-    """Return the last submission of a run; for an element of an array, that of the array."""
+    """Return the last submission of a run; for an element of an array, the array's."""
     found = submissions(run) or submissions(run.parent)
     return found[-1] if found else None
 

@@ -34,7 +34,7 @@ from mcore_rl.launch.records import next_folder
 CHECK_FOLDER = "check"
 """Folder in a run_dir of the jobs that check its nodes."""
 FOUND = "found"
-"""Folder in that of a launch where its nodes write what they find."""
+"""Folder within a launch's where its nodes write their findings."""
 CHECK_TIME = "00:15:00"
 """Time limit of a check, in sbatch's format."""
 
@@ -57,7 +57,7 @@ class JobOptions:
     mail_user: str = ""
     mail_type: str = ""
     servers: int = 0
-    """Number of server nodes beside the trainer."""
+    """Number of server nodes in addition to the trainer's."""
     server_command: str = ""
     server_field: str = ""
 
@@ -69,10 +69,10 @@ class PlannedJob:
     program: str
     cluster: str
     folder: Path
-    """Folder of this launch, a new one under run_dir/launch."""
+    """Folder of this launch, new under run_dir/launch."""
     job: JobScript
     files: Mapping[str, str] = field(default_factory=dict)
-    """Name -> text of the files beside the script."""
+    """Name -> text of the files next to the script."""
     modes: Mapping[str, int] = field(default_factory=dict)
     """Name -> permissions of those files and of the script; the umask's where a file is not named."""
     checked: Checked

@@ -1,4 +1,4 @@
-"""Files that a launch leaves in a run's folder, and those of a run that its job reads.
+"""Files that a launch leaves in a run's folder, and files of a run that its job reads.
 
 launch/<n>/     job.sbatch, config.toml, cluster.toml, commit.txt, code/ (code.patch), submission.json: see `Submission`
 """
@@ -42,7 +42,7 @@ class Submission:
     array: str = ""
     dependency: str = ""
     after: str = ""
-    """Folder of the run of the pipeline's stage before, whose job `dependency` names; empty for none."""
+    """Folder of the run of the pipeline's stage before (`dependency` names its job); empty for none."""
 
 
 _SUBMISSION = TypeAdapter(Submission)
@@ -62,7 +62,7 @@ def record(folder: Path, submission: Submission) -> None:
 
 
 def submissions(run_dir: Path) -> list[Submission]:
-    """Return the submissions of a run, the oldest first; what cannot be read is left out."""
+    """Return the submissions of a run, the oldest first; unreadable files are left out."""
     folders = [path for path in _listed(run_dir / FOLDER) if path.name.isdecimal()]
     found = []
     for folder in sorted(folders, key=lambda path: int(path.name)):

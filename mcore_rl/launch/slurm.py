@@ -41,7 +41,9 @@ UNREACHABLE = (
     "Socket timed out",
     "Zero Bytes were transmitted",
 )
-"""Parts of what Slurm's commands write when no controller answers them; everything else is a controller's answer."""
+"""Parts of the messages of Slurm's commands when no controller answers them; everything else is a controller's
+answer.
+"""
 
 
 class SlurmError(McoreRlError):

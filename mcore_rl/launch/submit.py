@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _await_check(plan: PlannedJob, job: str) -> int:
-    """Wait until the job has ended, print what its nodes have found, and return its exit status, 0 or 1."""
+    """Wait until the job has ended, print its nodes' findings, and return its exit status, 0 or 1."""
     while slurm.in_queue([job]):
         time.sleep(CHECK_POLL_S)
     report = plan.folder / FOUND / REPORT
@@ -122,7 +122,7 @@ def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[Planned
 
 
 def _modes(cluster: Path, config: Path | None) -> Mapping[str, int]:
-    """Return the permissions of a launch's files: what others may not read at the source they may not read there."""
+    """Return the permissions of a launch's files: no wider than the permissions of their sources."""
     modes = dict.fromkeys((SCRIPT, "cluster.toml"), _mode(cluster))
     return modes | ({} if config is None else {"config.toml": _mode(config)})
 
@@ -144,7 +144,7 @@ def _pipeline(
 ) -> Iterator[PlannedJob]:
     """Yield the job of each stage but those that are finished, up to the first that is not.
 
-    A job's dependency names the stage before, whose job id is not known yet.
+    A job's dependency names the stage before; its job id is not known yet.
     """
     refused = [name for name in ("array", "servers") if getattr(options, name)]
     if args.nodes or refused:
@@ -227,7 +227,7 @@ def _report(plan: PlannedJob) -> None:
 
 
 def _show(plans: Sequence[PlannedJob], code: Code) -> int:
-    """Show the scripts, and Slurm's answer to the first one, which has no dependency on another stage."""
+    """Show the scripts, and Slurm's answer to the first script, which has no dependency on another stage."""
     _show_scripts(plans)
     if code.changed:
         sys.stderr.write(
@@ -248,8 +248,8 @@ def _show_scripts(plans: Iterable[PlannedJob]) -> None:
 
 
 def _submit_all(plans: Sequence[PlannedJob], code: Code) -> list[str]:
-    """Submit the jobs and return their ids. Each waits for the one before. When one is not taken, those that were are
-    cancelled.
+    """Submit the jobs and return their ids. Each waits for the job before. When Slurm refuses a job, the jobs before
+    it are cancelled.
     """
     jobs: list[str] = []
     for index, plan in enumerate(plans):
@@ -269,7 +269,7 @@ def _submit_all(plans: Sequence[PlannedJob], code: Code) -> list[str]:
 
 
 def _submit(plan: PlannedJob, code: Code, after: str = "") -> str:
-    """Submit a job, which waits for that of the run in folder `after`, and return its id.
+    """Submit a job, which waits for the job of the run in folder `after`, and return its id.
 
     A job that Slurm refuses leaves no folder.
 
@@ -311,7 +311,7 @@ def _lock(claim: ExitStack, lock: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Make the folder of this launch, which fails when another launch has made it: what exists is not ours."""
+    """Make the folder of this launch, which fails when another launch has made it: an existing folder is not ours."""
     try:
         folder.mkdir()
     except FileExistsError:

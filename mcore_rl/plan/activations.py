@@ -26,7 +26,8 @@ INDEX_BYTES = 8
 
 
 def layers_of(platform: PlatformConfig, *, allows_te: bool) -> Layers:
-    """Return whose layers a run uses on GPUs: `auto` takes TransformerEngine to be installed there, as it should be.
+    """Return the kind of layers that a run uses on GPUs: `auto` takes TransformerEngine to be installed there, as it
+    should be.
 
     Reinforcement learning runs on ours where its rollout engine shares them.
     """
@@ -39,7 +40,7 @@ def load_of_fullest_rank(model: ModelConfig, mesh: MeshConfig, imbalance: float)
 
     Args:
         model: The model; choices beyond its experts' capacity are dropped.
-        mesh: The mesh; with ep = 1 each rank has all experts, and as many tokens as the others.
+        mesh: The mesh; with ep = 1 each rank has all experts, and as many tokens as any other rank.
         imbalance: Tokens sent to the fullest rank's experts, as a multiple of the mean.
     """
     load, capacity = imbalance if mesh.ep > 1 else 1.0, model.moe.capacity_factor
@@ -101,7 +102,7 @@ class LayerActivations:
 
     @cached_property
     def _slice(self) -> int:
-        """Number of tokens whose residual stream is on this rank."""
+        """Number of tokens with their residual stream on this rank."""
         return self.tokens // (self.mesh.tp if self.mesh.sequence_parallel else 1)
 
     @cached_property
@@ -258,4 +259,4 @@ class LayerActivations:
 
 
 SHARED = ("shared_up", "shared_act", "shared_out", "routed_bias")
-"""Parts of an MoE layer beside the routed experts."""
+"""Parts of an MoE layer apart from the routed experts."""

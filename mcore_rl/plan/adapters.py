@@ -10,7 +10,7 @@ from mcore_rl.plan.weights import Weights, layer_kinds_by_stage
 def with_adapters(
     weights: list[Weights], lora: LoraConfig, model: ModelConfig, mesh: MeshConfig
 ) -> list[Weights]:
-    """Return the weights of one rank of each pipeline stage with the adapters beside them."""
+    """Return the weights of one rank of each pipeline stage with their adapters."""
     if not lora.is_on:
         return weights
     kinds = layer_kinds_by_stage(model, mesh)
@@ -36,8 +36,8 @@ def active_adapters(lora: LoraConfig, model: ModelConfig) -> int:
 def layer_adapters(lora: LoraConfig, model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weights:
     """Return the adapters of one transformer layer on one rank.
 
-    A of a layer that splits its outputs is whole on every tensor-parallel rank, with rows for each projection, and B of
-    one that splits its inputs is; the other of the two is split.
+    A of a layer that splits its outputs is whole on every tensor-parallel rank, with rows for each projection, and so
+    is B of a layer that splits its inputs; the other of the two is split.
     """
     targets, moe, tp = lora.targets_in(model), model.moe, mesh.tp
     found = Weights()
@@ -72,7 +72,7 @@ def _attention(model: ModelConfig, tp: int) -> int:
 
 
 def _latent_attention(model: ModelConfig, tp: int) -> int:
-    """Return the same of latent attention, whose down-projections are whole on every tensor-parallel rank."""
+    """Return the same of latent attention; its down-projections are whole on every tensor-parallel rank."""
     hidden, mla, heads = model.hidden_size, model.mla, model.num_heads // tp
     queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     query_path = hidden + queries

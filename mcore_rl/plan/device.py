@@ -8,7 +8,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.errors import ConfigError
 
 LARGEST_NODE = 8
-"""GPUs of the largest node whose links end at it."""
+"""GPUs of the largest node beyond which the links do not reach."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +18,7 @@ class Links:
     hbm_gbytes_per_s: float
     """Bandwidth of the device's own memory, in 10^9 bytes per second."""
     link_gbytes_per_s: float
-    """Bandwidth of a device to others of its domain (NVLink, Infinity Fabric), in 10^9 bytes per second."""
+    """Bandwidth of a device within its domain (NVLink, Infinity Fabric), in 10^9 bytes per second."""
     domain: int
     """Number of devices that these links connect."""
     nic_gbit_per_s: float
@@ -98,12 +98,12 @@ DEVICES: dict[str, Device] = {
     name: Device(name=name, peak_tflops=_peaks(*peaks), source="NVIDIA's data sheet")
     for name, peaks in _PEAKS_ONLY
 }
-"""Every device by its name, which is that of the SXM module where there is one. Peaks are half of the data sheets'
+"""Every device by its name, the SXM module's if any. Peaks are half of the data sheets'
 numbers "with sparsity"."""
 
 
 def known_device(cuda_name: str) -> Device | None:
-    """Return the device that CUDA calls so: the longest entry whose words are all in the name.
+    """Return the device that CUDA calls so: the longest entry of which all words are in the name.
 
     None without one, and for a MIG slice, which has a part of the device only.
     """
@@ -120,7 +120,7 @@ def device_named(name: str, field: str = "node.device") -> Device:
     if device := by_name.get(name.casefold()):
         return device
     near = difflib.get_close_matches(name.casefold(), by_name, n=2, cutoff=0.4)
-    meant = f"Did you mean {' or '.join(by_name[one].name for one in near)}? " if near else ""
+    meant = f"Did you mean {' or '.join(by_name[name].name for name in near)}? " if near else ""
     raise ConfigError(
         f'{field}="{name}" is no known device. {meant}Known: {", ".join(DEVICES)}. Leave it out to plan memory and '
         "schedule without times."

@@ -1,7 +1,7 @@
-"""A forecast, in closed form, of the disk that a run takes, so that a full one is known before hours are spent.
+"""A forecast, in closed form, of the disk that a run takes, so that a full disk is known before hours are spent.
 
 It counts checkpoints (weights, and with optimizer state three fp32 numbers for each weight) and the samples of RL that
-people read. Metrics, logs and the tables of experts are small beside them.
+people read. Metrics, logs and the tables of experts are small in comparison.
 """
 
 import shutil
@@ -28,7 +28,7 @@ class Disk:
     checkpoint: int
     """Bytes of one checkpoint."""
     num_checkpoints: int
-    """Largest number of checkpoints at one time: the kept ones, and the one that is being written."""
+    """Largest number of checkpoints at one time: the kept checkpoints, and the checkpoint that is being written."""
     samples: int
     """Bytes of all files of samples; 0 without RL."""
 
@@ -48,12 +48,14 @@ class Disk:
 def disk_of(config: RunConfig) -> Disk:
     """Return the bytes that the whole of a run takes; the config must have passed the checks."""
     # A checkpoint holds every model that is trained: a critic has its own part of it.
-    trained = [one for one in models_on_ranks(config) if one.trains]
+    trained = [model for model in models_on_ranks(config) if model.trains]
     weights, num_trained = Weights(), 0
-    for one in trained:
-        (stage,) = with_adapters(weights_by_stage(one.model, MeshConfig()), one.lora, one.model, MeshConfig())
+    for model in trained:
+        (stage,) = with_adapters(
+            weights_by_stage(model.model, MeshConfig()), model.lora, model.model, MeshConfig()
+        )
         weights += stage
-        num_trained += (stage.adapters if one.lora.is_on else stage).total
+        num_trained += (stage.adapters if model.lora.is_on else stage).total
     element = 2 if config.platform.precision == "bf16" else 4
     saves = -(-config.train.steps // (config.checkpoint.interval or config.train.steps))
     keep = config.checkpoint.keep

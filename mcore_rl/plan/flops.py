@@ -4,7 +4,7 @@ Only matrix products count, 2 FLOPs for a multiply-add, as in appendix B of PaLM
 attention scores, MLPs, router, output layer. The embedding look-up, norms, softmax, rotary positions, the optimizer
 and recomputation do not: these are *model* FLOPs, which the mathematics needs. The backward pass is twice the forward
 pass, since each product has one gradient for its input and one for its weight. With low-rank adapters the weights have
-no gradient, and their products' backward pass is as long as the forward pass; those of adapters are three as ever.
+no gradient, and their products' backward pass is as long as the forward pass; adapters have three products as ever.
 
 Conventions where the field differs:
 - causal attention counts half of the full S x S scores (PaLM and FlopCounterMode count them in full);

@@ -15,7 +15,7 @@ def local_memory_violations(
 ) -> Iterator[str]:
     """Yield a sentence when weights (and, if it `trains`, gradients and optimizer state) exceed this machine's memory.
 
-    Activations are not counted: their estimate is rough on CPUs, and what is refused here could never run. Nothing is
+    Activations are not counted: their estimate is rough on CPUs, and a refused config could never run. Nothing is
     known of a GPU's memory before CUDA is asked.
     """
     on_gpu = config.platform.device == "cuda" or (config.platform.device == "auto" and NVIDIA_DRIVER.exists())

@@ -1,10 +1,10 @@
 """An estimate, in closed form, of the device memory that training takes on a rank.
 
-The estimate contains the weights of every model on the ranks, gradients, the rank's share of the optimizer state,
-the activations that forward passes keep for the backward pass (plan/activations.py), the recomputation of one layer,
-and the logits; for RL also the keys and values of rollouts, during which no activations are kept. Experts are evenly
-loaded, or those of the rank have a given multiple of the mean. CUDA's context, NCCL's buffers and fragmentation are not
-in it: a cluster reserves room for them.
+The estimate contains the weights of every model on the ranks, gradients, the rank's share of the optimizer state, the
+activations that forward passes keep for the backward pass (plan/activations.py), the recomputation of one layer, and
+the logits; for RL also the keys and values of rollouts, during which no activations are kept. Experts are evenly
+loaded, or the rank's experts have a given multiple of the mean. CUDA's context, NCCL's buffers and fragmentation are
+not in it: a cluster reserves room for them.
 """
 
 from collections import Counter
@@ -50,22 +50,22 @@ class Memory:
     stage: int
     """Index of the pipeline stage; all other fields but `updated` are bytes."""
     updated: str
-    """Name of the model in whose update most is in use, which `weights`, `gradients` and `optimizer` are of."""
+    """Name of the model with the largest update, which `weights`, `gradients` and `optimizer` are of."""
     weights: int
     gradients: int
     optimizer: int
     activations: int
     """Activations that wait for their backward pass, over all microbatches in flight."""
     recomputed: int
-    """Activations of the layers whose forward pass is being repeated for the backward pass."""
+    """Activations of the layers that repeat their forward pass for the backward pass."""
     logits: int
-    """Logits, their fp32 copy for the loss, and their gradient; of deferred ones those of a chunk."""
+    """Logits, their fp32 copy for the loss, and their gradient; of deferred logits a chunk's."""
     rollout_cache: int = 0
     """Keys and values of completions in progress, which exist at other times than activations."""
     routes: int = 0
     """Routes and router scores of a rollout batch that wait on the device."""
     host: int = 0
-    """Main memory that the rank takes for what waits there, such as the weights of the reference policy."""
+    """Main memory that the rank takes for waiting tensors, such as the weights of the reference policy."""
     host_routes: int = 0
     """Page-locked main memory of routes and router scores."""
     host_optimizer: int = 0
@@ -123,7 +123,7 @@ class Memory:
 
 
 def main_memory_of_fullest_node(stages: Sequence[Memory], world_size: int, ranks_per_node: int) -> int:
-    """Return the bytes of main memory of the node whose ranks need most; ranks of a stage are neighbours."""
+    """Return the bytes of main memory of the node with the ranks that need most; ranks of a stage are neighbours."""
     ranks_per_stage = world_size // len(stages)
     needed = [stages[rank // ranks_per_stage].main_memory for rank in range(world_size)]
     return max(sum(needed[first : first + ranks_per_node]) for first in range(0, world_size, ranks_per_node))
@@ -179,7 +179,7 @@ class ModelOnRanks:
 
 
 def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
-    """Return every model that a run has on its ranks, the one with the largest activations first."""
+    """Return every model that a run has on its ranks, the model with the largest activations first."""
     if not isinstance(config, RlRunConfig):
         return [ModelOnRanks(name="model", model=config.model, optim=config.optim, lora=config.lora)]
     rl = config.rl
@@ -249,8 +249,11 @@ def layout_of(config: RunConfig) -> Layout:
     """Return the layout of a run's models over its mesh."""
     models, mesh = models_on_ranks(config), config.mesh
     # Models with the same head are alike.
-    by_head = {one.model.head: weights_by_stage(one.model, mesh) for one in models}
-    weights = [with_adapters(by_head[one.model.head], one.lora, one.model, mesh) for one in models]
+    by_head = {on_ranks.model.head: weights_by_stage(on_ranks.model, mesh) for on_ranks in models}
+    weights = [
+        with_adapters(by_head[on_ranks.model.head], on_ranks.lora, on_ranks.model, mesh)
+        for on_ranks in models
+    ]
     return Layout(
         kinds=layer_kinds_by_stage(config.model, config.mesh),
         chunks=layers_by_chunk(config.model, config.mesh),
@@ -301,7 +304,7 @@ class StageMemory:
         return _memory(self.config, self.world_size, stage, self.layout, models, self.layer, self.sizes)
 
     def on_node(self, ranks_per_node: int) -> int:
-        """Return the bytes of main memory of the node whose ranks need most."""
+        """Return the bytes of main memory of the node with the ranks that need most."""
         stages = [self.of(stage) for stage in range(self.config.mesh.pp)]
         return main_memory_of_fullest_node(stages, self.world_size, ranks_per_node)
 
@@ -365,7 +368,7 @@ def _memory(
         return weights.bytes(element) + weights.total * fp8
 
     def trained_numbers(one: ModelOnRanks, weights: Weights) -> tuple[int, int]:
-        """Return the numbers of trained parameters: dense ones, and those of experts."""
+        """Return the numbers of trained parameters: dense parameters, and parameters of experts."""
         if one.lora.is_on:
             # A scalar head is trained beside the adapters.
             head = one.model.hidden_size if one.model.head == "score" and stage == mesh.pp - 1 else 0
@@ -458,7 +461,7 @@ def _logits(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig, laye
 
 
 def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
-    """Return the bytes of the native engine's cache, whose every slot has room for the longest sample; 0 with servers,
+    """Return the bytes of the native engine's cache, with room for the longest sample in every slot; 0 with servers,
     which have other GPUs.
     """
     engine = config.rl.engine

@@ -7,7 +7,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.plan.weights import layers_by_stage
 
 BYTE_CODES = 256
-"""Largest number of route codes that one byte each stores."""
+"""Largest number of route codes that a byte stores."""
 SCORE_BYTES = 6
 """Bytes of an expert and of its score, for the router-shift ratio (rl/objectives/router_shift.py)."""
 

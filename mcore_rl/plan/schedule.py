@@ -1,7 +1,8 @@
-"""The order of forward and backward passes on a pipeline stage, and what waits between the two.
+"""The order of forward and backward passes on a pipeline stage, and the number of microbatches that wait between the
+two.
 
-It is that of Megatron's schedules (1F1B, and interleaved, arXiv 2104.04473); tests/unit/fake_world/test_recorder.py
-compares it with what Megatron itself does, pass by pass.
+It is the order of Megatron's schedules (1F1B, and interleaved, arXiv 2104.04473);
+tests/unit/fake_world/test_recorder.py compares it with Megatron's own order, pass by pass.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ def schedule(pp: int, vpp: int, num_microbatches: int, stage: int) -> list[Pass]
 
 
 def chunks_in_flight(mesh: MeshConfig, stage: int, num_microbatches: int) -> int:
-    """Return the largest number of a stage's model chunks whose forward pass waits for its backward pass (1F1B)."""
+    """Return the largest number of a stage's model chunks that wait for their backward pass after the forward pass
+    (1F1B).
+    """
     if mesh.vpp == 1:
         return min(mesh.pp - stage, num_microbatches)
     # Megatron's warm-up of the interleaved schedule (arXiv 2104.04473), and the microbatch in its forward pass.

@@ -19,7 +19,7 @@ class Weights:
     expert: int = 0
     """Number of weights of routed experts: on expert_dp ranks."""
     router: int = 0
-    """Number of the routers' weights, which are counted among the dense ones too."""
+    """Number of the routers' weights, which are counted among the dense weights too."""
     fp32_buffers: int = 0
     """Numbers that no gradient trains, fp32 in every precision: experts' biases, the shift of scores."""
     buffers: int = 0
@@ -43,12 +43,12 @@ class Weights:
         return Weights(dense_adapters=self.dense_adapters, expert_adapters=self.expert_adapters)
 
     def bytes(self, element: int) -> int:
-        """Return the bytes of weights of `element` bytes, and of the buffers beside them."""
+        """Return the bytes of weights of `element` bytes, and of the buffers that belong to them."""
         return (self.total + self.buffers) * element + (self.fp32_buffers + self.loads) * FP32_BYTES
 
     @property
     def total(self) -> int:
-        """Number of weights of both kinds, and of the adapters beside them."""
+        """Number of weights of both kinds, and of their adapters."""
         return self.dense + self.expert + self.dense_adapters + self.expert_adapters
 
 
@@ -164,7 +164,7 @@ def _attention(model: ModelConfig, family: Family, tp: int) -> int:
 
 
 def _latent_attention(model: ModelConfig, tp: int) -> int:
-    """Return the weights of latent attention, whose down-projections are whole on every tensor-parallel rank."""
+    """Return the weights of latent attention; its down-projections are whole on every tensor-parallel rank."""
     hidden, mla, heads = model.hidden_size, model.mla, model.num_heads // tp
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     if mla.q_lora_rank:

@@ -13,7 +13,7 @@ ACCURACY, NUM_PROMPTS = "eval/accuracy", "eval/prompts"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
-    """An accuracy that was measured: the last one of a run itself, or the one of its evaluation.json."""
+    """An accuracy that was measured: a run's own last, or its evaluation.json's."""
 
     value: float
     num_prompts: int | None
@@ -39,7 +39,7 @@ class Accuracy:
 
 
 def accuracies(run: RunRecord) -> Iterator[Accuracy]:
-    """Yield what is known of a run's accuracy: evaluation.json first, then the run's own evaluations."""
+    """Yield the known accuracies of a run: evaluation.json first, then the run's own evaluations."""
     kept: Mapping[str, Any] = run.evaluation
     if ACCURACY in kept:
         num_prompts = kept.get(NUM_PROMPTS, kept.get("prompts"))

@@ -12,7 +12,9 @@ from mcore_rl.report.figures import LAYER_MAPS, Band, Figure, Line
 from mcore_rl.report.runs import RunRecord, Series
 
 Chart: TypeAlias = dict[str, Any]
-"""Record with kind (lines, experts, layers, stack or bars), title, note, and what page/*.js reads for that kind."""
+"""Record with kind (lines, experts, layers, stack or bars), title, note, and the entries that page/*.js reads for
+that kind.
+"""
 
 MAX_POINTS = 400
 """Points of a line; beyond them each is the mean of neighbouring steps, because a screen cannot show more."""
@@ -26,7 +28,7 @@ BANDS = {
     "interval": " Band: interval of 95 % over the prompts.",
     "extent": " Line: mean of neighbouring steps; band: from their smallest value to their largest.",
 }
-"""Kinds of bands around a line, and what a reader must know of each."""
+"""Kinds of bands around a line, each with a sentence for the reader."""
 
 
 def line_charts(
@@ -50,12 +52,12 @@ def line_charts(
 
 def _line_chart(figure: Figure | Band, indexed: Sequence[tuple[int, RunRecord]]) -> Iterator[Chart]:
     """Yield the chart of a figure, unless no run has numbers for it."""
-    series = [one for run_index, run in indexed for one in _series_of(figure, run, run_index)]
+    series = [line for run_index, run in indexed for line in _series_of(figure, run, run_index)]
     if not series or (isinstance(figure, Figure) and not _is_worth_it(figure, series)):
         return
     first = figure.low if isinstance(figure, Band) else series[0]["metric"]
     row = row_of(first)
-    bands = {one["band"] for one in series if "band" in one}
+    bands = {line["band"] for line in series if "band" in line}
     yield {
         "kind": "lines",
         "title": figure.title,
@@ -71,8 +73,8 @@ def _line_chart(figure: Figure | Band, indexed: Sequence[tuple[int, RunRecord]])
 def _is_worth_it(figure: Figure, series: Sequence[Chart]) -> bool:
     """Return whether a figure shows more than zeros, or than the only part of a reward, which equals the reward."""
     if figure.lines[0].metric == "reward/part/*":
-        return len({one["metric"] for one in series}) > 1
-    return not figure.if_any or any(value for one in series for value in one["y"])
+        return len({line["metric"] for line in series}) > 1
+    return not figure.if_any or any(value for line in series for value in line["y"])
 
 
 def _series_of(figure: Figure | Band, run: RunRecord, run_index: int) -> Iterator[Chart]:
@@ -113,8 +115,8 @@ def _band_series(band: Band, run: RunRecord, run_index: int) -> Iterator[Chart]:
             "label": "",
             "style": "solid",
             "y": [],
-            "low": [rounded(min(low.values[at] for at in one)) for one in bins],
-            "high": [rounded(max(high.values[at] for at in one)) for one in bins],
+            "low": [rounded(min(low.values[at] for at in steps)) for steps in bins],
+            "high": [rounded(max(high.values[at] for at in steps)) for steps in bins],
         }
 
 
@@ -138,8 +140,8 @@ def _around(
     if len(bins) < len(series):
         return (
             "extent",
-            [rounded(min(series.values[at] for at in one)) for one in bins],
-            [rounded(max(series.values[at] for at in one)) for one in bins],
+            [rounded(min(series.values[at] for at in steps)) for steps in bins],
+            [rounded(max(series.values[at] for at in steps)) for steps in bins],
         )
     return None
 
@@ -164,14 +166,14 @@ def _fitting(line: Line, run: RunRecord) -> list[tuple[str, str]]:
 
 
 def binned(count: int, most: int = MAX_POINTS) -> list[range]:
-    """Return the indices of `count` values in at most `most` bins of neighbours, whose sizes differ by at most 1."""
+    """Return the indices of `count` values in at most `most` bins of neighbours; their sizes differ by at most 1."""
     num_bins = min(count, most)
     return [range(at * count // num_bins, (at + 1) * count // num_bins) for at in range(num_bins)]
 
 
 def means(values: Sequence[float], bins: Sequence[range]) -> list[float]:
     """Return the mean of the values of each bin."""
-    return [math.fsum(values[at] for at in one) / len(one) for one in bins]
+    return [math.fsum(values[at] for at in steps) / len(steps) for steps in bins]
 
 
 def rounded(value: float) -> float:

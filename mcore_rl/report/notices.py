@@ -21,7 +21,7 @@ COUNTERS = {
     "routes/unknown_tokens": "tokens were routed live because the engine returned no routes for them",
     "rollout_routes/unknown_tokens": "tokens have no routes of the engine to compare with",
 }
-"""Metrics that should stay 0. The first counts since the run's start, the others since the record before."""
+"""Metrics that should stay 0. The first counts since the run's start, every later record since the record before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,9 @@ def notices(run: RunRecord) -> list[Notice]:
 
 
 def _failures(run: RunRecord) -> Iterator[Notice]:
-    """Yield an error for each attempt whose launcher recorded a failure; the file was once [rank, status, text]."""
+    """Yield an error for each attempt with a failure that its launcher recorded; the file was once [rank, status,
+    text].
+    """
     for path in _of_attempts(run, "failure.json"):
         with suppress(ValueError, LookupError, TypeError):  # the launcher was killed while it wrote
             found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
@@ -73,7 +75,7 @@ def _state(run: RunRecord) -> Iterator[Notice]:
 
 
 def _events(run: RunRecord) -> Iterator[Notice]:
-    """Yield the warnings in the run's log; equal ones are counted."""
+    """Yield the warnings in the run's log; equal warnings are counted."""
     counts = Counter(event.text for event in run.events if event.text.startswith("warning: "))
     for text, times in counts.items():
         yield Notice("warning", text.removeprefix("warning: ") + (f" ({times} times)" if times > 1 else ""))

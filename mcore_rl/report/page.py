@@ -153,8 +153,8 @@ def _stage(stage: Stage, runs: Sequence[RunRecord], drawn: list[Chart]) -> Stage
 
 def _expert_charts(runs: Sequence[RunRecord], run_indices: Sequence[int]) -> Iterator[Chart]:
     indexed = list(zip(run_indices, runs, strict=True))
-    yield from charts.on_one_scale([one for at, run in indexed for one in charts.expert_maps(run, at)])
-    yield from charts.on_one_scale([one for at, run in indexed for one in charts.layer_maps(run, at)])
+    yield from charts.on_one_scale([chart for at, run in indexed for chart in charts.expert_maps(run, at)])
+    yield from charts.on_one_scale([chart for at, run in indexed for chart in charts.layer_maps(run, at)])
     yield from charts.line_charts(EXPERTS, runs, run_indices)
 
 

@@ -222,7 +222,7 @@ def _first_at_or_after(times: Sequence[float], attempt: RunAttempt) -> int:
 
 
 def _number(value: object) -> float:
-    """Return a metric's value; nan for what is none: absent, a table, or a text that a damaged line has."""
+    """Return a metric's value; nan without a number: absent, a table, or a text that a damaged line has."""
     try:
         return float(value)  # type: ignore[arg-type]  # metrics that are not finite are written as texts
     except (TypeError, ValueError, OverflowError):

@@ -29,7 +29,7 @@ class Headline:
 
 
 def headline(run: RunRecord) -> Headline:
-    """Return the accuracy on held-out prompts where there is one, else the reward or the loss."""
+    """Return the accuracy on held-out prompts if any, else the reward or the loss."""
     for accuracy in accuracies(run):
         begin = "" if accuracy.before is None else f"{percent(accuracy.before)} → "
         value, _, interval = accuracy.text.partition(" (")
@@ -80,7 +80,9 @@ def provenance(run: RunRecord) -> list[Detail]:
         Detail("machine", machine_text(last)),
         Detail("mesh", mesh_text(last.mesh)),
         Detail("versions", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
-        Detail("starts", "; ".join(f"{one.started} from step {one.step}" for one in run.attempts)),
+        Detail(
+            "starts", "; ".join(f"{attempt.started} from step {attempt.step}" for attempt in run.attempts)
+        ),
     ]
 
 
@@ -143,7 +145,7 @@ def numbers(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def _planned_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
-    """Yield what was measured beside what `mcore-rl plan` says, for runs on devices that it knows."""
+    """Yield measured values and the predictions of `mcore-rl plan`, for runs on devices that it knows."""
     plans = [_plan(run) for run in runs]
     yield (
         "a step, measured; planned",
@@ -178,7 +180,7 @@ def _step_text(run: RunRecord, plan: Planned) -> str:
 
 
 def _accuracy_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
-    """Yield a row for each of the conditions of evaluation, so that cells beside each other can be compared."""
+    """Yield a row for each of the conditions of evaluation, so that neighbouring cells can be compared."""
     for conditions, found in by_conditions(runs).items():
         cells = [_accuracy_text(found[index]) if index in found else "" for index in range(len(runs))]
         yield f"accuracy, {conditions}", cells
@@ -193,8 +195,8 @@ def _accuracy_text(accuracy: Accuracy) -> str:
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return the fields of the configs that differ between runs, with the value of each run."""
     flat = [dict(_flat(run.config)) for run in runs]
-    keys = sorted({key for one in flat for key in one} - {"run_dir"})
-    rows = [(key, [one.get(key, "") for one in flat]) for key in keys]
+    keys = sorted({key for fields in flat for key in fields} - {"run_dir"})
+    rows = [(key, [fields.get(key, "") for fields in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 

@@ -11,11 +11,11 @@ from mcore_rl.train.state import TrainState
 
 
 def take_auxiliary_losses(state: TrainState) -> list[Metric]:
-    """Collective over the world: the losses since the last call, whose records are cleared.
+    """Collective over the world: the losses since the last call; clears their records.
 
     Returns:
         Balance and z-loss as means over tokens and layers, the loss of multi-token prediction as the mean over tokens
-        and depths; nothing of what no training pass has computed.
+        and depths; losses that no training pass has computed are left out.
     """
     return [*_router_losses(state), *_mtp_losses(state)]
 

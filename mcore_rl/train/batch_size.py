@@ -1,4 +1,4 @@
-"""Global batch of each step of a run whose batch grows at the start."""
+"""Global batch of each step of a run with a batch that grows at the start."""
 
 from collections.abc import Iterator
 

@@ -64,7 +64,9 @@ def _sharded(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _critic_state(critic: TrainState) -> dict[str, Any]:
-    """Collective over the mesh: return what a resumed run needs of the critic, under keys that begin with CRITIC."""
+    """Collective over the mesh: return the part of the critic that a resumed run needs, under keys that begin with
+    CRITIC.
+    """
     weights, moments = _sharded(critic)
     entries: dict[str, Any] = weights | {"optimizer": moments}
     add_prefix_for_sharding(entries, CRITIC)
@@ -88,7 +90,7 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
     """Collective over the mesh: load a checkpoint into `state`.
 
     Returns:
-        Lines for the log on what differs from the run that was saved.
+        Lines for the log on differences from the run that was saved.
     """
     assert stored.marker is not None
     is_same_mesh = stored.marker.mesh == describe_mesh(state.mesh)
@@ -128,7 +130,7 @@ def _refuse_without_critic(stored: StoredCheckpoint) -> None:
 
 
 def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
-    """Load moments, main weights, step count and position in the schedule; settings are those of the config."""
+    """Load moments, main weights, step count and position in the schedule; settings come from the config."""
     inner = state.optimizer.chained_optimizers
     parts = _parts(state, loaded["optimizer"])
     # Megatron would take rates, betas and decay from the checkpoint's parameter groups, or fail to find its own there.
@@ -148,7 +150,7 @@ def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
 
 
 def _parts(state: TrainState, optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return the states of the optimizers that Megatron chains, one for each; it does not number a single one."""
+    """Return the states of the optimizers that Megatron chains, one for each; it does not number a single optimizer."""
     count = len(state.optimizer.chained_optimizers)
     return [optimizer] if count == 1 else [optimizer[index] for index in range(count)]
 

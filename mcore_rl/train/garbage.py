@@ -8,7 +8,7 @@ class TimedGarbage:
     """Collects garbage between units of work, and never within one, while it is entered.
 
     Python collects when it has counted enough objects, on each rank at another time, and all ranks then wait for that
-    one in the next collective.
+    rank in the next collective.
     """
 
     def __init__(self, interval: int | None) -> None:

@@ -42,7 +42,8 @@ class Run:
     request: StopRequest
 
     def stop_reason(self) -> str | None:
-        """Collective over the world, between steps: why the run ends here, the same on all ranks; None: it does not.
+        """Collective over the world, between steps: why the run ends at this step, the same on all ranks; None: it
+        does not.
 
         Raises:
             CheckpointError: where another attempt has become the writer of the folder.
@@ -71,7 +72,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def _evaluate(self, *, is_last: bool) -> None:
-        """Log what is measured every `train.eval_interval` steps and, with `is_last`, after all steps."""
+        """Log the measurements of every `train.eval_interval` steps and, with `is_last`, after all steps."""
 
     def run(self) -> None:
         """Train until all steps are done, which the folder then records, or a stop is asked for; save in both cases."""
@@ -163,8 +164,8 @@ class GivenDataTrainer(Trainer):
 
         Args:
             run: The run, open on all ranks.
-            seq_length: Positions of a sequence, on which attention's FLOPs depend; of packed ones the mean that a
-                token attends to.
+            seq_length: Positions of a sequence, on which attention's FLOPs depend; of packed sequences the mean that
+                a token attends to.
         """
         super().__init__(run)
         state, config = run.state, run.state.config
@@ -234,8 +235,8 @@ class SupervisedTrainer(GivenDataTrainer):
             run: The run, open on all ranks.
             head: The training objective.
             train: Samples of all steps, by index; every rank reads its data-parallel share.
-            seq_length: Positions of a sequence, on which attention's FLOPs depend; of packed ones the mean that a
-                token attends to.
+            seq_length: Positions of a sequence, on which attention's FLOPs depend; of packed sequences the mean that
+                a token attends to.
             valid: Samples of every evaluation; None: there is none.
             test: Samples of the evaluation after the last step; None: there is none.
         """
@@ -281,7 +282,7 @@ class SupervisedTrainer(GivenDataTrainer):
             self._evaluate_on("test", self._test)
 
     def _evaluate_on(self, name: str, source: BatchSource | None) -> None:
-        """Log the mean loss over the first `eval_batches` batches of `source`, the same ones each time."""
+        """Log the mean loss over the first `eval_batches` batches of `source`, the same batches each time."""
         train = self.state.config.train
         if source is None or not train.eval_batches:
             return

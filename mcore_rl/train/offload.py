@@ -47,7 +47,7 @@ class WaitingMemory:
         """Prepare; nothing moves before `leave`.
 
         Args:
-            tensors: the tensors as they are now. Those on another device, and empty ones, are left alone.
+            tensors: the tensors as they are now. Tensors on another device, and empty tensors, are left alone.
             store: where the bytes wait.
             folder: a folder for "file"; the file has no name and ends with this process.
             device: the device that the bytes leave.
@@ -105,7 +105,7 @@ class WaitingMemory:
         sizes = [storage.nbytes() for storage in storages]
         self.moved_bytes += sum(sizes)
         if self._store == "host":
-            if [one.nbytes for one in self._host] != sizes:
+            if [buffer.nbytes for buffer in self._host] != sizes:
                 self._host = []  # frees the old ones first
                 self._host = [_host_bytes(size, self._device) for size in sizes]
             for storage, copy_n in zip(storages, self._host, strict=True):
@@ -251,10 +251,10 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Untyp
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Yield the weights that the optimizer changes, and its state of them."""
-    for one in optimizer.chained_optimizers:
-        for group in one.optimizer.param_groups:
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
             yield from group["params"]
-        for entries in one.optimizer.state.values():
+        for entries in part.optimizer.state.values():
             yield from (entry for entry in entries.values() if isinstance(entry, Tensor))
 
 

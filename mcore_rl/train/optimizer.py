@@ -68,7 +68,7 @@ def _be_precision_aware(settings: OptimizerConfig, config: OptimConfig) -> None:
     TransformerEngine's.
 
     Raises:
-        ConfigError: The Adam that Megatron uses here has fp32 moments only.
+        ConfigError: The Adam that Megatron uses on this machine has fp32 moments only.
     """
     if not set(PRECISION_AWARE) <= inspect.signature(megatron_optimizer.Adam).parameters.keys():
         raise ConfigError(
@@ -91,7 +91,7 @@ def _be_precision_aware(settings: OptimizerConfig, config: OptimConfig) -> None:
 
 def initialize_moments(optimizer: MegatronOptimizer) -> None:
     """Make zero moments where no step has made any: Megatron cannot save moments that do not exist, and would step with
-    random gradients to make those of an offloaded optimizer.
+    random gradients to make the moments of an offloaded optimizer.
     """
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -157,8 +157,9 @@ def decays(config: OptimConfig, param: torch.Tensor, name: str) -> bool:
 def build_schedule(config: OptimConfig, optimizer: MegatronOptimizer, steps: int) -> OptimizerParamScheduler:
     """Build the learning rate of every step: linear warm-up, then the schedule, in optimizer steps.
 
-    Step t = 1, 2, ... of a warm-up over W has lr t / W, so that the first one learns. Megatron counts from 0 and gives
-    step t its rate of t - 1 of `lr_warmup_steps`: from `init_lr` = lr / W, the full rate is reached after W - 1.
+    Step t = 1, 2, ... of a warm-up over W has lr t / W, so that the first step learns. Megatron counts from 0 and
+    gives step t its rate of t - 1 of `lr_warmup_steps`: from `init_lr` = lr / W, the full rate is reached after W -
+    1.
     """
     wsd_decay_steps = max(1, steps // 10) if config.wsd_decay_steps == "auto" else config.wsd_decay_steps
     return OptimizerParamScheduler(

@@ -15,7 +15,7 @@ from mcore_rl.parallel.vocab import Logits
 from mcore_rl.train.preferences import AnswerLogprobHead, PreferenceMicrobatch
 
 LARGEST_LOGPROB = -(2.0**-24)
-"""Largest logprob whose odds are computed: a probability nearer to 1 is 1 in float32, and its odds are infinite."""
+"""Largest logprob of which odds are computed: a probability nearer to 1 is 1 in float32, and its odds are infinite."""
 
 
 def sigmoid_loss(distance_P: Tensor) -> Tensor:
@@ -46,10 +46,10 @@ LOSSES: dict[DPOKind, Callable[[Tensor], Tensor]] = {
 def expected_loss(
     loss: Callable[[Tensor], Tensor], difference_P: Tensor, target_P: Tensor, probability_P: Tensor
 ) -> Tensor:
-    """Return the loss of each pair over what its label may be: p f(d - t) + (1 - p) f(-d - t).
+    """Return the loss of each pair, averaged over both labels: p f(d - t) + (1 - p) f(-d - t).
 
     Args:
-        loss: The loss f of a pair whose first answer is the better one.
+        loss: The loss f of a pair with the better answer first.
         difference_P: Difference d of the two rewards.
         target_P: Margin t that the better answer should have.
         probability_P: Probability p that the first answer is the better one; outside 0 ... 1 it removes a bias.

@@ -33,7 +33,7 @@ class PreferenceMicrobatch(PackedMicrobatch):
     """One packed sequence of `N` prompts with an answer, and `P` pairs of these; the `T` positions of it that this
     context-parallel rank has. Every context-parallel rank has all pairs. N and P may be 0.
 
-    Index t of a tensor `[T]` belongs to token t + 1, the one predicted at t, but for `is_last_T`.
+    Index t of a tensor `[T]` belongs to token t + 1, which is predicted at t, but for `is_last_T`.
     """
 
     mask_T: Tensor
@@ -61,8 +61,8 @@ class PreferenceMicrobatch(PackedMicrobatch):
     def sequence_sums(self, values_T: Tensor, cp: Axis) -> Tensor:
         """Collective over `cp` (in the forward only): sum `[T]` over each whole sequence, float64 `[N]`.
 
-        Every rank of `cp` gets the whole sum and the gradient of its own part of it: a loss that all of them compute
-        from the sums then has, added up over the ranks, the gradient of one.
+        Every rank of `cp` gets the whole sum and the gradient of its own part of it: a loss that all
+        ranks compute from the sums then has, added up over the ranks, the gradient of a single rank.
         """
         # Padding belongs to sequence 0, with values of 0. Without sequences a first one takes them: a microbatch of
         # padding alone has sums of no sequence, and a graph that leads back to the model.
@@ -75,7 +75,7 @@ class PreferenceMicrobatch(PackedMicrobatch):
         return whole_N + (sums_N - sums_N.detach())
 
     def num_pairs(self, cp: Axis) -> Tensor:
-        """Return the number of pairs that this rank counts, int: all on the first rank of `cp`, none on the others."""
+        """Return the number of pairs that this rank counts, int: all on the first rank of `cp`, none elsewhere."""
         return torch.tensor(
             len(self.pairs_P2) if cp.rank == 0 else 0, dtype=torch.int, device=self.mask_T.device
         )
@@ -199,7 +199,7 @@ class PreferenceSource:
 
 
 class PreferenceHead(Head[PreferenceMicrobatch], Protocol):
-    """An objective on pairs, whose outputs are sums over pairs."""
+    """An objective on pairs with outputs that are sums over pairs."""
 
     def metrics(self, sums: dict[str, float]) -> list[Metric]:
         """Return the metrics of a training step or an evaluation from the world's sums of the outputs, `pairs/*`."""
@@ -247,7 +247,7 @@ class PreferenceTrainer(GivenDataTrainer):
             self._report_skip(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
-        """Log the metrics of the head on held-out pairs, the same ones each time."""
+        """Log the metrics of the head on held-out pairs, the same pairs each time."""
         state, train = self.state, self.state.config.train
         if self._valid is None or not train.eval_batches:
             return

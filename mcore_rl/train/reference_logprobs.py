@@ -1,4 +1,4 @@
-"""The logprobs of answers under a reference model, computed once and cached beside the run."""
+"""The logprobs of answers under a reference model, computed once and cached next to the run."""
 
 import hashlib
 import io
@@ -36,8 +36,8 @@ class ReferenceOrigin:
 
 
 def find_origin(config: DPOConfig, folder: RunFolder) -> ReferenceOrigin:
-    """Return the reference of the run: of its first start when it resumes, otherwise what the config names, which is
-    recorded. To be called by the writer of the folder.
+    """Return the reference of the run: of its first start when it resumes, otherwise
+    the config's, which is recorded. To be called by the writer of the folder.
 
     Raises:
         CheckpointError: There is no such checkpoint, or the record of a run that resumes is gone.
@@ -83,7 +83,9 @@ def fingerprint(checkpoint: Path) -> str:
 
 
 def refuse_changed_origin(origin: ReferenceOrigin) -> None:
-    """Raise a CheckpointError when the checkpoint of the reference is no longer the one of the run's first start."""
+    """Raise a CheckpointError when the checkpoint of the reference is no longer the reference of the run's first
+    start.
+    """
     if not origin.checkpoint:
         raise CheckpointError(
             "the run began from random weights, whose logprobs are gone with its cache (dpo.reference_cache), so that "

@@ -1,4 +1,4 @@
-"""Reward models: the loss of pairs by the model of Bradley and Terry, what is measured on them, and the training."""
+"""Reward models: the loss of pairs by the model of Bradley and Terry, its metrics, and the training."""
 
 import math
 from collections.abc import Iterator
@@ -275,7 +275,7 @@ def reward_head(mesh: Mesh, config: RewardModelConfig) -> RewardHead | StepRewar
 
 
 class RewardModelTrainer(PreferenceTrainer):
-    """Training of a reward model, whose scores are shifted after the last step."""
+    """Training of a reward model, which shifts the scores after the last step."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 config.toml, metrics.jsonl ...      files of the training
 run.json                            every start: see obs/attempts_file.py
 checkpoints/                        complete checkpoints: see folders/checkpoint.py
-writer.json                         the attempt that may write here, the fence
+writer.json                         the attempt that may write to the folder, the fence
 STOP                                a request by anybody to finish the step, save and end
 DONE                                the record that all steps are done
 """
@@ -76,10 +76,10 @@ class RunFolder:
     def claim(self) -> "Fence":
         """Collective over the world: make this run the one writer of the folder, and delete an earlier STOP.
 
-        CheckpointError when a living process of this host is the writer, or a later attempt of the same Slurm job:
-        this one is then an orphan. An earlier attempt is taken over wherever it is; so is a process of another host,
-        which cannot be asked. Who was taken over notices after the step at hand. CheckpointError, too, where the
-        folder is no run's and has files that a run would replace.
+        CheckpointError when a living process of this host is the writer, or a later attempt of the same Slurm
+        job, of which this attempt is then an orphan. An earlier attempt is taken over wherever it is; so is a process
+        of another host, which cannot be asked. Who was taken over notices after the step at hand. CheckpointError,
+        too, where the folder is no run's and has files that a run would replace.
         """
         self._fence = Fence(self._writer, on_rank_zero(self._claim))
         return self._fence

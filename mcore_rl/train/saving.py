@@ -80,7 +80,7 @@ class Resumption:
     source: Path | None = None
     """Checkpoint that was loaded; None: there was none."""
     changes: tuple[str, ...] = ()
-    """Settings in which the run differs from the one that was saved."""
+    """Settings in which the run differs from the saved run."""
     warnings: tuple[str, ...] = ()
     """Damaged checkpoints of the run that were passed over."""
 
@@ -99,7 +99,7 @@ class Checkpoints:
         fence: Fence,
         inputs: Mapping[str, dict[str, str]] = MappingProxyType({}),
     ) -> None:
-        """Take the run's state, the folder of its checkpoints, its right to write there, and what it reads, which is
+        """Take the run's state, the folder of its checkpoints, its right to write there, and its inputs, which are
         recorded, and compared in a resume (checks/inputs.py).
         """
         self._state = state
@@ -152,24 +152,24 @@ class Checkpoints:
         return lines
 
     def finish(self) -> list[str]:
-        """Wait until the last save is complete and what it superseded is deleted; return lines for the log."""
+        """Wait until the last save is complete and superseded checkpoints are deleted; return lines for the log."""
         lines = self.poll(blocking=True)
         on_rank_zero(self._wait_for_deletion)
         return lines + self.poll()
 
     def take_metrics(self) -> list[Metric]:
-        """Return the checkpoint/* metrics measured since the last call; those of saves exist on rank 0 only."""
+        """Return the checkpoint/* metrics measured since the last call; metrics of saves exist on rank 0 only."""
         metrics, self._metrics = self._metrics, []
         return metrics
 
     def resume(self) -> Resumption:
-        """Load this run's last checkpoint, else config.checkpoint.load; return which, and what differs from it.
+        """Load this run's last checkpoint, else config.checkpoint.load; return which, and the differences from it.
 
         Raises:
             CheckpointError: What should be loaded is not complete, damaged, foreign, or of another model. Of the run's
-                own checkpoints, `checkpoint.on_damaged` = "previous" passes over damaged ones.
-            ConfigError: The run's settings differ from those of its checkpoint in what decides the data or random
-                numbers, and `checkpoint.allow_changes` does not name it.
+                own checkpoints, `checkpoint.on_damaged` = "previous" passes over damaged checkpoints.
+            ConfigError: The run's settings differ from its checkpoint's where
+                they decide the data or random numbers, and `checkpoint.allow_changes` does not name it.
         """
         config = self._state.config.checkpoint
         self._lines += on_rank_zero(self._clean)
@@ -305,7 +305,7 @@ class Checkpoints:
         return changes
 
     def _changes(self, stored: StoredCheckpoint) -> list[ConfigChange]:
-        """Return the fields in which the run differs from the one that was saved, as far as that is recorded."""
+        """Return the fields in which the run differs from the saved run, as far as that is recorded."""
         config, marker = self._state.config, stored.marker
         assert marker is not None
         if marker.program == kind_of_config(config):
@@ -376,7 +376,7 @@ class Checkpoints:
         return replace(save, plan=save.plan.without_data(), writing=writing, waited_s=waited_s)
 
     def _complete(self, save: _Save) -> None:
-        """Make a checkpoint of what the ranks have written; on failure delete all of it."""
+        """Make a checkpoint of the ranks' files; on failure delete them all."""
         self._pending = None
         config = self._state.config
         try:
@@ -398,7 +398,9 @@ class Checkpoints:
         self._lines.append(line)
 
     def _publish(self, save: _Save, marker: Marker | None) -> str:
-        """Give the checkpoint its name, on rank 0, and start to delete superseded ones; return a line for the log."""
+        """Give the checkpoint its name, on rank 0, and start to delete superseded checkpoints; return a line for the
+        log.
+        """
         assert marker is not None
         self._fence.check_here()
         final = path_of_step(self._folder, save.step)
@@ -425,7 +427,9 @@ class Checkpoints:
         )
 
     def _wait_for_deletion(self) -> None:
-        """Wait, on rank 0, for the deletion of old checkpoints; what could not be deleted is logged and left."""
+        """Wait, on rank 0, for the deletion of old checkpoints; a folder that could not be deleted is logged and
+        left.
+        """
         if self._deleting is None:
             return
         call, self._deleting = self._deleting, None
@@ -443,7 +447,7 @@ class Checkpoints:
         return path
 
     def _failure(self, save: _Save, error: CheckpointError) -> CheckpointError:
-        """Delete what a failed save has written; return the error to raise."""
+        """Delete the files of a failed save; return the error to raise."""
         last = on_rank_zero(partial(self._discard, save.plan.path))
         return CheckpointError(f"step {save.step} is not saved: {error}. {last}")
 

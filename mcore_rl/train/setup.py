@@ -132,7 +132,7 @@ def freeze(chunks: Sequence[nn.Module], *, trains_routers: bool, trains_mtp: boo
 
 def refuse_partly_frozen(chunks: Sequence[nn.Module], mesh: Mesh) -> None:
     """Collective over the world: raise a ConfigError on all ranks where a tensor of the checkpoint would be trained in
-    part, such as that of all layers' routers where one layer's is frozen: its moments could not be saved.
+    part, such as the tensor of all layers' routers where one layer's is frozen: its moments could not be saved.
     """
     trained: dict[str, set[bool]] = {}
     for shard in nested_values(weights_state(chunks, mesh)):

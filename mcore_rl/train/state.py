@@ -28,7 +28,7 @@ class Progress:
     skipped_steps: int = 0
     """Steps skipped because a loss or gradient was not finite."""
     skipped_in_a_row: int = 0
-    """Skipped steps since the last one that was taken."""
+    """Skipped steps since the last step that was taken."""
     kl_coeff: float | None = None
     """Coefficient of the KL to the reference that rl.loss.kl_target has led to; None: it is the config's."""
     reward_moments: dict[str, list[float]] = field(default_factory=dict)
@@ -51,12 +51,13 @@ class TrainState:
     progress: Progress
     timers: Timers
     residence: Residence
-    """Memory of the model: what of it is on the device."""
+    """Which of the model's buffers are on the device."""
     critic: "TrainState | None" = None
-    """Model of values that is trained beside this one on the same mesh, and saved with it; None: there is none. Its
-    `progress` counts its own optimizer steps."""
+    """Model of values that is trained together with this model on the same mesh, and saved with it; None: there is
+    none. Its `progress` counts its own optimizer steps.
+    """
 
     @property
     def residences(self) -> list[Residence]:
-        """Memory of this model, and of the critic where there is one."""
+        """Memory of this model, and of the critic if any."""
         return [self.residence, *([] if self.critic is None else [self.critic.residence])]

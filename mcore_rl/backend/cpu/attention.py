@@ -91,7 +91,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _dense(*operands: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors, those copied whose last axis is not dense: the file reads any other strides."""
+    """Return the tensors, copied where the last axis is not dense: the file reads any other strides."""
     return tuple(tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in operands)
 
 

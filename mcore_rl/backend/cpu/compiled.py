@@ -1,7 +1,7 @@
 """The optional library of C++ with layers of a CPU, built where there is a compiler and kept in the user's cache.
 
 It is plain C++ without torch's headers, which takes a second where an extension of torch takes half a minute, and is
-called with addresses: nothing in it depends on torch's version but the product, which is that of torch's library. It
+called with addresses: nothing in it depends on torch's version but the product, which torch's library computes. It
 computes with one thread.
 """
 
@@ -54,7 +54,7 @@ Tensor._as_parameter_ = property(Tensor.data_ptr)  # type: ignore[attr-defined]
 
 
 class BuildError(Exception):
-    """The file cannot be built or loaded here; the message is the reason."""
+    """The file cannot be built or loaded on this machine; the message is the reason."""
 
 
 class Library(ctypes.PyDLL):
@@ -78,7 +78,7 @@ class Library(ctypes.PyDLL):
 
 @functools.cache
 def build_id() -> str:
-    """Return what identifies the build: a hash of sources, options, compiler and processor.
+    """Return the identity of the build: a hash of sources, options, compiler and processor.
 
     Raises:
         BuildError: There is no compiler.
@@ -99,7 +99,7 @@ def library() -> Library:
     where another user may write to the cache.
 
     Raises:
-        BuildError: It cannot be built or loaded here.
+        BuildError: It cannot be built or loaded on this machine.
     """
     try:
         path = library_path()
@@ -134,7 +134,7 @@ def library_path() -> Path:
 
 
 def _compile(target: Path) -> None:
-    """Build `target`, with its digest as the last bytes, behind what the loader reads."""
+    """Build `target`, with its digest as the last bytes, which the loader does not read."""
     command = [*_compiler(), *OPTIONS, *map(str, SOURCES), "-o", str(target)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S, check=False)
@@ -156,7 +156,7 @@ def _compiler() -> list[str]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether nobody but this user and root may change what is in `folder`, or put another in its place."""
+    """Return whether nobody but this user and root may change the content of `folder`, or put another in its place."""
     folder = folder.resolve()
     # In a folder above with the sticky bit, as /tmp, others may write, and not rename what is not theirs.
     return _is_own(folder.stat()) and all(
@@ -186,7 +186,7 @@ def _cache() -> Path:
 
 
 def _processor() -> str:
-    """Return what the compiler's "native" depends on."""
+    """Return the properties of the processor that the compiler's "native" depends on."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     names = ("model name", "cpu family", "model\t", "flags", "Features", "CPU part")

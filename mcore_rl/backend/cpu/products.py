@@ -1,7 +1,7 @@
-"""Matrix products in fp32 whose operands are rounded to bf16 by the compiled file, with sums in fp32.
+"""Matrix products in fp32 of operands that the compiled file rounds to bf16, with sums in fp32.
 
-By AMX they are four times as fast as products in fp32, by AVX-512's instruction for bf16 twice as fast on AMD. On other
-processors they save nothing: rounded operands are multiplied in fp32, which is exact.
+By AMX they are four times as fast as products in fp32, by AVX-512's instruction for bf16 twice as fast on AMD. On
+other processors they save nothing: rounded operands are multiplied in fp32, which is exact.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def rounded_product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
 
 
 def rounded_linear(input: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return `input @ weight_OI.T` over the last axis, fp32, whose three products round their operands."""
+    """Return `input @ weight_OI.T` over the last axis, fp32; its three products round their operands."""
     rows_NI = input.reshape(-1, weight_OI.shape[1])
     rows_NO: Tensor = _RoundedLinear.apply(rows_NI, weight_OI)  # type: ignore[no-untyped-call]
     # Viewed out here, so that the caller may change the output in place.
@@ -51,7 +51,7 @@ class _RoundedLinear(torch.autograd.Function):
 
 
 def _stored(matrix: Tensor) -> tuple[Tensor, bool, int]:
-    """Return a matrix whose rows or else columns are contiguous, whether it is columns, and their distance."""
+    """Return a matrix with contiguous rows or else columns, whether it is columns, and their distance."""
     if matrix.stride(1) != 1 and matrix.stride(0) == 1:
         return matrix, True, matrix.stride(1)
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()

@@ -1,4 +1,4 @@
-"""The packages for GPUs that are usable here; those that are not are hidden from Megatron.
+"""The packages for GPUs that are usable on this machine; unusable packages are hidden from Megatron.
 
 Megatron takes TransformerEngine and apex wherever they can be imported, also where they cannot compute, and does not
 start where the import of TransformerEngine fails.
@@ -18,14 +18,14 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 }
 """For each package the modules at its top level."""
 USED = {"transformer_engine": ("transformer_engine.pytorch",), "apex": ("apex.optimizers", "amp_C")}
-"""Modules of a package whose import shows that it is usable."""
+"""Modules of a package; that they can be imported shows that it is usable."""
 IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
 """Errors with which a package fails to import that was built for another torch, CUDA or compiler."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The hardware and packages that the choice of patches depends on, beside Megatron's version."""
+    """The hardware and packages that the choice of patches depends on, apart from Megatron's version."""
 
     has_cuda: bool
     """Torch sees a GPU."""

@@ -9,7 +9,7 @@ from torch import Tensor
 def weights_count_as_on_device(_: Any) -> Callable[..., Any]:
     """Return a `HybridDeviceOptimizer._get_sub_optimizer_param_groups` for weights that no CUDA device holds.
 
-    As on a GPU, the first weights of the groups up to the fraction are offloaded and the others are not, and every
+    As on a GPU, the first weights of the groups up to the fraction are offloaded and the rest are not, and every
     weight has a copy in fp32 that the optimizer updates.
     """
 

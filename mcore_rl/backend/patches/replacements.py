@@ -19,7 +19,7 @@ def without_fp8(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def copied_storage(_: Any) -> Callable[[], Callable[[torch.Tensor, torch.Tensor], None]]:
-    """`_get_share_storage` whose tensors get a copy of the storage."""
+    """`_get_share_storage` that gives the tensors a copy of the storage."""
 
     def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():
@@ -57,7 +57,7 @@ def only_tensors_saved(checkpointed_forward: Callable[..., Any]) -> Callable[...
 def permuted_without_waiting(permute: Callable[..., Any]) -> Callable[..., Any]:
     """`permute` that finds the rows of experts by sorting: a mask's true values are counted on the host.
 
-    The rows, their order and what is returned are Megatron's.
+    The rows, their order and the returned values are Megatron's.
     """
 
     @functools.wraps(permute)
@@ -107,11 +107,11 @@ def packed_positions(
     """Return the row of Megatron's table of angles for each of a context-parallel rank's packed tokens, `[t]`.
 
     Args:
-        cu_seqlens: cumulative lengths of the sequences on all ranks, whose sum is `num_tokens * ranks`.
+        cu_seqlens: cumulative lengths of the sequences on all ranks, `num_tokens * ranks` in sum.
         num_tokens: tokens of this rank: of each sequence the chunks `rank` and `2 * ranks - 1 - rank` of as many.
         rank: this rank.
         ranks: context-parallel ranks.
-        table_length: rows of the table; one as long as all sequences together counts through them.
+        table_length: rows of the table; a table as long as all sequences together counts through them.
     """
     index_t = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     sequence_t = torch.searchsorted(cu_seqlens[1:] // ranks, index_t, right=True)

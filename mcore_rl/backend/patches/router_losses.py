@@ -2,10 +2,10 @@
 padding that neither counts.
 
 A group of T tokens (a micro-batch, a sequence, the batch) has the balance loss L = E sum_e f_e P_e, where f_e is the
-share of the group's choices that went to expert e and P_e its mean score: L is 1 for an even load. Training minimises,
-beside its mean over counted tokens, coefficient * (sum of T L) / (sum of T), the mean over groups weighed by their
-tokens, and likewise the router z-loss as a mean over tokens. These tokens are all that are routed, except padding,
-whether or not the loss mask counts them: experts work on all of them.
+share of the group's choices that went to expert e and P_e its mean score: L is 1 for an even load. Training
+minimises, in addition to its mean over counted tokens, coefficient * (sum of T L) / (sum of T), the mean over groups
+weighed by their tokens, and likewise the router z-loss as a mean over tokens. These tokens are all that are routed,
+except padding, whether or not the loss mask counts them: experts work on all of them.
 
 Each rank adds T L for its own tokens. The schedule divides every gradient by the number of tokens that the loss mask
 counts; `router.loss_weight`, which `parallel.schedule` sets before the pass, is therefore that number over the sum
@@ -65,7 +65,7 @@ def scale_as_scalar(set_loss_scale: Callable[[Tensor], None]) -> Any:
 
 
 def padding_counts_no_tokens(apply_expert_bias: Callable[..., None]) -> Callable[..., None]:
-    """`TopKRouter._apply_expert_bias` that takes the mask of tokens as a column beside the experts."""
+    """`TopKRouter._apply_expert_bias` that takes the mask of tokens as a column next to the experts."""
 
     def wrapped(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         column = None if padding_mask is None else padding_mask[:, None]
@@ -125,7 +125,7 @@ def _plain(config: Any) -> Any:
 
 
 def _has_capacity(config: Any) -> bool:
-    """Return whether tokens are dropped here; experts that are padded to their capacity keep Megatron's way."""
+    """Return whether this router drops tokens; experts that are padded to their capacity keep Megatron's way."""
     return (
         config.moe_expert_capacity_factor is not None
         and config.moe_token_drop_policy == "probs"
@@ -134,7 +134,9 @@ def _has_capacity(config: Any) -> bool:
 
 
 def _with_z_loss(router: Any, logits: Tensor, is_token_T: Tensor | None) -> Tensor:
-    """Return the logits; their gradient includes that of the squares of log sum_e exp(logit_e) (arXiv 2202.08906)."""
+    """Return the logits; their gradient includes the gradient of the squares of log sum_e exp(logit_e) (arXiv
+    2202.08906).
+    """
     squares_T = logits.float().logsumexp(-1).square().reshape(-1)
     if is_token_T is not None:
         squares_T = squares_T * is_token_T
@@ -146,7 +148,9 @@ def _with_z_loss(router: Any, logits: Tensor, is_token_T: Tensor | None) -> Tens
 def _with_balance_loss(
     router: Any, kind: str, gates_TE: Tensor, logits: Tensor, is_token_T: Tensor | None
 ) -> Tensor:
-    """Collective over the ranks of the group: return the gates, whose gradient includes that of this rank's T L."""
+    """Collective over the ranks of the group: return the gates; their gradient includes the gradient of this rank's T
+    L.
+    """
     from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 
     num_experts = logits.shape[-1]

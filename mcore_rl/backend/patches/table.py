@@ -1,7 +1,8 @@
 """The table of every patch of torch and Megatron-Core: symbol, cause, versions, reason and end.
 
-Importing this module applies the patches whose cause is given here, once, and must come before any `import megatron`:
-the packages that use Megatron import it first in their `__init__`. A version that is not in the table is refused.
+Importing this module applies the patches for the causes that this machine has, once, and must come before any `import
+megatron`: the packages that use Megatron import it first in their `__init__`. A version that is not in the table is
+refused.
 """
 
 import importlib
@@ -28,8 +29,8 @@ from mcore_rl.errors import ConfigError
 
 SUPPORTED = ("0.16", "0.19")
 Cause = Literal["no CUDA", "no TransformerEngine", "no TransformerEngine or apex", "version"]
-"""Why a patch is applied here: torch sees no GPU, TransformerEngine is not usable (`found.Found`), neither it nor apex
-is, or always, because the installed version of Megatron or torch is the cause.
+"""Why a patch is applied on this machine: torch sees no GPU, TransformerEngine is not usable (`found.Found`), neither
+it nor apex is, or always, because the installed version of Megatron or torch is the cause.
 """
 STANDS_IN = "Megatron asks torch.cuda whatever the device"
 DEVICE_AGNOSTIC = "Megatron asks its config for the device"

@@ -1,4 +1,4 @@
-"""Stand-ins for what Megatron calls on `torch.cuda` and on gloo, where there is no CUDA."""
+"""Stand-ins for the functions of `torch.cuda` and of gloo that Megatron calls, where there is no CUDA."""
 
 import contextlib
 import functools
@@ -114,7 +114,9 @@ def moved_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cuda_type_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type`, whose name Megatron's optimizer compares with `torch.cuda.FloatTensor` and its like."""
+    """`Tensor.type` that answers with the name that Megatron's optimizer compares with `torch.cuda.FloatTensor` and
+    its like.
+    """
 
     @functools.wraps(type_of)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +150,7 @@ def listed_splits(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_one_device(gloo: Any) -> Any:
-    """`ProcessGroupGloo` whose groups share the process's sockets and the thread that listens to them."""
+    """`ProcessGroupGloo` that lets all groups share the process's sockets and the thread that listens to them."""
 
     @functools.cache
     def devices() -> list[Any]:
@@ -188,7 +190,7 @@ def _let_others_finish(thread: int) -> None:
 
 
 def uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_gather` whose ranks may differ in their first size, which gloo refuses; expert TP x EP needs it."""
+    """`all_gather` of tensors that may differ in their first size, which gloo refuses; expert TP x EP needs it."""
 
     @functools.wraps(all_gather)
     def gather(

@@ -12,7 +12,7 @@ def megatron_version() -> str:
 
 
 def has_module(name: str) -> bool:
-    """Return whether the module `name` can be imported here, without importing it."""
+    """Return whether the module `name` can be imported, without importing it."""
     return importlib.util.find_spec(name) is not None
 
 

@@ -1,1 +1,1 @@
-"""Files of foreign origin, read without running what is in them."""
+"""Files of foreign origin, read without running any program in them."""

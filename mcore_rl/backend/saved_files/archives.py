@@ -1,7 +1,7 @@
 """The archives that `torch.save` writes: where their records are, and whether their bytes are those that were written.
 
 Each record has a CRC-32, which torch itself does not compare when it loads. The directory is not read by `zipfile`,
-which finds records in files that torch reads otherwise: what is checked must be what is loaded.
+which finds other records than torch in some files: the checked bytes must be the loaded bytes.
 """
 
 import os
@@ -22,9 +22,9 @@ ENTRY = struct.Struct("<4s6H3L5H2L")
 EXTRA = struct.Struct("<2H")
 """Kind and length of each of an entry's further fields."""
 END, LOCATOR_64, END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sLQL"), struct.Struct("<4sQ2H2L4Q")
-"""End of an archive; where the end of a large one is; the end of a large one, which stands before these two."""
+"""ZIP signatures: end of central directory, Zip64 locator, Zip64 end record."""
 IN_64_BITS = 2**32 - 1
-"""Value of a field whose number stands in the entry's further field of KIND_64_BITS."""
+"""Value of a field that has its number in the entry's further field of KIND_64_BITS."""
 KIND_64_BITS = 1
 HAS_SIZES_BEHIND, HAS_UTF8_NAME = 0x8, 0x800
 """Flags of an entry that torch's writer sets."""
@@ -99,9 +99,10 @@ class ArchiveRecord:
 def archive_records(data: SliceableBytes) -> list[ArchiveRecord]:
     """Return the records of an archive in the order of its directory, all of them in the first record's folder.
 
-    An archive that another reader could understand otherwise is refused, so that the bytes that are checked here are
-    those that torch loads: it begins with a record (else torch reads an older format, a bare pickle) and ends with the
-    directory; every name is plain ASCII and differs from the others in more than case (torch's lookup ignores case).
+    An archive that another reader could understand otherwise is refused, so that the checked bytes are the bytes that
+    torch
+    loads: it begins with a record (else torch reads an older format, a bare pickle) and ends with the
+    directory; every name is plain ASCII and differs from other names in more than case (torch's lookup ignores case).
 
     Raises:
         zipfile.BadZipFile: The bytes are no such archive.
@@ -129,7 +130,9 @@ def archive_records(data: SliceableBytes) -> list[ArchiveRecord]:
 
 
 def record_bytes(data: SliceableBytes, found: Sequence[ArchiveRecord], name: str) -> bytes:
-    """Return the bytes of the record `name`; BadZipFile when there is none, or they are not what was written."""
+    """Return the bytes of the record `name`; BadZipFile when there is none, or its bytes have changed since they were
+    written.
+    """
     record = record_named(found, name)
     read = data[record.start : record.start + record.size]
     if not record.is_plain or len(read) != record.size or not _is_sound(record, crc32(read)):
@@ -147,7 +150,7 @@ def record_named(found: Sequence[ArchiveRecord], name: str) -> ArchiveRecord:
 
 
 def damaged_record(data: FilePart) -> str | None:
-    """Return the name of the first record whose bytes are not those that were written; None when all are."""
+    """Return the name of the first record with bytes that have changed since they were written; None when all are."""
     for record in archive_records(data):
         if record.is_plain and not _is_sound(record, data.crc32(record.start, record.size)):
             return record.name
@@ -218,7 +221,7 @@ def _directory(data: SliceableBytes) -> tuple[int, int, int]:
 
 
 def _record(data: SliceableBytes, directory: bytes, position: int) -> tuple[ArchiveRecord, int]:
-    """Return the record whose entry begins at byte `position` of the directory, and where the next entry begins."""
+    """Return the record with its entry at byte `position` of the directory, and where the next entry begins."""
     mark, _, _, flags, method, _, _, *numbers = _unpack(ENTRY, directory, position)
     crc, stored_size, size, name_length, extra_length, comment_length, disk, _, attributes, header = numbers
     begin_extra = position + ENTRY.size + name_length

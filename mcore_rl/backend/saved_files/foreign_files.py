@@ -1,7 +1,7 @@
 """Reading the pickles of a checkpoint without running programs, in place of torch's and Megatron's own readers.
 
 A checkpoint is checked before it is loaded (`mcore_rl.checkpoint.read`). These readers make sure that nothing is run
-even where the check and torch should disagree on what a file contains, or the file changes in between.
+even where the check and torch should disagree on a file's content, or the file changes in between.
 """
 
 import io
@@ -38,7 +38,9 @@ def load_entry(self: Any, read_item: Any, value: io.BytesIO) -> None:
 
 
 def restricted_pickle(module: Any) -> Any:
-    """Return what torch's reader and writer of `.metadata` use of `pickle`, with a load that runs no programs."""
+    """Return the part of `pickle` that torch's reader and writer of `.metadata` use, with a load that runs no
+    programs.
+    """
 
     def load(file: Any) -> Any:
         try:

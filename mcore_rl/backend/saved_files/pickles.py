@@ -1,4 +1,6 @@
-"""Unpickling files of unknown origin: only the classes named here are ever called, whatever a pickle asks for."""
+"""Unpickling files of unknown origin: only the classes named in this file are ever called, whatever a pickle asks
+for.
+"""
 
 import io
 import pickle
@@ -86,7 +88,7 @@ SAVED: Allowed = PLAIN | {
     }.items()
     for name in names.split()
 }  # fmt: skip
-"""Classes in Megatron's states beside tensors: what is checked and what is loaded calls these and no others."""
+"""Classes in Megatron's states besides tensors: neither the check nor the load calls any other class."""
 FP8_RECIPES = (
     "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling Format _FormatHelper "
     "MMParams QParams"
@@ -102,7 +104,7 @@ MALFORMED = (
 
 
 class AllowListUnpickler(pickle.Unpickler):
-    """Calls the classes of `allowed` only; others are refused by name, or become `Opaque`."""
+    """Calls the classes of `allowed` only; any other is refused by name, or become `Opaque`."""
 
     def __init__(
         self, file: io.BufferedIOBase | io.BytesIO, allowed: Allowed, *, opaque: bool = False
@@ -152,7 +154,8 @@ def load_metadata(path: Path) -> metadata.Metadata:
 
     Raises:
         DamagedCheckpointError: Its bytes are none of a pickle.
-        CheckpointError: It cannot be read, is no metadata of torch's, or asks for classes that are not known here.
+        CheckpointError: It cannot be read, is no metadata of torch's, or asks for classes that this file does not
+            name.
     """
     file = path / ".metadata"
     try:
@@ -200,7 +203,7 @@ def refuse_programs_inside(state: Any, what: str) -> None:
     """Raise a CheckpointError, naming `what`, when a loaded extra state of TransformerEngine holds a program.
 
     Its fp8 scales are a pickle once more, in a tensor of bytes or (before 2.0) as torch.save writes them; its layers
-    and those of Megatron 0.16 unpickle whatever is there, even in a run without fp8.
+    and Megatron 0.16's unpickle whatever is there, even in a run without fp8.
     """
     if isinstance(state, io.BytesIO):
         _unpickled(state.getvalue(), what, _extra_states(), opaque=False)
