@@ -37,13 +37,13 @@ DATASET_ENDINGS = (".bin", ".idx", ".json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedFile:
-    """A file and what was compared of it."""
+    """A file and the comparison that was made."""
 
     name: str
     num_bytes: int | None
     """Its length; None: it is missing."""
     finding: str
-    """The comparison that was made, the damage, or what is not understood."""
+    """The comparison that was made, the damage, or the part that is not understood."""
     verdict: Literal["sound", "damaged", "not understood"]
 
 
@@ -52,7 +52,7 @@ class CheckPlan:
     """The files that a check will read."""
 
     title: str
-    """The thing that is checked, and what is known of it."""
+    """The checked path, and its kind."""
     checks: Sequence[Callable[[], CheckedFile]]
     """One for each file."""
 
@@ -194,7 +194,7 @@ def _checked_by_parts(path: Path, name: str, parts: Sequence[tuple[str, FileRang
 
 
 def _part_faults(path: Path, parts: Iterable[tuple[str, FileRange]]) -> list[str]:
-    """Return the keys of the parts whose bytes are not those that were written."""
+    """Return the keys of the parts with bytes that have changed since they were written."""
     faults = []
     for key, part in parts:
         try:
@@ -265,7 +265,7 @@ def _checked_by_manifest(
 
 
 def _tensor_faults(hf: HfFolder, file: Path, tensors: dict[str, dict[str, object]]) -> Iterator[str]:
-    """Yield the tensors of a safetensors file whose bytes are not those of the manifest."""
+    """Yield the tensors of a safetensors file with other bytes than the manifest's."""
     with file.open("rb") as opened:
         for name, tensor in hf.tensors.items():
             crc = FilePart(opened.fileno(), tensor.start, tensor.num_bytes).crc32(0, tensor.num_bytes)
@@ -308,7 +308,7 @@ def _checked_data(prefix: str, ending: str, crc: str | None) -> CheckedFile:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first MAX_LISTED names and the number of further ones."""
+    """Return the first MAX_LISTED names and the number of further names."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return f"{', '.join(names[:MAX_LISTED])}{more}"
 

@@ -65,7 +65,7 @@ class ExportOptions:
     """The user's choices about the output of an export."""
 
     reference: Path | None = None
-    """A folder of the same model, whose config, tokenizer and other small files are copied."""
+    """A folder of the same model, of which config, tokenizer and other small files are copied."""
     dtype: OutputDtype = "keep"
     """Type of the weights; expert biases stay fp32."""
     mtp: MtpLayers = "keep"
@@ -73,7 +73,7 @@ class ExportOptions:
     quantize: Quantization = "none"
     """`int4`: tensors that the reference has in int4 blocks are written in blocks of the same scales."""
     text: ModelText | None = None
-    """The tokenizer that the model was trained with; None: that of the reference, if it has one."""
+    """The tokenizer that the model was trained with; None: the reference's, if any."""
     run: Path | None = None
     """Folder of the run that trained the model, of which the model card tells."""
     merges: bool = False
@@ -83,7 +83,7 @@ class ExportOptions:
 def plan_export(source: Path, folder: Path, options: ExportOptions, settings: CopySettings) -> Conversion:
     """Plan the export of a checkpoint to the Hugging Face folder `folder`.
 
-    Everything that can be refused is refused here (CheckpointError or ConfigError, with names).
+    Everything that can be refused is refused at this point (CheckpointError or ConfigError, with names).
     """
     reference, others = _reference(options.reference)
     copied = small_files(options.reference) if options.reference is not None else {}
@@ -240,7 +240,7 @@ def _source(
 
 
 class WithReference:
-    """Tensors of a checkpoint, those of a Hugging Face folder that it does not have, and weights in int4 blocks."""
+    """Tensors of a checkpoint, tensors of a Hugging Face folder that it does not have, and weights in int4 blocks."""
 
     def __init__(self, source: TensorSource, reference: HfSource, packed: Mapping[str, TargetTensor]) -> None:
         """`packed` has the tensors, by name, for which the folder's words are made of the checkpoint's weights."""
@@ -296,7 +296,7 @@ def _dtype(dist_model: DistModel, name: str, copies: Sequence[RegionCopy], dtype
 def _small_files(
     dist_model: DistModel, options: ExportOptions, targets: Sequence[TargetTensor]
 ) -> tuple[dict[str, bytes], list[str]]:
-    """Return the files beside weights and those that are copied from a reference, by name, and notes about them."""
+    """Return the small files, by name, partly copied from a reference, and notes about them."""
     files: dict[str, bytes] = {}
     special: dict[str, Any] = {}
     notes = []
@@ -317,8 +317,8 @@ def _small_files(
 def score_padding(special: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the special tokens for the config.json of a model with scores, and a note.
 
-    Transformers reads a score at the last token that is no padding. Where texts end in the token of padding that would
-    be the one before it; without such a token transformers takes the last one, of one text at a time.
+    Transformers reads a score at the last token that is no padding. Where texts end in the token of padding
+    that would be the token before it; without such a token transformers takes the last token, of one text at a time.
     """
     pad = special.get("pad_token_id")
     if pad is not None and pad != special.get("eos_token_id"):
@@ -342,7 +342,7 @@ def _config(
 ) -> tuple[bytes, list[str]]:
     """Return config.json, byte for byte the reference's where nothing in it changes, and notes about it.
 
-    Without a reference it has `special`, the ids of the special tokens: absent keys mean those of another model.
+    Without a reference it has `special`, the ids of the special tokens: absent keys would mean another model's.
     """
     dtype = _usual_dtype(targets)
     if options.reference is None:
@@ -377,7 +377,9 @@ def _config(
 
 
 def _usual_dtype(targets: Sequence[TargetTensor]) -> str:
-    """Return the name of the type of most elements: expert biases, and norms of some, are fp32 beside bf16 weights."""
+    """Return the name of the type of most elements: expert biases, and some models' norms, are fp32 among bf16
+    weights.
+    """
     elements: Counter[torch.dtype] = Counter()
     for target in targets:
         elements[target.dtype] += math.prod(target.shape) if target.dtype.is_floating_point else 0
@@ -389,7 +391,7 @@ def _json(config: dict[str, Any]) -> bytes:
 
 
 def _target(folder: Path, name: str) -> Path:
-    """Return the path of a file whose folder exists."""
+    """Return the path of a file after making its folder."""
     (folder / name).parent.mkdir(exist_ok=True)
     return folder / name
 

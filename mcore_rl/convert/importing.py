@@ -55,13 +55,14 @@ class ImportOptions:
     vocab_multiple: int | None = None
     """The vocabulary is padded to a multiple of it; None: of model.vocab_multiple's default."""
     family: str | None = None
-    """A family of the user's own, as `module:name`; None: the one that config.json names."""
+    """A family of the user's own, as `module:name`; None: the family that config.json names."""
 
 
 def plan_import(source: Path, folder: Path, options: ImportOptions, settings: CopySettings) -> Conversion:
     """Plan the import of the Hugging Face folder `source` to `folder/iter_0000000`.
 
-    Everything that can be refused is refused here, from headers alone (CheckpointError or ConfigError, with names).
+    Everything that can be refused is refused at this point, from headers alone (CheckpointError or ConfigError, with
+    names).
     """
     hf_model = open_hf_model(
         source, mtp=options.mtp, vocab_multiple=options.vocab_multiple, family=options.family

@@ -1,6 +1,6 @@
 """The outputs of two checkpoints on the same tokens, each in its own framework: `convert verify --logits`.
 
-This is the one part of the conversion that builds a model and starts a process group, of one rank. The model is empty:
+This is the only part of the conversion that builds a model and starts a process group, of one rank. The model is empty:
 the weights of a module are read when its forward begins and dropped when it ends, so that one layer's weights are in
 memory at a time.
 """
@@ -92,11 +92,11 @@ def largest_distance(
         other: The checkpoint to compare with.
         reference: A Hugging Face folder of the same model, for Megatron checkpoints that do not name their family.
         progress: Where progress is shown.
-        mtp: Whether MTP layers, whose outputs are not compared, may be absent ("drop").
-        dtype: Type to which transformers' weights are rounded first, as those of the other side were; None: none.
+        mtp: Whether MTP layers, which are not compared, may be absent ("drop").
+        dtype: Type to which transformers' weights are rounded first, as the other side's were; None: none.
 
     Raises:
-        CheckpointError: The models have other sizes, or one of them computes something that is not finite.
+        CheckpointError: The models have other sizes, or either computes a value that is not finite.
         ConfigError: Transformers has no such model.
     """
     outputs = []
@@ -129,7 +129,7 @@ def largest_distance(
 
 
 def _refuse_not_finite(path: Path, outputs: Sequence[Tensor]) -> None:
-    """Raise a CheckpointError that names the first layer whose output has NaN or infinite values."""
+    """Raise a CheckpointError that names the first layer with NaN or infinite values in its output."""
     bad = [layer for layer, output in enumerate(outputs) if not output.isfinite().all()]
     if bad:
         where = "head" if bad[0] == len(outputs) - 1 else f"layer {bad[0]}"
@@ -209,7 +209,7 @@ def _load_hf(
 
 
 def _copies_of_modules(found: HfModel) -> dict[str, list[RegionCopy]]:
-    """Return the copies that make transformers' parameters, whose experts are fused, from the files' tensors."""
+    """Return the copies that make transformers' parameters, with fused experts, from the files' tensors."""
     through = copies_into_megatron(found.weights.blocks)
     inner = copies_into_hf(weight_map(found.model, "fused").blocks)
     return {name: composed(copies, through) for name, copies in inner.items()}

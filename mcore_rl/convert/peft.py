@@ -199,7 +199,7 @@ def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, T
     """Return the adapters in a folder of peft as global tensors, by Megatron's keys.
 
     Raises:
-        CheckpointError: It is no such folder, or its adapters are not those of `lora` and the model; each is named.
+        CheckpointError: It is no such folder, or its adapters do not fit `lora` and the model; each is named.
     """
     config = read_json(folder / ADAPTER_CONFIG)
     if not (folder / TENSORS).is_file():
@@ -280,7 +280,7 @@ def _fill(
     config: Mapping[str, Any],
     model: ModelConfig,
 ) -> Iterator[str]:
-    """Fill A and B of one matrix, note the names that were read, and yield what is wrong with them."""
+    """Fill A and B of one matrix, note the names that were read, and yield their faults."""
     adapter = matrix.adapter
     wrapper = f"{PREFIX}{_wrapper(matrix, model)}" if matrix.is_expert else ""
     if f"{wrapper}.lora_A.{WEIGHT}" in tensors:
@@ -299,11 +299,11 @@ def _fill(
         return
     for projection, (name, blocks) in enumerate(matrix.parts):
         names = [f"{PREFIX}{name}.lora_{part}.{WEIGHT}" for part in "AB"]
-        if missing := [one for one in names if one not in tensors]:
+        if missing := [name for name in names if name not in tensors]:
             yield f"{missing[0]} is missing"
             return
         used.update(names)
-        weight_a, weight_b = (tensors[one] for one in names)
+        weight_a, weight_b = (tensors[name] for name in names)
         yield from _scale_faults(name, weight_a.shape[0], adapter, config)
         block = adapter.block(projection)
         if weight_a.shape != (adapter.rank, adapter.num_inputs):
@@ -317,7 +317,7 @@ def _fill(
 
 
 def _scale_faults(module: str, rank: int, adapter: StoredAdapter, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the difference of a module's scale to the one here."""
+    """Yield the difference of a module's scale to this package's."""
 
     def of_pattern(patterns: Mapping[str, Any], default: Any) -> Any:
         # As peft matches them.
@@ -335,9 +335,9 @@ def adapter_config(
 ) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
-    Of experts apart peft 0.21 reads no rank but the common one, so that the other modules then have their rank by name.
-    It doubles rank and alpha of gate and up-projection together, which with `use_rslora` would be another scale: here
-    the scale is always alpha over the rank.
+    Of experts apart peft 0.21 reads no rank but the common one, so that the other modules then have their rank by
+    name. It doubles rank and alpha of gate and up-projection together, which with `use_rslora` would be another
+    scale: this package's scale is always alpha over the rank.
     """
     model = dist_model.model
     ranks: dict[str, int] = {}

@@ -110,7 +110,7 @@ def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]
 def _copies_by_new_key(
     shapes: Mapping[str, Shape], old: KeyTranslation, new: KeyTranslation
 ) -> dict[str, list[RegionCopy]]:
-    """Return, for each new key, the copies that make it from the old ones; `shapes` are those of the weight map."""
+    """Return, for each new key, the copies that make it from the old keys; `shapes` are the weight map's."""
     copies: dict[str, list[RegionCopy]] = {}
     one_by_one = "each" in (old.layout.layers, new.layout.layers)
     for key, shape in shapes.items():

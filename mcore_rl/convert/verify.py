@@ -67,7 +67,7 @@ def compare(
         reference: A Hugging Face folder of the same model, for Megatron checkpoints that do not name their family.
         mtp: Whether layers for multi-token prediction are compared or left out.
         progress: Where progress is shown.
-        family: A family of the user's own, as `module:name`; None: the one that config.json names.
+        family: A family of the user's own, as `module:name`; None: the family that config.json names.
 
     Raises:
         CheckpointError: One of both cannot be read as a whole.
@@ -100,7 +100,9 @@ def compare(
 def open_model(
     path: Path, reference: Path | None, mtp: MtpLayers, family: str | None = None
 ) -> HfModel | DistModel:
-    """Return a checkpoint of either format; a Megatron one that does not name its family takes that of `reference`."""
+    """Return a checkpoint of either format; a Megatron checkpoint that does not name its family takes the family of
+    `reference`.
+    """
     if is_hf(path):
         return open_hf_model(path, mtp=mtp, family=family)
     try:
@@ -114,7 +116,8 @@ def open_model(
 def _as_hf_tensors(found: HfModel | DistModel, repeated: Collection[str]) -> ComparedCheckpoint:
     """Return a model under names that both formats can be brought to: Hugging Face's, a tensor for each expert.
 
-    The tensors of `repeated`, such as a tied output, are compared too: a side that lacks one has its original instead.
+    The tensors of `repeated`, such as a tied output, are compared too: a side that lacks such a tensor has its
+    original instead.
     """
     weights = found.weights if isinstance(found, DistModel) else weight_map(found.model)
     copies, targets = copies_into_hf(weights.blocks), {}
@@ -140,7 +143,7 @@ def _as_hf_tensors(found: HfModel | DistModel, repeated: Collection[str]) -> Com
 
 
 def _config_of(folder: HfFolder) -> ModelConfig | None:
-    """Return the config of a folder; None for an unknown family, whose tensors can be compared all the same."""
+    """Return the config of a folder; None for an unknown family; its tensors can be compared all the same."""
     try:
         return checked_model_from_hf(folder.config or {})
     except ConfigError:
@@ -171,7 +174,7 @@ def _as_stored(folder: HfFolder) -> ComparedCheckpoint:
 def _compared(
     one: ComparedCheckpoint, other: ComparedCheckpoint, progress: ByteProgress
 ) -> Iterator[Difference]:
-    """Yield tensors that only one has, and those whose shape, type or values differ."""
+    """Yield tensors that only one side has, and tensors with other shapes, types or values."""
     for name in sorted(one.targets.keys() - other.targets.keys()):
         yield Difference(name, f"only in {one.path}")
     for name in sorted(other.targets.keys() - one.targets.keys()):

@@ -12,7 +12,7 @@ from mcore_rl.data.tokenizer import TOKENIZER_JSON, HuggingFaceTokenizer, Tiktok
 from mcore_rl.errors import DataError
 
 PROBE = "mcorerlprobe"
-"""Text of a turn that is rendered to see what the template puts after it; no template changes or repeats it."""
+"""Text of a turn that is rendered to find the template's text after it; no template changes or repeats it."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Opening tag of the assistant's text, in templates that mark it."""
 SHOWN = 60
@@ -57,29 +57,29 @@ class Chat(Protocol):
 
         Raises:
             DataError: the last turn has no text, or calls tools.
-            TemplateError: where the template does not render the text as it is, or its tokens depend on what follows.
+            TemplateError: where the template does not render the text as it is, or its tokens depend on later text.
         """
         ...
 
     def reply(
         self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
     ) -> list[int]:
-        """Return the tokens from the end of the assistant's turn `answer` to where its next one begins, so that they
+        """Return the tokens from the end of the assistant's turn `answer` to where its next turn begins, so that they
         can be appended to tokens that were sampled, which are never made from text again.
 
         Args:
             before: the conversation before the turn.
             answer: text of the turn.
             replies: the messages that follow it.
-            is_closed: whether the sampled tokens have the one that ends the turn.
+            is_closed: whether the sampled tokens include the token that ends the turn.
 
         Raises:
-            TemplateError: where the template renders what came before otherwise than it was rendered then.
+            TemplateError: where the template renders earlier turns differently from before.
         """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of special ones."""
+        """Return the text of tokens, with the names of special tokens."""
         ...
 
     def as_decoded(self, text: str) -> str:
@@ -96,13 +96,13 @@ class TemplateError(DataError):
 
 
 def prompt_ids(chat: Chat, conversation: Conversation) -> list[int]:
-    """Return the tokens after which the assistant writes: its next turn, or more of the last one if that is its own."""
+    """Return the tokens after which the assistant writes: its next turn, or more of its last turn."""
     is_open = conversation.messages[-1:] and conversation.messages[-1]["role"] == "assistant"
     return chat.open_turn(conversation) if is_open else chat.prompt(conversation)
 
 
 def answered(conversation: Conversation, text: str) -> Conversation:
-    """Return the conversation with what the assistant has written after `prompt_ids`."""
+    """Return the conversation with the assistant's text after `prompt_ids`."""
     *before, last = conversation.messages
     if last["role"] == "assistant":
         return replace(conversation, messages=(*before, {**last, "content": last["content"] + text}))
@@ -133,7 +133,7 @@ def _encoder(tokenizer: HuggingFaceTokenizer | TiktokenTokenizer, folder: Path) 
 class PlainChat:
     """A chat with roles as text and an end-of-document token after each turn of the assistant; for any tokenizer.
 
-    Each turn is encoded by itself, so that its tokens do not depend on what follows.
+    Each turn is encoded by itself, so that its tokens do not depend on later turns.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, has_roles: bool) -> None:
@@ -155,15 +155,15 @@ class PlainChat:
         return ids + self._header("assistant")
 
     def open_turn(self, conversation: Conversation) -> list[int]:
-        """Return the tokens of a conversation but for the one that ends its last turn."""
+        """Return the tokens of a conversation but for the token that ends its last turn."""
         _text_to_continue(conversation)
         return [token for turn, _ in self._turns(conversation) for token in turn][:-1]
 
     def reply(
         self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
     ) -> list[int]:
-        """Return the tokens from the end of the assistant's turn to where its next one begins: no text depends on what
-        came before.
+        """Return the tokens from the end of the assistant's turn to where its next turn begins: no
+        text depends on earlier turns.
         """
         ids = [] if is_closed else [self._tokenizer.eod_id]
         turns = self._turns(Conversation(messages=tuple(replies)))
@@ -204,12 +204,13 @@ class PlainChat:
 
 
 class TemplateChat:
-    """A jinja template, rendered by transformers, and the tokenizer beside it.
+    """A jinja template, rendered by transformers, and the tokenizer that belongs to it.
 
-    The template's own special tokens are tokens; a text of a turn that spells one is mere text, so that no user, tool
-    or environment forges a turn. The assistant's text stands between the template's generation marks. Without marks it
-    is the text that a turn adds to the rendering of the turns before it, with the prompt for the assistant; a template
-    in which a later turn changes an earlier one is refused, because it would train on text that the model never reads.
+    The template's own special tokens are tokens; a text of a turn that spells such a token is mere text, so that no
+    user, tool or environment forges a turn. The assistant's text stands between the template's generation marks.
+    Without marks it is the text that a turn adds to the rendering of the turns before it, with the prompt for the
+    assistant; a template in which a later turn changes an earlier turn is refused, because it would train on text that
+    the model never reads.
     """
 
     def __init__(self, encoder: TextEncoder, template: str, special_tokens: Mapping[str, str]) -> None:
@@ -240,7 +241,7 @@ class TemplateChat:
 
     def open_turn(self, conversation: Conversation) -> list[int]:
         """Return the tokens of a conversation up to the end of the assistant's text in its last turn; TemplateError
-        where the template changes the text, or its tokens depend on what follows.
+        where the template changes the text, or its tokens depend on later text.
         """
         content = self._tokenizer.hide(_text_to_continue(conversation))
         *before, last = conversation.messages
@@ -265,8 +266,8 @@ class TemplateChat:
     def reply(
         self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
     ) -> list[int]:
-        """Return the tokens from the end of the assistant's turn to where its next one begins; TemplateError where the
-        template renders the turns before otherwise than without what follows them.
+        """Return the tokens from the end of the assistant's turn to where its next turn begins; TemplateError where
+        adding a turn changes how the template renders earlier turns.
         """
         messages = (*before.messages, {"role": "assistant", "content": answer}, *replies)
         whole = Conversation(messages=messages, tools=before.tools)
@@ -292,7 +293,7 @@ class TemplateChat:
         return self._tokenizer.encode(rest).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of special ones."""
+        """Return the text of tokens, with the names of special tokens."""
         return self._tokenizer.decode(ids)
 
     def as_decoded(self, text: str) -> str:
@@ -301,7 +302,7 @@ class TemplateChat:
 
     def _turn_end(self, added: Mapping[str, int]) -> int | None:
         """Return the first of the `added` tokens (text -> id) after the assistant's last turn, or else, in templates
-        that put none there, the one that opens the next turn.
+        that put none there, the token that opens the next turn.
         """
         user, assistant = {"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}
         # White space is an added token in some vocabularies, and ends nothing.
@@ -345,7 +346,9 @@ class TemplateChat:
         return len(stripped) if stripped.endswith(self._ends) else len(turn)
 
     def _hidden(self, value: Any) -> Any:
-        """Return a message, or a part of it, whose texts hide the names of special tokens from the template's own."""
+        """Return a message, or a part of it, with the names of special tokens in its texts hidden from the template's
+        own.
+        """
         if isinstance(value, str):
             return self._tokenizer.hide(value)
         if isinstance(value, Mapping):
@@ -361,7 +364,7 @@ class TemplateChat:
         rendered: Any
         try:
             rendered, spans = render(
-                [[self._hidden(_without_absent(one)) for one in turns]],
+                [[self._hidden(_without_absent(turn)) for turn in turns]],
                 tools=[self._hidden(tool) for tool in conversation.tools] or None,
                 chat_template=self._template,
                 **options,
@@ -405,7 +408,7 @@ def _refuse_media(messages: Sequence[Message]) -> None:
 
 
 def _without_absent(message: Message) -> dict[str, Any]:
-    """Drop the keys whose value is null: templates ask whether a key is there, and `"tool_calls": null` means no."""
+    """Drop the keys with the value null: templates ask whether a key is there, and `"tool_calls": null` means no."""
     return {key: value for key, value in message.items() if value is not None}
 
 

@@ -28,8 +28,8 @@ NO_TEMPLATE = (
 def render(*args: Any, **options: Any) -> tuple[Any, Any]:
     """Call transformers' `render_jinja_template`.
 
-    It is imported here because the import takes a second or two, for which runs without a template, and runs that
-    are refused, need not wait.
+    It is imported in this function because the import takes a second or two, for which runs without a template, and
+    runs that are refused, need not wait.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -74,14 +74,16 @@ def _template_in_file(path: Path) -> tuple[Path, str]:
 
 
 def _template_of_tokenizer(folder: Path) -> tuple[Path, str] | None:
-    """Return a template file beside the tokenizer before the entry in tokenizer_config.json, as transformers does; None
-    where there is neither.
+    """Return a template file next to the tokenizer before the entry in tokenizer_config.json, as transformers does;
+    None where there is neither.
     """
     if (folder / "chat_template.jinja").is_file():
         return _template_in_file(folder / "chat_template.jinja")
     path = folder / "tokenizer_config.json"
     entry = json.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
     if isinstance(entry, list):
-        named = [one for one in entry if isinstance(one, dict) and one.get("name") == "default"]
+        named = [
+            template for template in entry if isinstance(template, dict) and template.get("name") == "default"
+        ]
         entry = named[0].get("template") if named else None
     return (path, entry) if isinstance(entry, str) and entry else None

@@ -69,7 +69,7 @@ class InputFile:
 class FileSlice:
     """Bytes [start, end) of a file, where either offset stands for the first document boundary at or after it.
 
-    Hence slices whose offsets join cover each document of the file once, wherever the offsets fall.
+    Hence slices with offsets that join cover each document of the file once, wherever the offsets fall.
     """
 
     path: str
@@ -90,7 +90,7 @@ class Document:
 def find_input_files(inputs: Sequence[Path]) -> tuple[InputFile, ...]:
     """Return the files of `inputs`, in that order; a folder stands for all files below it, by name.
 
-    Left out of folders are hidden files and what preprocessing and the training of tokenizers write.
+    Left out of folders are hidden files and the outputs of preprocessing and of the training of tokenizers.
     """
     paths: list[Path] = []
     for path in inputs:

@@ -12,7 +12,7 @@ from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import DataError
 
 GENERATION_CONFIG = "generation_config.json"
-"""File beside a Hugging Face model that names its end tokens, in `eos_token_id`."""
+"""File of a Hugging Face folder that names its end tokens, in `eos_token_id`."""
 
 LOOKED_AT = 1000
 """Conversations in which `no_end_warning` looks for an end token."""
@@ -23,7 +23,7 @@ def end_tokens(tokenizer: Tokenizer, chat: Chat | None, path: str | None) -> dic
 
     They are the end of the assistant's turn in the chat template, the tokenizer's `eos_token`, the ids of
     generation_config.json, and the end of a document. A model that was fine-tuned with a template ends with the first,
-    which need not be any of the others.
+    which need not be among the rest.
 
     Args:
         tokenizer: the tokenizer that was read from `path`.

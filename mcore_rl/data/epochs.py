@@ -24,7 +24,7 @@ class TrainSource:
     sequences: int
     """Whole sequences in an epoch."""
     samples: int
-    """Sequences that the run reads, with what a blend has in reserve."""
+    """Sequences that the run reads, including a blend's reserve."""
     seq_length: int
     """Tokens of a sequence."""
 
@@ -37,8 +37,8 @@ class TrainSource:
         )
 
     def whole_order(self) -> str:
-        """Return what the order of `data.shuffle = "whole"` depends on beside the seed: runs with the same text read
-        the same sequences up to the end of the shorter run.
+        """Return the values that the order of `data.shuffle = "whole"` depends on apart from the seed: runs with the
+        same text read the same sequences up to the end of the shorter run.
         """
         # As GPTDataset counts: an epoch follows without a gap, and a sequence needs one token more as the last label.
         num_epochs = -(-(self.samples * self.seq_length + 1) // self.tokens)
@@ -51,8 +51,8 @@ class EpochDataset(GPTDataset):
     """One epoch as Megatron cuts, shuffles and caches it, for epoch after epoch: each has every sequence once, the
     first in Megatron's order, each later in an order that depends on the seed and its number alone.
 
-    The cut is that of all epochs: tokens at the end that fill no sequence are in none. An order takes 8 bytes for each
-    sequence of the source, on each rank, from the second epoch on.
+    The cut is the same in all epochs: tokens at the end that fill no sequence are in none. An order takes 8 bytes for
+    each sequence of the source, on each rank, from the second epoch on.
     """
 
     def __init__(self, *args: Any) -> None:

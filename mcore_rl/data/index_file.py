@@ -24,7 +24,7 @@ DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"
 BLOCK_TOKENS = 1 << 24
 """Tokens read at a time."""
 SCANNED_BLOCKS = 8
-"""Blocks whose tokens are looked at when the data has no sidecar and is larger than them."""
+"""Blocks of tokens that are looked at when the data has no sidecar and is larger than them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,7 @@ def first_outside(index: IndexFile, vocab_size: int) -> OutsideToken | None:
 
 def unigram_entropy(*prefixes: str) -> float:
     """Return the entropy of the tokens' frequencies in nats/token: the loss of the best model without context. Of files
-    of more than SCANNED_BLOCKS x BLOCK_TOKENS tokens it is that of evenly spread blocks, the same at each start.
+    of more than SCANNED_BLOCKS x BLOCK_TOKENS tokens it counts evenly spread blocks, the same at each start.
     """
     counts_V: NDArray[Any] = numpy.zeros(0)
     block_tokens = -(-BLOCK_TOKENS // len(prefixes))
@@ -137,7 +137,7 @@ def unigram_entropy(*prefixes: str) -> float:
 
 
 def _starts(num_tokens: int, block_tokens: int) -> list[int]:
-    """Return where the blocks that are looked at begin: all of a file, or SCANNED_BLOCKS evenly spread ones."""
+    """Return where the blocks that are looked at begin: all of a file, or SCANNED_BLOCKS evenly spread blocks."""
     if num_tokens <= SCANNED_BLOCKS * block_tokens:
         return list(range(0, num_tokens, block_tokens))
     last = num_tokens - block_tokens

@@ -33,7 +33,7 @@ NO_TOKEN = -1
 """Padding of a last, partial sequence. No data holds it, so that no real token is taken for padding."""
 UNKNOWN_EOD = -2
 SURPLUS = 0.005
-"""Share of samples that each dataset of a blend has in reserve, since the blend rounds here and there."""
+"""Share of samples that each dataset of a blend has in reserve, since the blend rounds."""
 OTHER_CACHE = "Make room (or give write access), or set another data.cache_dir."
 LOCK_WAIT_S = 120.0
 CACHED = re.compile(r"[0-9a-f]{32}-\w+-\w+-\w+_index\.npy")
@@ -78,7 +78,7 @@ class DataPlan:
     """Prefix -> its pair and the first token of train, valid, test and the end, where the split cuts documents; else
     empty."""
     warnings: tuple[str, ...] = ()
-    """Sentences on what differs from what the config asks for."""
+    """Sentences on the differences from the config."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ class DatasetTokenizer:
 
     @property
     def unique_identifiers(self) -> dict[str, object]:
-        """Values that the cuts into samples depend on, beside path, seed, split and length."""
+        """Values that the cuts into samples depend on, apart from path, seed, split and length."""
         return {"vocab_size": self.vocab_size, "eod": self.eod, "fingerprints": list(self.fingerprints)}
 
 
@@ -176,7 +176,8 @@ def plan_data(
 
 
 def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
-    """Collective over the world: build the datasets. Rank 0 writes the index cache; after a barrier the others map it.
+    """Collective over the world: build the datasets. Rank 0 writes the index cache; after a barrier the other ranks
+    map it.
 
     The order of samples is a function of the data and `seed`: a longer run begins like a shorter one. Where
     `plan.shuffle` is "whole" it depends on TrainSource.whole_order() as well.

@@ -24,7 +24,7 @@ class BatchSource:
 
     The step that begins at cursor c with a global batch of b trains on samples c .. c+b-1. Rank r of dp takes
     the r-th of dp equal runs of them, cut in order into microbatches: ranks and microbatches put end to end
-    give the samples in order, so the set and the order are those of one rank. The cursor is all the state:
+    give the samples in order, so the set and the order are the same as on one rank. The cursor is all the state:
     a run that resumes passes the cursor at which it stopped.
     """
 
@@ -51,7 +51,7 @@ class BatchSource:
         return self._read(consumed_samples, global_batch)
 
     def prefetch(self, consumed_samples: int, global_batch: int) -> None:
-        """Read in the background what the next call of `microbatches` with the same arguments returns."""
+        """Read the result of the next call of `microbatches` with the same arguments in the background."""
         self._ahead = (
             consumed_samples,
             global_batch,

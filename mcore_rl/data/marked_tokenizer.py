@@ -21,7 +21,7 @@ class Encoded(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A special token of a text, or what lies between two."""
+    """A special token of a text, or the text between two."""
 
     begin: int
     end: int
@@ -45,7 +45,7 @@ class TextEncoder(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of special ones."""
+        """Return the text of tokens, with the names of special tokens."""
         ...
 
 
@@ -70,13 +70,13 @@ class JsonEncoder:
         return _encoded(self._first if is_first else self._behind, text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of special ones."""
+        """Return the text of tokens, with the names of special tokens."""
         text: str = self._marked.decode(list(ids), skip_special_tokens=False)
         return text
 
 
 class MarkedTokenizer:
-    """A tokenizer that reads texts whose contents were made safe by `hide`."""
+    """A tokenizer that reads texts with contents that `hide` has made safe."""
 
     def __init__(self, encoder: TextEncoder) -> None:
         self._encoder = encoder
@@ -91,7 +91,7 @@ class MarkedTokenizer:
         self._special_pattern = re.compile(specials) if specials else None
 
     def hide(self, content: str) -> str:
-        """Return a text whose names of special tokens are no names, for a template to put it in its place."""
+        """Return a text in which names of special tokens are hidden, for a template to put it in its place."""
         return self._names_pattern.sub(lambda found: self._hidden[found[0]], content)
 
     def encode(self, text: str) -> Encoded:
@@ -116,11 +116,11 @@ class MarkedTokenizer:
         return Encoded(ids, offsets)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of special ones."""
+        """Return the text of tokens, with the names of special tokens."""
         return self._encoder.decode(ids)
 
     def _parts(self, text: str) -> Iterator[_Part]:
-        """Yield the special tokens of a text and what lies between; some take the white space beside them."""
+        """Yield the special tokens of a text and the texts between; some take the white space around them."""
         begin = 0
         for found in self._special_pattern.finditer(text) if self._special_pattern else ():
             index = self._special[found[0]]

@@ -14,9 +14,9 @@ class Mixture:
     """An endless order of draws from sources by weight.
 
     After every draw n each source has been drawn within 1 of n times its share of the weights. The next draw of a
-    source may come as soon as it is due in part, and must come by when it is due in whole; of those that may come, the
-    one that must come first is drawn (earliest deadline first, which meets all deadlines: Baruah et al.,
-    "Proportionate progress", Algorithmica 15, 1996).
+    source may come as soon as it is due in part, and must come by when it is due in whole; of the draws that may
+    come, the most urgent is drawn (earliest deadline first, which meets all deadlines: Baruah et al., "Proportionate
+    progress", Algorithmica 15, 1996).
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -69,7 +69,7 @@ class ShuffledSources:
     """An endless order of the items of sources, mixed by weight; each source is read once before it is read again.
 
     Each reading of a source has an order that depends on the seed, the source and how often it was read. The item of a
-    draw is a function of the draw's number alone, so that a run resumes with the next one.
+    draw is a function of the draw's number alone, so that a run resumes with the next draw.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:

@@ -71,7 +71,7 @@ class MinibatchPlan:
 def plan_minibatches(
     lengths_N: Sequence[int], num_minibatches: int, dp_size: int, limits: PackingLimits
 ) -> list[MinibatchPlan]:
-    """Cut the samples, in order, into minibatches whose sizes differ by at most one, and lay each out.
+    """Cut the samples, in order, into minibatches of sizes that differ by at most one, and lay each out.
 
     Args:
         lengths_N: positions of each sample of the rollout batch.

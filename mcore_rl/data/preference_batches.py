@@ -23,7 +23,7 @@ class PackedPreferences:
     """
 
     microbatch: Microbatch
-    """Its loss mask is 1 at positions t whose next token, t + 1, is of an answer."""
+    """Its loss mask is 1 at positions t where the next token, t + 1, is of an answer."""
     sequence_S: Tensor
     """int64: sequence of each position; 0 at padding, where `microbatch.is_padding_BS` is True."""
     is_last_S: Tensor
@@ -49,7 +49,7 @@ class PreferenceOrder:
     """An endless order of groups. An epoch has each group once, shuffled; with weights it is as many draws from the
     mixture of the files.
 
-    A batch is a function of the pairs consumed before it: a run that resumes asks for the next one.
+    A batch is a function of the pairs consumed before it: a run that resumes asks for the next batch.
     """
 
     def __init__(self, preferences: Preferences, *, seed: int, weights: Sequence[float] = ()) -> None:

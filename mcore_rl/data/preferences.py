@@ -71,7 +71,7 @@ class Preferences:
 
     @property
     def lengths_N(self) -> NDArray[numpy.int64]:
-        """Tokens of each sequence, all of which enter the model: a score is read at the last one."""
+        """Tokens of each sequence, all of which enter the model: a score is read at the last token."""
         lengths: NDArray[numpy.int64] = numpy.diff(self.starts_N)
         return lengths
 
@@ -302,7 +302,7 @@ def _ranking(entry: Mapping[str, Any], config: PreferenceDataConfig) -> Comparis
 def _prompt_and_answers(
     entry: Mapping[str, Any], sides: Sequence[Any], names: Sequence[str], config: PreferenceDataConfig
 ) -> tuple[Conversation, tuple[tuple[Message, ...], ...]]:
-    """Return the prompt, which is what all sides begin with where the line names none, and the rest of each side."""
+    """Return the prompt, the common beginning of all sides where the line names none, and the rest of each side."""
     kinds = {type(side) for side in sides}
     if kinds not in ({str}, {list}):
         shown = ", ".join(

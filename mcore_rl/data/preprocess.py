@@ -203,7 +203,7 @@ def _is_written_here(output: Path) -> bool:
 
 
 def _refuse_foreign_folder(folder: Path) -> None:
-    """Raise a DataError where the folder of the unfinished dataset is not one that a killed run left."""
+    """Raise a DataError where no killed run has left the folder of the unfinished dataset."""
     there = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else None
     foreign = [path.name for path in there or () if not _is_own(path)]
     if foreign or (there is None and os.path.lexists(folder)):
@@ -219,7 +219,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _differing(folder: Path, plan: dict[str, Any], overwrite: bool) -> list[str]:
-    """Return in what an unfinished run that is in the folder differs; DataError where it is not to be forgotten."""
+    """Return the difference of an unfinished run in the folder; DataError where it is not to be forgotten."""
     path = folder / PLAN
     found = json.loads(path.read_bytes()) if path.exists() else plan
     differing = [key for key in plan if found.get(key) != plan[key]]
@@ -232,7 +232,7 @@ def _differing(folder: Path, plan: dict[str, Any], overwrite: bool) -> list[str]
 
 
 def _forget(folder: Path, *, is_other: bool) -> None:
-    """Delete what a killed run left half-written, or all of it where it was another run."""
+    """Delete a killed run's half-written files, or all of them where it was another run."""
     for leftover in filter(_is_own, list(folder.iterdir())):
         if leftover.name != "lock" and (is_other or ".tmp" in leftover.name):
             leftover.unlink()

@@ -33,7 +33,7 @@ class Record:
 
 
 def is_table(name: str) -> bool:
-    """Return whether `name` is a parquet file or a dataset of the hub, whose records are rows and not lines."""
+    """Return whether `name` is a parquet file or a dataset of the hub, of which records are rows and not lines."""
     return name.startswith(HUB) or Path(name).suffix.lower() == ".parquet"
 
 
@@ -141,7 +141,7 @@ class RecordReader(ABC, Generic[T]):
 
     @abstractmethod
     def _excess(self, example: T) -> str | None:
-        """Return what is too long about an example and how to make room for it; None: it fits."""
+        """Return why an example is too long and how to make room for it; None: it fits."""
 
     def read(self, path: str) -> Iterator[T]:
         """Yield the examples of one file that fit."""

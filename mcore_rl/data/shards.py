@@ -20,7 +20,7 @@ MIN_SHARD_BYTES = 256 << 10
 MAX_SHARD_BYTES = 32 << 20
 WANTED_SHARDS = 64
 MAX_RECORDED_BAD_LINES = 1000
-"""Number of bad lines of one shard that are recorded one by one; the others are counted."""
+"""Number of bad lines of one shard that are recorded singly; further lines are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +139,7 @@ def tokenize_shard(
 
 
 def finished_shards(shards: Sequence[Shard], folder: Path) -> dict[int, ShardReport]:
-    """Return the reports of the shards whose marker is in `folder`."""
+    """Return the reports of the shards with a marker in `folder`."""
     reports = {}
     for shard in shards:
         marker = with_ending(shard.prefix(folder), ".done")
@@ -156,7 +156,7 @@ def merge_shards(
     """Write MERGED.bin and .idx: the documents of all shards, in order.
 
     Returns:
-        The CRC-32 of the .bin, which follows from the shards', and that of the .idx.
+        The CRC-32 of the .bin, which follows from the shards', and the .idx's.
     """
     parts: list[PartChecksum] = []
     position = 0

@@ -17,12 +17,12 @@ class SteppedAnswer:
     is_answer_T: tuple[bool, ...]
     """True at the tokens of the answer."""
     tokens: tuple[int, ...]
-    """Index in `ids_T` of the last token of each step; that of the last step is the last token."""
+    """Index in `ids_T` of the last token of each step; for the last step, the last token."""
 
 
 def step_ends(text: str, separator: str) -> list[int]:
-    """Return the characters up to the end of each step of a text: a step ends after a separator, and the last one with
-    the text. What is only white space is no step of its own; a text without any has none.
+    """Return the characters up to the end of each step of a text: a step ends after a separator, and the last step
+    with the text. What is only white space is no step of its own; a text without any has none.
     """
     ends: list[int] = []
     begin = 0
@@ -42,7 +42,7 @@ def last_token(ids_T: Sequence[int], before: str, decode: Callable[[Sequence[int
     none does.
 
     Reward models are trained at this token and read at it, and a reward of a step lies on it. A token that has a part
-    of a character's bytes has no character yet; one that has the end of a step and the beginning of the next ends the
+    of a character's bytes has no character yet; a token with the end of a step and the beginning of the next ends the
     step.
     """
     # A prefix's text grows with its tokens, so that a bisection decodes few of them.
@@ -52,8 +52,8 @@ def last_token(ids_T: Sequence[int], before: str, decode: Callable[[Sequence[int
 
 
 def step_token(ids_T: Sequence[int], text: str, end: int, decode: Callable[[Sequence[int]], str]) -> int:
-    """Return the index of the last token of a step that ends at a character of `text`, the text of the tokens but for
-    what ends the turn; a step that ends with the text has the last token.
+    """Return the index of the last token of a step that ends at a character of `text`, the text of the tokens without
+    the end of the turn; a step that ends with the text has the last token.
     """
     return len(ids_T) - 1 if end >= len(text) else last_token(ids_T, text[:end], decode)
 
@@ -65,7 +65,7 @@ def read_steps(chat: Chat, prompt: Conversation, text: str, ends: Sequence[int])
         chat: the chat's template and tokenizer.
         prompt: the turns before the answer, which may end in its beginning.
         text: the answer.
-        ends: characters up to the end of each step, rising, the last one the length of the text.
+        ends: characters up to the end of each step, rising, up to the length of the text.
 
     Raises:
         DataError: two steps end in the same token, the tokenizer changes the text, or the template does not take the

@@ -18,7 +18,7 @@ from mcore_rl.errors import DataError
 TIKTOKEN_MODEL = "tiktoken.model"
 """File of lines `token rank`, the token's bytes in base64; the rank is the token's id."""
 CODE_MODULES = ("tokenization_moonshot", "tokenization_kimi")
-"""Modules of published models whose class has the pattern below and the reserved tokens."""
+"""Modules of published models with the pattern below and the reserved tokens in their class."""
 PATTERN_PARTS = (
     r"[\p{Han}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
@@ -91,7 +91,7 @@ class TiktokenFile:
         return self._with_offsets(text, self.ids_of(text, is_marked=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of added ones; a model's ids behind the last token are none."""
+        """Return the text of tokens, with the names of added tokens; a model's ids behind the last token are none."""
         text: str = self._encoding.decode([index for index in ids if index < self.vocab_size])
         return text
 

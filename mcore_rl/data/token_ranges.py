@@ -13,7 +13,7 @@ CODES = {name: code for code, name in DTYPES.items()}
 def write_range(index: IndexFile, begin: int, end: int, folder: Path) -> str:
     """Write a pair with the tokens `begin` to `end - 1` of `index` and return its prefix; documents are cut there.
 
-    The .bin is a link to the whole one: only the .idx is new. The name depends on the content, so that a part that was
+    The .bin is a link to the whole .bin: only the .idx is new. The name depends on the content, so that a part that was
     written before is written again with the same bytes.
     """
     ends_N = index.lengths_N.cumsum(dtype=numpy.int64)

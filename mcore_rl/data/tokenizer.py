@@ -21,7 +21,7 @@ TIKTOKEN_END = "[EOS]"
 
 
 class Tokenizer(Protocol):
-    """A tokenizer, whose ids lie in 0 .. vocab_size - 1."""
+    """A tokenizer with ids in 0 .. vocab_size - 1."""
 
     @property
     def vocab_size(self) -> int:
@@ -90,7 +90,7 @@ def digest_of_folder(folder: Path) -> str | None:
 
 
 def _has_only_ranks(folder: Path) -> bool:
-    """Return whether a folder's tokenizer is its tiktoken.model: a tokenizer.json that lies beside it goes first."""
+    """Return whether a folder's tokenizer is its tiktoken.model: a tokenizer.json in the same folder goes first."""
     return (folder / TIKTOKEN_MODEL).is_file() and not (folder / TOKENIZER_JSON).is_file()
 
 

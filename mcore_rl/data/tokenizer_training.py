@@ -1,4 +1,4 @@
-"""Training of a sentencepiece tokenizer whose encoding loses nothing: decode(encode(text)) is text."""
+"""Training of a sentencepiece tokenizer with a lossless encoding: decode(encode(text)) is text."""
 
 import io
 import json
@@ -39,7 +39,7 @@ class TokenizerTraining:
     vocab_size: int
     model_type: Literal["bpe", "unigram"] = "bpe"
     character_coverage: float = 0.9995
-    """Share of the text's characters that get a piece; the others are spelt in bytes."""
+    """Share of the text's characters that get a piece; the rest are spelt in bytes."""
     max_bytes: int = 512 << 20
     """Bytes of text that are read; of a larger corpus documents are drawn at random, the same at every run."""
     threads: int = 4
@@ -49,7 +49,7 @@ class TokenizerTraining:
 
 
 def train_tokenizer(options: TokenizerTraining) -> int:
-    """Write the model, with a manifest beside it, and return the number of lines it was trained on.
+    """Write the model and its manifest, and return the number of lines it was trained on.
 
     Each byte has a piece (so that nothing is unknown), each digit has one, spaces are kept as they are. Ids 0
     to 3 are unknown, begin of text, end of document and padding.

@@ -29,7 +29,7 @@ def tokenizing(
     """Start `workers` processes at once; iterating gives each shard's report when it is done, in any order.
 
     They are forked, so that they need not import Megatron again: enter this before other threads are started.
-    Leaving waits for the shards at hand and drops the others.
+    Leaving waits for the shards at hand and drops the rest.
     """
     if workers < 1:
         raise DataError(f"{workers} workers: wanted at least 1.")

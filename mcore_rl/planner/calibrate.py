@@ -1,6 +1,6 @@
 """Rates of a cluster from a run on it: the host's time first, then the speed of the device, then the parts of RL.
 
-The host's time to start a layer's kernels is what predictions of small models miss most. It is fitted where the device
+Predictions of small models miss most the host's time to start a layer's kernels. It is fitted where the device
 waits for the host in the prediction; elsewhere no step could tell it, and the speed of the device is fitted alone.
 """
 
@@ -20,7 +20,7 @@ from mcore_rl.planner.search import Place
 from mcore_rl.planner.step import step
 
 LARGEST_HOST_S = 20e-3
-"""Longest time of the host for a layer that a calibration believes; what is slower is put down to the device."""
+"""Longest time of the host for a layer that a calibration believes; the rest is put down to the device."""
 LEAST_WAITS = 0.02
 """Share of a step that waits for the host, below which the step says nothing about it."""
 WARMING_UP = 2
@@ -56,7 +56,7 @@ def calibrated(
         )
 
     def measured(*names: str) -> float:
-        values = [sum(float(str(one.get(name, 0.0))) for name in names) for one in timed[WARMING_UP:]]
+        values = [sum(float(str(step.get(name, 0.0))) for name in names) for step in timed[WARMING_UP:]]
         return median(values)
 
     imbalance = place.rates.imbalance or imbalance_of_run(config.mesh.ep, timed[WARMING_UP:])
@@ -91,8 +91,8 @@ def imbalance_of_run(ep: int, records: Sequence[Mapping[str, object]]) -> float 
     """Return the tokens of the fullest expert-parallel rank's experts as a multiple of the mean; None where every rank
     has all experts, or the run did not count.
 
-    It is the mean over MoE layers, which wait for their fullest rank each, and the median over the records. Counts are
-    those of whole steps: single microbatches are less even.
+    It is the mean over MoE layers, which wait for their fullest rank each, and the median over the records. Counts
+    are of whole steps: single microbatches are less even.
     """
     if ep == 1:
         return None

@@ -48,7 +48,7 @@ class StepEstimate:
     model_tflops: float
     """Likely model TFLOP/s of each device."""
     shares: dict[str, float]
-    """Fractions of the step by what they are spent on, the largest first."""
+    """Fractions of the step by activity, the largest first."""
     limits: list[Sensitivity]
     imbalance: dict[float, float]
     """Load of the fullest rank's experts, as a multiple of the mean -> fraction of the speed that is lost; empty where
@@ -65,7 +65,7 @@ class Estimate:
     num_microbatches: int
     stages: list[Memory]
     chunks_alive: int
-    """Model chunks of the fullest stage whose forward pass waits for its backward pass."""
+    """Model chunks of the fullest stage that wait for their backward pass."""
     step: StepEstimate | None
     """None where nothing is known of the device's bandwidths."""
     bubble: float | None
@@ -85,17 +85,17 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits into the device's memory for tensors, and what waits in main memory there."""
+        """Whether every stage fits into the device's memory for tensors, and its waiting tensors into main memory."""
         return self.fullest.total <= self.place.room_bytes and self.fits_main_memory
 
     @property
     def fits_main_memory(self) -> bool:
-        """Whether what waits in main memory fits there."""
+        """Whether the tensors that wait in main memory fit."""
         return self.fullest_node_bytes <= self.place.host_bytes
 
     @property
     def fullest_node_bytes(self) -> int:
-        """Bytes of main memory of the node whose ranks need most."""
+        """Bytes of main memory of the node with the ranks that need most."""
         return main_memory_of_fullest_node(self.stages, self.place.world_size, self.place.ranks_per_node)
 
 
@@ -107,15 +107,15 @@ def place_of(
     completion_tokens: int | None = None,
     imbalance: float | None = None,
 ) -> Place:
-    """Return so many ranks of a cluster, beside so many nodes of servers.
+    """Return so many ranks of a cluster, in addition to so many nodes of servers.
 
     Args:
         cluster: The cluster.
         world_size: Number of ranks.
-        server_nodes: Nodes of inference servers beside them.
+        server_nodes: Nodes of inference servers in addition.
         completion_tokens: Mean length of a completion; None: half of the longest.
-        imbalance: Tokens sent to the experts of the fullest rank, as a multiple of the mean; None: that of the
-            cluster's rates, if they have one.
+        imbalance: Tokens sent to the experts of the fullest rank, as a multiple of the mean; None: from the cluster's
+            rates, if they have it.
 
     Raises:
         ConfigError: The cluster's device is not known by the name given.
@@ -136,7 +136,7 @@ def place_of(
 
 
 def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
-    """Return what a run takes; its config has passed the program's checks for `place`."""
+    """Return a run's memory and time; its config has passed the program's checks for `place`."""
     seq_length, world = program.seq_length(config), place.world_size
     imbalance = place.rates.imbalance
     stages = memory_by_stage(config, world, seq_length, imbalance or 1.0)
@@ -210,7 +210,7 @@ def _workload(config: RunConfig, place: Place, seq_length: int) -> Workload | No
 
 
 def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate:
-    """Return the seconds of a step with what limits it; its bubble is that of the simulation where there is one."""
+    """Return the seconds of a step with its limits; its bubble is the simulation's if there is one."""
     parts = dict(step(work).parts)
     if simulation is not None:
         # The closed form is right for equal stages and free messages.
@@ -231,5 +231,5 @@ def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate
 
 
 def step_name(config: RunConfig) -> str:
-    """Return what a step is called: in reinforcement learning it is one of several parts."""
+    """Return the name of a step: in reinforcement learning it is one of several parts."""
     return "update" if isinstance(config, RlRunConfig) else "step"

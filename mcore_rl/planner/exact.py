@@ -1,4 +1,4 @@
-"""Results of `mcore-rl plan --exact` beside the closed forms: what mcore_rl/fake_world built, counted and recorded."""
+"""Results of `mcore-rl plan --exact`, from mcore_rl/fake_world, compared with the closed forms."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -97,7 +97,7 @@ class Exact:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedSchedule:
-    """Megatron's schedule of a mesh, played with the times of the plan, beside the planned one."""
+    """Megatron's schedule of a mesh, played with the times of the plan, and the planned schedule."""
 
     num_microbatches: int
     differs: tuple[int, int] | None
@@ -115,7 +115,7 @@ def recorded_microbatches(mesh: MeshConfig, num_microbatches: int) -> int:
 def recorded_schedule(
     stages: Sequence[Sequence[StageEvent]], mesh: MeshConfig, times: ChunkTimes
 ) -> RecordedSchedule:
-    """Return a recorded schedule beside the planned one.
+    """Return a recorded schedule with the planned schedule.
 
     Raises:
         DeadlockError: Stages wait for each other.
@@ -139,7 +139,7 @@ def recorded_schedule(
 
 
 def schedule_lines(recorded: RecordedSchedule, num_microbatches: int, unit: str) -> Iterator[str]:
-    """Yield what the recorded schedule shows; `unit` is that of its times."""
+    """Yield lines about the recorded schedule; `unit` is the unit of its times."""
     what = f"{recorded.num_microbatches} microbatches"
     if recorded.num_microbatches < num_microbatches:
         what = f"{recorded.num_microbatches} of {num_microbatches} microbatches"
@@ -162,7 +162,7 @@ def schedule_lines(recorded: RecordedSchedule, num_microbatches: int, unit: str)
 
 
 def summary(exact: Exact, recorded: RecordedSchedule | None) -> dict[str, Any]:
-    """Return what was found as JSON values, without the single events."""
+    """Return the results as JSON values, without the single events."""
     order = None
     if recorded is not None:
         order = {
@@ -180,7 +180,7 @@ def summary(exact: Exact, recorded: RecordedSchedule | None) -> dict[str, Any]:
 
 
 def exact_lines(exact: Exact, stages: list[Memory], platform: PlatformConfig) -> Iterator[str]:
-    """Yield what was built and counted, and how much the closed forms differ from it."""
+    """Yield lines about the counts, and their differences from the closed forms."""
     yield "exact   built with Megatron's modules, DDP and optimizer, without their memory:"
     for built in exact.ranks:
         parts = {"weights": built.weights, "gradients": built.gradients, "optimizer": built.optimizer}
@@ -193,7 +193,7 @@ def exact_lines(exact: Exact, stages: list[Memory], platform: PlatformConfig) ->
 
 def uncounted_lines(models: Sequence[ModelOnRanks], stages: Sequence[Memory]) -> Iterator[str]:
     """Yield which parts of the plan nothing was built for, and so remain closed forms, with their largest sizes."""
-    in_files = [one.name for one in models if one.store == "file"]
+    in_files = [model.name for model in models if model.store == "file"]
     if in_files:
         yield f"        built, and not in main memory: what waits in files, of the {' and the '.join(in_files)}"
     sizes = {
@@ -208,7 +208,7 @@ def uncounted_lines(models: Sequence[ModelOnRanks], stages: Sequence[Memory]) ->
 
 
 def layer_lines(layers: Sequence[LayerSaved], kind: Layers) -> Iterator[str]:
-    """Yield what each kind of layer keeps, counted; `kind` is whose layers the plan is of."""
+    """Yield the counted bytes that each kind of layer keeps; `kind` is the plan's kind of layers."""
     for layer in layers:
         name = "an MoE layer" if layer.is_moe else "a dense layer"
         each = layer.counted / layer.tokens

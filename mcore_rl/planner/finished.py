@@ -1,4 +1,4 @@
-"""The plan of a run that has been made, for the report to show beside what was measured."""
+"""The plan of a finished run, for the report to show with its measurements."""
 
 from dataclasses import dataclass
 from math import inf

@@ -1,4 +1,4 @@
-"""The meshes that a model could be laid out on: what divides, with micro-batches and recomputation."""
+"""The meshes that divide a model, with micro-batches and recomputation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def meshes(
 ) -> Iterator[MeshConfig]:
     """Yield every mesh on which sizes divide; the checks of the program decide about the rest.
 
-    Tensor parallelism stays inside a node. The other fields of `mesh` are those of the config, and dp is what is left.
+    Tensor parallelism stays inside a node. The other fields of `mesh` are the config's, and dp is the rest.
     """
     stages = [pp for pp in _divisors(world_size) if pp <= min(model.num_layers, MAX_STAGES)]
     for pp in stages:
@@ -82,7 +82,7 @@ def with_choice(config: RunConfig, mesh: MeshConfig, way: Way) -> RunConfig:
 
 
 def relaxed(config: RunConfig) -> Iterator[RunConfig]:
-    """Yield the config with more of what may wait in main memory there, where it is on the device: the routes of
+    """Yield the config with more tensors in main memory that are on the device and may wait: the routes of
     replay first, which cost little, then the state of the optimizer, then both.
     """
     routes = None
@@ -91,9 +91,9 @@ def relaxed(config: RunConfig) -> Iterator[RunConfig]:
         yield routes
     if config.optim.offload_fraction or config.platform.precision != "bf16":
         return
-    for one in (config, routes):
-        if one is not None:
-            yield _offloaded(one)
+    for choice in (config, routes):
+        if choice is not None:
+            yield _offloaded(choice)
 
 
 def _offloaded(config: RunConfig) -> RunConfig:
@@ -130,7 +130,7 @@ def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, Any]:
 
 
 def toml_lines(fields: dict[str, Any]) -> list[str]:
-    """Return fields as lines of TOML, which are also what a command line takes."""
+    """Return fields as lines of TOML, which a command line takes too."""
     return [f"{key}={toml_value(value)}" for key, value in fields.items()]
 
 

@@ -1,9 +1,10 @@
 """The recorded events of pipeline stages, played through with every message: when each pass happens, whether messages
-reach what they are meant for, and whether the stages ever wait for each other.
+reach their targets, and whether the stages ever wait for each other.
 
 NCCL tells messages between two ranks apart by their order alone, so that the first send of a group is taken by the
-first receive there. Messages that are posted one by one share a queue with all others between the same two ranks in
-the same group, and a send ends with its receive; messages of a batch begin together (torch's ProcessGroupNCCL).
+first receive there. Messages that are posted singly share a queue with all other such messages between the same two
+ranks in the same group, and a send ends with its receive; messages of a batch begin together (torch's
+ProcessGroupNCCL).
 """
 
 from collections import defaultdict
@@ -37,9 +38,9 @@ class Message:
     peer: int
     """The other stage."""
     is_in_world: bool
-    """Whether it goes through the group of all ranks, not through that of the stages."""
+    """Whether it goes through the group of all ranks, not through the stages' group."""
     made_by: Pass | None
-    """The pass whose result is sent; None for a receive."""
+    """The pass that made the sent result; None for a receive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Post:
 
     messages: tuple[Message, ...]
     is_batch: bool
-    """Whether they were posted as a batch, of which one may have a single message."""
+    """Whether they were posted as a batch, also of a single message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def from_values(values: Sequence[Sequence[Any]]) -> list[StageEvent]:
 
 
 class SwappedMessageError(ConfigError):
-    """A stage takes a message for another one."""
+    """A stage takes a message for another message."""
 
 
 def passes_of(events: Sequence[StageEvent]) -> list[Pass]:
@@ -132,7 +133,7 @@ End = tuple[int, int]
 
 
 def _partners(stages: Sequence[Sequence[StageEvent]]) -> dict[End, End]:
-    """Return the other end of each message; one that nobody sends or receives has none."""
+    """Return the other end of each message; a message that nobody sends or receives has none."""
     sends: dict[tuple[int, int, bool], list[End]] = defaultdict(list)
     receives: dict[tuple[int, int, bool], list[End]] = defaultdict(list)
     for stage, events in enumerate(stages):
@@ -174,7 +175,7 @@ def _check_uses(stages: Sequence[Sequence[StageEvent]], partners: dict[End, End]
 
 
 Queue = tuple[bool, int | None]
-"""Messages that follow one another on a stage: those of a group with one other stage, or (None) its batches."""
+"""Messages that follow one another on a stage: messages of a group with one other stage, or (None) its batches."""
 
 
 @dataclass(slots=True)
@@ -227,15 +228,17 @@ class _Stage:
         return moved
 
     def describe(self) -> str:
-        """Return what the stage waits for."""
+        """Return the messages that the stage waits for."""
         event = self.events[self.position]
         assert isinstance(event, Wait)
         posts = (post for post in self.events if isinstance(post, Post))
-        message = next(one for post in posts for one in post.messages if one.index in event.messages)
+        message = next(
+            message for post in posts for message in post.messages if message.index in event.messages
+        )
         return f"a {'send to' if message.is_send else 'receive from'} stage {message.peer}"
 
     def advance(self, seconds_of: Callable[[Kind, int, int], float]) -> bool:
-        """Go on to the next wait whose messages have not ended; return whether anything was done."""
+        """Go on to the next wait for messages that have not ended; return whether anything was done."""
         before = self.position
         while not self.is_done:
             event = self.events[self.position]

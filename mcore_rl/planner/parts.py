@@ -1,7 +1,7 @@
 """Seconds of one transformer layer on one rank, forwards and backwards, by part: a roofline for each operation.
 
 A matrix product takes the larger of its arithmetic and its bytes; everything else its bytes. Volumes of tensor and
-sequence parallelism are those of arXiv 2205.05198, the exchange of experts' tokens that of arXiv 2412.19437 section 3.2
+sequence parallelism are from arXiv 2205.05198, the exchange of experts' tokens from arXiv 2412.19437 section 3.2
 (DeepEP: once to each node, then by NVLink), the rest of a data-parallel step is in planner/step.py.
 """
 
@@ -77,7 +77,7 @@ class Workload:
     offload_fraction: float = 0.0
     """Fraction of the optimizer's state that lies in main memory."""
     offload_overlap: bool = True
-    """Whether offloaded gradients and weights travel while the processor updates others."""
+    """Whether offloaded gradients and weights travel while the processor updates other weights."""
     imbalance: float = 1.0
     """Tokens sent to the fullest rank's experts, as a multiple of the mean."""
     rates: Rates = field(default_factory=Rates)
@@ -117,7 +117,7 @@ def workload_of(
         device: The device, with its bandwidths.
         world_size: Number of ranks.
         seq_length: Positions of a sequence, packed or not.
-        rates: Parts of the device's peaks that are reached; None: those of published runs.
+        rates: Parts of the device's peaks that are reached; None: from published runs.
 
     Raises:
         ConfigError: The device has no products in the run's number format.
@@ -173,7 +173,7 @@ class LayerTimes:
 
     forward: float
     backward: float
-    """Seconds with what is computed again."""
+    """Seconds including recomputation."""
     parts: dict[str, float]
     """Seconds of forward and backward pass by part; `recomputed` and `host waits` are among them."""
 
@@ -268,7 +268,7 @@ class Roofline:
 
 
 def layer_times(work: Workload, is_moe: bool) -> LayerTimes:
-    """Return the seconds of one layer, with what recomputation repeats and what the host makes the device wait."""
+    """Return the seconds of one layer, including recomputation and the device's waits for the host."""
     roof = Roofline(work)
     parts: dict[str, list[float]] = {}
     for name, (forward, backward) in (*_attention(roof), *(_experts(roof) if is_moe else _mlp(roof))):

@@ -47,7 +47,7 @@ def view_of_rank(
     for name, (index, size, stride) in axes.items():
         if size > 1:
             ranks = tuple(rank + (other - index) * stride for other in range(size))
-            groups[name] = Group(ranks=ranks, num_nodes=len({one // ranks_per_node for one in ranks}))
+            groups[name] = Group(ranks=ranks, num_nodes=len({rank // ranks_per_node for rank in ranks}))
     local = model.moe.num_experts // mesh.ep
     ep = axes["ep"][0] if "ep" in axes else 0
     return RankView(

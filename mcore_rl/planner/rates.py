@@ -1,4 +1,4 @@
-"""The part of a data sheet's peak that training reaches, and what the host costs: fitted to published runs.
+"""The part of a data sheet's peak that training reaches, and the host's cost: fitted to published runs.
 
 The values are those that predict the 18 published runs of `python -m bench.plan` best. They belong to the software of
 those runs. What a run of one's own reaches depends most on `host_layer_s`.
@@ -24,7 +24,7 @@ class Rates:
     attention_backward: float = 0.42
     """Fraction of the 16-bit peak that attention reaches backwards."""
     latent: float = 0.85
-    """Factor on both with latent attention, whose keys are wider than its values."""
+    """Factor on both with latent attention, which has keys wider than its values."""
     hbm: float = 0.60
     """Fraction of the memory's bandwidth that kernels reach which only read and write."""
     link: float = 0.75
@@ -37,7 +37,7 @@ class Rates:
     host_expert_s: float = 12e-6
     """Seconds more for each expert of the rank."""
     host_fp8_s: float = 10e-6
-    """Seconds more for each expert whose inputs are cast to 8 bits."""
+    """Seconds more for each expert with inputs cast to 8 bits."""
     host_memory_gbytes_per_s: float = 40.0
     """Share of the main memory's bandwidth that each rank's Adam reaches on the processor, in 10^9 bytes per second: a
     guess (an eighth of 320 on a node of two processors), in no published run."""
@@ -78,7 +78,7 @@ SENSITIVITIES: dict[str, dict[str, Any]] = {
     "a free main memory": {"host_memory_gbytes_per_s": inf, "host_link_gbytes_per_s": inf},
     "free attention": {"attention": inf, "attention_backward": inf},
 }
-"""The terms that a step is computed without, one after the other, to find what limits it."""
+"""The terms that a step is computed without, one after the other, to find its limit."""
 
 
 def without(rates: Rates, name: str) -> Rates:
@@ -98,8 +98,8 @@ class Span:
 
 
 CALIBRATED = 1.2
-"""Width of the range of calibrated predictions, by ratio: half of the error, as a logarithm, on published runs of a
-family whose runs the rates were fitted to; a guess."""
+"""Width of the range of calibrated predictions, by ratio: half of the error, as a logarithm,
+on published runs of a family that the rates were fitted to; a guess."""
 KNOWN_FAMILIES = {"mixtral", "qwen3_moe", "deepseek_v3", "llama"}
 """Families of the published runs."""
 KNOWN_DEVICES = {"H100", "H800", "B200", "GB200"}
@@ -107,7 +107,7 @@ KNOWN_DEVICES = {"H100", "H800", "B200", "GB200"}
 
 
 def rates_of(config: RatesConfig) -> Rates:
-    """Return the rates of a cluster: those of its file, and those of published runs where it has none."""
+    """Return the rates of a cluster: its file's, else the rates of published runs."""
     rates = Rates()
     if config.host_layer_s is not None:
         rates = replace(rates, host_layer_s=config.host_layer_s)

@@ -31,7 +31,7 @@ PUBLISHED_FACTORS = (1.1, 4.4)
 DECODE_PRODUCTS = 0.5
 """Fraction of the peak that the products of decoding reach where they are not bound by memory."""
 STRIDE = 16
-"""Tokens between two steps of decoding whose time is computed; those between take as long."""
+"""Tokens between two steps of decoding that are timed; steps between take as long."""
 ACROSS = 3.0
 """A small message over nodes takes so many times one inside a node."""
 
@@ -95,7 +95,9 @@ class KnownParts:
 def known_layers(
     work: Workload, known: dict[tuple[Any, ...], dict[bool, LayerTimes]]
 ) -> dict[bool, LayerTimes]:
-    """Return the seconds of the layers, which pipeline stages do not change; `known` has those of the same run."""
+    """Return the seconds of the layers, which pipeline stages do not change; `known` has earlier results for the same
+    run.
+    """
     mesh = work.mesh
     key = (mesh.tp, mesh.ep, mesh.etp, mesh.cp, work.micro_batch, work.recompute, work.recompute_modules)
     if key not in known:
@@ -184,14 +186,14 @@ def rl_step(
 
 
 def with_lengths(work: Workload, global_batch: int, sample_tokens: float) -> Workload:
-    """Return an update whose samples have this mean length, packed as densely as can be."""
+    """Return an update with samples of this mean length, packed as densely as can be."""
     packed = ceil(global_batch * sample_tokens / work.seq_length)
     rows = -(-packed // (work.dp * work.micro_batch)) * work.dp * work.micro_batch
     return replace(work, global_batch=rows, sample_length=ceil(sample_tokens))
 
 
 def forward_seconds(work: Workload, layers: dict[bool, LayerTimes] | None = None) -> float:
-    """Return the seconds of a pass without gradients over the rows of an update, whose layers may be known already."""
+    """Return the seconds of a pass without gradients over the rows of an update; its layers may be known already."""
     if layers is None:
         layers = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
     stages = [stage.forward for stage in stage_times(work, layers)]

@@ -19,7 +19,7 @@ from mcore_rl.planner.rollout import KnownParts, RlStep, engine_of, known_layers
 from mcore_rl.planner.step import step
 
 WITHIN = 1.3
-"""Choices whose predicted steps differ less than this are not told apart by a prediction (bench/plan.py)."""
+"""Choices with predicted steps that differ less than this are equal to a prediction (bench/plan.py)."""
 SHOWN = 8
 SPARE = 0.04
 """Share of the device's memory for tensors that a mesh should leave: an estimate is not exact to the last GiB."""
@@ -33,7 +33,7 @@ class Choice:
     config: RunConfig
     memory: Memory
     seconds: float | None
-    """Predicted seconds of a step, of reinforcement learning those of `rl` where it is known; None where nothing is
+    """Predicted seconds of a step, of reinforcement learning `rl`'s where it is known; None where nothing is
     known of the device."""
     rl: RlStep | None = None
     """Rollout batch with its updates; None without reinforcement learning, a known device, or known servers."""
@@ -71,9 +71,9 @@ class Place:
     host_bytes: float = inf
     """Main memory of a node; inf: not known."""
     rates: Rates = field(default_factory=Rates)
-    """Parts of the device's peaks that are reached, and what the host costs."""
+    """Parts of the device's peaks that are reached, and the host's cost."""
     server_gpus: int = 0
-    """GPUs of inference servers beside these ranks."""
+    """GPUs of inference servers in addition to these ranks."""
     completion_tokens: int | None = None
     """Mean length of a completion; None: half of the longest."""
 
@@ -81,8 +81,8 @@ class Place:
 def search(config: RunConfig, program: Program, place: Place) -> Search:
     """Return all combinations that the program's checks accept and that fit, in an order that does not change.
 
-    Where none leaves SPARE of the device's memory, also those with what may wait in main memory there: routes of
-    replay, state of the optimizer.
+    Where none leaves SPARE of the device's memory, also meshes with routes of replay and
+    state of the optimizer in main memory.
     """
     result = _search(config, program, place)
     enough = (1 - SPARE) * place.room_bytes
@@ -148,7 +148,7 @@ def is_accepted(config: RunConfig, program: Program, place: Place) -> bool:
 def shortlist(found: Search, program: Program, place: Place) -> list[Choice]:
     """Return the fastest choice of each layout among those that a prediction cannot tell apart from the fastest.
 
-    Those that leave less than SPARE of the device's memory are left out where others leave it.
+    Those that leave less than SPARE of the device's memory are left out where any mesh leaves it.
     """
     shown: dict[tuple[int, ...], Choice] = {}
     choices = with_spare(found, place)
@@ -189,7 +189,7 @@ def changes(config: RunConfig, choice: Choice) -> dict[str, Any]:
 
 
 def _layout(choice: Choice) -> tuple[int, ...]:
-    """Return what makes two choices different for people; chunks and recomputation do not."""
+    """Return the fields that make two choices different for people; chunks and recomputation do not."""
     mesh = choice.mesh
     return (mesh.tp, mesh.pp, mesh.ep, mesh.cp, *_waiting(choice.config))
 
@@ -201,7 +201,7 @@ def _waiting(config: RunConfig) -> tuple[bool, bool]:
 
 
 def _order(choice: Choice) -> tuple[float, ...]:
-    """Fastest first; without times, what exchanges and recomputes least."""
+    """Fastest first; without times, the choice that exchanges and recomputes least."""
     mesh, kind = choice.mesh, RECOMPUTE.index(choice.config.platform.recompute)
     if choice.seconds is not None:
         return (choice.seconds, choice.memory.total)

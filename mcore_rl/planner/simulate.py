@@ -1,6 +1,6 @@
 """When every forward and backward pass of a step happens: Megatron's pipeline schedules, played through in seconds.
 
-The order of passes on each stage is that of plan/schedule.py.
+The order of passes on each stage is plan/schedule.py's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ class Simulation:
     busy_s: list[float]
     """Seconds of computation of each stage."""
     alive: list[int]
-    """Largest number of chunks, on each stage, whose forward pass waits for its backward pass."""
+    """Largest number of chunks, on each stage, that wait for their backward pass."""
     events: list[Event]
 
     @property
@@ -58,13 +58,13 @@ def simulate(
     *,
     overlap: bool = False,
 ) -> Simulation:
-    """Return when each pass happens: after the one before it on its stage, and after the pass whose output it takes.
+    """Return when each pass happens: after the pass before it on its stage, and after the pass that makes its input.
 
     Args:
         passes: Passes of each stage, in order.
         seconds_of: Seconds of a pass by kind, stage and chunk.
         message_s: Seconds of a message between two stages.
-        overlap: Whether messages travel beside the computation; otherwise both stages wait for them.
+        overlap: Whether messages travel during the computation; otherwise both stages wait for them.
 
     Raises:
         DeadlockError: A stage waits for a pass that never comes.
@@ -150,7 +150,7 @@ def _chunk_times(
     output: tuple[float, float],
     message_s: float,
 ) -> ChunkTimes:
-    """Return the times of a mesh whose layers take `layers[is_moe]` seconds forwards and backwards."""
+    """Return the times of a mesh with layers that take `layers[is_moe]` seconds forwards and backwards."""
     is_moe, last = model.moe_layers, (mesh.pp - 1, mesh.vpp - 1)
     seconds: dict[tuple[int, int], tuple[float, float]] = {}
     for stage, chunks in enumerate(layers_by_chunk(model, mesh)):
@@ -163,7 +163,7 @@ def _chunk_times(
 
 
 def _before(kind: Kind, place: int, last: int) -> tuple[Kind, int] | None:
-    """Return the pass whose output a pass takes, by kind and position in the model; None for the first."""
+    """Return the pass that makes a pass's input, by kind and position in the model; None for the first."""
     if kind == "F":
         return ("F", place - 1) if place else None
     return ("B", place + 1) if place < last else ("F", place)

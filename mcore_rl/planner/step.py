@@ -1,4 +1,4 @@
-"""Seconds of an optimizer step: layers, pipeline, exchange of gradients, optimizer; and what limits it."""
+"""Seconds of an optimizer step: layers, pipeline, exchange of gradients, optimizer; and its limit."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +11,9 @@ from mcore_rl.planner.rates import SENSITIVITIES, without
 LEAST_EXPOSED = 0.1
 """Smallest part of the exchange of gradients that does not hide behind computation."""
 MAIN_MOVED_BYTES = 2 * 4 + 2
-"""Bytes that Adam moves for a weight of its share beside gradient and moments: the fp32 copy, read and written, and the
-new weight."""
+"""Bytes that Adam moves for a weight of its share apart from gradient and moments: the fp32 copy, read and written,
+and the new weight.
+"""
 
 TRAVELLING_BYTES = 4 + 2
 """Bytes of an offloaded weight on its way: the fp32 gradient to main memory, the 16-bit weight back."""
@@ -29,7 +30,7 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """Seconds of a step on the fullest rank, by what they are spent on."""
+    """Seconds of a step on the fullest rank, by activity."""
 
     parts: dict[str, float]
 
@@ -40,7 +41,7 @@ class Step:
 
 
 def stage_times(work: Workload, layers: dict[bool, LayerTimes]) -> list[StageTimes]:
-    """Return the seconds of each stage for one microbatch; the last one has the output and the MTP layers."""
+    """Return the seconds of each stage for one microbatch; the last stage has the output and the MTP layers."""
     stages = []
     for stage, kind in enumerate(layer_kinds_by_stage(work.model, work.mesh)):
         counts = dict(kind)
@@ -92,7 +93,7 @@ def step(work: Workload, layers: dict[bool, LayerTimes] | None = None) -> Step:
 
 
 def _finish(work: Workload, slowest: float) -> dict[str, float]:
-    """Return the seconds of gradients, parameters and optimizer, without what hides behind computation."""
+    """Return the seconds of gradients, parameters and optimizer, without the part hidden by computation."""
     roof, mesh = Roofline(work), work.mesh
     weights = max(weights_by_stage(work.model, mesh), key=_total)
     expert_dp = max(1, work.world_size // (mesh.etp * mesh.ep * mesh.pp))
@@ -154,7 +155,7 @@ class Sensitivity:
 
 
 def sensitivities(work: Workload, seconds_of: Callable[[Workload], float]) -> list[Sensitivity]:
-    """Return what each of SENSITIVITIES would gain, the largest first."""
+    """Return the gain from each of SENSITIVITIES, the largest first."""
     seconds = seconds_of(work)
     found = [
         Sensitivity(term=term, gain=seconds / seconds_of(replace(work, rates=without(work.rates, term))) - 1)

@@ -30,12 +30,12 @@ STORAGE_BYTES_PER_S = 2e9
 
 
 def estimate_lines(plan: Estimate) -> Iterator[str]:
-    """Yield the lines of a plan: layout, memory, time, what limits it, warnings."""
+    """Yield the lines of a plan: layout, memory, time, limits, warnings."""
     yield layout_line(plan)
     yield f"memory  {memory_text(plan)}"
     if plan.fullest.host:
         each = plan.fullest.host * plan.place.ranks_per_node / GIB
-        names = " and ".join(one.name for one in models_on_ranks(plan.config) if one.on_host)
+        names = " and ".join(model.name for model in models_on_ranks(plan.config) if model.on_host)
         yield f"        main memory for the {names}: {each:,.0f} GiB a node"
     if phases := phases_text(plan):
         yield f"        {phases}"
@@ -164,9 +164,9 @@ def memory_text(plan: Estimate) -> str:
 
 
 def phases_text(plan: Estimate) -> str:
-    """Return what models take in each phase on the fullest stage; empty where nothing that is trained waits."""
+    """Return the memory of models in each phase on the fullest stage; empty where nothing that is trained waits."""
     stage = plan.fullest
-    if all(one.store == "device" for one in models_on_ranks(plan.config) if one.trains):
+    if all(model.store == "device" for model in models_on_ranks(plan.config) if model.trains):
         return ""
     return (
         f"models by phase: rollout {_gib(stage.rollout_models)}, scoring passes {_gib(stage.scoring_models)}, update "
@@ -183,13 +183,13 @@ def _step_lines(plan: Estimate, timed: StepEstimate) -> Iterator[str]:
     ]
     yield f"        {', '.join(shares)}"
     first, *others = timed.limits
-    rest = ", ".join(f"{one.term} {max(0.0, one.gain):.0%}" for one in others[:4])
+    rest = ", ".join(f"{limit.term} {max(0.0, limit.gain):.0%}" for limit in others[:4])
     yield f"limits  {first.term} would give {first.gain:.0%}, {rest}"
     yield f"range   {timed.span.reason}"
 
 
 def load_text(plan: Estimate) -> str:
-    """Return the line on the load of the experts: the one that is planned, or what several would cost; else empty."""
+    """Return the line on the load of the experts: the planned load, or the cost of several; else empty."""
     rates, by_load = plan.place.rates, plan.fullest_by_load
     if rates.imbalance is not None and plan.config.model.is_moe and plan.config.mesh.ep > 1:
         return (
@@ -266,7 +266,7 @@ def world_line(plan: Estimate) -> str:
 
 
 def search_lines(config: RunConfig, found: Search, shown: list[Choice], place: Place) -> Iterator[str]:
-    """Yield the counts of a search, and each choice with what it gives up and the fields that set it."""
+    """Yield the counts of a search, and each choice with its costs and the fields that set it."""
     yield (
         f"{found.tried:,} combinations of mesh, micro-batch and recomputation on {place.world_size} ranks: "
         f"{found.refused:,} are refused by the checks, {found.too_large:,} do not fit, {len(found.choices):,} fit"
@@ -303,7 +303,7 @@ def _bound_line(engine: AnyEngine, choice: Choice, place: Place) -> str:
 
 
 def choice_text(choice: Choice, shown: list[Choice], place: Place) -> str:
-    """Return a choice's layout, time, memory, and what it gives up beside the others."""
+    """Return a choice's layout, time, memory, and its costs compared with other choices."""
     mesh, config = choice.mesh, choice.config
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "ep": mesh.ep}
     layout = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "dp alone"
@@ -337,7 +337,7 @@ def choice_text(choice: Choice, shown: list[Choice], place: Place) -> str:
 
 
 def nearest_text(config: RunConfig, choices: list[Choice], place: Place) -> str:
-    """Return what would fit with the fewest changes, with the lines to set; for messages."""
+    """Return the mesh that would fit with the fewest changes, with the lines to set; for messages."""
     if not choices:
         text = (
             "No mesh of this model fits on these ranks: use more nodes, shorter sequences or a smaller batch"
@@ -378,7 +378,7 @@ def calibration_lines(rates: RatesConfig) -> Iterator[str]:
 
 
 def rank_lines(plan: Estimate, view: RankView) -> Iterator[str]:
-    """Yield what one rank is and holds."""
+    """Yield a rank's coordinates and contents."""
     coordinates = " ".join(f"{name} {index}" for name, index in view.coordinates.items())
     yield f"rank {view.rank} on node {view.node}: {coordinates}"
     for name, group in view.groups.items():

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script.
 
     Returns:
-        The exit status, as EXIT_STATUSES in errors.py explains it; of ranks, that of the first to fail.
+        The exit status, as EXIT_STATUSES in errors.py explains it; of ranks, the first to fail's.
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     # As standard error does: a name with a letter that the terminal's encoding lacks is shown by its code.
@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command that begins `arguments` and return its exit status; McoreRlError for what the user can mend."""
+    """Run the command that begins `arguments` and return its exit status; McoreRlError for errors that the user can
+    mend.
+    """
     if arguments[0] in ("-h", "--help"):
         sys.stdout.write(overview())
         return 0
@@ -71,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the name in COMMANDS that begins `arguments`, which has one word or two, and what follows it."""
+    """Return the name in COMMANDS that begins `arguments`, which has one word or two, and the words that follow it."""
     members = _members(arguments[0])
     num_words = 2 if members else 1
     name = " ".join(arguments[:num_words])
@@ -83,7 +85,7 @@ def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def overview(names: Sequence[str] = ()) -> str:
-    """Return the help of all commands, or of `names`, which are those of one group."""
+    """Return the help of all commands, or of `names`, the commands of one group."""
     shown = {name: COMMANDS[name] for name in names or COMMANDS}
     group = f" {names[0].split()[0]}" if names else ""
     width = max(map(len, shown))
@@ -120,7 +122,7 @@ def _as_field(word: str) -> str:
 
 
 def _reader_is_gone() -> bool:
-    """Return whether standard output is a pipe whose reader, such as `head`, has ended."""
+    """Return whether standard output is a pipe and its reader, such as `head`, has ended."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)  # errors are reported always
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

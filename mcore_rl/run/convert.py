@@ -36,7 +36,7 @@ from mcore_rl.folders.huggingface import is_hf, read_config
 from mcore_rl.folders.model import read_run, run_of_checkpoint
 
 LOGITS_BYTES = 2 << 30
-"""Largest import whose logits are compared without being asked: a minute at most on two cores."""
+"""Largest import of which logits are compared without being asked: a minute at most on two cores."""
 MAX_LINES = 100
 """Most differences that are listed."""
 
@@ -140,10 +140,10 @@ def _export(source: Path, output: Path, args: argparse.Namespace, settings: Copy
 
 
 def _text(args: argparse.Namespace, run: Path | None) -> ModelText | None:
-    """Return the tokenizer of an export: the user's, the run's; None: that of the reference, or none is wanted.
+    """Return the tokenizer of an export: the user's, the run's; None: the reference's, or none is wanted.
 
     Raises:
-        ConfigError: There is none, or the run and the reference have different ones.
+        ConfigError: There is none, or the run's and the reference's differ.
     """
     trained = read_run(run) if run is not None else None
     template = trained.chat_template if trained is not None else None
@@ -188,7 +188,7 @@ PLANS: dict[str, Callable[[Path, Path, argparse.Namespace, CopySettings], Conver
 
 
 def _show_plan(args: argparse.Namespace, settings: CopySettings, progress: ByteProgress) -> None:
-    """Show what an import of a Hugging Face folder, or an export of a checkpoint, would do."""
+    """Show the plan of an import of a Hugging Face folder, or of an export of a checkpoint."""
     source = args.paths[0]
     output = args.paths[1] if len(args.paths) == 2 else Path(f"{source.name}-converted")
     conversion = PLANS["import" if is_hf(source) else "export"](source, output, args, settings)
@@ -244,7 +244,7 @@ def _check_log(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise a ConfigError for folders and options that the action does not take: what is set is used or refused."""
+    """Raise a ConfigError for folders and options that the action does not take: every option is used or refused."""
     wanted = (1, 2) if args.action == "plan" else (2,)
     if len(args.paths) not in wanted:
         raise ConfigError(

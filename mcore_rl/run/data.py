@@ -1,4 +1,4 @@
-"""`mcore-rl data tokenizer` and `mcore-rl data preprocess`: from text files to what pretraining reads."""
+"""`mcore-rl data tokenizer` and `mcore-rl data preprocess`: from text files to pretraining's data."""
 
 import argparse
 import sys

@@ -66,7 +66,7 @@ def fitting_fields(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]
 def _tried(
     folder: Path, gpus: Gpus, program: Program, overrides: Sequence[str]
 ) -> tuple[RunConfig, Place, list[Choice], list[str]]:
-    """Return the config, the GPUs, the meshes that fit, and what is said of the search."""
+    """Return the config, the GPUs, the meshes that fit, and lines about the search."""
     cluster = gpus.cluster()
     max_position = read_model_folder(find_model(str(folder), "FOLDER")).model.max_position
     fields = [*_usual(program, folder, gpus, max_position), *overrides]
@@ -78,7 +78,9 @@ def _tried(
 
 
 def _usual(program: Program, folder: Path, gpus: Gpus, max_position: int) -> Iterator[str]:
-    """Yield the fields of a training of which nothing is known but its model: the answer depends on no others."""
+    """Yield the fields of a training of which nothing is known but its model: the answer depends on these fields
+    alone.
+    """
     yield from ("platform.precision=bf16", "mesh.dp=auto", f"model.path={folder}", "checkpoint.load=none")
     # Names of files that are not read, for the checks.
     yield from ("data.tokenizer.kind=huggingface", f"data.tokenizer.path={folder}")

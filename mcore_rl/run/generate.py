@@ -52,9 +52,9 @@ def main(args: argparse.Namespace) -> int:
         stream = StreamedText(request) if args.stream else None
         if args.url is None:
             engine = open_engine(trained, weights, request.tokenizer, args.seed)
-            texts_GT = [one.tokens_T for one in continuations(args, engine, request, stream)]
+            texts_GT = [completion.tokens_T for completion in continuations(args, engine, request, stream)]
         else:
-            texts_GT = [one.tokens_T for one in served_continuations(args, trained, request)]
+            texts_GT = [completion.tokens_T for completion in served_continuations(args, trained, request)]
         if stream is not None:
             stream.end(request.text_of(texts_GT[0]))
         else:
@@ -75,7 +75,7 @@ class Request:
     shown: str
     """Text that is printed before a completion: the prompt that it continues; empty in a chat."""
     is_whole: bool
-    """Whether the completion is a text of its own, and not the rest of one."""
+    """Whether the completion is a text of its own, and not the rest of a text."""
     ends: frozenset[int]
     """Tokens that end a completion, and are no part of its text."""
 

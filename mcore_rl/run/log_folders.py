@@ -7,7 +7,7 @@ from mcore_rl.errors import ConfigError
 
 
 def next_log_dir(run_dir: Path) -> Path:
-    """Make and return a new folder `run_dir/logs/<n>`: no attempt overwrites the output of an earlier one."""
+    """Make and return a new folder `run_dir/logs/<n>`: no attempt overwrites an earlier attempt's output."""
     logs = run_dir / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)

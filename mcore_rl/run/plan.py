@@ -1,4 +1,4 @@
-"""`mcore-rl plan`: what a config takes on a cluster, which meshes fit, and how long a step is. It starts no rank."""
+"""`mcore-rl plan`: memory of a config on a cluster, meshes that fit, and seconds of a step. It starts no rank."""
 
 import argparse
 import json
@@ -52,15 +52,17 @@ from mcore_rl.processes.without_gpus import run_without_gpus
 from mcore_rl.run.fit import fit
 
 MAX_RANKS = 1_000_000
-"""Largest world that is planned: ranks are looked at one by one."""
+"""Largest world that is planned: ranks are computed individually."""
 PLAN_MARK = "written by mcore-rl plan"
-"""In the files of --json and --timeline, by which an earlier one is known."""
+"""In the files of --json and --timeline, by which an earlier file is known."""
 DRAWN_GROUPS = 3
 """Microbatches of a picture, as a multiple of the stages: warm-up, steady state and end."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what the arguments ask for; ConfigError, with the nearest meshes that fit, where the config cannot run."""
+    """Print the plan that the arguments ask for; ConfigError, with the nearest meshes that fit, where the config
+    cannot run.
+    """
     _check(args)
     if args.calibrate is not None:
         return _calibrate(args)
@@ -193,7 +195,7 @@ def _write_file(option: str, path: Path, content: str) -> None:
 
 
 def _place(cluster: ClusterConfig, world_size: int, args: argparse.Namespace) -> Place:
-    """Return so many ranks of a cluster with what the arguments say of servers, completions and experts."""
+    """Return so many ranks of a cluster with the arguments' servers, completions and experts."""
     return place_of(
         cluster,
         world_size,
@@ -204,7 +206,7 @@ def _place(cluster: ClusterConfig, world_size: int, args: argparse.Namespace) ->
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Print the rates of a cluster from a finished run on it, and the run's step with them beside the measured one."""
+    """Print the rates of a cluster from a finished run on it, and the run's predicted and measured step."""
     run_dir: Path = args.calibrate
     attempts = read_attempts(run_dir)
     if not attempts or not (run_dir / "config.toml").is_file():
@@ -249,7 +251,9 @@ def checked_estimate(config: RunConfig, program: Program, place: Place) -> Estim
 
 
 def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
-    """Return what Megatron's own modules of `--rank`, or of the first, middle and last stage, take; it needs torch."""
+    """Return the memory of Megatron's own modules of `--rank`, or of the first, middle and last stage; it needs
+    torch.
+    """
     pp, world = plan.config.mesh.pp, plan.place.world_size
     ranks = [args.rank]
     if args.rank is None:
@@ -304,7 +308,7 @@ def _nearest(config: RunConfig, program: Program, place: Place) -> str:
 
 
 def _refusal(config: RunConfig, program: Program, place: Place) -> str:
-    """Return why nothing was found: what the checks say of the config itself, or that all are too large."""
+    """Return why nothing was found: the checks refuse the config itself, or all meshes are too large."""
     try:
         program.check(config, place.world_size)
     except ConfigError as error:

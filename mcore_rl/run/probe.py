@@ -38,19 +38,21 @@ GROUPS: Mapping[str, re.Pattern[str]] = {
     "attention": re.compile(r"\.self_attention\."),
     "mlp": re.compile(r"\.mlp\."),
 }
-"""Groups of weights by the keys of Megatron's tensors; the first one that fits counts."""
+"""Groups of weights by the keys of Megatron's tensors; the first group that fits counts."""
 TIMEOUT_S = 120.0
 NUDGE = 1.01
-"""Factor on a group's weights that shows what the probe would see of it, without an older checkpoint."""
+"""Factor on a group's weights that shows the probe's sensitivity to it, without an older checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLine:
-    """One group of weights, replaced by other ones in the checkpoint's model."""
+    """One group of weights, replaced by other weights in the checkpoint's model."""
 
     name: str
     moved: ProbeDifference
-    """Difference of the model with the replaced group to that of the checkpoint: what the probe sees of the group."""
+    """Difference between the model with the replaced group and the checkpoint's: the probe's sensitivity to the
+    group.
+    """
     server: ProbeDifference
     """Difference of the server to the model with the replaced group."""
 
@@ -96,7 +98,7 @@ def _server(args: argparse.Namespace, model: ModelConfig) -> ServerApi:
 
 
 def _checkpoint_before(checkpoint: Path) -> Path | None:
-    """Return the checkpoint of the same run before this one, if there is one."""
+    """Return the previous checkpoint of the same run, if any."""
     steps = [path_of_step(checkpoint.parent, step) for step in saved_steps(checkpoint.parent)]
     before = steps[: steps.index(checkpoint)] if checkpoint in steps else []
     return before[-1] if before else None
@@ -118,7 +120,7 @@ def _groups(
     theirs: Sequence[Sequence[float]],
     replaced: Sequence[Tensor] | None,
 ) -> Iterator[GroupLine]:
-    """Yield a line for each group that the model has, with the weights `replaced` in it, or nudged ones."""
+    """Yield a line for each group that the model has, with the weights `replaced` in it, or nudged weights."""
     keys = [shard.key for shard in local_shards(chunks)]
     for name in dict.fromkeys(_group_of(key) for key in keys):
         chosen = [index for index, key in enumerate(keys) if _group_of(key) == name]
@@ -159,7 +161,7 @@ def _text(
     lines: Sequence[GroupLine],
     probe: Probe,
 ) -> str:
-    """Return what is printed."""
+    """Return the printed lines."""
     limit = ours.limit
     number = {"largest": "at most", "mean": "in the mean"}[limit.statistic]
     excess = limit.excess(found)

@@ -18,13 +18,13 @@ from mcore_rl.rl.rollouts.prompts import TaskProblems, held_out_problems
 from mcore_rl.rl.types import Problem
 
 FIRST_INDEX = 2**32
-"""Index of the first problem; reinforcement learning counts its problems from 0, so that these are others."""
+"""Index of the first problem; reinforcement learning counts its problems from 0, so that these differ."""
 FIRST_VALID_INDEX = 2**33
 """Index of the first problem to validate on."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write `args.count` problems to `args.output`, and `args.valid` others to the file beside it."""
+    """Write `args.count` problems to `args.output`, and `args.valid` different problems to a second file."""
     config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
     prompts, seed = config.rl.prompts, config.train.seed
     if prompts.task == "file":
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def valid_path(output: Path) -> Path:
-    """Return the file beside `output` with the problems to validate on: pairs_valid.jsonl beside pairs.jsonl."""
+    """Return the file next to `output` with the problems to validate on: pairs_valid.jsonl for pairs.jsonl."""
     return output.with_stem(f"{output.stem}_valid")
 
 
@@ -90,7 +90,7 @@ def line_of_pair(problem: Problem, seed: int, faults: str) -> dict[str, str]:
     """Return a problem as a line with its answer and a wrong one, which depends on `seed`.
 
     Args:
-        problem: A problem whose answer has a digit or a small letter; DataError without one.
+        problem: A problem with a digit or a small letter in its answer; DataError without one.
         seed: Seed of the run.
         faults: "character": one character of the wrong answer is another; "any": a kind of FAULTS, each as often.
     """
@@ -136,7 +136,7 @@ def replaced(answer: str, generator: random.Random) -> str:
 
 
 def left_out(answer: str, generator: random.Random) -> str:
-    """Return the answer without one of its digits or letters; the only one stays."""
+    """Return the answer without one of its digits or letters; a single character stays."""
     place = _place(answer, generator)
     return answer[:place] + answer[place + 1 :] or answer
 
@@ -148,7 +148,7 @@ def added(answer: str, generator: random.Random) -> str:
 
 
 def swapped(answer: str, generator: random.Random) -> str:
-    """Return the answer with a digit or letter and what follows it in each other's place."""
+    """Return the answer with a digit or letter and the next character swapped."""
     place = _place(answer, generator)
     return answer[:place] + answer[place : place + 2][::-1] + answer[place + 2 :]
 

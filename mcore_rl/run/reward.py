@@ -1,4 +1,4 @@
-"""`mcore-rl reward`: what the reward of an RL config gives to completions of its own prompts, without a model."""
+"""`mcore-rl reward`: scores of an RL config's reward for completions of its own prompts, without a model."""
 
 import argparse
 from pathlib import Path

@@ -18,7 +18,9 @@ from mcore_rl.run.log_folders import next_log_dir
 
 
 def start_ranks(command: Command, args: argparse.Namespace) -> int:
-    """Be one rank of `command` under a launcher; without one, start its ranks here and wait for them."""
+    """Be one rank of `command` under a launcher; without a launcher, start its ranks on this machine and wait for
+    them.
+    """
     name, overrides = command.given(args)
     path, argv = Path(name), [name, *overrides]
     if under_launcher():
@@ -40,7 +42,7 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
 
 
 def _program_of(command: Command, config: Path, overrides: Sequence[str]) -> str:
-    """Return the name in PROGRAMS whose ranks the command starts with this config."""
+    """Return the name in PROGRAMS of the training that the command starts with this config."""
     assert command.program is not None
     if not command.other_programs:
         return command.program

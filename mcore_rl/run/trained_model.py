@@ -1,4 +1,4 @@
-"""The tokenizer of a training that starts from a model: the one that the model was trained with."""
+"""The tokenizer of a training that starts from a model: the tokenizer that the model was trained with."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpo
 
     Args:
         config: The tokenizer, `data.tokenizer`.
-        model: The model, whose vocabulary must hold all tokens.
+        model: The model; its vocabulary must hold all tokens.
         checkpoint: The checkpoint from which the training starts; None: there is none.
 
     Raises:
@@ -33,8 +33,8 @@ def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpo
 def refuse_other_tokenizer(
     tokenizer: Tokenizer, checkpoint: str | None, field: str = "checkpoint.load"
 ) -> None:
-    """Raise a DataError when the run that wrote `checkpoint`, which `field` names, used another tokenizer, whose ids
-    mean other text.
+    """Raise a DataError when the run that wrote `checkpoint`, which `field`
+    names, used another tokenizer: ids would mean other text.
 
     Nothing is known, and nothing refused, without a checkpoint, or when it was converted or its tokenizer is gone.
     """

@@ -23,7 +23,7 @@ class ScratchMemory:
         self._memory = bytearray()
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor whose storage is no larger than itself; the previous one becomes invalid."""
+        """Return an uninitialized tensor with a storage no larger than itself; the previous tensor becomes invalid."""
         count = math.prod(shape)
         if len(self._memory) < count * dtype.itemsize:
             self._memory = bytearray(count * dtype.itemsize)
@@ -34,7 +34,7 @@ class ScratchMemory:
 
 
 class ChunkBytes:
-    """A chunk's bytes. Once all are taken it has their CRC-32, and those of the bytes that they were made of."""
+    """A chunk's bytes. Once all are taken it has their CRC-32, and the checksums of the bytes that made them."""
 
     crc: int
     sources: tuple[tuple[str, PartChecksum], ...]

@@ -20,9 +20,9 @@ RULES_VERSION = 3
 PARENT_BYTES = 700 << 20
 """Memory of the program with torch, before it reads anything."""
 WORKER_BYTES = 250 << 20
-"""Memory of a worker beside its chunks; most of it is shared with the parent."""
+"""Memory of a worker apart from its chunks; most of it is shared with the parent."""
 CHUNKS_AT_ONCE = 4
-"""A chunk, the file's pages it comes from, and what casting or dequantizing needs."""
+"""A chunk, the file's pages it comes from, and memory for casting or dequantizing."""
 TASK_BYTES = 512 << 20
 """Most bytes of a task, unless one chunk has more; a task that a killed worker has begun is done again."""
 
@@ -37,7 +37,9 @@ class WrittenRange:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """The result of writing a chunk: its bytes in the file, its checksum, and those of the bytes it was made of."""
+    """The result of writing a chunk: its bytes in the file, its checksum, and the checksums of the bytes it was made
+    of.
+    """
 
     written: WrittenRange
     crc: int
@@ -52,7 +54,7 @@ class TensorWriter(Protocol):
     """Writes the files of a conversion; used by many processes at once."""
 
     def prepare(self, folder: Path) -> None:
-        """Make what must be there before any task; called once, in the parent."""
+        """Prepare the output before any task; called once, in the parent."""
 
     def write(self, folder: Path, task: CopyTask, contents: Iterator[ChunkBytes]) -> list[WrittenRange]:
         """Write a task's chunks, one after another; they need not be on the disk when this returns."""
@@ -88,7 +90,7 @@ class Conversion:
     """Called in each worker."""
     writer: TensorWriter
     identity: str
-    """Options, model and whatever else decides the output beside the tasks and the files that are read."""
+    """Options, model and whatever else decides the output apart from the tasks and the source files."""
     read: Mapping[Path, tuple[int, int]]
     """Size and time of each file that is read, from before it was (`sizes_and_times`): a source that has changed is
     another conversion."""
@@ -99,7 +101,7 @@ class Conversion:
     notes: Sequence[str] = ()
     """Sentences for the user."""
     check: Callable[[Path], None] | None = None
-    """Raises a CheckpointError when the complete folder, before it has its final name, is not what it should be."""
+    """Raises a CheckpointError when the complete folder, before it has its final name, differs from the plan."""
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +115,7 @@ class Conversion:
 
     @property
     def plan(self) -> str:
-        """SHA-256 of what is written from what."""
+        """SHA-256 of the outputs and their sources."""
         return digest(self.tasks)
 
     @property
@@ -148,7 +150,7 @@ class Conversion:
         )
 
     def lines(self, settings: CopySettings) -> Iterator[str]:
-        """Yield what the conversion would do, for `convert plan`."""
+        """Yield the lines of the conversion's plan, for `convert plan`."""
         width = max((len(target.name) for target in self.targets), default=0)
         for target in self.targets:
             shape = "x".join(map(str, target.shape)) or "scalar"

@@ -1,6 +1,6 @@
 """One conversion from plan to output: the same steps whatever the formats.
 
-The output grows beside its final name, in `<output>.converting`: plan.json (what is converted), done/ (records of
+The output grows next to its final name, in `<output>.converting`: plan.json (what is converted), done/ (records of
 tasks), out/ (the files) and lock. It gets its name when it is complete; an earlier output that it replaces is
 replaced/ between the two renames, and replaced.json has the stamps of its files.
 """
@@ -36,14 +36,14 @@ ORPHANS_S = 10.0
 """Seconds that the workers of a killed run may take to notice, after the chunk at hand."""
 PLAN, REPLACED, STAMPS = "plan.json", "replaced", "replaced.json"
 MARGIN_BYTES = 64 << 20
-"""Free space that metadata and file systems take beside the tensors."""
+"""Free space that metadata and file systems take in addition to the tensors."""
 
 
 def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgress) -> Path:
     """Run a conversion, or resume it, and return the path of the output.
 
     Raises:
-        ConfigError: Before anything is written, when the output overlaps what is read, or exists and may not be
+        ConfigError: Before anything is written, when the output overlaps a source, or exists and may not be
             replaced (files.refuse_replacing).
         CheckpointError: Before anything is written, when something else is being converted to the output, or memory or
             disk do not suffice; later, when a worker fails, a source has changed meanwhile, or the output does not pass
@@ -82,7 +82,7 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
 
 
 def _refuse_mixture(conversion: Conversion, work: Path) -> None:
-    """Raise a CheckpointError where a source has changed since it was planned with, and delete what was made of it."""
+    """Raise a CheckpointError where a source has changed since it was planned with, and delete its outputs."""
     changed = conversion.changed
     if not changed:
         return
@@ -172,7 +172,7 @@ def _known_attempt(work: Path) -> str | None:
 
 
 def _finish_naming(work: Path, conversion: Conversion) -> None:
-    """Do what a run that was killed while it named its output has left to do, or undo it."""
+    """Finish or undo the work of a run that was killed while it named its output."""
     if (work / REPLACED).is_dir() and not os.path.lexists(conversion.final):
         move_into_place(work / REPLACED, conversion.final)
     if not (work / "out").exists() and (work / PLAN).exists():
@@ -182,7 +182,7 @@ def _finish_naming(work: Path, conversion: Conversion) -> None:
 
 
 def _tidy(work: Path) -> None:
-    """Delete what is left when the output has its name; the user's files, should there be any, stay.
+    """Delete the leftovers when the output has its name; the user's files, should there be any, stay.
 
     A record that stayed would pass for a task that is done: the next output would be made of holes.
     """
@@ -198,7 +198,7 @@ def _tidy(work: Path) -> None:
 
 
 def _check_room(work: Path, conversion: Conversion) -> None:
-    """Raise a CheckpointError unless the disk has room for what is not written yet."""
+    """Raise a CheckpointError unless the disk has room for the rest of the output."""
     existing = work
     while not existing.exists():
         existing = existing.parent

@@ -1,4 +1,4 @@
-"""manifest.json beside the output: from what it was made, by which rules, and a checksum of every tensor."""
+"""manifest.json in the output: its sources, its rules, and a checksum of every tensor."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from mcore_rl.folders.checkpoint import MANIFEST, MARKER, read_marker
 
 
 def foreign_to(kind: str, folder: Path) -> str | None:
-    """Return the end of a sentence on what in `folder` no conversion of this kind wrote; None: nothing.
+    """Return the end of a sentence on the files in `folder` that no conversion of this kind wrote; None: nothing.
 
     Every byte is read: weights that somebody has trained or edited in place have the names and lengths of ours.
     """
@@ -73,7 +73,7 @@ def write_manifest(
 
 
 def file_checksums(folder: Path, done: Iterable[RecordedTask]) -> dict[str, dict[str, Any]]:
-    """Return length and CRC-32 of each file of the output so far; what the tasks wrote is not read again."""
+    """Return length and CRC-32 of each file of the output so far; the tasks' output is not read again."""
     parts: dict[str, list[PartChecksum]] = {}
     for task, records in done:
         for record in records:

@@ -20,7 +20,7 @@ from mcore_rl.families.weight_map import Region
 
 
 class ByteRun(NamedTuple):
-    """The bytes start <= i < start + size of a file, and what they are."""
+    """The bytes start <= i < start + size of a file, and their meaning."""
 
     file: str
     start: int

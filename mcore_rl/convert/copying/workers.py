@@ -75,7 +75,7 @@ class TaskDone:
 
 
 def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> None:
-    """Do every task that has no record. CheckpointError when a worker fails; the others are ended then."""
+    """Do every task that has no record. CheckpointError when a worker fails; the rest are ended then."""
     job.records.mkdir(exist_ok=True)
     tasks = job.conversion.tasks
     todo = _files_in_turn([task for task in tasks if not job.record_file(task).exists()])
@@ -114,7 +114,7 @@ def _files_in_turn(tasks: Sequence[CopyTask]) -> list[CopyTask]:
 
 
 def _listen(processes: dict[Connection, Any], progress: ByteProgress) -> None:
-    """Report what workers send until all have ended; raise the first error of one."""
+    """Report the workers' messages until all have ended; raise the first worker's error."""
     waiting = dict(processes)
     while waiting:
         for pipe in wait(list(waiting)):

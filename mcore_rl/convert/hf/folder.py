@@ -30,7 +30,7 @@ ADAPTER_CONFIG, ADAPTER_FILES = (
     "adapter_config.json",
     ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
 )
-"""Files of an adapter (of the library peft) beside or without a model's weights."""
+"""Files of an adapter (of the library peft) with or without a model's weights."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -69,7 +69,7 @@ class HfTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfFolder:
-    """A folder of safetensors with its config.json; other files in it are not read here."""
+    """A folder of safetensors with its config.json; other files in it are not read by this class."""
 
     path: Path
     config: dict[str, Any] | None
@@ -113,7 +113,7 @@ def open_hf(path: Path) -> HfFolder:
 
 
 def _adapter_fault(folder: Path, name: str) -> str:
-    """Return what is wrong with a folder that has an adapter, whose config names its kind and base."""
+    """Return the error for a folder with an adapter; the adapter's config names its kind and base."""
     config = read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {}
     known = config if isinstance(config, dict) else {}
     kind, base = known.get("peft_type", "an unknown kind"), known.get("base_model_name_or_path")

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a model of one of the families, whose tensors are matched from headers alone."""
+"""A Hugging Face folder as a model of one of the families, matched from the tensors' headers alone."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,14 +38,14 @@ from mcore_rl.families.weight_map import WeightMap, listed
 
 MtpLayers = Literal["keep", "drop"]
 QUANTIZATION = "quantization_config"
-"""Key in config.json of a quantization that is read here."""
+"""Key in config.json of a quantization that is supported."""
 CONSOLIDATED_REMEDY = "Take the files model*.safetensors of the same model"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfModel:
-    """A folder whose tensors are exactly those of `model`."""
+    """A folder with exactly the tensors of `model`."""
 
     folder: HfFolder
     model: ModelConfig
@@ -79,7 +79,7 @@ def open_hf_model(
         path: The folder.
         mtp: Whether layers for multi-token prediction are kept or left out.
         vocab_multiple: The vocabulary is padded to a multiple of it; None: of model.vocab_multiple's default.
-        family: A family of the user's own, as `module:name`; None: the one that config.json names.
+        family: A family of the user's own, as `module:name`; None: the family that config.json names.
 
     Raises:
         CheckpointError: Tensors are missing, left over, or of other shapes or types; each is named.
@@ -125,7 +125,7 @@ def open_hf_model(
 
 
 def check_copies(found: HfModel) -> None:
-    """Read the tensors that repeat others; CheckpointError when they differ."""
+    """Read the tensors that repeat another tensor; CheckpointError when they differ."""
     differ = [
         f"{copy.name} differs from {copy.original}"
         for copy in found.weights.copies
@@ -139,7 +139,9 @@ def check_copies(found: HfModel) -> None:
 
 
 def in_text_names(folder: HfFolder) -> tuple[HfFolder, tuple[str, ...]]:
-    """Return a folder with its text model's tensors under the names of their family, and the names of all others."""
+    """Return a folder with its text model's tensors under the names of their family, and the names of all other
+    tensors.
+    """
     shell = shell_of(folder.config or {})
     if shell is None:
         return folder, ()
@@ -149,7 +151,9 @@ def in_text_names(folder: HfFolder) -> tuple[HfFolder, tuple[str, ...]]:
 
 
 def expert_layout(folder: HfFolder) -> ExpertLayout:
-    """Return whether the experts of a layer are a tensor each or one, and then whether that has them transposed."""
+    """Return whether the experts of a layer are a tensor each or one tensor together, and then whether that has them
+    transposed.
+    """
     fused = next((t for name, t in folder.tensors.items() if name.endswith(".experts.gate_up_proj")), None)
     if fused is None:
         return "each"
@@ -180,7 +184,7 @@ def _refuse_consolidated(folder: HfFolder) -> None:
 
 
 def _check_names(found: HfModel, dropped: set[str]) -> None:
-    """CheckpointError unless the folder's tensors are those of the model; scales count as part of their tensors."""
+    """CheckpointError unless the folder has exactly the model's tensors; scales count as part of their tensors."""
     left = dropped.union(found.passing)
     shapes = {
         name: shape

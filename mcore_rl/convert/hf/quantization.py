@@ -41,7 +41,7 @@ MXFP4_BLOCK, MXFP4_BLOCK_BYTES = 32, 16
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
 BYTE_VALUES = torch.stack([E2M1_VALUES.repeat(16), E2M1_VALUES.repeat_interleave(16)], dim=1)
-"""`[256, 2]`: the two values of a byte, that of its low half first."""
+"""`[256, 2]`: the two values of a byte, the low half first."""
 E8M0_POWERS = torch.tensor([2.0**exponent for exponent in range(-127, 128)] + [float("nan")])
 """`[256]`: the power of two of a scale; 255 is no number."""
 BAND_BYTES = 1 << 20
@@ -53,11 +53,11 @@ INT4_BLOCK, INT4_PER_WORD = 32, 8
 INT4_SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
 INT4_SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT4_SETTINGS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": INT4_BLOCK}
-"""Settings in config.json of each group of layers whose int4 weights are read here."""
+"""Settings in config.json of each supported group of layers with int4 weights."""
 
 
 def fp8_block_size(config: Mapping[str, Any]) -> int:
-    """Return the rows and columns of an fp8 block; CheckpointError for quantizations that are not read here."""
+    """Return the rows and columns of an fp8 block; CheckpointError for unsupported quantizations."""
     quantization = config.get("quantization_config")
     if not quantization:
         return FP8_BLOCK
@@ -76,7 +76,7 @@ def fp8_block_size(config: Mapping[str, Any]) -> int:
 
 
 def _is_int4(quantization: Mapping[str, Any]) -> bool:
-    """Return whether compressed-tensors' settings are those of the int4 blocks that are read here."""
+    """Return whether compressed-tensors' settings are the supported int4 blocks."""
     groups = quantization.get("config_groups")
     if quantization.get("format") != "pack-quantized" or not isinstance(groups, Mapping) or not groups:
         return False
@@ -151,7 +151,7 @@ def mxfp4_shapes(tensors: Mapping[str, HfTensor]) -> dict[str, Shape]:
 
 
 def mxfp4_faults(tensors: Mapping[str, HfTensor]) -> Iterator[str]:
-    """Yield a sentence for each mxfp4 tensor whose blocks and scales do not fit."""
+    """Yield a sentence for each mxfp4 tensor with blocks and scales that do not fit."""
     for name in mxfp4_shapes(tensors):
         blocks, scales = tensors[name + MXFP4_BLOCKS], tensors.get(name + MXFP4_SCALES)
         if blocks.shape[3] != MXFP4_BLOCK_BYTES:
@@ -189,7 +189,7 @@ def int4_shapes(tensors: Mapping[str, HfTensor]) -> dict[str, Shape]:
 
 
 def int4_faults(tensors: Mapping[str, HfTensor]) -> Iterator[str]:
-    """Yield a sentence for each int4 tensor whose blocks and scales do not fit."""
+    """Yield a sentence for each int4 tensor with blocks and scales that do not fit."""
     for name, (rows, columns) in int4_shapes(tensors).items():
         scales, wanted = tensors.get(name + INT4_SCALE), (rows, columns // INT4_BLOCK)
         if columns % INT4_BLOCK:

@@ -12,7 +12,7 @@ TEMPLATES = "additional_chat_templates"
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files of ModelOpt, GPTQ and AWQ by which engines read the weights as quantized."""
 NOT_COPIED = (MANIFEST, MARKER, FORMAT_FILE, CARD, *ADAPTER_FILES, *QUANTIZATION_FILES)
-"""Files that are of the weights beside them: a copy has its own, or has them merged."""
+"""Files that belong to the weights of their folder: a copy has its own, or has them merged."""
 WEIGHT_FILES = (
     ".safetensors",
     ".bin",

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder as a source of a conversion, and the checksums of what was read."""
+"""Tensors of a Hugging Face folder as a source of a conversion, and the checksums of the bytes read."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -29,7 +29,7 @@ from mcore_rl.families.weight_map import AxisRange, Region
 
 
 class HfSource:
-    """Tensors of a Hugging Face folder; fp8, mxfp4 and int4 ones with their scales are read as what they stand for."""
+    """Tensors of a Hugging Face folder; fp8, mxfp4 and int4 tensors are dequantized."""
 
     def __init__(self, folder: HfFolder, fp8_block: int = FP8_BLOCK) -> None:
         self._tensors = folder.tensors
@@ -132,7 +132,7 @@ class HfSource:
 def source_checksums(folder: HfFolder, done: Iterable[RecordedTask]) -> dict[str, Any]:
     """Return, for the manifest, the files that were read and the CRC-32 of each tensor.
 
-    Tensors that were not read by whole rows, such as transposed ones, are read once more for it.
+    Tensors that were not read by whole rows, such as transposed tensors, are read once more for it.
     """
     parts: dict[str, list[PartChecksum]] = {}
     for _, records in done:

@@ -76,8 +76,8 @@ def text_files(
 
     Args:
         text: The tokenizer and its chat template.
-        model: The model, whose vocabulary must hold all tokens.
-        reference: A folder whose generation_config.json is kept, with the end tokens that it lacks.
+        model: The model; its vocabulary must hold all tokens.
+        reference: A folder; its generation_config.json is kept and gets the end tokens that it lacks.
 
     Raises:
         DataError: The tokenizer, the template or generation_config.json cannot be read.

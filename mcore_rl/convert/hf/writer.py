@@ -1,4 +1,4 @@
-"""Safetensors files of an export, whose headers and sizes are known before a byte of a tensor is read."""
+"""Safetensors files of an export; headers and sizes are known before a byte of a tensor is read."""
 
 import json
 import os
@@ -23,7 +23,7 @@ class SafetensorsWriter:
             self._lay_out(file, targets)
 
     def prepare(self, folder: Path) -> None:
-        """Make the files in full length, unless an earlier run did: a full disk refuses here, not hours later."""
+        """Make the files in full length, unless an earlier run did: a full disk refuses at once, not hours later."""
         for file, header in self._headers.items():
             path = folder / file
             if path.exists() and path.stat().st_size == self._sizes[file]:

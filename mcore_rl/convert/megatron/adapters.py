@@ -110,7 +110,7 @@ class MergedSource(DistSource):
         return weight, adapter.scale * product
 
     def notes(self, dtype: torch.dtype | None) -> Iterator[str]:
-        """Yield, for a matrix of each kind, how large its adapter is, and what rounding to `dtype` loses of it.
+        """Yield, for a matrix of each kind, how large its adapter is, and the loss from rounding it to `dtype`.
 
         None keeps the type of each weight.
         """

@@ -108,7 +108,7 @@ def open_dist(path: Path) -> DistFolder:
 
 
 def check_files(folder: DistFolder) -> None:
-    """Raise a CheckpointError when a file is not the one that was written, by the small records of its archives.
+    """Raise a CheckpointError when a file has changed since it was written, by the small records of its archives.
 
     The elements of tensors are compared with their checksums when they are read (DistSource).
     """
@@ -170,7 +170,7 @@ def _file_range(path: Path, key: str, info: object) -> FileRange:
 
 
 def _files(path: Path, metadata: Metadata) -> dict[str, int]:
-    """Return the sizes of all files; CheckpointError when one is missing, or ends before the metadata says."""
+    """Return the sizes of all files; CheckpointError when a file is missing, or shorter than in the metadata."""
     ends: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)

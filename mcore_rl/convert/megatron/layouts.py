@@ -14,14 +14,14 @@ from mcore_rl.families import family_of
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap
 
 KeyNames = Literal["te", "local"]
-"""Names of TransformerEngine's layers, or of Megatron's local ones."""
+"""Names of TransformerEngine's layers, or of Megatron's local layers."""
 LayerGrouping = Literal["stacked", "each", "singletons"]
 """One tensor for all layers; a tensor for each layer; or a tensor for each expert with gate and up-projection apart,
-which Megatron-LM writes with `singleton_local_shards`, and which is read here but not written."""
+which Megatron-LM writes with `singleton_local_shards`, and which this package reads but does not write."""
 
 STACK = "decoder.layers."
 STATEFUL = re.compile(r"(linear_\w+|\w*norm|eh_proj)$")
-"""Names of the modules that have an extra state when TransformerEngine builds them, beside the attention's core."""
+"""Names of the modules that have an extra state when TransformerEngine builds them, apart from the attention's core."""
 HALVES = ("_w", "_v")
 """Endings of the gate and of the up-projection, where they are apart."""
 EXPERTS = ".mlp.experts.experts."
@@ -49,7 +49,7 @@ class KeyLayout:
 
 
 class KeyTranslation:
-    """Translates the keys of a model's weight map to those of a layout."""
+    """Translates the keys of a model's weight map to a layout's."""
 
     def __init__(self, model: ModelConfig, layout: KeyLayout) -> None:
         if layout.layers == "stacked" and not model.layers_alike:
@@ -89,7 +89,7 @@ class KeyTranslation:
         return self._key(key, None), where
 
     def shapes(self, canonical: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
-        """Yield the keys and shapes of this layout, from those of the weight map."""
+        """Yield the keys and shapes of this layout, from the weight map's."""
         for key, shape in canonical.items():
             apart = self.layout.layers != "stacked" and is_stacked(key)
             for layer in range(shape[0]) if apart else (None,):
@@ -110,7 +110,7 @@ class KeyTranslation:
 
 
 def detect(model: ModelConfig, canonical: WeightMap, stored: Mapping[str, Shape]) -> KeyTranslation:
-    """Return the translation whose keys are `stored`; CheckpointError, with names, when no layout fits."""
+    """Return the translation with the keys `stored`; CheckpointError, with names, when no layout fits."""
     nearest: tuple[int, KeyTranslation] | None = None
     for keys, layers in product(("te", "local"), ("stacked", "each", "singletons")):
         if layers == "stacked" and not model.layers_alike:

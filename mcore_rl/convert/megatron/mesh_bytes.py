@@ -16,7 +16,7 @@ CUT_BY_TP = (
     "linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight", "linear_fc1.weight",
     "linear_fc1.bias", "linear_fc2.weight", "softmax_offset", "eh_proj.weight",
 )  # fmt: skip
-"""Endings of the keys of tensors that tensor parallelism cuts; the others are whole on each of its ranks."""
+"""Endings of the keys of tensors that tensor parallelism cuts; all other tensors are whole on each of its ranks."""
 EXPERTS = ".experts.experts."
 
 
@@ -63,7 +63,9 @@ def bytes_by_stage(
 
 
 def _length_that_divides(mesh: MeshConfig) -> int:
-    """Return a length of sequences that the mesh can cut; the check asks for one, and weights do not depend on it."""
+    """Return a length of sequences that the mesh can cut; the check asks for a length, and weights do not depend on
+    it.
+    """
     # 2: context parallelism gives each rank two slices of a sequence.
     return 2 * mesh.tp * mesh.cp
 

@@ -30,7 +30,7 @@ EMBEDDING, MTP = "embedding.word_embeddings.weight", "mtp."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistModel:
-    """A checkpoint whose tensors are exactly those of `model`."""
+    """A checkpoint with exactly the tensors of `model`."""
 
     folder: DistFolder
     model: ModelConfig
@@ -68,10 +68,10 @@ def open_dist_model(
         reference: A Hugging Face folder of the same model, for checkpoints that do not name their family.
         mtp: Whether layers for multi-token prediction are kept or left out.
         experts: Whether the Hugging Face side has a tensor for each expert or one for all of a layer.
-        adapters: Whether low-rank adapters are added to the weights as they are read, or left beside them.
+        adapters: Whether low-rank adapters are added to the weights as they are read, or kept apart.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or its tensors are not those of the model; each is named. Or it has
+        CheckpointError: The checkpoint is damaged, or its tensors are not the model's; each is named. Or it has
             low-rank adapters, which are not asked for.
         ConfigError: The reference's config.json describes a model that cannot be represented.
     """
@@ -114,7 +114,7 @@ def open_dist_model(
 
 
 def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shape]) -> ModelConfig:
-    """Return the model of the marker, which must be that of the reference; without a marker that of the reference."""
+    """Return the model of the marker, which must be the reference's; without a marker the reference's."""
     own = ModelConfig.model_validate(folder.marker.model) if folder.marker else None
     if reference is None:
         if own is None:

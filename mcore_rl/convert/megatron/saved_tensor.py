@@ -1,7 +1,7 @@
 """A tensor in the file format of `torch.save`: found without reading its elements, and written block by block.
 
 The format is a zip archive: `data.pkl` describes the tensor, `data/0` has its elements. Torch's own functions do not
-serve here: loading needs torch's unpickler and the whole tensor in memory, and saving runs over it once more for a
+serve: loading needs torch's unpickler and the whole tensor in memory, and saving runs over it once more for a
 checksum that a conversion has already.
 """
 
@@ -53,7 +53,7 @@ PADDING = b"FB"
 ZIP_VERSION, ZIP_DATE = 20, 0x21
 """Version 2.0 of the zip format; 1 January 1980, so that the same tensor gives the same bytes."""
 MAX_ARCHIVE_BYTES = 2**32 - 1
-"""Most bytes of an archive in the plain zip format, whose offsets have 32 bits."""
+"""Most bytes of an archive in the plain zip format, which has offsets of 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)

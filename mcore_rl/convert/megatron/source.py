@@ -67,7 +67,7 @@ class DistSource:
         return self._files.part(saved.file, saved.start, saved.length)[:]
 
     def _overlapping(self, name: str, where: Region) -> Iterator[tuple[DistPart, Region]]:
-        """Yield the parts that have something of a region, and what they have of it."""
+        """Yield the parts that overlap a region, and their overlaps."""
         for part in self._parts_near(name, where):
             common = tuple(
                 AxisRange(max(a.start, b.start), min(a.stop, b.stop))

@@ -143,10 +143,10 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
     """Write the marker, with which the folder is complete.
 
     Args:
-        folder: The checkpoint, all of whose other files are written.
+        folder: The checkpoint; all its other files are written.
         model: The model's config.
         step: The step that the weights are of.
-        before: Marker of the checkpoint whose training state this one has; None: it has weights only.
+        before: Marker of the checkpoint that the training state comes from; None: it has weights only.
     """
     # A marker is there already when its folder was refused a name: after a comparison of logits, say.
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

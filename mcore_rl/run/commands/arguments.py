@@ -16,7 +16,7 @@ def config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare nothing beside --help."""
+    """Declare nothing but --help."""
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """Declare the training whose config it is."""
+    """Declare the training that the config is for."""
     parser.add_argument(
         "--program", choices=TRAININGS, help="whose config it is (default: the program that has its fields)"
     )

@@ -127,7 +127,7 @@ def inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what is to be checked."""
+    """Declare the paths to check."""
     parser.add_argument(
         "path",
         metavar="PATH",

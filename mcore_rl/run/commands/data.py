@@ -133,7 +133,7 @@ def _corpus(parser: argparse.ArgumentParser) -> None:
 
 
 def probability(text: str) -> float:
-    """Return a number from 0 to 1; argparse refuses others."""
+    """Return a number from 0 to 1; argparse refuses other values."""
     number = float(text)
     if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"{text}, wanted a number from 0 to 1")

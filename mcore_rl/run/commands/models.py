@@ -77,7 +77,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def probe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a run, a server, and what the server's weights are compared with."""
+    """Declare a run, a server, and the reference for the server's weights."""
     parser.add_argument(
         "run", metavar="RUN", type=Path, help="the run_dir of a training; its newest checkpoint is used"
     )

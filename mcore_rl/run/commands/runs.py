@@ -1,4 +1,4 @@
-"""Arguments of the commands about runs: what a config says, this machine, a study, a report."""
+"""Arguments of the commands about runs: a config, this machine, a study, a report."""
 
 import argparse
 from pathlib import Path

@@ -29,15 +29,15 @@ class Command:
     example: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     module: str
-    """Module whose `main(args)` runs the command; with `program`, whose `main(argv)` is one rank of it."""
+    """Module with a `main(args)` that runs the command; with `program`, a `main(argv)` that is one rank of it."""
     program: str | None = None
-    """Name in PROGRAMS of the training whose ranks the command starts; None: it runs in this process."""
+    """Name in PROGRAMS of the training of which the command starts ranks; None: it runs in this process."""
     given: Callable[[argparse.Namespace], tuple[str, list[str]]] = lambda args: (args.config, args.overrides)
     """Return the config and the fields that the arguments of a command with `program` mean."""
     other_programs: tuple[str, ...] = ()
-    """Names of further trainings whose configs the command takes; the config's fields decide."""
+    """Names of further trainings of which the command takes configs; the config's fields decide."""
     config: str = ""
-    """Name in KINDS (config/kinds.py) of the config whose fields the help explains; "": it has none."""
+    """Name in KINDS (config/kinds.py) of the config that the help explains field by field; "": it has none."""
 
 
 COMMANDS: dict[str, Command] = {

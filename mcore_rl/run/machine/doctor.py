@@ -1,4 +1,4 @@
-"""`mcore-rl doctor`: what this machine has for training, what it lacks, and what that costs."""
+"""`mcore-rl doctor`: the machine's equipment for training, and the cost of missing parts."""
 
 import argparse
 import json
@@ -47,7 +47,7 @@ OPEN_FILES = 4096
 def main(args: argparse.Namespace) -> int:
     """Print the findings and return the exit status: 0, or FAULTY when something is broken.
 
-    With --nodes this is one node of a job: each writes its findings, and the first one reports on all.
+    With --nodes this is one node of a job: each writes its findings, and the first node reports on all.
     """
     found = examine()
     if args.nodes:
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _on_nodes(folder: Path, found: dict[str, Any]) -> int:
-    """Write the findings of this node; on the first one report on all, and return FAULTY where they are not alike."""
+    """Write the findings of this node; on the first node report on all, and return FAULTY where they are not alike."""
     # Slurm's name of a node, which its other messages have, may be another than the host's own.
     nodes.answer(folder, environment_variable("SLURMD_NODENAME") or socket.gethostname(), found)
     if rank_of_launcher():
@@ -166,7 +166,9 @@ def cpu_layers() -> dict[str, str]:
 
 
 def speed() -> SpeedFlags:
-    """Return what the flags of speed come to here, for pretraining a bf16 model with experts on several ranks."""
+    """Return the values of the flags of speed on this machine, for pretraining a bf16 model with experts on several
+    ranks.
+    """
     device = torch.device("cuda", 0) if FOUND.has_cuda else torch.device("cpu")
     machine = machine_here(device, has_te_layers=FOUND.has_te, world_size=2)
     settings = PlatformConfig(precision="bf16", fp8="hybrid" if FOUND.has_te else "none")
@@ -196,7 +198,7 @@ def limits() -> dict[str, Any]:
 
 
 def missing(found: Found, there: dict[str, bool]) -> Iterator[tuple[str, str]]:
-    """Yield what this machine lacks and what that costs, in the words of the log and the config."""
+    """Yield a sentence for each missing part with its cost, in the words of the log and the config."""
     if not found.has_cuda:
         yield "a GPU", "all runs on the CPU, by gloo: right numbers, for tests and small models"
         return
@@ -225,7 +227,7 @@ def missing(found: Found, there: dict[str, bool]) -> Iterator[tuple[str, str]]:
 
 
 def faults(found: Found) -> Iterator[str]:
-    """Yield what is broken: what is there and cannot be used as it is."""
+    """Yield a sentence for each installed component that is unusable."""
     if NVIDIA_DRIVER.exists() and not found.has_cuda:
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build for CPUs"
         yield (

@@ -1,9 +1,9 @@
 """Check whether this node is fit for a job: its GPUs, its memory, and all-reduces with its neighbours.
 
-Run once on every node (`srun --ntasks-per-node=1`), with the job's hosts in the same order everywhere. The nodes are a
-ring, and each measures an all-reduce over all ranks of it and one neighbour, then of it and the other one. A node that
-fails with both is unfit: the neighbour of a broken one is fine with its other neighbour. Where a job has two nodes that
-fail together, either may be the cause, and both are unfit. CUDA with NCCL, CPU with gloo.
+Run once on every node (`srun --ntasks-per-node=1`), with the job's hosts in the same order everywhere. The nodes are
+a ring, and each measures an all-reduce over all ranks of it and one neighbour, then of it and the other neighbour. A
+node that fails with both is unfit: the neighbour of a broken node is fine with its other neighbour. Where a job has
+two nodes that fail together, either may be the cause, and both are unfit. CUDA with NCCL, CPU with gloo.
 
 Exit status: 0 fit, 3 unfit; the reason is on stdout. This file imports no torch: each rank is a process of its own, see
 node_check_rank.py.
@@ -77,7 +77,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def shared_memory_faults(ranks: int) -> list[str]:
-    """Return what is wrong with /dev/shm."""
+    """Return the fault of /dev/shm."""
     free = shutil.disk_usage(SHARED_MEMORY).free
     wanted = ranks * SHARED_MEMORY_BYTES
     if free >= wanted:
@@ -96,7 +96,9 @@ def rounds(node: int, num_nodes: int) -> list[tuple[int, int, int]]:
 
 
 def unfit_links(outcomes: Sequence[Outcome], min_gbit_per_s: float) -> list[str]:
-    """Return what is wrong when every all-reduce failed or was too slow; one good one shows that this node is fit."""
+    """Return the fault when every all-reduce failed or was too slow; a single good all-reduce shows that this node is
+    fit.
+    """
     bad = [
         outcome.fault or f"{outcome.gbit_per_s:.2f} Gbit/s, {min_gbit_per_s:g} wanted"
         for outcome in outcomes

@@ -18,7 +18,7 @@ GIB = 2**30
 MESSAGE_BYTES = {"cuda": 256 * 2**20, "cpu": 4 * 2**20}
 REPEATS = 5
 ROUND_S = 60.0
-"""Time limit of a round; a later round waits for the earlier ones of the neighbour."""
+"""Time limit of a round; a later round waits for the neighbour's earlier rounds."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def gpu_faults(rank: int, gpus: int, memory_gib: float) -> list[str]:
-    """Return what is wrong with this rank's GPU: missing, too little free memory, wrong products."""
+    """Return the fault of this rank's GPU: missing, too little free memory, wrong products."""
     found = torch.cuda.device_count() if gpus else 0
     if rank >= gpus:
         return []

@@ -1,1 +1,1 @@
-"""The training programs, and what they share."""
+"""The training programs, and the parts that they share."""

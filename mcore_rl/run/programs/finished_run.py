@@ -1,4 +1,4 @@
-"""A start in the folder of a run that is done: of the same run there is nothing to do, another one is refused."""
+"""A start in the folder of a run that is done: of the same run there is nothing to do, another run is refused."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from mcore_rl.folders.checkpoint import complete_in, read_marker
 
 
 def refuse_other_run(config: RunConfig) -> None:
-    """Raise an error where the finished run in `config.run_dir` is not this one: CheckpointError where it is another
+    """Raise an error where the finished run in `config.run_dir` is another run: CheckpointError where it is another
     program's, ConfigError where it had another model, or read other data or random numbers.
     """
     allowed = config.checkpoint.allow_changes

@@ -1,4 +1,4 @@
-"""A run of any training program: its folder has one writer, its state is that of the last checkpoint."""
+"""A run of any training program: its folder has one writer, its state is the last checkpoint's."""
 
 import sys
 import tomllib
@@ -54,7 +54,7 @@ def is_done(config: RunConfig, platform: Platform) -> bool:
 def open_run(
     config: RunConfig, platform: Platform, orders: Mapping[str, dict[str, str]] = MappingProxyType({})
 ) -> Iterator[Run]:
-    """Collective over the world: become the one writer of `config.run_dir`, and resume the run that is there.
+    """Collective over the world: become the one writer of `config.run_dir`, and resume the run in the folder.
 
     Inside, SIGTERM, SIGUSR1 and a file STOP in the folder end the run after the step at hand, and a rank that takes
     longer for its start, a step or a save than `train.hang_start_s`, `hang_s` and `hang_save_s` ends itself. On
@@ -62,9 +62,9 @@ def open_run(
 
     Args:
         config: The config, checked for this world.
-        platform: The platform of this rank, whose process group is up.
-        orders: Field -> source -> what the order of its data depends on, beside fields and files; recorded and compared
-            in a resume as the contents of files are.
+        platform: The platform of this rank; its process group is up.
+        orders: Field -> source -> further values that the order of its data depends on, apart from fields and files;
+            recorded and compared in a resume as the contents of files are.
 
     Yields:
         The run at the step of its last checkpoint, of `checkpoint.load`, or at step 0.
@@ -151,7 +151,7 @@ def _adapters(lora: LoraConfig, model: ModelConfig, state: TrainState, *, is_new
 
 
 def _damaged_config_aside(folder: RunFolder) -> list[str]:
-    """Rename a config.toml that is no TOML, on rank 0, where a new one would replace it; return a sentence if so."""
+    """Rename a config.toml that is no TOML, on rank 0, where a new file would replace it; return a sentence if so."""
     path = folder.path / "config.toml"
     try:
         tomllib.loads(path.read_text(encoding="utf-8"))

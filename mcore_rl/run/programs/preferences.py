@@ -16,7 +16,7 @@ from mcore_rl.train.preferences import PreferenceSource
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceData:
-    """Preferences to train on, and those of every evaluation."""
+    """Preferences to train on, and preferences of every evaluation."""
 
     train: PreferenceSource
     valid: PreferenceSource | None
@@ -44,7 +44,7 @@ def load_preferences(config: PreferenceRunConfig) -> PreferenceData:
 
 
 def describe_preferences(data: PreferenceData) -> str:
-    """Return one line for the log: prompts, pairs, what was left out."""
+    """Return one line for the log: prompts, pairs, omissions."""
     train = data.train.preferences
     text = _describe(train)
     if data.valid is not None:
@@ -66,6 +66,6 @@ def _describe(preferences: Preferences) -> str:
 
 
 def data_metrics(data: PreferenceData) -> list[Metric]:
-    """Return the metrics of what is trained on."""
+    """Return the metrics of the training data."""
     train = data.train.preferences
     return [Metric("data/pairs", train.num_pairs), Metric("data/skipped_examples", train.num_skipped)]

@@ -76,7 +76,9 @@ def with_evaluations_of(config: PretrainConfig, plan: DataPlan) -> PretrainConfi
 
 
 def orders_of(plan: DataPlan) -> dict[str, dict[str, str]]:
-    """Return field -> source -> what the order of its sequences depends on, where the length of the run changes it."""
+    """Return field -> source -> the values that the order of its sequences depends on, where the length of the run
+    changes it.
+    """
     if plan.shuffle == "epoch":
         return {}
     return {

@@ -18,8 +18,9 @@ def keep_layers(
     A run of torch's layers goes on with them where `platform.layers` is "auto".
 
     Returns:
-        The platform with the layers of this start, and warnings: where sums have another order than in the last one,
-        so that the run is not continued bit for bit, and where run.json was damaged, which is then out of the way.
+        The platform with the layers of this start, and warnings: where sums have another order than in the last
+        start, so that the run is not continued bit for bit, and where run.json was damaged, which is then out of the
+        way.
     """
     recorded, damage = on_rank_zero(partial(_last_layers, folder))
     if (
@@ -41,7 +42,7 @@ def keep_layers(
 def _last_layers(folder: RunFolder) -> tuple[str, tuple[str, ...]]:
     """Return the layers of the last start, "" where none is recorded, and a sentence where the record is damaged."""
     try:
-        return next((one.layers for one in read_attempts(folder.path)[::-1]), ""), ()
+        return next((attempt.layers for attempt in read_attempts(folder.path)[::-1]), ""), ()
     except DataError:
         aside = folder.set_aside(FILE_NAME)
         return "", (

@@ -55,7 +55,7 @@ from mcore_rl.run.trained_model import refuse_other_tokenizer
 from mcore_rl.train.loop import Run
 
 OF_LAYERS = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-"""Fields of a model in which a critic's checkpoint cannot differ from the policy; the others are found in loading."""
+"""Fields of a model in which a critic's checkpoint cannot differ from the policy; loading finds the rest."""
 
 
 def main(argv: Sequence[str]) -> int:

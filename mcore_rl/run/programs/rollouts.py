@@ -60,7 +60,7 @@ class Prompts:
     held_out: tuple[Prompt, ...]
 
     def describe(self) -> list[str]:
-        """Return lines for the log: the prompts, and what ends a completion."""
+        """Return lines for the log: the prompts, and the ends of completions."""
         number = f"{self.train.num_prompts} prompts" if self.train.num_prompts else "prompts without end"
         skipped = f"; left out: {self.train.skipped}" if self.train.skipped else ""
         return [

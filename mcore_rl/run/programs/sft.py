@@ -102,7 +102,7 @@ def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> PackingOptions:
 
 
 def describe_data(packed: PackedSequences) -> str:
-    """Return one line for the log: conversations, packed sequences, trained tokens, what was left out."""
+    """Return one line for the log: conversations, packed sequences, trained tokens, omissions."""
     examples = packed.examples
     skipped = f"; {examples.num_skipped} were too long and are left out" if examples.num_skipped else ""
     if examples.bad_lines:

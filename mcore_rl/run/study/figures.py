@@ -9,9 +9,9 @@ from mcore_rl.run.study.table import StudyRow, StudyRun, interval
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#3ca951", "#a463f2", "#6cc5b0", "#9c6b4e", "#97bbf5")
 DASHES = ("", "6 3", "2 2")
-"""Strokes of the first eight arms, of the next eight, and of further ones."""
+"""Strokes of the first eight arms, of the next eight, and of further arms."""
 WIDTH, HEIGHT, LEFT, TOP, GAP = 380, 200, 64, 34, 56
-"""Sizes in pixels of the area of one figure, and of what lies around it."""
+"""Sizes in pixels of the area of one figure, and of its margins."""
 PER_ROW = 2
 Points = dict[int, float]
 """Position on the horizontal axis -> value of one run."""
@@ -118,7 +118,7 @@ def as_svg(rows: Sequence[StudyRow]) -> str:
 
 
 def _figure(figure: StudyFigure, curves: Sequence[Curve]) -> list[str]:
-    """Return one figure, whose area begins at 0, 0; the vertical axis begins at 0 or below."""
+    """Return one figure with its area beginning at 0, 0; the vertical axis begins at 0 or below."""
     first, last = min(curve.xs[0] for curve in curves), max(curve.xs[-1] for curve in curves)
     # Bands may be far wider than the lines when there are two seeds: the lines decide the axis.
     most = max(max(curve.means) for curve in curves) or 1.0

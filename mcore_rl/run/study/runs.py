@@ -26,7 +26,7 @@ from mcore_rl.run.study.table import as_json, as_markdown, read_run, rows_of
 
 RESULTS = ("study.md", "study.json", "study.svg")
 STUDY_MARK = "written by mcore-rl study"
-"""In each of them, by which an earlier one is known."""
+"""In each of them, by which an earlier file is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class PlannedRun:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run what is not done yet; write rows, table and figures after each run, and print the table at the end.
+    """Run the runs that are not done yet; write rows, table and figures after each run, and print the table at the end.
 
     Returns:
-        The exit status: 0, also where the study stopped as asked, or that of the first run that fails, which ends it.
+        The exit status: 0, also where the study stopped as asked, or the first failing run's, which ends the study.
     """
     study = load_config(StudyConfig, Path(args.config), args.overrides)
     refuse_other_files(Path(study.run_dir), Path(args.config))
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def plan(study: StudyConfig) -> Iterator[PlannedRun]:
-    """Yield all runs, each checked, those of one seed after the other; ConfigError when one of them cannot run."""
+    """Yield all runs, each checked, seed by seed; ConfigError when a run cannot start."""
     if study.base is None or not study.arms or not study.seeds:
         raise ConfigError(
             "A study needs `base`, at least one of `seeds`, and `arms`: name = [fields]. Set them."
@@ -98,8 +98,8 @@ def plan(study: StudyConfig) -> Iterator[PlannedRun]:
 
 
 def refuse_other_results(config: RunConfig) -> None:
-    """Raise a ConfigError where the finished run in `config.run_dir` had other settings, but for mesh and platform: the
-    table would show its results as those of this study.
+    """Raise a ConfigError where the finished run in `config.run_dir` had other settings, but for mesh and platform:
+    the table would show its results as this study's.
     """
     changes = [
         change for change in changes_since_done(config) if not change.key.startswith(("mesh.", "platform."))
@@ -126,7 +126,7 @@ def refuse_other_files(folder: Path, config: Path) -> None:
 
 
 def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
-    """Write study.json, study.md and study.svg of what all runs have so far, and return the text of study.md."""
+    """Write study.json, study.md and study.svg of all runs so far, and return the text of study.md."""
     runs = [read_run(run.arm, run.seed, run.folder) for run in planned]
     rows = rows_of(runs, study.collapse_below)
     text = as_markdown(rows)

@@ -1,4 +1,4 @@
-"""Results of the runs of a study: raw rows for others to compute with, and one table with a row for each arm.
+"""Results of the runs of a study: raw rows to compute with, and one table with a row for each arm.
 
 study.json holds the settings of the study and of each run, finished or not, the means of its metrics over the updates
 of each rollout batch, its evaluations, and means of metrics of layers. The table can be made from it again.
@@ -80,11 +80,11 @@ class StudyRun:
 
     def evaluated(self, name: str = "eval/accuracy") -> list[float]:
         """Return a metric of all evaluations that have it, in order."""
-        return [one[name] for one in self.evaluations if name in one]
+        return [evaluation[name] for evaluation in self.evaluations if name in evaluation]
 
 
 def read_run(arm: str, seed: int, folder: Path) -> StudyRun:
-    """Return what the folder of a run has; a run without rows where it has not begun."""
+    """Return the content of a run's folder; a run without rows where it has not begun."""
     path = folder / FILE_NAME
     if not path.is_file():
         return StudyRun(arm=arm, seed=seed, is_done=False)
@@ -168,7 +168,7 @@ def interval_text(values: Sequence[float]) -> str:
 
 
 def mean_of(*names: str) -> Callable[[StudyRun], float | None]:
-    """Return a column: the mean over the rollout batches of the sum of these metrics; None where one is missing."""
+    """Return a column: the mean over the rollout batches of the sum of these metrics; None where a value is missing."""
 
     def column(run: StudyRun) -> float | None:
         values = [run.values(name) for name in names]
@@ -284,8 +284,8 @@ def as_json(settings: Mapping[str, object], runs: Sequence[StudyRun]) -> str:
         {**asdict(run), "series": dict(run.series), "layers": dict(run.layers)} for run in runs if run.starts
     ]
     lines = [
-        "{\n  " + ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in one.items()) + "}"
-        for one in written
+        "{\n  " + ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in run.items()) + "}"
+        for run in written
     ]
     head = json.dumps(dict(settings), indent=1)[1:-1].rstrip()
     return "{" + head + ',\n "runs": [\n' + ",\n".join(lines) + "]}\n"
