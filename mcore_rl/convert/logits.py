@@ -93,7 +93,8 @@ def largest_distance(
         reference: A Hugging Face folder of the same model, for Megatron checkpoints that do not name their family.
         progress: Where progress is shown.
         mtp: Whether MTP layers, which are not compared, may be absent ("drop").
-        dtype: Type to which transformers' weights are rounded first, as the other side's were; None: none.
+        dtype: Type to which transformers' weights are rounded first, as the other side's were; None: they are not
+            rounded.
 
     Raises:
         CheckpointError: The models have other sizes, or either computes a value that is not finite.

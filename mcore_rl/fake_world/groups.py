@@ -1,4 +1,4 @@
-"""`fake_rank`: one rank of a world whose other ranks do not exist."""
+"""`fake_rank`: a single rank of a world in which no other rank exists."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -46,11 +46,11 @@ def bytes_of_rank(config: RunConfig, rank: int, world_size: int, updated: str | 
         config: The run's config.
         rank: The rank.
         world_size: Number of ranks.
-        updated: Name of the model in whose update the bytes are those of the device, as `models_on_ranks` has it; it
+        updated: Name, as `models_on_ranks` has it, of the model during whose update the bytes are counted; it
             matters where models wait elsewhere between their updates. None: the first that is trained.
     """
     with fake_rank(config.mesh, rank, world_size) as mesh, on_meta():
-        counted = [_model_bytes(config, one, mesh) for one in models_on_ranks(config)]
+        counted = [_model_bytes(config, model, mesh) for model in models_on_ranks(config)]
         stage = mesh.pp.rank
     trained = [each for each in counted if each.one.trains]
     present = [each for each in trained if updated in (None, each.one.name)][:1]

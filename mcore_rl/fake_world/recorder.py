@@ -1,8 +1,8 @@
 """A recorder of Megatron's pipeline schedules: passes, messages and waits of every stage, in order.
 
-Each stage is a fake rank whose chunks compute nothing. They go through `run_pass`, Megatron's own schedule and torch's
-autograd; torch's sends and receives are replaced. A tensor carries the number of the pass that made it, or of the
-message that it came with, so that what a message is used for is observed and not assumed.
+Each stage is a fake rank with chunks that compute nothing. They go through `run_pass`, Megatron's own schedule and
+torch's autograd; torch's sends and receives are replaced. A tensor carries the number of the pass that made it, or of
+the message that it came with, so that the use of a message is observed and not assumed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ NOTHING = -1.0
 def record(
     pp: int, vpp: int, num_microbatches: int, *, overlap_p2p: bool = True, backward: bool = True
 ) -> list[list[StageEvent]]:
-    """Return what every stage does in one pass over the microbatches, as Megatron's schedule for this mesh has it.
+    """Return the actions of every stage in one pass over the microbatches, as Megatron's schedule for this mesh has it.
 
     Raises:
         Exception: Megatron's own, for numbers of microbatches that its schedules do not take.
@@ -103,7 +103,7 @@ class _Request:
     messages: tuple[int, ...]
 
     def wait(self) -> None:
-        """Note that the stage waits here."""
+        """Note that the stage waits at this point."""
         self.recorder.events.append(Wait(self.messages))
 
 
@@ -154,7 +154,7 @@ class _Chunk(nn.Module):
         self.received: Tensor | None = None
 
     def set_input_tensor(self, tensor: Any) -> None:
-        """Take what the stage before sent; Megatron calls it before each forward pass."""
+        """Take the tensor from the stage before; Megatron calls it before each forward pass."""
         self.received = tensor[0] if isinstance(tensor, list) else tensor
 
     def forward(self, microbatch: int) -> Tensor:
@@ -199,7 +199,7 @@ class _Microbatch:
 
 
 class _Head:
-    """Head whose gradient is no number of a message."""
+    """Head with a gradient that is no number of a message."""
 
     wants_losses = False
 

@@ -1,9 +1,9 @@
 """Bytes of activations that a layer of ours keeps for its backward pass: the tensors saved in a real forward pass.
 
-A layer is what two layers keep less what one keeps. It has its true widths, as many experts as a token picks, so that
-weights are few and loads even; collectives move nothing, and matrix products, whose results nobody reads, are zeros.
-Its operations are those of a GPU but for the norm, which torch fuses there alone, and which stands in for that here.
-TransformerEngine's layers need a GPU, and are not counted.
+A layer keeps the difference between two layers and a single layer. It has its true widths, as many experts as a token
+picks, so that weights are few and loads even; collectives move nothing, and matrix products are zeros, as nobody reads
+them. Its operations are the same as on a GPU but for the norm,
+which torch fuses on GPUs only and which has a stand-in. TransformerEngine's layers need a GPU, and are not counted.
 """
 
 from collections import Counter
@@ -34,7 +34,9 @@ def saved_by_layers(mesh: MeshConfig, model: ModelConfig, platform: PlatformConf
 
 
 def saved_by_layer(model: ModelConfig, settings: PlatformConfig, tp: int) -> LayerSaved:
-    """Return what a layer of `model`, whose layers are of one kind, keeps on one of `tp` tensor-parallel ranks."""
+    """Return the bytes that a layer of `model`, which has layers of one kind, keeps on one of `tp` tensor-parallel
+    ranks.
+    """
     tokens, is_moe = POSITIONS * tp, model.moe_layers[0]
     # All that these layers are not, a platform for GPUs may be.
     settings = settings.model_copy(update={"layers": "torch", "fp8": "none"})
@@ -128,7 +130,7 @@ PRODUCTS = frozenset(
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A norm that keeps what torch's kernel for GPUs keeps: its input and a number a row. It has no gradient."""
+    """A norm that keeps the same as torch's kernel for GPUs: its input and a number a row. It has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -138,7 +140,7 @@ class _FusedNorm(torch.autograd.Function):
 
 @contextmanager
 def _norm_of_gpus() -> Iterator[None]:
-    """Let `rms_norm` keep what it keeps on a GPU; on a CPU torch makes it of a dozen operations."""
+    """Let `rms_norm` keep the same as on a GPU; on a CPU torch makes it of a dozen operations."""
     norm = torch.nn.functional.rms_norm
 
     def fused(input: torch.Tensor, _: Any, weight: torch.Tensor, __: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpo
     Args:
         config: The tokenizer, `data.tokenizer`.
         model: The model; its vocabulary must hold all tokens.
-        checkpoint: The checkpoint from which the training starts; None: there is none.
+        checkpoint: The checkpoint from which the training starts, if any.
 
     Raises:
         DataError: when the vocabulary is too small, or the checkpoint was trained with another tokenizer.

@@ -237,8 +237,8 @@ class SupervisedTrainer(GivenDataTrainer):
             train: Samples of all steps, by index; every rank reads its data-parallel share.
             seq_length: Positions of a sequence, on which attention's FLOPs depend; of packed sequences the mean that
                 a token attends to.
-            valid: Samples of every evaluation; None: there is none.
-            test: Samples of the evaluation after the last step; None: there is none.
+            valid: Samples of every evaluation, if any.
+            test: Samples of the evaluation after the last step, if any.
         """
         super().__init__(run, seq_length)
         self._head = head

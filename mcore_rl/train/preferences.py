@@ -218,7 +218,7 @@ class PreferenceTrainer(GivenDataTrainer):
             run: The run, open on all ranks.
             head: The objective.
             train: Pairs to train on.
-            valid: Pairs of every evaluation; None: there is none.
+            valid: Pairs of every evaluation, if any.
         """
         super().__init__(run, train.mean_length)
         self._head, self._train, self._valid = head, train, valid

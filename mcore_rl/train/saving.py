@@ -55,7 +55,7 @@ class _Save:
     skipped: int
     """Steps skipped in a row when it was made."""
     writing: ForkedCall[WrittenFiles] | None = None
-    """Background process that writes this rank's part; None: it is written here."""
+    """Background process that writes this rank's part; None: this process writes it."""
     waited_s: float | None = None
     """Time for which training waited; None: for the whole save."""
 

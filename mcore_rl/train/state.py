@@ -53,8 +53,8 @@ class TrainState:
     residence: Residence
     """Which of the model's buffers are on the device."""
     critic: "TrainState | None" = None
-    """Model of values that is trained together with this model on the same mesh, and saved with it; None: there is
-    none. Its `progress` counts its own optimizer steps.
+    """Model of values that is trained together with this model on the same mesh, and saved with it, if
+    any. Its `progress` counts its own optimizer steps.
     """
 
     @property
