@@ -122,6 +122,7 @@ class FusedAdam(torch.optim.Optimizer):
                 "eps": group["eps"],
                 "maximize": False,
             }
+            # The fused kernel reads the count from a tensor and leaves it as it is, so that all may share it.
             step = torch.full((), float(group["step"]), device=params[0].device)
             if self.master_weights:
                 for param in params:

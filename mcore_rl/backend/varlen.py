@@ -128,6 +128,7 @@ def _by_torch(
         bounds.longest,
         key_bounds.longest,
         scale=scale,
+        # No position to the right of a query: that makes it causal.
         window_size=(-1 if window is None else window, 0),
         enable_gqa=query.shape[1] != key.shape[1],
         **more,
@@ -209,6 +210,7 @@ class _WithSinks(torch.autograd.Function):
             ctx.bounds.longest,
             ctx.key_bounds.longest,
             0.0,
+            # Whether it is causal; a window is so by its right end, 0.
             ctx.window is None,
             # The random state of dropout, which there is none of.
             torch.zeros(2, dtype=torch.uint64, device=query.device),

@@ -113,6 +113,7 @@ class ShardPlanner:
         Tensors on a GPU are copied to the host. Those on the CPU are not: a write that does not fork must end before
         they change.
         """
+        # Whether shards make up each tensor depends on the structure alone, and the check gathers all ranks' shards.
         shards, common = save_preprocess(state, validate_access_integrity=not self._is_checked)
         self._is_checked = True
         self._shares.apply_saving_parallelization(shards)
@@ -194,6 +195,7 @@ def _finish(
             inputs=inputs,
             numerics=NUMERICS,
         )
+        # The names of all files before the marker: a crash must not leave a marker of files that are not there.
         flush_to_disk(plan.path)
         write_marker(plan.path, marker)
     return marker

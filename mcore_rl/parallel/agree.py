@@ -30,6 +30,7 @@ def on_every_rank(action: Callable[[], T]) -> T:
     """Collective over the world: return this rank's `action()`; all ranks raise the first rank's McoreRlError."""
     value, error = _outcome(action)
     errors: list[McoreRlError | None] = [None] * dist.get_world_size()
+    # Before any rank raises: one that raised at once would leave the others waiting in their next collective.
     dist.all_gather_object(errors, error)
     for rank, failure in enumerate(errors):
         if failure is not None:
@@ -41,6 +42,7 @@ def on_every_rank(action: Callable[[], T]) -> T:
 
 def from_first_of_model(value: T, mesh: Mesh) -> T:
     """Collective over the ranks of each model (tensor- and pipeline-parallel): return the first rank's `value`."""
+    # tp first: then every rank of the first stage has the value, and each sends it down its own pipeline.
     for axis in (mesh.tp, mesh.pp):
         if axis.size > 1:
             box = [value]

@@ -183,6 +183,7 @@ def _router_losses(
             totals[0] += head.count(microbatch)
             totals[1] += microbatch.routed_tokens
         dist.all_reduce(totals, group=layer_groups("dp_cp").dp_cp)
+        # Divided by the counted tokens in the end, a sum over routed tokens with this weight is their mean.
         for router in all_routers:
             router.loss_weight = (totals[0] / totals[1].clamp(min=1)).float()
     try:

@@ -250,13 +250,16 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         highest_N, sums_3N = _sums(shard.logits(tensor_TX, weight_vD), targets_T, rows_N, shard)
         total_N, weighted_N, target_N = sums_3N
         log_total_N = total_N.log()
+        # H = log Z - E[x]: the highest logit, which both sums are relative to, cancels.
         entropy_N = log_total_N - weighted_N / total_N
         results = total_N.new_zeros(len(targets_T)), total_N.new_zeros(len(targets_T))
+        # Not target - (highest + log total): a large highest logit would round away the digits of a small logarithm.
         results[0][rows_N] = (target_N - highest_N) - log_total_N
         if shard.has_entropy:
             results[1][rows_N] = entropy_N
         ctx.save_for_backward(tensor_TX, weight_vD, targets_T, rows_N, highest_N + log_total_N, entropy_N)
         ctx.shard = shard
+        # None, not zeros, for a result that the loss does not use: then the entropy's terms are not computed.
         ctx.set_materialize_grads(False)
         return results
 
@@ -271,6 +274,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         shard: _Shard = ctx.shard
         logits_Tv = shard.logits(tensor_TX, weight_vD)
         gradient = _Gradient(logits_Tv, shard)
+        # No collective: the saved sum over the whole vocabulary gives each rank the softmax of its slice.
         for rows_C, log_partition_C, entropy_C in zip(
             rows_N.split(shard.chunk_tokens),
             log_partition_N.split(shard.chunk_tokens),
@@ -293,6 +297,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                     pull_Cv.sub_(grad_logprobs_T[rows_C][:, None])
                 grad_Cv.mul_(pull_Cv)
             if grad_logprobs_T is not None and shard.num_valid:
+                # The 1 of the target, on the rank that has it; the others add 0 to their first column.
                 column_C, here_C = shard.column_of(targets_T[rows_C])
                 at_target_C = grad_logprobs_T[rows_C].where(here_C, 0)
                 grad_Cv.scatter_add_(1, column_C[:, None], at_target_C[:, None])
@@ -394,6 +399,7 @@ def _local_sums(logits_Tv: Logits, targets_T: Tensor, rows_N: Tensor, shard: _Sh
     exact = tensor_TX.new_empty(0, dtype=_exact(tensor_TX.dtype))
     highest_N = exact.new_full((len(rows_N),), -torch.inf)
     sums_3N = exact.new_zeros((3, len(rows_N)))
+    # A slice of nothing but padding: the rank takes part in the collectives with a maximum of -inf and sums of 0.
     if not shard.num_valid:
         return highest_N, sums_3N
     for start in range(0, len(rows_N), shard.chunk_tokens):

@@ -87,6 +87,7 @@ class _Guard(AbstractContextManager[None]):
         # torchrun's agent keeps a store for its ranks. Elsewhere rank 0 does, in the one server that a process has
         # for an address: the process group will join it.
         self.is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        # Two ranks, on two nodes where there are several: the lost node may be that of either.
         self.is_monitor = rank in (0, world_size - 1)
         self.leaving = threading.Event()
         self.last_message = threading.Lock()
@@ -201,7 +202,7 @@ class _Guard(AbstractContextManager[None]):
 
     def _leave(self) -> None:
         """Leave; the store goes with its host, which therefore leaves last."""
-        self.store.write(f"gone/{self.rank}", "")
+        self.store.write(f"gone/{self.rank}", "")  # before it waits: from now on its silence is no failure
         if self.is_host:
             self._wait_for_the_others()
         self.leaving.set()
@@ -254,7 +255,7 @@ class _Guard(AbstractContextManager[None]):
     def _lost_peer(self, failure: Failure, cause: str) -> Failure:
         """Return the failure with the ranks that are gone in its headline, where the store shows that some are."""
         before = [self._signs_of(rank) for rank in range(self.world_size)]
-        time.sleep(2.5 * LOOK_S)
+        time.sleep(2.5 * LOOK_S)  # in which a rank that lives gives two signs
         gone = [
             rank
             for rank, count in enumerate(before)

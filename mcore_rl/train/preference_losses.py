@@ -75,6 +75,7 @@ def unbiased_probability(probability_P: Tensor, flipped: float) -> Tensor:
 def log_odds(mean_logprobs_N: Tensor) -> Tensor:
     """Return log(p / (1 - p)) of p = e^x, the geometric mean of an answer's probabilities (arXiv 2403.07691)."""
     bounded_N = mean_logprobs_N.clamp(max=LARGEST_LOGPROB)
+    # 1 - e^x is 0 in float32 for an x above -6e-8, which expm1 keeps.
     return bounded_N - torch.log(-torch.expm1(bounded_N))
 
 
@@ -120,7 +121,7 @@ def pair_losses(
         compared_N = log_odds(gained_N)
     chosen_P, rejected_P = pairs_P2.unbind(1)
     target_P = config.target_margin + config.margin_coeff * margins_P.to(compared_N)
-    if config.loss == "ipo":
+    if config.loss == "ipo":  # (d - 1 / (2 beta))^2, arXiv 2310.12036
         target_P = target_P + 1 / (2 * config.beta)
     smooth = unbiased_probability if config.loss == "robust" else smoothed_probability
     loss_P = expected_loss(

@@ -117,6 +117,7 @@ def world_sums(outputs: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.d
     """
     values: dict[str, float] = {}
     if mesh.is_last_stage:
+        # Sorted: a collective adds by position, and a dict's order may differ between ranks.
         names = sorted(outputs[0])
         sums = [name for name in names if not name.startswith(MAX)]
         maxima = [name for name in names if name.startswith(MAX)]
