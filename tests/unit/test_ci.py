@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,44 @@ def test_variables_choose_the_cells_and_the_line_says_so(job):
     assert "MATRIX=all" in output
     assert "MATRIX and CELLS are set" in output
     assert "target test-parallel MATRIX=all\n" in output
+
+
+def test_the_cells_follow_from_the_files_changed_since_the_last_tag(tmp_path):
+    """Without a tag, or without git, the tree decides; where no file that a cell depends on has changed, few run."""
+    for name in (".ci", "mcore_rl", "docs", "bin"):
+        (tmp_path / name).mkdir()
+    shutil.copy(JOB, tmp_path / ".ci/job")
+    (tmp_path / "bin/make").write_text("#!/bin/sh\n")
+    (tmp_path / "bin/make").chmod(0o755)
+    own = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    for role in ("AUTHOR", "COMMITTER"):
+        own |= {f"GIT_{role}_NAME": "nobody", f"GIT_{role}_EMAIL": "nobody@example.com"}
+    environment = os.environ | own | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+
+    def run(*words):
+        return subprocess.run(
+            words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    def commit(name, text):
+        (tmp_path / name).write_text(text)
+        run("git", "add", "-A")
+        run("git", "commit", "-q", "-m", "a change")
+
+    assert "MATRIX=0 CELLS=0 " in run(".ci/job", "parallel")
+    run("git", "init", "-q")
+    commit("mcore_rl/a.py", "1")
+    assert "no tag in this checkout" in run(".ci/job", "parallel")
+    run("git", "tag", "v1")
+    commit("docs/a.md", "2")
+    line = run(".ci/job", "parallel")
+    assert "MATRIX=representative CELLS=0 " in line and "has changed since v1" in line
+    commit("mcore_rl/a.py", "3")
+    line = run(".ci/job", "parallel")
+    assert (
+        re.search(r"MATRIX=([012]) CELLS=\1 ", line) and "by the 1 files that have changed since v1" in line
+    )
+    assert run(".ci/job", "parallel").splitlines()[0] == line.splitlines()[0]
 
 
 def test_tests_that_hang_are_named_with_their_stacks(tmp_path):
