@@ -31,7 +31,7 @@ from mcore_rl.rl.types import Group, Problem, Prompt
 from mcore_rl.rl.update.objective import group_estimate, policy_objective
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import train_step
+from mcore_rl.train.step import compute_gradients, optimizer_step
 
 SETTINGS = """
 model.num_layers=4 model.hidden_size=64 model.num_heads=4 model.num_kv_heads=2 model.head_dim=16 model.vocab_size=26
@@ -86,8 +86,9 @@ def update(state: TrainState, groups: Sequence[Group], rewards_PG: Tensor) -> No
     head = PolicyHead(logprobs, mesh, policy_objective(CONFIG.rl.loss))
     for _ in range(2):
         with RoutingTape(chunks, mesh, layouts, cache, version=0) as tape:
-            train_step(state, [microbatch], head, routing=tape.impose())
+            gradients = compute_gradients(state, [microbatch], head, routing=tape.impose())
             tape.finish()
+        optimizer_step(state, gradients)
 
 
 if __name__ == "__main__":

@@ -45,10 +45,10 @@ def replay_violations(
         )
     if replay.kind == "r3":
         yield from _rollout(replay, model, engine_gives_routes)
-    elif replay.missing == "live":
+    elif replay.missing != "error":
         yield (
-            'replay.missing="live" with replay.kind="r2": the training engine records every route, and one that is '
-            'missing is a bug. Set replay.missing="error".'
+            f'replay.missing="{replay.missing}" with replay.kind="r2": the training engine records every route, and '
+            'one that is missing is a bug. Set replay.missing="error".'
         )
 
 
@@ -74,5 +74,7 @@ def _unused(replay: ReplayConfig, model: ModelConfig) -> Iterator[str]:
         )
     if replay.split_interval is not None and not model.is_moe:
         yield "replay.split_interval with a model without experts: no token is routed. Set it to none."
-    if replay.missing == "live":
-        yield 'replay.missing="live" has no effect with replay.kind="none". Set replay.missing="error".'
+    if replay.missing != "error":
+        yield (
+            f'replay.missing="{replay.missing}" has no effect with replay.kind="none". Set replay.missing="error".'
+        )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Probability, Section
 
 ReplayKind = Literal["none", "r2", "r3"]
 
@@ -23,12 +23,12 @@ class ReplayConfig(Section):
     in that pass too; `none`: every pass routes for itself."""
     reference: Literal["live", "replay"] = "live"
     """Routes of the reference policy: its router's own choice (`live`), or those imposed on the policy (`replay`)."""
-    missing: Literal["error", "live"] = "error"
+    missing: Literal["error", "live", "refuse"] = "error"
     """For r3, where the engine left out the routes of a token (a preempted request, a turn of a conversation, tokens
     from a server's cache), or a server computed them again with newer weights than sampled the token
     (rl.rollout.max_staleness). `error`: a server generates the completion again, and with the native engine the run
     ends. `live`: the token is routed live in every pass, and counted (`routes/live_fraction`); the routes of all other
-    tokens are imposed."""
+    tokens are imposed. `refuse`: the completion takes no part in its rollout batch (`max_refused_fraction`)."""
     store: Literal["device", "pinned"] = "device"
     """Memory in which routes wait for their pass: the device's, or page-locked main memory."""
     observe_rollout: bool = False
@@ -37,8 +37,13 @@ class ReplayConfig(Section):
     max_disagreement: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None = "auto"
     """Largest share of the tokens of a layer for which the engine's experts and the trainer's, chosen with the same
     weights, have none in common: rounding moves single experts, wrong or stale routes all of them. Above it the run
-    ends. `auto`: three times the share of the first pass in which each layer has 1,000 tokens, at least 0.01 and at
-    most 0.06, and 0.03 until then (0.2 and 0.1 with one expert a token); `none`: no limit."""
+    ends; a completion that is far above it by itself is left out (`max_refused_fraction`). `auto`: three times the
+    share of the first pass in which each layer has 1,000 tokens, at least 0.01 and at most 0.06, and 0.03 until then
+    (0.2 and 0.1 with one expert a token); `none`: no limit."""
+    max_refused_fraction: Probability = 0.1
+    """Largest share of the completions of a rollout batch that may be left out of it because of their routes
+    (`max_disagreement`, `missing`); above it the run ends. They have no part in advantages, losses and counts, and are
+    counted (`rollout_routes/refused_completions`). 0: the first one ends the run."""
     split_interval: PositiveInt | None = None
     """Rollout batches between two that measure how much of a mismatch is due to routing, by two more passes over a
     minibatch for each mismatch: of the engine with the trainer, where the engine's routes are here, and of the old

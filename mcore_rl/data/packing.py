@@ -3,7 +3,7 @@ decide, so that every rank finds the same plan without a message.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -69,23 +69,24 @@ class MinibatchPlan:
 
 
 def plan_minibatches(
-    lengths_N: Sequence[int], num_minibatches: int, dp_size: int, limits: PackingLimits
+    lengths: Mapping[int, int], num_minibatches: int, dp_size: int, limits: PackingLimits
 ) -> list[MinibatchPlan]:
     """Cut the samples, in order, into minibatches of sizes that differ by at most one, and lay each out.
 
     Args:
-        lengths_N: positions of each sample of the rollout batch.
+        lengths: sample -> its positions, for the samples of the rollout batch that are trained on.
 
     Returns:
         A plan for each optimizer step. Every sample lies in one microbatch of one rank; ranks have about as many
         positions as each other, and so have the microbatches of a rank.
     """
-    size, num_larger = divmod(len(lengths_N), num_minibatches)
+    samples = sorted(lengths)
+    size, num_larger = divmod(len(samples), num_minibatches)
     plans, begin = [], 0
     for index in range(num_minibatches):
         end = begin + size + (index < num_larger)
-        lengths = {sample: padded(lengths_N[sample], limits.sample_multiple) for sample in range(begin, end)}
-        plans.append(lay_out(lengths, dp_size, limits))
+        padded_lengths = {n: padded(lengths[n], limits.sample_multiple) for n in samples[begin:end]}
+        plans.append(lay_out(padded_lengths, dp_size, limits))
         begin = end
     return plans
 

@@ -327,6 +327,12 @@ METRICS: dict[str, MetricRow] = {
         MEAN,
         "Tokens whose routes of the engine are, in all layers, those of the token before, another id.",
     ),
+    "rollout_routes/refused_completions": MetricRow(
+        "completions",
+        SUM,
+        "Completions that were left out of a rollout batch because of the engine's routes "
+        "(replay.max_refused_fraction).",
+    ),
     "rollout_routes/layer_NN/changed_fraction": MetricRow(
         "fraction", MEAN, "rollout_routes/changed_fraction in layer NN, counted from 0."
     ),

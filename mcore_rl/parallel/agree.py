@@ -1,6 +1,6 @@
 """Agreement of all ranks on results, decisions and errors that a single rank has found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -66,6 +66,19 @@ def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
                 f"rank {rank}: {problem}" if len(problems_of_ranks) > 1 else problem for problem in found
             )
             raise _of_rank(rank, kind(text))
+
+
+def world_union(of_rank: Mapping[int, str]) -> dict[int, str]:
+    """Collective over the world: return the entries of all ranks' mappings by rising key, the same on all ranks; of a
+    key that several ranks have, the first rank's.
+    """
+    # One number first, as above.
+    if not world_max(len(of_rank)):
+        return {}
+    of_ranks: list[Mapping[int, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, dict(of_rank))
+    merged = {key: value for one in reversed(of_ranks) for key, value in one.items()}
+    return dict(sorted(merged.items()))
 
 
 def world_max(value: int) -> int:

@@ -142,7 +142,7 @@ class RoutingCache:
                     problems.append(
                         f"sample {sample} of version {version}: {len(cached.missing_n)} of its {length} tokens have no "
                         f'routes, the first at position {int(cached.missing_n[0])}. replay.missing="live" routes such '
-                        "tokens live"
+                        'tokens live, "refuse" leaves their completion out'
                     )
                 token_n = token_n[~torch.isin(tokens.position_t[token_n], cached.missing_n)]
             if cached is not None and cached.shared is not None:

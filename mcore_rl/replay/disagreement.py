@@ -1,7 +1,7 @@
 """How far the engine's routes may be unlike those that the trainer chooses, and how far they must be."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config.replay import ReplayConfig
@@ -84,8 +84,8 @@ class DisagreementLimit:
             "weights. Look at rollout_routes/* in the report; replay.max_disagreement is the limit."
         )
 
-    def problems_of_samples(self, disjoint_by_sample: Mapping[int, tuple[int, int]]) -> Iterator[str]:
-        """Yield a sentence for each sample whose routes are probably not its own, though few of a batch are no large
+    def problems_of_samples(self, disjoint_by_sample: Mapping[int, tuple[int, int]]) -> dict[int, str]:
+        """Return a sentence for each sample whose routes are probably not its own, though few of a batch are no large
         share of a layer's tokens: those of another request, shifted, or of a stale block of the engine's cache.
 
         Args:
@@ -93,17 +93,19 @@ class DisagreementLimit:
         """
         setting = self._config.max_disagreement
         if setting is None:
-            return
+            return {}
+        found = {}
         limit = 2 * self._first if setting == "auto" else max(2 * self._first, setting)
         for sample, (disjoint, compared) in disjoint_by_sample.items():
             by_chance = DEVIATIONS * math.sqrt(limit * (1 - limit) * compared)
             if disjoint > limit * compared + by_chance + FEW_TOKENS:
-                yield (
+                found[sample] = (
                     f"sample {sample}: {disjoint / compared:.0%} of its {compared} choices (token, layer) have no "
                     "expert in common with those that the trainer makes with the same weights (limit "
                     f"{limit:.0%} and what chance adds): the rollout engine's routes are probably not of this "
-                    "completion. Look at the engine's log and caches; replay.max_disagreement is the limit."
+                    "completion. Look at the engine's log and caches; replay.max_disagreement is the limit"
                 )
+        return found
 
 
 def exchanged_experts(totals: RouteTotals) -> str | None:

@@ -13,6 +13,7 @@ from mcore_rl.parallel.schedule import MAX
 from mcore_rl.plan.flops import train_flops_by_length
 from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
 from mcore_rl.rl.passes.batch import Minibatch
+from mcore_rl.rl.passes.policy_routes import RefusedCompletionsError
 from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_interval, evaluation_metrics
 from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts
 from mcore_rl.rl.rollouts.samples import gather_samples, table_lines, write_samples
@@ -64,7 +65,7 @@ class RlTrainer(Trainer):
 
     def _step(self) -> None:
         """Do one rollout batch: as many optimizer steps as it has minibatches, times the epochs."""
-        progress, learner, start_s = self.state.progress, self.learner, time.perf_counter()
+        progress, start_s = self.state.progress, time.perf_counter()
 
         # Prompts, a group of completions for each, and their rewards; with the prompts the cursor moves on.
         rollout = self.rollouts.take(progress.consumed_prompts)
@@ -75,6 +76,22 @@ class RlTrainer(Trainer):
         self._was_truncated = rollout.truncation_warning is not None
         if rollout.signal is not None and self.config.rl.advantage.kind != "zero":
             self._log_lines(self._learning.of_batch(rollout.signal))
+        while True:
+            try:
+                self._learn_from(rollout, start_s)
+                return
+            except RefusedCompletionsError as refused:
+                # Nothing has learned from the rollout batch yet: all of its passes are made again without them.
+                self._log_lines([f"warning: left out: {reason}" for reason in refused.reasons.values()])
+                rollout = rollout.without(refused.reasons)
+
+    def _learn_from(self, rollout: Rollout, start_s: float) -> None:
+        """Make the passes over a rollout batch that began at `start_s`, its updates, and the engine's new weights.
+
+        Raises:
+            RefusedCompletionsError: on all ranks, before anything has learned.
+        """
+        progress, learner = self.state.progress, self.learner
 
         # This rank's packed microbatches, after passes without gradient. The routes of these are recorded and imposed
         # by `learner.routes`. A KL in the reward and a critic make advantages depend on the passes.

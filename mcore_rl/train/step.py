@@ -36,17 +36,44 @@ class StepReport:
     """True when the gradient was not finite: weights, expert biases, optimizer and schedule are as before."""
 
 
-def train_step(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradients:
+    """Gradients of a batch in the buffers of the model, before its optimizer step."""
+
+    outputs: Sequence[dict[str, Tensor]]
+    """Outputs of the head for each microbatch, scalars; [] before the last pipeline stage."""
+    biases: Sequence[tuple[Tensor, Tensor]]
+    """Each expert bias of this rank, with its values before the pass: Megatron moves biases by the load of the experts
+    before the optimizer looks at the gradient."""
+
+    def discard(self) -> None:
+        """Make the model what it was before the pass, where no optimizer step is taken on its gradients."""
+        for bias, before in self.biases:
+            bias.copy_(before)
+
+
+def train_step(state: TrainState, microbatches: Sequence[Input], head: Head[Input]) -> StepReport:
+    """Collective over the mesh: do one optimizer step.
+
+    Args:
+        state: The model in training; weights, optimizer, schedule and `progress.step` change.
+        microbatches: This data-parallel rank's share of the batch, the same number on every rank.
+        head: The objective.
+    """
+    return optimizer_step(state, compute_gradients(state, microbatches, head))
+
+
+def compute_gradients(
     state: TrainState,
     microbatches: Sequence[Input],
     head: Head[Input],
     *,
     routing: Routing = free_routing,
-) -> StepReport:
-    """Collective over the mesh: do one optimizer step.
+) -> Gradients:
+    """Collective over the mesh: run a batch forward and backward, for an `optimizer_step` or to be discarded.
 
     Args:
-        state: The model in training; weights, optimizer, schedule and `progress.step` change.
+        state: The model in training.
         microbatches: This data-parallel rank's share of the batch, the same number on every rank.
         head: The objective.
         routing: Context of each chunk's forward, which may impose the experts of a rollout.
@@ -55,29 +82,31 @@ def train_step(
         chunk.train()
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    learning_rate = current_learning_rate(state)
     biases = [
-        router.expert_bias
+        (router.expert_bias, router.expert_bias.clone())
         for chunk in state.chunks
         for _, router in routers(chunk)
         if router.expert_bias is not None
     ]
-    biases_before = [bias.clone() for bias in biases]
     with state.timers.phase("forward_backward"):
         outputs = run_pass(state.chunks, microbatches, head, backward=True, routing=routing)
+    return Gradients(outputs=outputs, biases=biases)
+
+
+def optimizer_step(state: TrainState, gradients: Gradients) -> StepReport:
+    """Collective over the mesh: change weights, optimizer, schedule and `progress.step` by the gradients."""
+    learning_rate = current_learning_rate(state)
     with state.timers.phase("optimizer"):
         updated, grad_norm, _ = state.optimizer.step()
     # A skipped step moves no schedule: the next one uses the same learning rate.
     if updated:
         state.schedule.step(1)
     else:
-        # Megatron moves them by the load of the experts, before the optimizer looks at the gradient.
-        for bias, before in zip(biases, biases_before, strict=True):
-            bias.copy_(before)
+        gradients.discard()
     state.progress.step += 1
     state.progress.skipped_steps += int(not updated)
     state.progress.skipped_in_a_row = 0 if updated else state.progress.skipped_in_a_row + 1
-    sums = world_sums(outputs, state.mesh, state.platform.device)
+    sums = world_sums(gradients.outputs, state.mesh, state.platform.device)
     return StepReport(
         loss=sums["loss"] / max(sums["count"], 1.0),
         count=int(sums["count"]),

@@ -7,12 +7,12 @@ import pytest
 from mcore_rl.backend.platform import Platform, start
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError, DataError
-from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, world_max
+from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, world_max, world_union
 from tests.ranks import run_ranks
 
 
-def agreed() -> tuple[int, int, int, str, str, Platform]:
-    """On a rank: results of the three, the errors of two, and a platform whose kernels were chosen on the way."""
+def agreed() -> tuple[int, int, int, dict[int, str], str, str, Platform]:
+    """On a rank: results of the four, the errors of two, and a platform whose kernels were chosen on the way."""
     rank = int(os.environ["RANK"])
 
     def fail_beyond(first: int) -> int:
@@ -32,6 +32,7 @@ def agreed() -> tuple[int, int, int, str, str, Platform]:
         on_rank_zero(only_on_rank_zero),
         on_every_rank(lambda: rank),
         world_max(rank),
+        world_union({3 - rank: f"of rank {rank}", 7: f"first {rank}"} if rank else {}),
         str(every.value),
         str(zero.value),
         start(PlatformConfig()),
@@ -44,8 +45,9 @@ def refuse() -> None:
 
 def test_ranks_agree_on_results_and_errors() -> None:
     ranks = run_ranks(agreed, 3)
-    for rank, (zero, own, largest, every_error, zero_error, platform) in enumerate(ranks):
+    for rank, (zero, own, largest, union, every_error, zero_error, platform) in enumerate(ranks):
         assert platform.layers_id == ranks[0][-1].layers_id and platform.layers == "cpu"
         assert (zero, own, largest) == (42, rank, 2)
+        assert [*union.items()] == [(1, "of rank 2"), (2, "of rank 1"), (7, "first 1")]
         assert every_error == "rank 1: no file here 1"
         assert zero_error == "of another model"

@@ -67,7 +67,8 @@ def on_a_rank(
     by_sample, totals = tape.disjoint_by_sample, tape.totals
     # So few tokens are no evidence: those of sixty completions like these are.
     many = {n: (60 * disjoint, 60 * compared) for n, (disjoint, compared) in by_sample.items()}
-    problems = [*DisagreementLimit(case.replay, MODELS[MODEL].moe.top_k, []).problems_of_samples(many)]
+    limit = DisagreementLimit(case.replay, MODELS[MODEL].moe.top_k, [])
+    problems = [*limit.problems_of_samples(many).values()]
     sums = (sum(totals.disjoint_L), sum(totals.current_L))
     return by_sample, problems, sums, totals.expert_choices_2LE
 

@@ -30,7 +30,7 @@ def pick_layers(
         experts_TLK: Its answer: all hidden layers (dense ones are zeros), or the MoE layers alone; None: there is none.
         model: The model.
         num_tokens: Tokens of prompt and completion but the last, which enters no layer.
-        may_miss: Whether the server may leave some tokens out (replay.missing="live"): it fills their rows with -1, or
+        may_miss: Whether the server may leave some tokens out (replay.missing): it fills their rows with -1, or
             with zeros, which are no routes where a token has several experts. Their rows are -1 in the result.
 
     Raises:
@@ -79,7 +79,7 @@ def without_recomputed(
         experts_TLK: Experts `[T, layers, K]` of prompt and completion but the last token.
         versions: Versions of the weights that sampled the completion's tokens.
         num_prompt: Tokens of the prompt.
-        may_miss: Whether tokens may have no routes (replay.missing="live"): the rows are -1 in the result.
+        may_miss: Whether tokens may have no routes (replay.missing): the rows are -1 in the result.
 
     Raises:
         ServerError: there are such rows, and no token may be without routes.
@@ -92,7 +92,7 @@ def without_recomputed(
         raise ServerError(
             f"{url}: weights came after {versions[-1].start} tokens of the completion, and the server computed the "
             f"routes of {num_recomputed} tokens again with them: they are not the routes with which these were "
-            'sampled. replay.missing="live" routes them live'
+            'sampled. replay.missing="live" routes them live, "refuse" leaves their completion out'
         )
     kept_TLK = experts_TLK.copy()
     kept_TLK[:num_recomputed] = -1

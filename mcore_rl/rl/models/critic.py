@@ -26,11 +26,13 @@ from mcore_rl.rl.passes.optional import Pass
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import StepReport, refuse_no_gradient, train_step
+from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, refuse_no_gradient
 
 
 class Critic(Pass):
     """Values by a model with its own optimizer and its own routes. Every method is collective over the world."""
+
+    learns_before_policy = True
 
     def __init__(
         self,
@@ -155,7 +157,8 @@ class Critic(Pass):
                 # From the config, whatever routing the update was given.
                 is_imposed = self._critic.replay == "r2"
                 with self._imposing(microbatches) as routing, self._proving(is_imposed=is_imposed):
-                    report = train_step(self.state, microbatches, self._loss_head, routing=routing)
+                    gradients = compute_gradients(self.state, microbatches, self._loss_head, routing=routing)
+                report = optimizer_step(self.state, gradients)
                 refuse_no_gradient(report, self.state.progress.step)
                 reports.append(report)
         return reports

@@ -211,7 +211,8 @@ class ReferencePass(Pass):
         if loss.kl_target is None:
             return []
         num_completions = sum(one.num_samples for one in minibatches)
-        kl_nats = self.sums(num_completions, minibatches).sum().item() / max(num_completions, 1)
+        kl_N = self.sums(len(minibatches[0].loss_weights_N), minibatches)
+        kl_nats = kl_N.sum().item() / max(num_completions, 1)
         metrics = [Metric("kl/coeff", self.coeff), Metric("kl/completion", kl_nats)]
         if num_completions and policy_has_learned:
             self._state.progress.kl_coeff = next_kl_coeff(

@@ -38,6 +38,9 @@ class Pass:
     needs_old_logprobs = False
     """Whether it reads the first minibatch's old logprobs or routes before or after the only update of that."""
 
+    learns_before_policy = False
+    """Whether it trains on a rollout batch before the policy's first update."""
+
     reward_kl: RewardKl | None = None
     """KL that rewards pay for; None: it has none."""
 

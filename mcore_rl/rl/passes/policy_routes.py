@@ -1,6 +1,6 @@
 """Routing of every pass over a rollout batch: which passes record, impose or observe routes, and from which cache."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -11,9 +11,10 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.agree import refuse_anywhere
+from mcore_rl.parallel.agree import MAX_PROBLEMS, world_union
 from mcore_rl.parallel.routers import unfuse_routers
 from mcore_rl.parallel.schedule import Routing, free_routing
+from mcore_rl.replay.accounts import RouteTotals
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.disagreement import DisagreementLimit, StaleRoutes
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
@@ -24,6 +25,17 @@ from mcore_rl.rl.passes.batch import PolicyMicrobatch
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Prompt
 from mcore_rl.train.state import TrainState
+
+
+class RefusedCompletionsError(Exception):
+    """Raised on all ranks before anything has learned from a rollout batch: some of its completions have to be left out
+    because of their routes, and its passes made again without them.
+    """
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        """Take a sentence for each sample that is refused."""
+        super().__init__("; ".join(reasons.values()))
+        self.reasons = reasons
 
 
 class PolicyRoutes:
@@ -60,6 +72,14 @@ class PolicyRoutes:
         self.stale = StaleRoutes(config.model.moe.top_k)
         """The engine's routes of tokens that older weights sampled."""
         self._version = 0
+        # A critic is updated before the policy, whose first update is then too late for leaving completions out.
+        is_late = config.has_critic and not self._is_recorded
+        self._max_refused_fraction = 0.0 if is_late else config.replay.max_refused_fraction
+        self._num_completions = self._num_refused = 0
+        self._compared: list[RouteTotals] = []
+        """Passes since the last call of `settle` in which the engine's routes were compared with the live choice."""
+        self._faulty: dict[int, str] = {}
+        """Sentence on each sample of these passes whose routes are wrong, on the ranks that train on it."""
         self._recorded: RoutingCache | None = None
         self._from_rollout: RoutingCache | None = None
         self._shift: RouterShift | None = None
@@ -84,7 +104,13 @@ class PolicyRoutes:
         Args:
             rollout: the completions that this rank's model generated.
             microbatches: all microbatches in which this rank trains on the rollout batch.
+
+        Raises:
+            RefusedCompletionsError: on all ranks, when completions have no routes of some tokens, with
+                replay.missing="refuse".
         """
+        self._metrics, self._compared, self._faulty = [], [], {}
+        self._num_completions, self._num_refused = rollout.rewards_PG.numel(), len(rollout.refused)
         for cache in (self._recorded, self._from_rollout, self._live):
             if cache is not None:
                 cache.drop(self._version)
@@ -98,7 +124,11 @@ class PolicyRoutes:
             group_index * group_size + index: self._given(group.prompt, completion, group_index)
             for group_index, group in rollout.groups.items()
             for index, completion in enumerate(group.completions)
+            if group_index * group_size + index not in rollout.refused
         }
+        if self._replay.missing == "refuse":
+            self._refuse(world_union(dict(self._incomplete(routes))))
+        self._metrics.append(Metric("rollout_routes/refused_completions", self._num_refused))
         generated = {sample: found for sample, found in routes.items() if found is not None}
         layouts = [layout_of(microbatch) for microbatch in microbatches]
         with self._state.timers.phase("routes"):
@@ -108,12 +138,67 @@ class PolicyRoutes:
 
     def _given(self, prompt: Prompt, completion: Completion, group: int) -> RolloutRoutes | None:
         """Return the routes of a completion; of one that came without them rows of -1 where tokens may be without."""
-        if completion.experts_TLK is not None or self._replay.missing == "error":
+        if completion.experts_TLK is not None or self._replay.missing != "live":
             return routes_of(prompt, completion, group)
         assert self._from_rollout is not None
         shape = (len(prompt.tokens_T) + len(completion.tokens_T) - 1, len(self._from_rollout.layers))
         without_TLK = torch.full((*shape, self._from_rollout.top_k), -1, dtype=torch.int16)
         return routes_of(prompt, replace(completion, experts_TLK=without_TLK), group)
+
+    def _incomplete(self, routes: Mapping[int, RolloutRoutes | None]) -> Iterator[tuple[int, str]]:
+        """Yield each sample that has no routes of some tokens, with a sentence."""
+        assert self._from_rollout is not None
+        # A pipeline stage without experts has rows of no layer, in which nothing can be missing.
+        for sample, found in routes.items() if self._from_rollout.layers else ():
+            if found is None:
+                yield sample, f"sample {sample}: the engine returned no routes"
+            elif num_missing := int((~found.has_routes_T).sum()):
+                yield (
+                    sample,
+                    f"sample {sample}: the engine returned no routes of {num_missing} of its {len(found.tokens_T)} "
+                    "tokens",
+                )
+
+    @property
+    def judges_updates(self) -> bool:
+        """Whether the first update of a rollout batch may be the pass in which the engine's routes are compared with
+        the live choice.
+        """
+        return self._replay.kind == "r3" and self._replay.max_disagreement is not None
+
+    def settle(self) -> None:
+        """Collective over the world, before anything learns: judge the engine's routes by the passes since the last
+        call that compared them with the live choice under the same weights.
+
+        Raises:
+            RefusedCompletionsError: on all ranks, when the routes of single completions are wrong.
+            RoutingError: on all ranks, when those of too many are, or those of a layer.
+        """
+        if not self._compared:
+            return
+        self._refuse(world_union(self._faulty))
+        for totals in self._compared:
+            # The sums are equal on all ranks, so that all of them raise.
+            if problem := self._limit.problem(totals):
+                raise RoutingError(f"Rollout batch at step {self._version}: {problem}")
+            self.stale.add_routes(totals)
+        self._compared = []
+
+    def _refuse(self, faulty: Mapping[int, str]) -> None:
+        """Raise the error of `faulty` samples, with a sentence on each, the same on all ranks; none of no sample."""
+        if not faulty:
+            return
+        num_refused = self._num_refused + len(faulty)
+        most_refused = int(self._max_refused_fraction * self._num_completions + 1e-9)
+        if num_refused <= most_refused:
+            raise RefusedCompletionsError(faulty)
+        of_layers = (self._limit.problem(totals) for totals in self._compared)
+        reasons = next(filter(None, of_layers), "; ".join(list(faulty.values())[:MAX_PROBLEMS]))
+        raise RoutingError(
+            f"Rollout batch at step {self._version}: {reasons}. The routes of {num_refused} of its "
+            f"{self._num_completions} completions are refused, and {most_refused} may be left out "
+            "(replay.max_refused_fraction)."
+        )
 
     @contextmanager
     def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> Iterator[Routing]:
@@ -166,7 +251,9 @@ class PolicyRoutes:
         self, microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch], *, is_old_policy: bool
     ) -> AbstractContextManager[Routing]:
         if self._replay.kind == "r3":
-            name = "rollout_routes" if is_old_policy else "routes"
+            # Sampled logprobs of the old policy save the passes before the first update, whose weights are its.
+            is_first = not self._is_recorded and self._state.progress.step == self._version
+            name = "rollout_routes" if is_old_policy or is_first else "routes"
             return self._taped(microbatches, RoutingTape.impose, self._from_rollout, name)
         if is_old_policy or not self._is_recorded:
             return nullcontext(free_routing)
@@ -264,18 +351,8 @@ class PolicyRoutes:
                 metrics = tape.finish(name or "routes")
         if name == "rollout_routes":
             assert tape.totals is not None
-            self.stale.add_routes(tape.totals)
-            problem = self._limit.problem(tape.totals)
-            # The sums are equal on all ranks, so that all of them raise.
-            if problem is not None:
-                raise RoutingError(f"Rollout batch at step {self._version}: {problem}")
-            refuse_anywhere(
-                [
-                    f"Rollout batch at step {self._version}: {problem}"
-                    for problem in self._limit.problems_of_samples(tape.disjoint_by_sample)
-                ],
-                RoutingError,
-            )
+            self._compared.append(tape.totals)
+            self._faulty |= self._limit.problems_of_samples(tape.disjoint_by_sample)
         self._metrics += metrics if name else []
 
 

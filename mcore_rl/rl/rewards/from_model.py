@@ -230,9 +230,9 @@ class RewardModel:
             )
             for index, (one, (begin, count)) in enumerate(zip(readings, own, strict=True))
         }
-        lengths_N = [shapes[index].num_positions for index in range(len(shapes))]
-        limits = self._limits(max(lengths_N))
-        (plan,) = plan_minibatches(lengths_N, 1, mesh.dp.size, limits)
+        lengths = {index: shape.num_positions for index, shape in shapes.items()}
+        limits = self._limits(max(lengths.values()))
+        (plan,) = plan_minibatches(lengths, 1, mesh.dp.size, limits)
         wanted = [plan.samples_of(rank) for rank in self._dp_ranks]
         here = exchange_samples(samples, shapes, wanted, mesh.dp_cp, device)
         microbatches = [

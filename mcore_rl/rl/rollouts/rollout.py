@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -65,6 +65,23 @@ class Rollout:
     """Signal in all groups that were generated for it; None: not known."""
     greedy_rewards_P: Tensor | None = None
     """float64: reward of the greedy completion of each prompt, with rl.advantage.kind="remax"; NaN: it has none."""
+    refused: frozenset[int] = frozenset()
+    """Samples that are in no pass and no update, because of the engine's routes; their reward is NaN."""
+
+    def without(self, samples: Collection[int]) -> "Rollout":
+        """Return the rollout batch without these samples, which keep their indices: they are refused."""
+        group_size = self.rewards_PG.shape[1]
+        rewards_PG = self.rewards_PG.clone()
+        rewards_PG.view(-1)[list(samples)] = torch.nan
+        return replace(
+            self,
+            rewards_PG=rewards_PG,
+            steps_PGI=[
+                [() if p * group_size + g in samples else steps_I for g, steps_I in enumerate(steps_GI)]
+                for p, steps_GI in enumerate(self.steps_PGI)
+            ],
+            refused=self.refused | frozenset(samples),
+        )
 
     def samples(self) -> dict[int, TrainedSample]:
         """Return the samples that this replica generated, by index."""

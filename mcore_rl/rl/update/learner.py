@@ -25,12 +25,12 @@ from mcore_rl.rl.passes.batch import (
 from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead
 from mcore_rl.rl.passes.optional import Pass, methods_of
 from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
-from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.rl.passes.policy_routes import PolicyRoutes, RefusedCompletionsError
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.update.advantages import estimator_of
 from mcore_rl.rl.update.objective import policy_objective
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import StepReport, refuse_no_gradient, train_step
+from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, refuse_no_gradient
 
 CPU_LENGTH_MULTIPLE = 8
 """Packed sequences are padded to a multiple of this on a CPU, where padding costs time alone."""
@@ -69,6 +69,7 @@ class Learner:
         )
         """Methods of the passes, of those that have them, which the trainer calls."""
         self._needs_old_logprobs = any(one.needs_old_logprobs for one in passes)
+        self._learns_before_policy = any(one.learns_before_policy for one in passes)
         self._logprobs = logprobs
         mesh = state.mesh
         self._objective = policy_objective(config.rl.loss, config.rl.distill)
@@ -92,15 +93,15 @@ class Learner:
         this rank its samples.
         """
         config, mesh, device = self.config, self.state.mesh, self.state.platform.device
-        shapes = [rollout.shapes[index] for index in range(len(rollout.shapes))]
+        shapes = rollout.shapes
         plans = plan_minibatches(
-            [shape.num_positions for shape in shapes],
+            {n: shape.num_positions for n, shape in shapes.items() if n not in rollout.refused},
             config.rollout_size // config.train.global_batch,
             mesh.dp.size,
             self._limits,
         )
         wanted = [[index for plan in plans for index in plan.samples_of(rank)] for rank in self._dp_ranks]
-        samples = exchange_samples(rollout.samples(), rollout.shapes, wanted, mesh.dp_cp, device)
+        samples = exchange_samples(rollout.samples(), shapes, wanted, mesh.dp_cp, device)
         minibatches = []
         for plan in plans:
             indices = [index for rank in range(mesh.dp.size) for index in plan.samples_of(rank)]
@@ -129,6 +130,9 @@ class Learner:
         """Return the minibatches with logprobs under the old policy, which is the policy as it is now.
 
         The first minibatch is left on-policy where its own update can give them: it is made by the old policy itself.
+
+        Raises:
+            RefusedCompletionsError: on all ranks, when completions have the engine's routes of others.
         """
         if self.config.rl.update.old_logprobs == "rollout":
             return [
@@ -139,12 +143,14 @@ class Learner:
         num_on_policy = 1 if self._first_is_on_policy else 0
         on_policy = [replace(one, is_on_policy=True) for one in minibatches[:num_on_policy]]
         with self.state.timers.phase("old_logprobs"):
-            return on_policy + [
+            passed = [
                 self._logprobs.added(
                     minibatch, "old_logprobs_T", self.routes.old_policy, is_imposed=is_imposed
                 )
                 for minibatch in minibatches[num_on_policy:]
             ]
+        self.routes.settle()
+        return on_policy + passed
 
     def prepared(self, rollout: Rollout) -> list[Minibatch]:
         """Return the minibatches of a rollout batch after all passes without gradient."""
@@ -175,6 +181,10 @@ class Learner:
         Returns:
             What the step did. None where there is no token to train on (dynamic sampling has found no group with a
             signal, or all completions are truncated and masked): the step is counted and changes nothing.
+
+        Raises:
+            RefusedCompletionsError: on all ranks, when completions have the engine's routes of others; the policy is as
+                before.
         """
         progress = self.state.progress
         if not minibatch.totals.num_tokens:
@@ -200,12 +210,18 @@ class Learner:
         mixed: Sequence[PolicyMicrobatch | LocalMicrobatch] = microbatches
         for in_update in self._in_update:
             head, mixed = in_update(head, mixed, minibatch.totals.num_tokens)
-        with (
-            self.optimizer_state_on_device(),
-            self.routes.update(mixed, is_old_policy=minibatch.is_on_policy) as routing,
-            self._logprobs.proving(is_imposed=is_imposed),
-        ):
-            report = train_step(self.state, mixed, head, routing=routing)
+        with self.optimizer_state_on_device():
+            with (
+                self.routes.update(mixed, is_old_policy=minibatch.is_on_policy) as routing,
+                self._logprobs.proving(is_imposed=is_imposed),
+            ):
+                gradients = compute_gradients(self.state, mixed, head, routing=routing)
+            try:
+                self.routes.settle()
+            except RefusedCompletionsError:
+                gradients.discard()
+                raise
+            report = optimizer_step(self.state, gradients)
         refuse_no_gradient(report, progress.step)
         progress.consumed_samples += minibatch.num_samples
         progress.consumed_tokens += report.count
@@ -214,7 +230,12 @@ class Learner:
     @property
     def _first_is_on_policy(self) -> bool:
         """Whether nothing needs the first minibatch's old logprobs (or routes) before or after its only update."""
-        return self.config.rl.update.epochs == 1 and not self._needs_old_logprobs
+        return (
+            self.config.rl.update.epochs == 1
+            and not self._needs_old_logprobs
+            # What learns first must not learn from completions that the policy's update would refuse.
+            and not (self._learns_before_policy and self.routes.judges_updates)
+        )
 
     def _loss_weights(self, num_trained_N: Tensor, totals: BatchTotals) -> Tensor:
         if not totals.num_tokens:

@@ -28,6 +28,8 @@ def test_a_run_without_replay_needs_no_experts() -> None:
         (ReplayConfig(kind="r3"), DROPPING, {}, "capacity_factor"),
         (ReplayConfig(kind="r2", missing="live"), MOE, {}, 'missing="live"'),
         (ReplayConfig(missing="live"), MOE, {}, 'missing="live"'),
+        (ReplayConfig(kind="r2", missing="refuse"), MOE, {}, 'missing="refuse" with replay.kind="r2"'),
+        (ReplayConfig(missing="refuse"), MOE, {}, 'missing="refuse" has no effect'),
         (ReplayConfig(reference="replay"), MOE, {}, 'reference="replay"'),
         (ReplayConfig(split_layers=4), MOE, {}, "replay.split_interval=none: no mismatch is divided"),
         (

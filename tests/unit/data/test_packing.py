@@ -35,7 +35,10 @@ def test_each_sample_is_in_one_microbatch_of_one_rank_within_the_limits(seed: in
     )
     lengths = [draw.randint(1, 64 - multiple) for _ in range(draw.randint(1, 60))]
     dp_size, num_minibatches = draw.randint(1, 4), draw.randint(1, 5)
-    plans = plan_minibatches(lengths, num_minibatches, dp_size, limits)
+    # Some of the batch's samples may be left out.
+    samples = sorted(draw.sample(range(100), len(lengths)))
+    lengths_of_samples = dict(zip(samples, lengths, strict=True))
+    plans = plan_minibatches(lengths_of_samples, num_minibatches, dp_size, limits)
     assert len(plans) == num_minibatches
     in_order = []
     for plan in plans:
@@ -47,12 +50,12 @@ def test_each_sample_is_in_one_microbatch_of_one_rank_within_the_limits(seed: in
         for of_rank in plan.microbatches:
             for microbatch in of_rank:
                 assert (
-                    sum(-(-lengths[sample] // multiple) * multiple for sample in microbatch)
+                    sum(-(-lengths_of_samples[sample] // multiple) * multiple for sample in microbatch)
                     <= limits.max_tokens
                 )
         indices = sorted(sample for rank in range(dp_size) for sample in plan.samples_of(rank))
         in_order += indices
-    assert in_order == list(range(len(lengths))), "minibatches are runs of samples in order"
+    assert in_order == samples, "minibatches are runs of samples in order"
     sizes = [sum(len(plan.samples_of(rank)) for rank in range(dp_size)) for plan in plans]
     assert max(sizes) - min(sizes) <= 1
 
@@ -60,7 +63,8 @@ def test_each_sample_is_in_one_microbatch_of_one_rank_within_the_limits(seed: in
 def test_ranks_are_balanced_to_within_one_sample() -> None:
     draw = random.Random(1)
     lengths = [draw.randint(1, 100) for _ in range(256)]
-    (plan,) = plan_minibatches(lengths, 1, 8, PackingLimits(max_tokens=1024, multiple=1, sample_multiple=1))
+    limits = PackingLimits(max_tokens=1024, multiple=1, sample_multiple=1)
+    (plan,) = plan_minibatches(dict(enumerate(lengths)), 1, 8, limits)
     totals = [sum(lengths[sample] for sample in plan.samples_of(rank)) for rank in range(8)]
     assert max(totals) - min(totals) <= 100
     # By the integral packing bound no plan has fewer microbatches than the tokens of the fullest rank need.
@@ -68,5 +72,5 @@ def test_ranks_are_balanced_to_within_one_sample() -> None:
 
 
 def test_a_rank_without_samples_gets_empty_microbatches() -> None:
-    (plan,) = plan_minibatches([5], 1, 3, PackingLimits(max_tokens=8, multiple=1, sample_multiple=1))
+    (plan,) = plan_minibatches({0: 5}, 1, 3, PackingLimits(max_tokens=8, multiple=1, sample_multiple=1))
     assert sorted(plan.microbatches) == [((),), ((),), ((0,),)]

@@ -1,0 +1,235 @@
+"""Completions that are left out of a rollout batch because of their routes: the rest trains as if they had not been."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.rl.advantage import AdvantageConfig
+from mcore_rl.config.rl.critic import CriticConfig
+from mcore_rl.config.rl.reward import RewardConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import LogConfig, TrainConfig
+from tests.parallel.parity import Tensors, assembled
+from tests.parallel.refusals import FAILED, Batch, Routes, learned, live_routes
+from tests.parallel.rl_steps import GROUPS, SIZE
+from tests.parallel.test_rl_updates import config_of, weights
+from tests.ranks import run_ranks
+from tests.tiny_models import TINY
+
+MODEL = "deepseek_v3"
+"""It has an expert bias, which every routed token moves, and layers without experts."""
+N = GROUPS * SIZE
+NUMBERS = ("train/grad_norm", "train/consumed_tokens", "critic/grad_norm", "critic/loss")
+MESHES = {
+    "alone": MeshConfig(),
+    "tp2-pp2": MeshConfig(tp=2, pp=2),
+    "ep2": MeshConfig(ep=2, dp=2),
+    "cp2": MeshConfig(cp=2),
+}
+
+
+@dataclass(frozen=True)
+class Learned:
+    weights: Tensors
+    updates: list[dict[str, float]]
+    refused: list[Any]
+    lines: list[str]
+
+
+def refusing(config: RlRunConfig, *, missing: str = "error", fraction: float = 0.2) -> RlRunConfig:
+    """Steps as large as the gradient, so that weights show every difference, under R3."""
+    rl = config.rl
+    loss = rl.loss.model_copy(update={"kind": "grpo", "aggregation": "token_mean"})
+    reward = RewardConfig(parts=("tests.parallel.refusals:reward",))
+    return config.model_copy(
+        update={
+            "replay": ReplayConfig(kind="r3", missing=missing, max_refused_fraction=fraction),
+            "optim": OptimConfig(lr=0.1, eps=1.0, schedule="constant", weight_decay=0.0),
+            "log": LogConfig(interval=1),
+            "rl": rl.model_copy(update={"loss": loss, "reward": reward}),
+        }
+    )
+
+
+def of_steps(num_steps: int, mesh: MeshConfig, prompts: int = GROUPS, **update: Any) -> RlRunConfig:
+    config = config_of(MODEL, mesh, replay="r3", **update)
+    rollout = config.rl.rollout.model_copy(update={"prompts_per_step": prompts})
+    train = TrainConfig(steps=num_steps, global_batch=prompts * SIZE // num_steps)
+    return config.model_copy(update={"rl": config.rl.model_copy(update={"rollout": rollout}), "train": train})
+
+
+@functools.cache
+def honest() -> dict[int, Tensor]:
+    # Observed routes are drawn too, so that the completions are the same.
+    replay = ReplayConfig(kind="r2", observe_rollout=True, max_disagreement=None)
+    config = config_of(MODEL, MeshConfig(), epochs=2).model_copy(update={"replay": replay})
+    (routes,) = run_ranks(live_routes, 1, config, weights(MODEL, 1))
+    assert [*routes] == [*range(N)]
+    return routes
+
+
+def wrong(sample: int) -> Tensor:
+    """Experts that the trainer does not choose."""
+    live_TLK = honest()[sample]
+    num_experts = TINY[MODEL].moe.num_experts
+    is_live_TLE = torch.zeros(*live_TLK.shape[:2], num_experts).scatter(-1, live_TLK, 1)
+    return is_live_TLE.topk(live_TLK.shape[-1], largest=False).indices
+
+
+def left_out(sample: int) -> Tensor:
+    """The live routes but for one row."""
+    routes_TLK = honest()[sample].clone()
+    routes_TLK[len(routes_TLK) // 2] = -1
+    return routes_TLK
+
+
+def texts(failed: tuple[int, ...] = ()) -> list[str]:
+    return [FAILED if n in failed else str(n * 7919 % 100 / 100) for n in range(N)]
+
+
+def learn(config: RlRunConfig, batch: Batch, folder: Path) -> Learned:
+    ranks = run_ranks(learned, config.mesh.smallest_world, config, weights(MODEL, 1), batch, folder)
+    records = ranks[0][1]
+    updates = [one for one in records if "train/grad_norm" in one]
+    return Learned(
+        assembled([pieces for pieces, _ in ranks]),
+        [
+            {name: one[name] for name in one if name.startswith(("policy/", "values/")) or name in NUMBERS}
+            for one in updates
+        ],
+        [one["rollout_routes/refused_completions"] for one in updates if one["step"] == 1],
+        [one["event"] for one in records if "event" in one],
+    )
+
+
+def assert_same(found: Learned, wanted: Learned, *, biases: bool = True) -> None:
+    assert len(found.updates) == len(wanted.updates)
+    for one, other in zip(found.updates, wanted.updates, strict=True):
+        assert one == pytest.approx(other, rel=2e-6, abs=4 * 2**-21)
+    for name, weight in wanted.weights.items():
+        if biases or not name.endswith("expert_bias"):
+            assert torch.allclose(found.weights[name], weight, rtol=0, atol=1e-7), name
+    start = weights(MODEL, 1)
+    assert max(float((wanted.weights[name] - one).abs().max()) for name, one in start.items()) > 1e-3
+
+
+def in_groups(groups: Sequence[int], routes: Callable[[int], Tensor | None]) -> Routes:
+    """Honest routes, but others of the completions of some groups."""
+    return honest() | {n: routes(n) for n in range(N) if n // SIZE in groups}
+
+
+@functools.cache
+def without(groups: tuple[int, ...], num_steps: int, old_logprobs: str, folder: Path) -> Learned:
+    """One rank's step on a batch that never had these groups."""
+    prompts = [p for p in range(GROUPS) if p not in groups]
+    config = refusing(of_steps(num_steps, MeshConfig(), len(prompts), old_logprobs=old_logprobs))
+    found = learn(config, Batch(honest(), texts(), prompts), folder / f"{groups}-{num_steps}-{old_logprobs}")
+    assert found.refused == [0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("references")
+
+
+@pytest.mark.matrix("alone-1", "ep2-2")
+@pytest.mark.parametrize(
+    ("mesh", "num_steps"), [("alone", 1), ("alone", 2), ("tp2-pp2", 2), ("ep2", 2), ("cp2", 1)]
+)
+def test_wrong_routes_leave_an_update_as_it_is_of_the_batch_without_these_completions(
+    mesh: str, num_steps: int, folder: Path, tmp_path: Path
+) -> None:
+    """With two steps the second half is compared in the pass for old logprobs, and then the first in its own update,
+    whose gradients are thrown away, and the expert biases that it moved.
+    """
+    groups = (1,) if num_steps == 1 else (1, 4)
+    config = refusing(of_steps(num_steps, MESHES[mesh]), fraction=0.35)
+    found = learn(config, Batch(in_groups(groups, wrong), texts(), range(GROUPS)), tmp_path)
+    assert found.refused == [SIZE * len(groups)]
+    named = [line.split(":")[2].strip() for line in found.lines if line.startswith("warning: left out")]
+    assert sorted(named) == sorted(f"sample {n}" for n in range(N) if n // SIZE in groups)
+    assert_same(found, without(groups, num_steps, "trainer", folder))
+
+
+@pytest.mark.parametrize("mesh", ["alone", "tp2-pp2"])
+def test_with_refuse_completions_without_all_routes_are_left_out(
+    mesh: str, folder: Path, tmp_path: Path
+) -> None:
+    """Of a group the first completion came without any, and the others lack a row."""
+    config = refusing(of_steps(2, MESHES[mesh]), missing="refuse")
+    routes = in_groups((4,), lambda n: None if n == 4 * SIZE else left_out(n))
+    found = learn(config, Batch(routes, texts(), range(GROUPS)), tmp_path)
+    assert found.refused == [SIZE]
+    assert any(line.endswith("sample 16: the engine returned no routes") for line in found.lines)
+    assert any("sample 17: the engine returned no routes of 1 of its" in line for line in found.lines)
+    assert_same(found, without((4,), 2, "trainer", folder))
+
+
+def test_one_completion_is_left_out_as_if_its_score_had_failed(tmp_path: Path) -> None:
+    """The rest of its group has the advantages of a group of three. A completion without a score is in the passes, so
+    that its tokens move the expert bias.
+    """
+    config = refusing(of_steps(1, MeshConfig()))
+    batch = Batch(honest() | {5: wrong(5)}, texts(), range(GROUPS))
+    found = learn(config, batch, tmp_path / "wrong")
+    failed = learn(config, Batch(honest(), texts(failed=(5,)), range(GROUPS)), tmp_path / "failed")
+    assert (found.refused, failed.refused) == ([1], [0])
+    assert_same(found, failed, biases=False)
+
+
+def test_with_sampled_old_logprobs_the_first_update_is_where_routes_are_compared(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = refusing(of_steps(2, MeshConfig(), old_logprobs="rollout"))
+    found = learn(config, Batch(in_groups((1,), wrong), texts(), range(GROUPS)), tmp_path)
+    assert found.refused == [SIZE]
+    assert_same(found, without((1,), 2, "rollout", folder))
+
+
+def with_critic(config: RlRunConfig) -> RlRunConfig:
+    critic = CriticConfig(optim=OptimConfig(lr=0.1, eps=1.0, schedule="constant", weight_decay=0.0))
+    advantage = AdvantageConfig(kind="gae")
+    return config.model_copy(
+        update={"rl": config.rl.model_copy(update={"critic": critic, "advantage": advantage})}
+    )
+
+
+def test_a_critic_does_not_learn_from_completions_that_are_left_out(tmp_path: Path) -> None:
+    """It learns before the policy does, so that the first minibatch has a pass for old logprobs."""
+    found = learn(
+        with_critic(refusing(of_steps(1, MeshConfig()))),
+        Batch(in_groups((1,), wrong), texts(), range(GROUPS)),
+        tmp_path / "wrong",
+    )
+    prompts = [p for p in range(GROUPS) if p != 1]
+    wanted = learn(
+        with_critic(refusing(of_steps(1, MeshConfig(), len(prompts)))),
+        Batch(honest(), texts(), prompts),
+        tmp_path / "never",
+    )
+    assert found.refused == [SIZE] and "critic/grad_norm" in wanted.updates[0]
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("num_wrong", "num_missing", "fraction"), [(3, 0, 0.1), (1, 0, 0.0), (0, 3, 0.1), (1, 2, 0.1)]
+)
+def test_more_than_the_allowed_share_ends_the_run(
+    num_wrong: int, num_missing: int, fraction: float, tmp_path: Path
+) -> None:
+    routes = honest() | {n: wrong(n) for n in range(5, 5 + num_wrong)}
+    routes |= {n: left_out(n) for n in range(15, 15 + num_missing)}
+    config = refusing(of_steps(1, MeshConfig()), missing="refuse", fraction=fraction)
+    told = rf"The routes of {num_wrong + num_missing} of its 24 completions are refused, and {int(24 * fraction)} may"
+    with pytest.raises(AssertionError, match=rf"(?s)RoutingError: Rollout batch at step 0: .*{told}"):
+        learn(config, Batch(routes, texts(), range(GROUPS)), tmp_path)
