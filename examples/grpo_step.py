@@ -1,7 +1,6 @@
 """One GRPO step with routing replay on one rank, from its parts: python -m examples.grpo_step
 
-A tiny mixture of experts with random weights learns to write the first half of the alphabet. mcore_rl/rl/trainer.py is
-the same step with prompts, meshes and metrics.
+A tiny mixture of experts with random weights learns to write the letters a to m. mcore_rl/rl/trainer.py has all else.
 """
 
 import sys
