@@ -73,7 +73,7 @@ class PolicyRoutes:
         """The engine's routes of tokens that older weights sampled."""
         self._version = 0
         # A critic is updated before the policy, whose first update is then too late for leaving completions out.
-        is_late = config.has_critic and not self._is_recorded
+        is_late = config.critic is not None and not self._is_recorded
         self._max_refused_fraction = 0.0 if is_late else config.replay.max_refused_fraction
         self._num_completions = self._num_refused = 0
         self._compared: list[RouteTotals] = []
