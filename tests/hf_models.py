@@ -100,6 +100,29 @@ MINIMAX_M2 = GROUPED | {
     "num_experts_per_tok": 2,
     "rotary_dim": 12,
 }
+QWEN3_NEXT = GROUPED | {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "max_position_embeddings": 2048,
+}
+OF_EXPERTS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+QWEN3_5 = {key: value for key, value in QWEN3_NEXT.items() if key not in OF_EXPERTS}
+QWEN3_5_MOE = {key: value for key, value in QWEN3_NEXT.items() if key != "intermediate_size"}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -167,6 +190,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "solar_open": ("SolarOpen", SOLAR),
     "solar_open-yarn": ("SolarOpen", SOLAR | {"attention_bias": True, "rope_parameters": YARN}),
     "minimax_m2": ("MiniMaxM2", MINIMAX_M2),
+    "qwen3_next": ("Qwen3Next", QWEN3_NEXT),
+    "qwen3_next-first-dense": (
+        "Qwen3Next",
+        QWEN3_NEXT | {"mlp_only_layers": [0], "full_attention_interval": 2, "norm_topk_prob": False},
+    ),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", QWEN3_5_MOE),
+    "qwen3_5_text": ("Qwen3_5", QWEN3_5 | {"tie_word_embeddings": True}),
     "seed_oss": ("SeedOss", GROUPED),
     "mistral": ("Mistral", GROUPED | {"sliding_window": None}),
 }
@@ -198,7 +228,8 @@ class Oracle:
 def oracle(case: str, **changes: Any) -> Oracle:
     """The model of `CASES[case]` with random weights large enough that every part of it is seen in the logits."""
     prefix, settings = CASES[case]
-    config = getattr(transformers, f"{prefix}Config")(**(settings | changes))
+    kind = "TextConfig" if prefix in ("Qwen3_5", "Qwen3_5Moe") else "Config"
+    config = getattr(transformers, prefix + kind)(**(settings | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     randomize(model)
@@ -216,7 +247,11 @@ def randomize(model: nn.Module) -> None:
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
         if "norm" in name:
-            tensor.copy_(1 + 0.3 * noise)
+            # Zero-centered norms add one to their weights, but for those inside of gated delta nets.
+            is_centered = type(model).__name__.startswith(("Qwen3Next", "Qwen3_5"))
+            tensor.copy_((0 if is_centered and "linear_attn" not in name else 1) + 0.3 * noise)
+        elif name.endswith("A_log"):
+            tensor.copy_((2 * noise.abs()).log())
         elif name.endswith("e_score_correction_bias"):
             tensor.copy_(0.3 * noise)
         elif name.endswith("gate_up_proj_bias"):

@@ -1,8 +1,9 @@
 """Each family at a size for tests: 4 layers, 8 experts or fewer, 120 tokens."""
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from mcore_rl.config.model import DeltaConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 
+DELTA = DeltaConfig(full_every=2, key_heads=4, value_heads=8, key_dim=8, value_dim=12)
 TINY: dict[str, ModelConfig] = {
     "qwen3_moe": ModelConfig(
         family="qwen3_moe",
@@ -282,6 +283,49 @@ TINY: dict[str, ModelConfig] = {
         ffn_hidden_size=128,
         vocab_size=120,
         vocab_multiple=16,
+    ),
+    "qwen3_next": ModelConfig(
+        family="qwen3_next",
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn_hidden_size=128,
+        vocab_size=120,
+        vocab_multiple=16,
+        rope=RopeConfig(fraction=0.25),
+        delta=DELTA,
+        moe=MoEConfig(
+            num_experts=8, top_k=2, ffn_hidden_size=32, shared_experts=1, shared_ffn_hidden_size=96
+        ),
+    ),
+    "qwen3_5_moe_text": ModelConfig(
+        family="qwen3_5_moe_text",
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn_hidden_size=32,
+        vocab_size=120,
+        vocab_multiple=16,
+        rope=RopeConfig(fraction=0.25),
+        delta=DELTA,
+        moe=MoEConfig(
+            num_experts=8, top_k=2, ffn_hidden_size=32, shared_experts=1, shared_ffn_hidden_size=96
+        ),
+    ),
+    "qwen3_5_text": ModelConfig(
+        family="qwen3_5_text",
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn_hidden_size=128,
+        vocab_size=120,
+        vocab_multiple=16,
+        tied_embeddings=True,
+        rope=RopeConfig(fraction=0.25),
+        delta=DELTA,
     ),
     "mistral": ModelConfig(
         family="mistral",

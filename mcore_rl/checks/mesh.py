@@ -17,6 +17,7 @@ def mesh_violations(
     yield from _experts(model, mesh)
     yield from _widths(model, mesh)
     yield from _heads(model, mesh)
+    yield from _delta_nets(model, mesh)
     yield from _layers(model, mesh)
     yield from _pipeline(model, mesh)
     yield from _overlap(model, mesh)
@@ -100,6 +101,15 @@ def _heads(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
         yield (
             f"model.num_kv_heads={kv_heads} is neither a multiple nor a divisor of mesh.tp={tp}. Set mesh.tp "
             f"to one of {divisors(kv_heads)}, or to a multiple of {kv_heads}."
+        )
+
+
+def _delta_nets(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    if "delta" in model.mixers and model.delta.key_heads % (mesh.tp * mesh.cp):
+        yield (
+            f"model.delta.key_heads={model.delta.key_heads} is not a multiple of mesh.tp={mesh.tp} x mesh.cp="
+            f"{mesh.cp}: a rank computes whole heads of gated delta nets. Set mesh.tp and mesh.cp so that their "
+            f"product is one of {divisors(model.delta.key_heads)}."
         )
 
 

@@ -1,7 +1,7 @@
-"""The sections `model`, `model.moe`, `model.mla` and `model.rope`: the shape of a model."""
+"""The sections `model`, `model.moe`, `model.mla`, `model.delta` and `model.rope`: the shape of a model."""
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -9,6 +9,16 @@ from mcore_rl.config.extension import Extension
 from mcore_rl.config.section import Probability, Section, Text
 
 Switch = Literal["auto", "on", "off"]
+Mixer = Literal["attention", "delta"]
+"""The part of a layer that mixes positions: softmax attention, or a gated delta net."""
+
+
+class LayerKind(NamedTuple):
+    """Layers of a kind have weights of the same shapes, keep the same activations and take the same time."""
+
+    mixer: Mixer
+    is_moe: bool
+    """True where tokens are routed to experts."""
 
 
 class MoEConfig(Section):
@@ -79,6 +89,34 @@ class MLAConfig(Section):
     """Width of a head's values."""
     norm_eps: PositiveFloat = 1e-6
     """Epsilon of the norms of the two latents, which transformers fixes at 1e-6 whatever `model.norm_eps` is."""
+
+
+class DeltaConfig(Section):
+    """Gated delta nets (arXiv 2412.06464), which some families have instead of attention in most layers."""
+
+    full_every: PositiveInt | None = None
+    """Every layer of a number divisible by this, counted from 1, attends, and the others are gated delta nets; `none`:
+    all attend."""
+    key_heads: PositiveInt = 16
+    """Number of heads of queries and keys."""
+    value_heads: PositiveInt = 32
+    """Number of heads of values, each with a state of its own: a multiple of `key_heads`."""
+    key_dim: PositiveInt = 128
+    """Width of a head's queries and keys."""
+    value_dim: PositiveInt = 128
+    """Width of a head's values."""
+    conv_width: Annotated[int, Field(ge=2)] = 4
+    """Number of positions, its own included, that the convolution of queries, keys and values sees."""
+
+    @cached_property
+    def query_width(self) -> int:
+        """Width of the queries of all heads, and of the keys."""
+        return self.key_heads * self.key_dim
+
+    @cached_property
+    def value_width(self) -> int:
+        """Width of the values of all heads."""
+        return self.value_heads * self.value_dim
 
 
 class RopeConfig(Section):
@@ -158,6 +196,7 @@ class ModelConfig(Section):
     rope: RopeConfig = RopeConfig()
     moe: MoEConfig = MoEConfig()
     mla: MLAConfig = MLAConfig()
+    delta: DeltaConfig = DeltaConfig()
 
     @cached_property
     def padded_vocab_size(self) -> int:
@@ -181,6 +220,30 @@ class ModelConfig(Section):
         return (False,) * dense + (True,) * (self.num_layers - dense)
 
     @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixer of each layer."""
+        every = self.delta.full_every
+        return tuple(
+            "delta" if every is not None and (layer + 1) % every else "attention"
+            for layer in range(self.num_layers)
+        )
+
+    @cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(map(LayerKind, self.mixers, self.moe_layers))
+
+    @cached_property
+    def mtp_kind(self) -> LayerKind:
+        """The kind of the transformer layers inside MTP layers: they attend, and route as the last layer does."""
+        return LayerKind("attention", self.moe_layers[-1])
+
+    @cached_property
+    def all_kinds(self) -> frozenset[LayerKind]:
+        """The kinds of all layers, of MTP layers too."""
+        return frozenset(self.layer_kinds) | ({self.mtp_kind} if self.mtp_layers else set())
+
+    @cached_property
     def layers_alike(self) -> bool:
-        """True when all layers route, or none does: Megatron then stores each weight of all layers as one tensor."""
-        return not self.is_moe or all(self.moe_layers)
+        """True when all layers are of one kind: Megatron then stores each weight of all layers as one tensor."""
+        return len(set(self.layer_kinds)) == 1

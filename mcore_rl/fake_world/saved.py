@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.fake_world.groups import fake_platform, fake_rank
 from mcore_rl.model.build import build_uninitialized
@@ -29,15 +29,13 @@ VOCABULARY = 256
 
 def saved_by_layers(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> list[LayerSaved]:
     """Return the bytes that each kind of layer of a run's model keeps, with the run's recomputation."""
-    kinds = sorted(set(model.moe_layers))
+    kinds = sorted(set(model.layer_kinds))
     return [saved_by_layer(layer_model(model, kind), platform, mesh.tp) for kind in kinds]
 
 
 def saved_by_layer(model: ModelConfig, settings: PlatformConfig, tp: int) -> LayerSaved:
-    """Return the bytes that a layer of `model`, which has layers of one kind, keeps on one of `tp` tensor-parallel
-    ranks.
-    """
-    tokens, is_moe = POSITIONS * tp, model.moe_layers[0]
+    """Return what a layer of `model`, whose layers are of one kind, keeps on one of `tp` tensor-parallel ranks."""
+    tokens, kind = POSITIONS * tp, model.layer_kinds[0]
     # All that these layers are not, a platform for GPUs may be.
     settings = settings.model_copy(update={"layers": "torch", "fp8": "none"})
     with _norm_of_gpus():
@@ -47,14 +45,15 @@ def saved_by_layer(model: ModelConfig, settings: PlatformConfig, tp: int) -> Lay
     layer = LayerActivations(model, MeshConfig(tp=tp), settings, tokens, "torch")
     is_full = settings.recompute == "full"
     return LayerSaved(
-        is_moe=is_moe,
+        is_moe=kind.is_moe,
+        mixer=kind.mixer,
         tokens=tokens,
         counted=counted,
-        planned=layer.residual if is_full else layer.kept(is_moe),
+        planned=layer.residual if is_full else layer.kept(kind),
     )
 
 
-def layer_model(model: ModelConfig, is_moe: bool) -> ModelConfig:
+def layer_model(model: ModelConfig, kind: LayerKind) -> ModelConfig:
     """Return a model of one kind of `model`'s layers, with as many experts as a token picks and few other weights."""
     moe = model.moe
     if model.is_moe:
@@ -65,10 +64,12 @@ def layer_model(model: ModelConfig, is_moe: bool) -> ModelConfig:
             "capacity_factor": None,
         }
         moe = moe.model_copy(
-            update={**few_experts, "dispatcher": "alltoall", "first_dense_layers": 0 if is_moe else 2}
+            update={**few_experts, "dispatcher": "alltoall", "first_dense_layers": 0 if kind.is_moe else 2}
         )
     few = {"num_layers": 2, "mtp_layers": 0, "vocab_size": VOCABULARY, "vocab_multiple": 1, "head": "logits"}
-    return model.model_copy(update=few | {"moe": moe})
+    # Every third layer of two is none: both are delta nets.
+    delta = model.delta.model_copy(update={"full_every": 3 if kind.mixer == "delta" else None})
+    return model.model_copy(update=few | {"moe": moe, "delta": delta})
 
 
 def _with_layers(model: ModelConfig, count: int) -> ModelConfig:

@@ -22,7 +22,9 @@ from mcore_rl.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     solar_open,
 )
@@ -30,7 +32,7 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.hf_config import LIST, OBJECT, HfConfig, check_types
 from mcore_rl.families.hf_export import common_to_hf
 from mcore_rl.families.refused import REFUSED
-from mcore_rl.families.rules import ExpertLayout, duplicates
+from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.shells import SHELLS, shell_of, text_config
 from mcore_rl.families.weight_map import WeightMap, build_map
 
@@ -51,7 +53,10 @@ FAMILIES: dict[str, Family] = {
         qwen2.FAMILY,
         qwen2_moe.FAMILY,
         qwen3.FAMILY,
+        qwen3_5.DENSE,
+        qwen3_5.EXPERTS,
         qwen3_moe.FAMILY,
+        qwen3_next.FAMILY,
         seed_oss.FAMILY,
         solar_open.FAMILY,
     )
@@ -142,7 +147,8 @@ def score_config(model: ModelConfig) -> dict[str, Any]:
 
 def weight_map(model: ModelConfig, experts: ExpertLayout = "each") -> WeightMap:
     """Return which part of which Hugging Face tensor is which part of which tensor of a Megatron checkpoint."""
-    return build_map(family_of(model).rules(model, experts), duplicates(model))
+    family = family_of(model)
+    return build_map(family.rules(model, experts), family.duplicates(model))
 
 
 def _head_of(config: HfConfig) -> Literal["logits", "score"]:

@@ -11,6 +11,7 @@ from mcore_rl.families.rules import (
     LayerNames,
     MoENames,
     decoder_layers,
+    duplicates,
     feed_forward,
     grouped_query,
     latent,
@@ -18,13 +19,14 @@ from mcore_rl.families.rules import (
     mtp_layers,
     outer,
 )
-from mcore_rl.families.weight_map import WeightRule
+from mcore_rl.families.weight_map import DuplicateTensor, WeightRule
 
 OFF: tuple[Switch, ...] = ("off",)
 OPTIONAL_SETTINGS = (
     "mtp_layers",
     "rope.fraction",
     "sliding_window",
+    "delta.full_every",
     "moe.first_dense_layers",
     "moe.shared_experts",
     "moe.shared_ffn_hidden_size",
@@ -74,6 +76,10 @@ class Family(ABC):
     """True when the attention's output, the router and the experts have biases (Megatron's `add_bias_linear`)."""
     has_attention_sinks: bool = False
     """True when every head has a learned score that takes part in the softmax (Megatron's learnable softmax)."""
+    has_output_gate: bool = False
+    """True when a sigmoid gate of each head's width scales what attention returns."""
+    has_zero_centered_norms: bool = False
+    """True when the factor of a norm is one plus its weight; the norm inside a gated delta net has plain weights."""
     has_shared_expert_gate: bool = False
     """True when a sigmoid gate scales the output of the shared expert."""
     activation: Literal["silu", "quick_gelu"] = "silu"
@@ -82,6 +88,8 @@ class Family(ABC):
     """Names of the `OPTIONAL_SETTINGS` that the family knows."""
     experts_in_group_score: int | None = None
     """Number of best experts whose scores rank a group of experts; None for a family without groups."""
+    mtp_prefix: str | None = None
+    """Beginning of the names of all tensors of MTP layers; None: they are layers behind the model's."""
     moe_names: MoENames = MoENames()
     """Hugging Face's names of the tensors in an MoE layer."""
 
@@ -125,17 +133,31 @@ class Family(ABC):
             arguments["softmax_type"] = "learnable"
         if self.has_shared_expert_gate:
             arguments["moe_shared_expert_gate"] = True
-        return arguments
+        if self.has_output_gate:
+            arguments["attention_output_gate"] = True
+        if self.has_zero_centered_norms:
+            arguments["layernorm_zero_centered_gamma"] = True
+        return arguments | (delta_nets(model) if "delta" in model.mixers else {})
 
     def rules(self, model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
         """Yield a rule for each of Megatron's tensors or slices of one; an export reads the same rules backwards."""
         yield from outer(model)
         for layer in (*decoder_layers(model), *mtp_layers(model)):
-            yield from self.attention_rules(model, layer)
-            yield from feed_forward(
-                model, layer, experts, self.moe_names, has_shared_gate=self.has_shared_expert_gate
-            )
+            yield from self.layer_rules(model, layer, experts)
         yield from mtp(model)
+
+    def duplicates(self, model: ModelConfig) -> Iterator[DuplicateTensor]:
+        """Yield the tensors of Hugging Face's checkpoints that repeat others."""
+        yield from duplicates(model)
+
+    def layer_rules(
+        self, model: ModelConfig, layer: LayerNames, experts: ExpertLayout
+    ) -> Iterator[WeightRule]:
+        """Yield the rules of one transformer layer."""
+        yield from self.attention_rules(model, layer)
+        yield from feed_forward(
+            model, layer, experts, self.moe_names, has_shared_gate=self.has_shared_expert_gate
+        )
 
     def attention_rules(self, model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
         """Yield the rules of one layer's attention and of the norm before it."""
@@ -147,6 +169,7 @@ class Family(ABC):
             has_bias=self.has_qkv_bias(model),
             has_norms=self.has_qk_norm(model),
             has_full_norms=self.has_full_qk_norm,
+            has_gate=self.has_output_gate,
         )
 
     def has_qkv_bias(self, model: ModelConfig) -> bool:
@@ -201,6 +224,21 @@ def latent_attention(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def delta_nets(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron's arguments of gated delta nets (arXiv 2412.06464)."""
+    delta = model.delta
+    return {
+        # As a list it makes the keys in checkpoints have layer numbers. `experimental_attention_variant` stays unset:
+        # with it Megatron's checks ask for Megatron's own layer, which needs the package fla.
+        "linear_attention_freq": [int(mixer == "delta") for mixer in model.mixers],
+        "linear_conv_kernel_dim": delta.conv_width,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+    }
+
+
 def yarn(model: ModelConfig) -> dict[str, Any]:
     """Return Megatron's names and values of YaRN without latent attention (arXiv 2309.00071)."""
     rope = model.rope
@@ -228,7 +266,7 @@ def routed_experts(model: ModelConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_width or None,
         # An int keeps the checkpoint keys that Megatron-LM writes for a model whose layers are all alike.
-        "moe_layer_freq": 1 if model.layers_alike else layers,
+        "moe_layer_freq": 1 if all(model.moe_layers) else layers,
         "moe_router_load_balancing_type": moe.balance,
         "moe_aux_loss_coeff": 0.0 if moe.balance == "none" else moe.aux_loss_coeff,
         "moe_z_loss_coeff": moe.z_loss_coeff or None,

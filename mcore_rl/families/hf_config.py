@@ -14,6 +14,8 @@ LLAMA3_CONSTANTS = {
     "original_max_position_embeddings": 8192,
 }
 """Parameters of Llama 3's wavelengths that Megatron has built in."""
+ATTENDS, DELTA = "full_attention", "linear_attention"
+"""Kinds of layers of models with gated delta nets."""
 MAX_LAYERS = 10_000
 """Largest number of layers, as of model.num_layers: they are looked at one by one."""
 
@@ -50,12 +52,14 @@ KINDS = {
         (WHOLE, "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
         (WHOLE, "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok"),
         (WHOLE, "experts_per_token n_group topk_group first_k_dense_replace decoder_sparse_step"),
-        (WHOLE, "num_mtp_layers num_nextn_predict_layers max_window_layers"),
+        (WHOLE, "num_mtp_layers num_nextn_predict_layers mtp_num_hidden_layers max_window_layers"),
+        (WHOLE, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
+        (WHOLE, "linear_conv_kernel_dim full_attention_interval"),
         (NUMBER, "rms_norm_eps attention_dropout initializer_range routed_scaling_factor"),
         (NUMBER, "router_aux_loss_coef aux_loss_alpha rope_theta partial_rotary_factor factor"),
         (NUMBER, "attention_factor beta_fast beta_slow mscale mscale_all_dim residual_dropout"),
         (FLAG, "tie_word_embeddings attention_bias mlp_bias qkv_bias use_qk_norm norm_topk_prob seq_aux"),
-        (FLAG, "use_sliding_window truncate"),
+        (FLAG, "use_sliding_window truncate attn_output_gate mtp_use_dedicated_embeddings"),
         (LIST, "layer_types mlp_only_layers mlp_layer_types attn_type_list"),
     )
     for name in names.split()
@@ -142,6 +146,26 @@ def qwen_experts(config: HfConfig) -> dict[str, Any]:
     }
 
 
+def delta_nets(config: HfConfig) -> dict[str, Any]:
+    """Return the arguments of DeltaConfig: the widths of gated delta nets, and which layers attend instead."""
+    check_types(config, KINDS)
+    every, num_layers = config.get("full_attention_interval"), needed(config, "num_hidden_layers")
+    if (kinds := config.get("layer_types")) is not None:
+        first = kinds.index(ATTENDS) + 1 if ATTENDS in kinds else num_layers + 1
+        every = first if every is None else every
+        wanted = [ATTENDS if every and (layer + 1) % every == 0 else DELTA for layer in range(num_layers)]
+        if kinds != wanted:
+            raise refusal(config, "layer_types", f"attends in every layer of a number divisible by {every}")
+    return {
+        "full_every": 4 if every is None else every,
+        "key_heads": needed(config, "linear_num_key_heads"),
+        "value_heads": needed(config, "linear_num_value_heads"),
+        "key_dim": needed(config, "linear_key_head_dim"),
+        "value_dim": needed(config, "linear_value_head_dim"),
+        "conv_width": needed(config, "linear_conv_kernel_dim"),
+    }
+
+
 def latents(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of MLAConfig: the widths of multi-head latent attention."""
     require_keys(config, "q_lora_rank")
@@ -156,7 +180,7 @@ def latents(config: HfConfig) -> dict[str, Any]:
 
 def num_mtp_layers(config: HfConfig) -> int:
     """Return the number of multi-token-prediction layers of the checkpoint."""
-    return int(alias(config, "num_nextn_predict_layers", "num_mtp_layers") or 0)
+    return int(alias(config, "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers") or 0)
 
 
 def needed(config: HfConfig, name: str) -> Any:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families.hf_config import LLAMA3_CONSTANTS
+from mcore_rl.families.hf_config import ATTENDS, DELTA, LLAMA3_CONSTANTS
 
 
 def common_to_hf(model: ModelConfig) -> dict[str, Any]:
@@ -52,6 +52,20 @@ def qwen_experts_to_hf(model: ModelConfig) -> dict[str, Any]:
         "router_aux_loss_coef": moe.aux_loss_coeff,
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(moe.first_dense_layers)),
+    }
+
+
+def delta_nets_to_hf(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of gated delta nets."""
+    delta = model.delta
+    return {
+        "full_attention_interval": delta.full_every,
+        "layer_types": [ATTENDS if mixer == "attention" else DELTA for mixer in model.mixers],
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.conv_width,
     }
 
 

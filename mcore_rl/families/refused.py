@@ -1,8 +1,5 @@
 """Architectures that have no family here, by Hugging Face's `model_type`, and what each would need."""
 
-DELTA_NETS = (
-    "most of its layers are gated delta nets, and its attention has an output gate: neither is built here"
-)
 KIMI_DELTA = "most of its layers are Kimi delta attention, which is not built here"
 INDEXER = "an indexer chooses the keys that a query sees (DSA), which is not built here"
 IMAGES = (
@@ -74,11 +71,6 @@ REFUSED: dict[str, str] = {
     "phi3": NOT_WRITTEN,
     "phimoe": "it has LayerNorms with biases and a router of its own (sparsemixer)",
     "qwen2_5_vl": IMAGES,
-    "qwen3_5": DELTA_NETS,
-    "qwen3_5_moe": DELTA_NETS,
-    "qwen3_5_moe_text": DELTA_NETS,
-    "qwen3_5_text": DELTA_NETS,
-    "qwen3_next": DELTA_NETS,
     "qwen3_omni_moe": IMAGES,
     "qwen4_exp": "it has gated delta nets, hyper-connections and embeddings of n-grams, none of which is built here",
     "smollm3": "some of its layers have no positions",

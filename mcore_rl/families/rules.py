@@ -1,10 +1,10 @@
 """Parts of the families' weight rules: names of a model's tensors on both sides, and which rows go where."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import Mixer, ModelConfig
 from mcore_rl.families.weight_map import DuplicateTensor, HfRows, Shape, WeightRule
 
 ExpertLayout = Literal["each", "fused", "transposed"]
@@ -22,6 +22,8 @@ class LayerNames:
     """Prefix of Megatron's keys."""
     is_moe: bool
     """True for a layer with experts."""
+    mixer: Mixer = "attention"
+    """The part of the layer that mixes positions."""
     index: tuple[int, ...] = ()
     """The layer's index on each leading axis of Megatron's tensors, as in `WeightRule`."""
     lead: Shape = ()
@@ -79,11 +81,12 @@ def decoder_layers(model: ModelConfig) -> list[LayerNames]:
         LayerNames(
             hf=f"model.layers.{i}.",
             mcore="decoder.layers." if stacked else f"decoder.layers.{i}.",
-            is_moe=is_moe,
+            is_moe=kind.is_moe,
+            mixer=kind.mixer,
             index=(i,) if stacked else (),
             lead=(model.num_layers,) if stacked else (),
         )
-        for i, is_moe in enumerate(model.moe_layers)
+        for i, kind in enumerate(model.layer_kinds)
     ]
 
 
@@ -124,7 +127,13 @@ def outer(model: ModelConfig) -> Iterator[WeightRule]:
 
 
 def grouped_query(
-    model: ModelConfig, layer: LayerNames, *, has_bias: bool, has_norms: bool, has_full_norms: bool
+    model: ModelConfig,
+    layer: LayerNames,
+    *,
+    has_bias: bool,
+    has_norms: bool,
+    has_full_norms: bool,
+    has_gate: bool,
 ) -> Iterator[WeightRule]:
     """Yield the rules of grouped-query attention and of the norm before it.
 
@@ -134,6 +143,7 @@ def grouped_query(
         has_bias: Queries, keys and values have biases.
         has_norms: Queries and keys are normed.
         has_full_norms: These norms are over all heads at once: their weights are as long as all heads together.
+        has_gate: The query's projection has each head's gate behind the head's query.
     """
     head, hidden = model.head_dim, model.hidden_size
     sizes = {"q": model.num_heads // model.num_kv_heads * head, "k": head, "v": head}
@@ -142,7 +152,10 @@ def grouped_query(
         parts = [(f"self_attn.{part}_proj.{kind}", size) for part, size in sizes.items()]
         # Megatron keeps the queries, the key and the value of a group together, so that tensor parallelism cuts
         # between groups.
-        yield layer.interleaved(f"self_attention.linear_qkv.{kind}", row, model.num_kv_heads, *parts)
+        if has_gate:
+            yield layer.tensor(f"self_attention.linear_qkv.{kind}", _gated_rows(model, layer, kind), row)
+        else:
+            yield layer.interleaved(f"self_attention.linear_qkv.{kind}", row, model.num_kv_heads, *parts)
     yield layer.matrix(
         "self_attention.linear_proj.weight", model.num_heads * head, ("self_attn.o_proj.weight", hidden)
     )
@@ -151,6 +164,48 @@ def grouped_query(
         for part, count in zip("qk", heads, strict=True):
             key, name = f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight"
             yield layer.vector(key, name, count * head)
+
+
+def _gated_rows(model: ModelConfig, layer: LayerNames, kind: str) -> list[HfRows]:
+    """Return the rows of queries, gates, keys and values: a group of Megatron's has its queries before its gates."""
+    head, name = model.head_dim, layer.hf + "self_attn.{}_proj." + kind
+    rows, per_group = [], model.num_heads // model.num_kv_heads
+    for group in range(model.num_kv_heads):
+        heads = range(group * per_group, (group + 1) * per_group)
+        for part in (0, 1):
+            starts = [(2 * one + part) * head for one in heads]
+            rows += [HfRows(name.format("q"), start, start + head) for start in starts]
+        rows += [HfRows(name.format(part), group * head, (group + 1) * head) for part in "kv"]
+    return rows
+
+
+def delta_net(
+    model: ModelConfig, layer: LayerNames, projections: Mapping[str, Sequence[HfRows]]
+) -> Iterator[WeightRule]:
+    """Yield the rules of a gated delta net and of the norm before it.
+
+    Args:
+        model: The shape.
+        layer: The names.
+        projections: Hugging Face's rows of each part of the input projection, by Megatron's name of the part.
+    """
+    delta, hidden, key = model.delta, model.hidden_size, "self_attention."
+    yield layer.vector(key + "in_proj.layer_norm_weight", "input_layernorm.weight", hidden)
+    for part, rows in projections.items():
+        yield layer.tensor(f"{key}in_proj.weight.{part}", rows, (hidden,))
+    begin = 0
+    for part, width in (
+        ("query", delta.query_width),
+        ("key", delta.query_width),
+        ("value", delta.value_width),
+    ):
+        rows = [HfRows(layer.hf + "linear_attn.conv1d.weight", begin, begin + width)]
+        yield layer.tensor(f"{key}conv1d.weight.{part}", rows, (1, delta.conv_width))
+        begin += width
+    for part in ("A_log", "dt_bias"):
+        yield layer.vector(key + part, f"linear_attn.{part}", delta.value_heads)
+    yield layer.vector(key + "out_norm.weight", "linear_attn.norm.weight", delta.value_dim)
+    yield layer.matrix(key + "out_proj.weight", delta.value_width, ("linear_attn.out_proj.weight", hidden))
 
 
 def latent(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
@@ -204,14 +259,19 @@ def mtp(model: ModelConfig) -> Iterator[WeightRule]:
         yield around.vector("final_layernorm.weight", "shared_head.norm.weight", hidden)
 
 
+def tied_output(model: ModelConfig) -> Iterator[DuplicateTensor]:
+    """Yield the output layer where it repeats the embedding."""
+    if model.tied_embeddings and model.head == "logits":
+        yield DuplicateTensor("lm_head.weight", "model.embed_tokens.weight", written=False)
+
+
 def duplicates(model: ModelConfig) -> Iterator[DuplicateTensor]:
     """Yield the embeddings that Hugging Face checkpoints repeat: a tied output, and those of each MTP layer."""
-    embedding, output = "model.embed_tokens.weight", "lm_head.weight"
+    yield from tied_output(model)
     if model.head == "score":
         return
-    if model.tied_embeddings:
-        yield DuplicateTensor(output, embedding, written=False)
-        output = embedding
+    embedding = "model.embed_tokens.weight"
+    output = embedding if model.tied_embeddings else "lm_head.weight"
     for i in range(model.num_layers, model.num_layers + model.mtp_layers):
         yield DuplicateTensor(f"model.layers.{i}.embed_tokens.weight", embedding, written=True)
         yield DuplicateTensor(f"model.layers.{i}.shared_head.head.weight", output, written=True)

@@ -78,6 +78,8 @@ def _unused(model: ModelConfig, family: Family) -> Iterator[str]:
         yield "moe.shared_ffn_hidden_size"
     if (model.moe.num_groups or 1) == 1:
         yield "moe.top_groups"
+    if model.delta.full_every is None:
+        yield "delta"
     if model.rope.scaling != "yarn":
         yield from (f"rope.{name}" for name in YARN_ONLY)
     if model.rope.scaling == "none":

@@ -69,6 +69,18 @@ SHELLS: dict[str, Shell] = {
         fixed={"use_qk_norm": False},
         defaults={"attention_bias": True},
     ),
+    "qwen3_5": Shell(
+        text_types={"qwen3_5_text": "qwen3_5_text"},
+        prefixes=LANGUAGE_MODEL,
+        passing=VISUAL,
+        is_tied=False,
+    ),
+    "qwen3_5_moe": Shell(
+        text_types={"qwen3_5_moe_text": "qwen3_5_moe_text"},
+        prefixes=LANGUAGE_MODEL,
+        passing=VISUAL,
+        is_tied=False,
+    ),
     "kimi_k25": Shell(
         text_types={"kimi_k2": "deepseek_v3", "deepseek_v3": "deepseek_v3"},
         prefixes={"language_model.": ""},

@@ -24,7 +24,9 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from mcore_rl.backend.patches.versions import with_moe_layer
+from mcore_rl.config.model import LayerKind, Mixer
 from mcore_rl.model.layers.cpu.provider import CpuSpecProvider
+from mcore_rl.model.layers.delta import DeltaSubmodules, GatedDeltaNet
 from mcore_rl.model.layers.full_norm import FullKeyNorm, FullQueryNorm
 from mcore_rl.model.layers.linear import LatentAttention
 from mcore_rl.model.layers.moe import MoELayer
@@ -52,12 +54,12 @@ def block_spec(config: TransformerConfig, *, vp_stage: int | None) -> Transforme
     """Return the specs of the layers in this rank's chunk `vp_stage`."""
     if config.layers == "te":
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    moe_layers = _moe_layers(config)
-    kinds = {is_moe: _layer_spec(config, is_moe=is_moe) for is_moe in set(moe_layers)}
+    kinds = layer_kinds(config)
+    specs = {kind: _layer_spec(config, kind) for kind in set(kinds)}
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[is_moe] for is_moe in moe_layers[first : first + count]],
+        layer_specs=[specs[kind] for kind in kinds[first : first + count]],
         layer_norm=provider_of(config).layer_norm(),
     )
 
@@ -70,7 +72,7 @@ def mtp_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
         last = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         layer = last.layer_specs[-1] if last.layer_specs else None
         return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=True, vp_stage=vp_stage)
-    layer = _layer_spec(config, is_moe=_moe_layers(config)[-1])
+    layer = _layer_spec(config, LayerKind("attention", layer_kinds(config)[-1].is_moe))
     return get_gpt_mtp_block_spec_for_backend(config, layer, provider_of(config), vp_stage=vp_stage)
 
 
@@ -79,17 +81,23 @@ def output_layer(config: TransformerConfig) -> type[OutputLayer]:
     return OutputLayer if config.layers == "te" else provider_of(config).output_layer
 
 
-def _moe_layers(config: TransformerConfig) -> list[bool]:
+def layer_kinds(config: TransformerConfig) -> list[LayerKind]:
+    """Return the kind of each layer of the whole model, from Megatron's fields."""
+    count, routed, delta = config.num_layers, config.moe_layer_freq, config.linear_attention_freq
+    is_moe = [bool(layer) for layer in routed] if isinstance(routed, list) else [True] * count
     if config.num_moe_experts is None:
-        return [False] * config.num_layers
-    frequency = config.moe_layer_freq
-    return [bool(layer) for layer in frequency] if isinstance(frequency, list) else [True] * config.num_layers
+        is_moe = [False] * count
+    mixers: list[Mixer] = ["delta" if layer else "attention" for layer in delta or [0] * count]
+    return list(map(LayerKind, mixers, is_moe))
 
 
-def _layer_spec(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:
-    provider = provider_of(config)
+def _layer_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
+    provider, is_moe = provider_of(config), kind.is_moe
     norm = provider.layer_norm()
-    attention, renamed = (_latent if config.multi_latent_attention else _grouped_query)(config, provider)
+    if kind.mixer == "delta":
+        mixer, renamed = _delta_net(provider)
+    else:
+        mixer, renamed = (_latent if config.multi_latent_attention else _grouped_query)(config, provider)
     if not is_moe:
         renamed["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     mlp: Any = get_mlp_module_spec_for_backend(
@@ -99,7 +107,7 @@ def _layer_spec(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:
     )
     submodules = TransformerLayerSubmodules(
         input_layernorm=norm,
-        self_attention=attention,
+        self_attention=mixer,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=norm,
         mlp=with_moe_layer(mlp, MoELayer) if is_moe else mlp,
@@ -130,6 +138,14 @@ def _grouped_query(
         ),
     )
     return spec, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+
+
+def _delta_net(provider: TorchSpecProvider) -> tuple[ModuleSpec, dict[str, str]]:
+    submodules = DeltaSubmodules(
+        in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear()
+    )
+    spec = ModuleSpec(module=GatedDeltaNet, params={"submodules": submodules})
+    return spec, {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
 
 def _latent(config: TransformerConfig, provider: TorchSpecProvider) -> tuple[ModuleSpec, dict[str, str]]:

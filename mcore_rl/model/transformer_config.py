@@ -85,6 +85,11 @@ def _refuse_without_our_layers(model: ModelConfig, family: Family) -> None:
             f"{model.family} norms the queries and the keys of all heads at once, which Megatron's layers by "
             'TransformerEngine do not. Set platform.layers="torch".'
         )
+    if "delta" in model.mixers:
+        raise ConfigError(
+            f"{model.family} has gated delta nets, which Megatron's layers by TransformerEngine do not. Set "
+            'platform.layers="torch".'
+        )
     if best := family.own_group_score(model):
         raise ConfigError(
             f"{model.family} ranks a group of experts by its best {best}, Megatron's layers by TransformerEngine rank "

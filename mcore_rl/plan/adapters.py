@@ -2,7 +2,7 @@
 
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.families import family_of
 from mcore_rl.plan.weights import Weights, layer_kinds_by_stage
 
@@ -14,10 +14,10 @@ def with_adapters(
     if not lora.is_on:
         return weights
     kinds = layer_kinds_by_stage(model, mesh)
-    each = {is_moe: layer_adapters(lora, model, mesh, is_moe=is_moe) for is_moe in set().union(*kinds)}
+    each = {kind: layer_adapters(lora, model, mesh, kind) for kind in model.all_kinds}
     return [
-        sum((each[is_moe] * count for is_moe, count in kind.items()), start=stage)
-        for stage, kind in zip(weights, kinds, strict=True)
+        sum((each[kind] * count for kind, count in counts.items()), start=stage)
+        for stage, counts in zip(weights, kinds, strict=True)
     ]
 
 
@@ -26,14 +26,14 @@ def active_adapters(lora: LoraConfig, model: ModelConfig) -> int:
     if not lora.is_on:
         return 0
     total = 0
-    for is_moe in model.moe_layers:
-        layer = layer_adapters(lora, model, MeshConfig(), is_moe=is_moe)
-        routed = layer.expert_adapters // model.moe.num_experts * model.moe.top_k if is_moe else 0
+    for kind in model.layer_kinds:
+        layer = layer_adapters(lora, model, MeshConfig(), kind)
+        routed = layer.expert_adapters // model.moe.num_experts * model.moe.top_k if kind.is_moe else 0
         total += layer.dense_adapters + routed
     return total
 
 
-def layer_adapters(lora: LoraConfig, model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weights:
+def layer_adapters(lora: LoraConfig, model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weights:
     """Return the adapters of one transformer layer on one rank.
 
     A of a layer that splits its outputs is whole on every tensor-parallel rank, with rows for each projection, and so
@@ -41,6 +41,7 @@ def layer_adapters(lora: LoraConfig, model: ModelConfig, mesh: MeshConfig, *, is
     """
     targets, moe, tp = lora.targets_in(model), model.moe, mesh.tp
     found = Weights()
+    is_moe = kind.is_moe
     if "attention" in targets:
         sizes = _latent_attention(model, tp) if family_of(model).is_latent else _attention(model, tp)
         found += Weights(dense_adapters=lora.rank_of("attention", model) * sizes)

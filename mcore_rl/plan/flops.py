@@ -1,14 +1,16 @@
 """FLOPs that a model needs for a token.
 
 Only matrix products count, 2 FLOPs for a multiply-add, as in appendix B of PaLM (arXiv 2204.02311): projections,
-attention scores, MLPs, router, output layer. The embedding look-up, norms, softmax, rotary positions, the optimizer
-and recomputation do not: these are *model* FLOPs, which the mathematics needs. The backward pass is twice the forward
-pass, since each product has one gradient for its input and one for its weight. With low-rank adapters the weights have
-no gradient, and their products' backward pass is as long as the forward pass; adapters have three products as ever.
+attention scores, the states of gated delta nets, MLPs, router, output layer. The embedding look-up, norms, softmax,
+rotary positions, the optimizer and recomputation do not: these are *model* FLOPs, which the mathematics needs. The
+backward pass is twice the forward pass, since each product has one gradient for its input and one for its weight. With
+low-rank adapters the weights have no gradient, and their products' backward pass is as long as the forward pass; those
+of adapters are three as ever.
 
 Conventions where the field differs:
 - causal attention counts half of the full S x S scores (PaLM and FlopCounterMode count them in full);
 - a layer with a sliding window counts the part of them that lies in the window;
+- a gated delta net counts its recurrence, token by token, and its convolution; chunks compute more;
 - a token passes `top_k` routed experts, even when a capacity drops some;
 - the output layer has `vocab_size` rows, without padding, or one with a scalar head;
 - an MTP layer is its projection [2D, D], one transformer layer like the last, and the output layer again.
@@ -47,22 +49,28 @@ def train_flops_by_length(config: ModelConfig, lora: LoraConfig | None = None) -
 
     def of_length(seq_length: float) -> float:
         parts = forward(seq_length)
-        # Both factors of attention's scores are activations, each with a gradient.
-        return (FORWARD_AND_BACKWARD - 1) * sum(parts.values()) + parts["attention_scores"] + adapters
+        # Both factors of attention's scores, and of a state's products, are activations, each with a gradient.
+        without_weights = parts["attention_scores"] + parts["delta_rule"]
+        return (FORWARD_AND_BACKWARD - 1) * sum(parts.values()) + without_weights + adapters
 
     return of_length
 
 
 def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str, float]]:
     hidden = config.hidden_size
-    moe_layers = list(config.moe_layers) + [config.moe_layers[-1]] * config.mtp_layers
-    num_moe, num_layers = sum(moe_layers), len(moe_layers)
+    kinds = config.layer_kinds + (config.mtp_kind,) * config.mtp_layers
+    num_layers, num_moe = len(kinds), sum(kind.is_moe for kind in kinds)
+    attending = [layer for layer, kind in enumerate(kinds) if kind.mixer == "attention"]
+    # Layers with an even index may have a window, those with an odd one have none.
+    by_parity = [sum(layer % 2 == odd for layer in attending) for odd in (0, 1)]
+    num_delta, delta = num_layers - len(attending), config.delta
     family = family_of(config)
     projections, scores = (_latent_attention if family.is_latent else _attention)(config)
     shared_gate = hidden if family.has_shared_expert_gate else 0
     macs = {
-        "attention_projections": num_layers * projections,
+        "attention_projections": len(attending) * projections + num_delta * _delta_projections(config),
         "attention_scores": 0.0,
+        "delta_rule": num_delta * 3 * delta.value_heads * delta.key_dim * delta.value_dim,
         "dense_mlp": (num_layers - num_moe) * 3 * hidden * config.ffn_hidden_size,
         "router": num_moe * hidden * config.moe.num_experts,
         "experts": num_moe * config.moe.top_k * 3 * hidden * config.moe.ffn_hidden_size,
@@ -72,8 +80,7 @@ def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str,
     }
 
     def of_length(seq_length: float) -> dict[str, float]:
-        # Layers with an even index may have a window, those with an odd one have none.
-        seen = sum((num_layers + 1 - odd) // 2 * _seen_positions(config, odd, seq_length) for odd in (0, 1))
+        seen = sum(by_parity[odd] * _seen_positions(config, odd, seq_length) for odd in (0, 1))
         return {part: 2.0 * count for part, count in (macs | {"attention_scores": seen * scores}).items()}
 
     return of_length
@@ -92,7 +99,16 @@ def _attention(config: ModelConfig) -> tuple[int, int]:
     """Return a layer's multiply-adds for one token: of the projections, and of the scores with one visible position."""
     query = config.num_heads * config.head_dim
     key_value = 2 * config.num_kv_heads * config.head_dim
-    return config.hidden_size * (2 * query + key_value), 2 * query
+    gate = query if family_of(config).has_output_gate else 0
+    return config.hidden_size * (2 * query + key_value + gate), 2 * query
+
+
+def _delta_projections(config: ModelConfig) -> int:
+    """Return the multiply-adds of a gated delta net for one token, without its states."""
+    delta = config.delta
+    convolved = 2 * delta.query_width + delta.value_width
+    projected = convolved + 2 * delta.value_width + 2 * delta.value_heads
+    return config.hidden_size * projected + delta.conv_width * convolved
 
 
 def _latent_attention(config: ModelConfig) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.rl.distill import SELF
 from mcore_rl.config.rl.engine import InProcessConfig
@@ -27,6 +27,7 @@ from mcore_rl.plan.routes import RouteBytes, routes_of_rank
 from mcore_rl.plan.schedule import chunks_in_flight, most_kept
 from mcore_rl.plan.weights import (
     Weights,
+    delta_state_bytes,
     layer_kinds_by_stage,
     layers_by_chunk,
     layers_by_stage,
@@ -237,8 +238,8 @@ def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
 class Layout:
     """The parts of an estimate that the mesh alone decides, for each pipeline stage."""
 
-    kinds: list[dict[bool, int]]
-    """Number of layers with experts (True) and without (False)."""
+    kinds: list[dict[LayerKind, int]]
+    """Number of layers of each kind."""
     chunks: list[list[range]]
     """Indices of the layers of each chunk."""
     weights: list[list[Weights]]
@@ -295,7 +296,7 @@ class StageMemory:
             layers_of(config.platform, allows_te=config.allows_te),
             imbalance,
         )
-        self.sizes = {is_moe: LayerBytes.of(self.layer, is_moe) for is_moe in set(config.model.moe_layers)}
+        self.sizes = {kind: LayerBytes.of(self.layer, kind) for kind in config.model.all_kinds}
 
     def of(self, stage: int) -> Memory:
         """Return the memory of a rank of `stage`."""
@@ -327,9 +328,9 @@ class LayerBytes:
     whole: int
 
     @classmethod
-    def of(cls, layer: LayerActivations, is_moe: bool) -> "LayerBytes":
+    def of(cls, layer: LayerActivations, kind: LayerKind) -> "LayerBytes":
         """Return the bytes of one layer."""
-        return cls(kept=layer.kept(is_moe), whole=sum(layer.all_parts(is_moe).values()))
+        return cls(kept=layer.kept(kind), whole=sum(layer.all_parts(kind).values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,7 +352,7 @@ def _memory(
     layout: Layout,
     models: Sequence[tuple[ModelOnRanks, Weights]],
     layer: LayerActivations,
-    sizes: dict[bool, LayerBytes],
+    sizes: dict[LayerKind, LayerBytes],
 ) -> Memory:
     mesh, precision = config.mesh, config.platform.precision
     element = layer.element
@@ -477,8 +478,9 @@ def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
         widths = model.num_heads // mesh.tp * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
     else:
         widths = 2 * max(1, model.num_kv_heads // mesh.tp) * model.head_dim
-    layers = len(layers_by_stage(model, mesh)[stage])
-    return slots * config.longest_sample * layers * widths * element
+    mixers = Counter(model.mixers[layer] for layer in layers_by_stage(model, mesh)[stage])
+    keys_and_values = mixers["attention"] * config.longest_sample * widths * element
+    return slots * (keys_and_values + mixers["delta"] * delta_state_bytes(model, mesh.tp, element))
 
 
 def _activations(
@@ -489,18 +491,17 @@ def _activations(
     stage: int,
     layout: Layout,
     layer: LayerActivations,
-    sizes: dict[bool, LayerBytes],
+    sizes: dict[LayerKind, LayerBytes],
     world_size: int,
 ) -> tuple[int, int]:
     """Return the bytes kept over all microbatches in flight, and those that are computed again at one time."""
     num_microbatches = train.global_batch * mesh.model_parallel // (train.micro_batch * world_size)
-    is_moe = model.moe_layers
-    kinds, has_mtp = dict(layout.kinds[stage]), stage == mesh.pp - 1 and model.mtp_layers > 0
+    kinds, has_mtp = Counter(layout.kinds[stage]), stage == mesh.pp - 1 and model.mtp_layers > 0
     if has_mtp:
-        kinds[is_moe[-1]] = kinds.get(is_moe[-1], 0) + model.mtp_layers
+        kinds[model.mtp_kind] += model.mtp_layers
     group = platform.recompute_layers if platform.recompute == "full" else 0
 
-    def kept(kinds: Mapping[bool, int]) -> int:
+    def kept(kinds: Mapping[LayerKind, int]) -> int:
         if group:
             return -(-sum(kinds.values()) // group) * layer.residual
         return sum(sizes[kind].kept * count for kind, count in kinds.items())
@@ -511,9 +512,9 @@ def _activations(
         recomputed = max((sizes[kind].whole - sizes[kind].kept for kind in kinds), default=0)
     if mesh.pp_layout is None:
         return kept(kinds) * chunks_in_flight(mesh, stage, num_microbatches) // mesh.vpp, recomputed
-    chunks = [Counter(is_moe[layer] for layer in layers) for layers in layout.chunks[stage]]
+    chunks = [Counter(model.layer_kinds[layer] for layer in layers) for layers in layout.chunks[stage]]
     if has_mtp:
-        chunks[-1][is_moe[-1]] += model.mtp_layers
+        chunks[-1][model.mtp_kind] += model.mtp_layers
     sizes_of_chunks = [kept(chunk) for chunk in chunks]
     if len(set(sizes_of_chunks)) == 1:
         return chunks_in_flight(mesh, stage, num_microbatches) * sizes_of_chunks[0], recomputed

@@ -1,9 +1,10 @@
 """The number of weights on each rank, in closed form from the shape of the model and the mesh."""
 
+from collections import Counter
 from dataclasses import dataclass, fields
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.families import family_of
 from mcore_rl.families.family import Family
 
@@ -55,9 +56,9 @@ class Weights:
 def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     """Return the weights of one rank of each pipeline stage; the mesh must have passed the checks."""
     kinds = layer_kinds_by_stage(model, mesh)
-    each = {is_moe: layer_weights(model, mesh, is_moe=is_moe) for is_moe in set().union(*kinds)}
+    each = {kind: layer_weights(model, mesh, kind) for kind in model.all_kinds}
     stages = [
-        sum((each[is_moe] * count for is_moe, count in kind.items()), start=Weights()) for kind in kinds
+        sum((each[kind] * count for kind, count in counts.items()), start=Weights()) for counts in kinds
     ]
     embedding = Weights(dense=model.padded_vocab_size * model.hidden_size // mesh.tp)
     stages[0] += embedding
@@ -82,7 +83,7 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     for _ in range(model.mtp_layers):
         projection = 2 * hidden * hidden // mesh.tp
         stages[-1] += Weights(dense=projection + 3 * hidden)  # norms of embedding, hidden state and output
-        stages[-1] += layer_weights(model, mesh, is_moe=model.moe_layers[-1])
+        stages[-1] += each[model.mtp_kind]
     return stages
 
 
@@ -104,23 +105,25 @@ def layers_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[list[int]]:
     return [[layer for chunk in stage for layer in chunk] for stage in layers_by_chunk(model, mesh)]
 
 
-def layer_kinds_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[dict[bool, int]]:
-    """Return, for each pipeline stage, the number of its layers with experts (True) and without (False)."""
-    is_moe, kinds = model.moe_layers, []
-    for layers in layers_by_stage(model, mesh):
-        num_moe = sum(is_moe[layer] for layer in layers)
-        kinds.append({True: num_moe, False: len(layers) - num_moe})
-    return [{kind: count for kind, count in stage.items() if count} for stage in kinds]
+def layer_kinds_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[dict[LayerKind, int]]:
+    """Return, for each pipeline stage, the number of its layers of each kind."""
+    kinds = model.layer_kinds
+    return [dict(Counter(kinds[layer] for layer in layers)) for layers in layers_by_stage(model, mesh)]
 
 
-def layer_weights(model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weights:
+def layer_weights(model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weights:
     """Return the weights of one transformer layer on one rank."""
     hidden, moe, family = model.hidden_size, model.moe, family_of(model)
-    attention = _latent_attention(model, mesh.tp) if family.is_latent else _attention(model, family, mesh.tp)
-    dense = attention + 2 * hidden  # the two norms
+    if kind.mixer == "delta":
+        mixer = _delta_net(model, mesh.tp)
+    elif family.is_latent:
+        mixer = _latent_attention(model, mesh.tp)
+    else:
+        mixer = _attention(model, family, mesh.tp)
+    dense = mixer + 2 * hidden  # the two norms
     # Each layer of latent attention has its own.
     tables = _yarn_tables(model, model.mla.qk_rope_head_dim if family.is_latent else 0)
-    if not is_moe:
+    if not kind.is_moe:
         return Weights(dense + 3 * hidden * model.ffn_hidden_size // mesh.tp) + tables
     biases = family.has_linear_bias
     router = moe.num_experts * (hidden + (1 if biases else 0))
@@ -151,6 +154,8 @@ def _attention(model: ModelConfig, family: Family, tp: int) -> int:
     hidden, head = model.hidden_size, model.head_dim
     heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
     weights = hidden * head * (2 * heads + 2 * kv_heads)
+    if family.has_output_gate:
+        weights += hidden * head * heads
     if family.has_qkv_bias(model):
         weights += head * (heads + 2 * kv_heads)
     if family.has_qk_norm(model):
@@ -161,6 +166,25 @@ def _attention(model: ModelConfig, family: Family, tp: int) -> int:
     if family.has_attention_sinks:
         weights += heads
     return weights
+
+
+def _delta_net(model: ModelConfig, tp: int) -> int:
+    """Return the weights of a gated delta net, whose gated norm is whole on every tensor-parallel rank."""
+    delta, hidden = model.delta, model.hidden_size
+    convolved = 2 * delta.query_width + delta.value_width
+    projected = convolved + delta.value_width + 2 * delta.value_heads
+    split = hidden * (projected + delta.value_width) + delta.conv_width * convolved + 2 * delta.value_heads
+    return split // tp + delta.value_dim
+
+
+def delta_state_bytes(model: ModelConfig, tp: int, element: int) -> int:
+    """Return the bytes that a gated delta net keeps of a completion, whatever its length: a state in fp32, and the last
+    inputs of its convolution in numbers of `element` bytes.
+    """
+    delta = model.delta
+    state = FP32_BYTES * delta.value_heads * delta.key_dim * delta.value_dim
+    inputs = element * (delta.conv_width - 1) * (2 * delta.query_width + delta.value_width)
+    return (state + inputs) // tp
 
 
 def _latent_attention(model: ModelConfig, tp: int) -> int:

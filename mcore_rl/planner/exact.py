@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import Mixer
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.plan.activations import Layers
 from mcore_rl.plan.memory import FP8_COPIES_BYTES, GIB, Memory, ModelOnRanks
@@ -55,6 +56,7 @@ class LayerSaved:
     """Bytes of the activations that a layer keeps of some tokens."""
 
     is_moe: bool
+    mixer: Mixer
     tokens: int
     """Number of tokens before tensor parallelism cuts them."""
     counted: int
@@ -211,6 +213,8 @@ def layer_lines(layers: Sequence[LayerSaved], kind: Layers) -> Iterator[str]:
     """Yield the counted bytes that each kind of layer keeps; `kind` is the plan's kind of layers."""
     for layer in layers:
         name = "an MoE layer" if layer.is_moe else "a dense layer"
+        if layer.mixer == "delta":
+            name += " with a delta net"
         each = layer.counted / layer.tokens
         excess = layer.planned / layer.counted - 1
         yield (

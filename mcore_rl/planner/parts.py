@@ -11,14 +11,14 @@ from functools import cached_property
 from math import ceil, sqrt
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.speed import planned_flags
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
-from mcore_rl.plan.activations import load_of_fullest_rank
+from mcore_rl.plan.activations import CHUNK, load_of_fullest_rank
 from mcore_rl.plan.device import Device, Links
 from mcore_rl.planner.rates import Rates
 
@@ -267,11 +267,13 @@ class Roofline:
         return seconds * work.load + nodes * self.rates.nic_latency_s
 
 
-def layer_times(work: Workload, is_moe: bool) -> LayerTimes:
-    """Return the seconds of one layer, including recomputation and the device's waits for the host."""
+def layer_times(work: Workload, kind: LayerKind) -> LayerTimes:
+    """Return the seconds of one layer, with what recomputation repeats and what the host makes the device wait."""
     roof = Roofline(work)
     parts: dict[str, list[float]] = {}
-    for name, (forward, backward) in (*_attention(roof), *(_experts(roof) if is_moe else _mlp(roof))):
+    mixer = _delta_net(roof) if kind.mixer == "delta" else _attention(roof)
+    is_moe = kind.is_moe
+    for name, (forward, backward) in (*mixer, *(_experts(roof) if is_moe else _mlp(roof))):
         part = parts.setdefault(name, [0.0, 0.0])
         part[0] += forward
         part[1] += backward
@@ -331,7 +333,8 @@ def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
         key_value = heads * (width + mla.v_head_dim)
     else:
         kv_heads = max(1, model.num_kv_heads // tp)
-        yield "projections", roof.linear(tokens, (heads + 2 * kv_heads) * model.head_dim, hidden, fp8=fp8)
+        projected = heads * (2 if family.has_output_gate else 1) + 2 * kv_heads
+        yield "projections", roof.linear(tokens, projected * model.head_dim, hidden, fp8=fp8)
         yield "projections", roof.linear(tokens, hidden, heads * model.head_dim, fp8=fp8)
         rotated = tokens * (heads + 2 * kv_heads) * model.head_dim
         yield "rotary", roof.stream(rotated, 5 if family.has_qk_norm(model) else 3)
@@ -347,6 +350,28 @@ def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
         exchange = roof.ring(tokens * cp * key_value * roof.element, cp, tp)
         forward, backward = max(forward, exchange), max(backward, 2 * exchange)
     yield "attention", (forward, backward)
+
+
+def _delta_net(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
+    work, delta, cp = roof.work, roof.work.model.delta, roof.work.mesh.cp
+    tokens, hidden, tp = roof.tokens, work.model.hidden_size, work.mesh.tp
+    yield "norms", roof.stream(hidden * roof.slice, 9)
+    gather = roof.ring(tokens * hidden * roof.element, tp)
+    yield "tensor parallel", (2 * gather, 3 * gather)
+    projected = 2 * (delta.query_width + delta.value_width + delta.value_heads) // tp
+    value, heads = delta.value_width // tp, delta.value_heads // tp
+    yield "projections", roof.linear(tokens, projected, hidden, fp8=work.fp8)
+    yield "projections", roof.linear(tokens, hidden, value, fp8=work.fp8)
+    # Convolution, unit length and gates, computed again in the backward pass as the rule is.
+    yield "convolution", roof.stream(tokens * projected, 6, backward=3.0)
+    key, width = delta.key_dim, delta.value_dim
+    products = 3 * key * width + 2 * CHUNK * key + CHUNK * (key + width) / 2 + CHUNK * width
+    forward = 2.0 * tokens * heads * products / (roof.peak * work.rates.attention)
+    yield "delta rule", (forward, 3.5 * forward)
+    if cp > 1:
+        # Each rank gets all positions of its share of the heads, and gives their outputs back.
+        exchange = roof.ring(tokens * (projected + value) * roof.element, cp, tp)
+        yield "context parallel", (exchange, exchange)
 
 
 def _mlp(roof: Roofline) -> Iterator[tuple[str, Seconds]]:

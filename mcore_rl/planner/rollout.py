@@ -13,13 +13,13 @@ from math import ceil, erf, log, sqrt
 from typing import Any
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.rl.engine import AnyEngine, InProcessConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import family_of
 from mcore_rl.plan.device import Device, Links
 from mcore_rl.plan.flops import forward_flops_per_token
-from mcore_rl.plan.weights import layer_weights
+from mcore_rl.plan.weights import delta_state_bytes, layer_weights
 from mcore_rl.planner.parts import LayerTimes, Workload, layer_times
 from mcore_rl.planner.rates import Rates
 from mcore_rl.planner.step import stage_times, step
@@ -88,20 +88,18 @@ class KnownParts:
 
     generations: dict[Engine, tuple[float, float]] = field(default_factory=dict)
     """Engine -> seconds of a rollout batch, and of its tail."""
-    layers: dict[tuple[Any, ...], dict[bool, LayerTimes]] = field(default_factory=dict)
+    layers: dict[tuple[Any, ...], dict[LayerKind, LayerTimes]] = field(default_factory=dict)
     """Seconds of the layers of an update (`known_layers`)."""
 
 
 def known_layers(
-    work: Workload, known: dict[tuple[Any, ...], dict[bool, LayerTimes]]
-) -> dict[bool, LayerTimes]:
-    """Return the seconds of the layers, which pipeline stages do not change; `known` has earlier results for the same
-    run.
-    """
+    work: Workload, known: dict[tuple[Any, ...], dict[LayerKind, LayerTimes]]
+) -> dict[LayerKind, LayerTimes]:
+    """Return the seconds of the layers, which pipeline stages do not change; `known` has those of the same run."""
     mesh = work.mesh
     key = (mesh.tp, mesh.ep, mesh.etp, mesh.cp, work.micro_batch, work.recompute, work.recompute_modules)
     if key not in known:
-        known[key] = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
+        known[key] = {kind: layer_times(work, kind) for kind in work.model.all_kinds}
     return known[key]
 
 
@@ -192,10 +190,10 @@ def with_lengths(work: Workload, global_batch: int, sample_tokens: float) -> Wor
     return replace(work, global_batch=rows, sample_length=ceil(sample_tokens))
 
 
-def forward_seconds(work: Workload, layers: dict[bool, LayerTimes] | None = None) -> float:
-    """Return the seconds of a pass without gradients over the rows of an update; its layers may be known already."""
+def forward_seconds(work: Workload, layers: dict[LayerKind, LayerTimes] | None = None) -> float:
+    """Return the seconds of a pass without gradients over the rows of an update, whose layers may be known already."""
     if layers is None:
-        layers = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
+        layers = {kind: layer_times(work, kind) for kind in work.model.all_kinds}
     stages = [stage.forward for stage in stage_times(work, layers)]
     return (work.num_microbatches - 1) * max(stages) + sum(stages)
 
@@ -252,6 +250,8 @@ def decode_seconds(
     touched = 1 - (1 - model.moe.top_k / model.moe.num_experts) ** met if model.is_moe else 0.0
     read = element * (dense / engine.tp + expert * touched / engine.ep)
     read += element * rows * context * _cached_numbers(model, engine)
+    # A state is read and written.
+    read += 2 * rows * model.mixers.count("delta") * delta_state_bytes(model, 1, element) / engine.tp
     flops = rows * sum(forward_flops_per_token(model, 2 * context).values()) / engine.tp
     computed = flops / (device.peak_tflops["bf16"] * 1e12 * DECODE_PRODUCTS)
     seconds = max(read / (links.hbm_gbytes_per_s * 1e9 * rates.hbm), computed)
@@ -287,9 +287,9 @@ def share_longer(mean: float, longest: int, spread: float) -> Callable[[float], 
 
 def _weights(model: ModelConfig) -> tuple[int, int]:
     """Return the numbers of weights outside of routed experts and in them."""
-    layers = {is_moe: layer_weights(model, MeshConfig(), is_moe=is_moe) for is_moe in set(model.moe_layers)}
-    dense = sum(layers[is_moe].dense for is_moe in model.moe_layers)
-    expert = sum(layers[is_moe].expert for is_moe in model.moe_layers)
+    layers = {kind: layer_weights(model, MeshConfig(), kind) for kind in set(model.layer_kinds)}
+    dense = sum(layers[kind].dense for kind in model.layer_kinds)
+    expert = sum(layers[kind].expert for kind in model.layer_kinds)
     return dense + 2 * model.padded_vocab_size * model.hidden_size, expert
 
 
@@ -300,7 +300,7 @@ def _cached_numbers(model: ModelConfig, engine: Engine) -> float:
         heads = model.num_heads / engine.tp
         whole = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
         return model.num_layers * (mla.kv_lora_rank + mla.qk_rope_head_dim if engine.is_served else whole)
-    return model.num_layers * 2 * max(1.0, model.num_kv_heads / engine.tp) * model.head_dim
+    return model.mixers.count("attention") * 2 * max(1.0, model.num_kv_heads / engine.tp) * model.head_dim
 
 
 def _messages(model: ModelConfig, links: Links, engine: Engine, rows: float, rates: Rates) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 from mcore_rl.checks.cluster import placement
 from mcore_rl.checks.programs import Program
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import LayerKind
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
@@ -102,7 +103,7 @@ def search(config: RunConfig, program: Program, place: Place) -> Search:
 def _search(config: RunConfig, program: Program, place: Place) -> Search:
     result, ways = Search(), ways_to_keep(config)
     seq_length = program.seq_length(config)
-    layers: dict[tuple[Any, ...], dict[bool, LayerTimes]] = {}
+    layers: dict[tuple[Any, ...], dict[LayerKind, LayerTimes]] = {}
     known = KnownParts()
     for mesh in meshes(config.mesh, config.model, place.world_size, place.ranks_per_node, seq_length):
         result.tried += len(ways)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.schedule import Kind, Pass, schedule
 from mcore_rl.plan.weights import layers_by_chunk
@@ -127,14 +127,14 @@ class ChunkTimes:
 
 def step_times(work: Workload) -> ChunkTimes:
     """Return every chunk's own seconds."""
-    times = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
-    layers = {is_moe: (layer.forward, layer.backward) for is_moe, layer in times.items()}
+    times = {kind: layer_times(work, kind) for kind in work.model.all_kinds}
+    layers = {kind: (layer.forward, layer.backward) for kind, layer in times.items()}
     return _chunk_times(work.model, work.mesh, layers, output_times(work), message_seconds(work))
 
 
 def unit_times(model: ModelConfig, mesh: MeshConfig) -> ChunkTimes:
     """Return times where nothing is known of the device: a layer takes 1 second forwards and 2 backwards."""
-    return _chunk_times(model, mesh, dict.fromkeys((True, False), (1.0, 2.0)), (0.0, 0.0), 0.0)
+    return _chunk_times(model, mesh, dict.fromkeys(model.all_kinds, (1.0, 2.0)), (0.0, 0.0), 0.0)
 
 
 def simulate_mesh(times: ChunkTimes, mesh: MeshConfig, num_microbatches: int) -> Simulation:
@@ -146,18 +146,18 @@ def simulate_mesh(times: ChunkTimes, mesh: MeshConfig, num_microbatches: int) ->
 def _chunk_times(
     model: ModelConfig,
     mesh: MeshConfig,
-    layers: Mapping[bool, tuple[float, float]],
+    layers: Mapping[LayerKind, tuple[float, float]],
     output: tuple[float, float],
     message_s: float,
 ) -> ChunkTimes:
-    """Return the times of a mesh with layers that take `layers[is_moe]` seconds forwards and backwards."""
-    is_moe, last = model.moe_layers, (mesh.pp - 1, mesh.vpp - 1)
+    """Return the times of a mesh whose layers take `layers[kind]` seconds forwards and backwards."""
+    kinds, last = model.layer_kinds, (mesh.pp - 1, mesh.vpp - 1)
     seconds: dict[tuple[int, int], tuple[float, float]] = {}
     for stage, chunks in enumerate(layers_by_chunk(model, mesh)):
         for chunk, indices in enumerate(chunks):
-            times = [layers[is_moe[index]] for index in indices]
+            times = [layers[kinds[index]] for index in indices]
             if (stage, chunk) == last:
-                times += [output] * (1 + model.mtp_layers) + [layers[is_moe[-1]]] * model.mtp_layers
+                times += [output] * (1 + model.mtp_layers) + [layers[model.mtp_kind]] * model.mtp_layers
             seconds[stage, chunk] = (sum(time[0] for time in times), sum(time[1] for time in times))
     return ChunkTimes(seconds=seconds, message_s=message_s if mesh.pp > 1 else 0.0)
 

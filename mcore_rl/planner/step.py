@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from mcore_rl.config.model import LayerKind
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.weights import Weights, layer_kinds_by_stage, weights_by_stage
 from mcore_rl.planner.parts import LayerTimes, Roofline, Workload, layer_times, output_times
@@ -40,21 +41,21 @@ class Step:
         return sum(self.parts.values())
 
 
-def stage_times(work: Workload, layers: dict[bool, LayerTimes]) -> list[StageTimes]:
-    """Return the seconds of each stage for one microbatch; the last stage has the output and the MTP layers."""
+def stage_times(work: Workload, layers: dict[LayerKind, LayerTimes]) -> list[StageTimes]:
+    """Return the seconds of each stage for one microbatch; the last one has the output and the MTP layers."""
     stages = []
     for stage, kind in enumerate(layer_kinds_by_stage(work.model, work.mesh)):
         counts = dict(kind)
         is_last = stage == work.mesh.pp - 1
         if is_last and work.model.mtp_layers:
-            last = work.model.moe_layers[-1]
+            last = work.model.mtp_kind
             counts[last] = counts.get(last, 0) + work.model.mtp_layers
         parts: dict[str, float] = {}
-        for is_moe, count in counts.items():
-            for name, seconds in layers[is_moe].parts.items():
+        for layer, count in counts.items():
+            for name, seconds in layers[layer].parts.items():
                 parts[name] = parts.get(name, 0.0) + count * seconds
-        forward = sum(layers[is_moe].forward * count for is_moe, count in counts.items())
-        backward = sum(layers[is_moe].backward * count for is_moe, count in counts.items())
+        forward = sum(layers[layer].forward * count for layer, count in counts.items())
+        backward = sum(layers[layer].backward * count for layer, count in counts.items())
         if is_last:
             heads = 1 + work.model.mtp_layers
             output = output_times(work)
@@ -72,7 +73,7 @@ def message_seconds(work: Workload) -> float:
     return roof.slice * work.model.hidden_size * roof.element / speed + latency
 
 
-def step(work: Workload, layers: dict[bool, LayerTimes] | None = None) -> Step:
+def step(work: Workload, layers: dict[LayerKind, LayerTimes] | None = None) -> Step:
     """Return the seconds of a step, with the bubble of the schedule in closed form (arXiv 2104.04473).
 
     Args:
@@ -80,7 +81,7 @@ def step(work: Workload, layers: dict[bool, LayerTimes] | None = None) -> Step:
         layers: Seconds of the layers, where they are known already: a search has many steps of the same layers.
     """
     if layers is None:
-        layers = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
+        layers = {kind: layer_times(work, kind) for kind in work.model.all_kinds}
     stages = stage_times(work, layers)
     totals = [stage.forward + stage.backward for stage in stages]
     slowest, count, vpp, pp = max(totals), work.num_microbatches, work.mesh.vpp, work.mesh.pp

@@ -39,6 +39,21 @@ def direct_queries_unnormed(fused_or_default: Callable[..., Any]) -> Callable[..
     return wrapped
 
 
+def own_gates(tensors: Callable[..., Any]) -> Callable[..., Any]:
+    """`SelfAttention.get_query_key_value_tensors` whose gates are those of this rank's queries."""
+
+    @functools.wraps(tensors)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = tensors(self, *args, **kwargs)
+        sharing = self.world_size // self.config.num_query_groups
+        if sharing <= 1 or len(found) != 4:
+            return found
+        query, key, value, gate = found
+        return query, key, value, gate.chunk(sharing, 2)[self.pg_collection.tp.rank() % sharing]
+
+    return wrapped
+
+
 def only_tensors_saved(checkpointed_forward: Callable[..., Any]) -> Callable[..., Any]:
     """`MultiTokenPredictionLayer._checkpointed_forward` that saves tensors only, and hands on the rest as it is."""
 

@@ -244,6 +244,14 @@ MODEL_PATCHES: tuple[Patch, ...] = (
         until="the two norms have a switch each",
     ),
     Patch(
+        symbol="megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors",
+        replace=replacements.own_gates,
+        versions=("0.16",),
+        cause="version",
+        reason="with fewer key/value heads than tensor-parallel ranks a rank gets the gates of its group's queries",
+        until="0.19, which cuts them",
+    ),
+    Patch(
         symbol="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._checkpointed_forward",
         replace=replacements.only_tensors_saved,
         versions=("0.16",),

@@ -20,8 +20,8 @@ LayerGrouping = Literal["stacked", "each", "singletons"]
 which Megatron-LM writes with `singleton_local_shards`, and which this package reads but does not write."""
 
 STACK = "decoder.layers."
-STATEFUL = re.compile(r"(linear_\w+|\w*norm|eh_proj)$")
-"""Names of the modules that have an extra state when TransformerEngine builds them, apart from the attention's core."""
+STATEFUL = re.compile(r"(linear_\w+|\w*norm|eh_proj|(in|out)_proj)$")
+"""Names of the modules that have an extra state when TransformerEngine builds them, beside the attention's core."""
 HALVES = ("_w", "_v")
 """Endings of the gate and of the up-projection, where they are apart."""
 EXPERTS = ".mlp.experts.experts."
@@ -55,7 +55,8 @@ class KeyTranslation:
         if layout.layers == "stacked" and not model.layers_alike:
             raise CheckpointError(
                 f"The layers of this {model.family} differ (model.moe.first_dense_layers="
-                f"{model.moe.first_dense_layers}), so that they cannot be stacked in one tensor. Use --layers each."
+                f"{model.moe.first_dense_layers}, model.delta.full_every={model.delta.full_every}), so that "
+                "they cannot be stacked in one tensor. Use --layers each."
             )
         self.layout = layout
         # Local layers have no norm fused into the linear layer behind it, so that some norms have names of their own.

@@ -14,7 +14,9 @@ from mcore_rl.plan.weights import layers_by_stage
 CUT_BY_TP = (
     "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight",
     "linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight", "linear_fc1.weight",
-    "linear_fc1.bias", "linear_fc2.weight", "softmax_offset", "eh_proj.weight",
+    "linear_fc1.bias", "linear_fc2.weight", "softmax_offset", "eh_proj.weight", "in_proj.weight.query",
+    "in_proj.weight.key", "in_proj.weight.value", "in_proj.weight.z", "in_proj.weight.beta", "in_proj.weight.alpha",
+    "conv1d.weight.query", "conv1d.weight.key", "conv1d.weight.value", "A_log", "dt_bias", "out_proj.weight",
 )  # fmt: skip
 """Endings of the keys of tensors that tensor parallelism cuts; all other tensors are whole on each of its ranks."""
 EXPERTS = ".experts.experts."

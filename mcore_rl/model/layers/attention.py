@@ -24,7 +24,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.varlen import attend_packed, kernel_found, packed_kernel
 from mcore_rl.errors import ConfigError
-from mcore_rl.model.layers.cache import LayerCache
+from mcore_rl.model.layers.cache import KeyValueCache
 from mcore_rl.model.layers.packed import PackedParams, SideBySide, gathered_order
 from mcore_rl.model.layers.sinks import with_sinks
 from mcore_rl.parallel.mesh import layer_groups
@@ -68,7 +68,7 @@ class SDPAttention(MegatronModule):
         self.window: int | None = config.window_size[0] if windowed else None
         self._is_invariant = batch_invariant.is_on()
         self._has_packed_kernel = kernel_found() is not None
-        self.cache: LayerCache | None = None
+        self.cache: KeyValueCache | None = None
         """Cache of earlier positions, set while the tokens are those of a generating step."""
 
     def forward(
@@ -110,7 +110,7 @@ class SDPAttention(MegatronModule):
             )
         return mixed.flatten(2)
 
-    def _cached(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache) -> Tensor:
+    def _cached(self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the output `[T, 1, N * Dv]` of each token over its slot up to its own position, zeros for padding."""
         step, num_decode = cache.step, cache.step.num_decode
         where = step.slots_T, step.positions_T
@@ -123,7 +123,7 @@ class SDPAttention(MegatronModule):
             mixed[begin:end] = self._prefix(query[begin:end], keys, values)
         return mixed.flatten(2)
 
-    def _newest(self, query_BND: Tensor, cache: LayerCache) -> Tensor:
+    def _newest(self, query_BND: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the output `[B, N, Dv]` of the query of each decoding slot over the keys that it sees."""
         longest, visible = cache.step.longest, cache.step.visible(self.window)
         key, value = (kv[: len(query_BND), :longest].transpose(0, 1) for kv in (cache.keys, cache.values))

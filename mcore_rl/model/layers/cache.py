@@ -1,7 +1,7 @@
-"""The cache of the native engine: keys and values of earlier positions, and the tokens of the step that reads them."""
+"""The caches of the native engine, each kind by its layer, and the tokens of the step that reads them."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,13 +54,33 @@ class StepTokens:
         return self._visible[window]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """The cache of one layer, and the step in progress."""
+_NONE = torch.empty(0, dtype=torch.int64)
+NO_TOKENS = StepTokens(ids_T=_NONE, slots_T=_NONE, positions_T=_NONE, num_decode=0, longest=0, spans=())
+"""The step of a cache between steps."""
+
+
+class LayerCache(Protocol):
+    """A layer's state after the earlier positions of all slots, and the step in progress."""
+
+    step: StepTokens
+    """Tokens that the layer is computing, set for each step."""
+
+    def copy(self, source: int, targets: slice, length: int) -> None:
+        """Give the first `length` positions of a slot to others."""
+
+
+@dataclass(slots=True)
+class KeyValueCache:
+    """The cache of attention."""
 
     keys: Tensor
     """Keys `[slots, S, G, D]` of G groups."""
     values: Tensor
     """Values `[slots, S, G, Dv]`."""
-    step: StepTokens
+    step: StepTokens = NO_TOKENS
     """Tokens that the layer is computing."""
+
+    def copy(self, source: int, targets: slice, length: int) -> None:
+        """Give the first `length` positions of a slot to others."""
+        self.keys[targets, :length] = self.keys[source, :length]
+        self.values[targets, :length] = self.values[source, :length]

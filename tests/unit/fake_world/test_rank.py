@@ -187,7 +187,12 @@ def cache_bytes(config):
             chunks = build_model(buildable(config.model), mesh, platform, config.platform)
             decoder = Decoder(chunks, mesh, slots, config.longest_sample, with_routes=False)
             found.append(
-                storage_bytes(tensor for chunk in decoder._caches for pair in chunk for tensor in pair)
+                storage_bytes(
+                    tensor
+                    for chunk in decoder._caches
+                    for cache in chunk
+                    for tensor in (cache.keys, cache.values)
+                )
             )
     return found
 

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
+from mcore_rl.config.model import DeltaConfig, MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.fake_world import saved
 from mcore_rl.fake_world.saved import saved_by_layer
@@ -100,6 +100,28 @@ def test_a_layer_of_ours_keeps_the_bytes_that_a_forward_pass_keeps(case):
     """Offsets of experts and tables of angles are left out: small beside widths that are not of a test."""
     (found,) = run_ranks(counted_by_recomputation, 1, *case)
     assert len(found) >= 5 or case in [("olmoe", "bf16", 8), ("minimax_m2", "bf16", 8)]
+    planned = {kind: layer.planned for kind, layer in found.items()}
+    assert planned == {kind: pytest.approx(layer.counted, rel=0.02) for kind, layer in found.items()}
+
+
+def delta_nets_counted(precision, tp, cases):
+    model = model_of("qwen3_next", 2)
+    # Every third layer of two is none.
+    model = model.model_copy(
+        update={"delta": DeltaConfig(full_every=3, key_heads=8, value_heads=16, key_dim=24, value_dim=32)}
+    )
+    found = {}
+    for recompute, modules in cases:
+        settings = PlatformConfig(precision=precision, recompute=recompute, recompute_modules=modules)
+        found[recompute, *modules] = saved_by_layer(model, settings, tp)
+    return found
+
+
+@pytest.mark.parametrize(("precision", "tp"), [("bf16", 1), ("bf16", 4), ("fp32", 1)])
+def test_a_gated_delta_net_keeps_its_projections_and_its_output(precision, tp):
+    """What lies between is computed again by every backward pass."""
+    cases = [("none", ("core_attn",)), ("full", ("core_attn",)), ("selective", ("moe", NORMED))]
+    (found,) = run_ranks(delta_nets_counted, 1, precision, tp, cases)
     planned = {kind: layer.planned for kind, layer in found.items()}
     assert planned == {kind: pytest.approx(layer.counted, rel=0.02) for kind, layer in found.items()}
 

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.checks.model import model_violations
 from mcore_rl.config.extension import load_extensions
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import hf_config, model_from_hf, weight_map
@@ -43,7 +43,9 @@ def test_its_tables_reach_checks_weights_and_estimates(wolf: ModelConfig) -> Non
     assert {name.split(".", 3)[3] for name in names} == {f"self_attn.{part}_proj.bias" for part in "qkv"}
     mesh = PretrainConfig().mesh
     biases = wolf.head_dim * (wolf.num_heads + 2 * wolf.num_kv_heads)
-    plain, own = (layer_weights(model, mesh, is_moe=True) for model in (TINY["qwen3_moe"], wolf))
+    plain, own = (
+        layer_weights(model, mesh, LayerKind("attention", True)) for model in (TINY["qwen3_moe"], wolf)
+    )
     assert own.dense - plain.dense == biases
     assert forward_flops_per_token(wolf, 64) == forward_flops_per_token(TINY["qwen3_moe"], 64)
 

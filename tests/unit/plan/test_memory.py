@@ -4,6 +4,7 @@ import pytest
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import LayerKind
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.convert.megatron.mesh_bytes import bytes_by_stage
@@ -18,6 +19,7 @@ from mcore_rl.plan.schedule import chunks_in_flight
 from mcore_rl.plan.weights import layer_weights, layers_by_stage, weights_by_stage
 from tests.tiny_models import TINY
 
+MOE, DENSE = LayerKind("attention", True), LayerKind("attention", False)
 RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
 QWEN3 = RECIPES / "qwen3_30b_a3b" / "pretrain.toml"
 
@@ -66,7 +68,7 @@ def test_the_last_stage_has_the_layer_of_multi_token_prediction_and_an_embedding
 
 
 def test_a_rank_has_one_key_value_head_where_there_are_fewer_than_ranks():
-    layers = [layer_weights(config().model, MeshConfig(tp=tp, ep=8), is_moe=True).dense for tp in (4, 8)]
+    layers = [layer_weights(config().model, MeshConfig(tp=tp, ep=8), MOE).dense for tp in (4, 8)]
     # 4 of 32 query heads, of width 128, and their output; as many key and value heads as with tp 4.
     assert layers[0] - layers[1] == 2 * 4 * 128 * 2048
 
@@ -106,7 +108,7 @@ def test_activations_of_a_layer_are_those_counted_by_hand():
     """4096 tokens, hidden 2048, tp 2 with sequence parallelism, bf16; 32 heads and 4 key/value heads of 128."""
     layer = LayerActivations(config().model, config().mesh, PlatformConfig(precision="bf16"), 4096)
     tokens = 4096 * 2
-    assert layer.all_parts(is_moe=True) == {
+    assert layer.all_parts(MOE) == {
         "inputs": 2 * tokens * 2048 // 2,
         "normed": 2 * tokens * 2048 // 2,
         "unnormed_queries_keys": tokens * (16 + 2) * 128,
@@ -139,7 +141,7 @@ def test_latent_attention_keeps_expanded_heads_and_latents_of_both_sides_of_thei
     """4096 tokens, tp 2: 64 of 128 heads of 192 and 128, latents of 1536 and 512 + 64, bf16."""
     model = config(path=RECIPES / "deepseek_v3" / "pretrain.toml").model
     layer = LayerActivations(model, MeshConfig(tp=2, ep=64), PlatformConfig(precision="bf16"), 4096)
-    parts = layer.all_parts(is_moe=False)
+    parts = layer.all_parts(DENSE)
     assert parts["latents"] == 2048 * 2 * (2 * 1536 + 2 * 512 + 64)
     assert parts["queries_keys_values"] == 4096 * 2 * 64 * (192 + 192 + 128)
     assert (parts["attended"], parts["act"]) == (4096 * 2 * 64 * 128, 4096 * 2 * 18432 // 2)
@@ -157,15 +159,15 @@ def test_latent_attention_keeps_expanded_heads_and_latents_of_both_sides_of_thei
 def test_selective_recomputation_drops_its_modules_and_keeps_the_rest(modules, gone):
     platform = PlatformConfig(precision="bf16", recompute="selective", recompute_modules=modules)
     layer = LayerActivations(config().model, config().mesh, platform, 4096)
-    parts = layer.all_parts(is_moe=True)
-    assert layer.kept(is_moe=True) == sum(parts.values()) - sum(parts[part] for part in gone)
+    parts = layer.all_parts(MOE)
+    assert layer.kept(MOE) == sum(parts.values()) - sum(parts[part] for part in gone)
 
 
 def test_full_recomputation_keeps_the_inputs_of_layers_and_one_layer_of_the_rest():
     memory = memory_of_fullest_rank(config("platform.recompute=full"), 16, 4096)
     layer = LayerActivations(config().model, config().mesh, config().platform, 4096)
     assert memory.activations == 48 * 4096 * 2048 * 2 // 2
-    assert memory.recomputed == sum(layer.all_parts(is_moe=True).values())
+    assert memory.recomputed == sum(layer.all_parts(MOE).values())
     wider = memory_of_fullest_rank(config("platform.recompute=full", "platform.recompute_layers=4"), 16, 4096)
     assert (wider.activations, wider.recomputed) == (memory.activations // 4, 4 * memory.recomputed)
 

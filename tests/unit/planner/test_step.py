@@ -6,6 +6,7 @@ import pytest
 from bench.plan import QWEN30, RECIPES, RUNS, errors, fit, held_out, predicted
 from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import LayerKind
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.plan.device import DEVICES
 from mcore_rl.plan.flops import forward_flops_per_token
@@ -20,6 +21,7 @@ from mcore_rl.planner.step import (
     tokens_per_s,
 )
 
+MOE = LayerKind("attention", True)
 FREE_HOST = Rates(host_layer_s=0.0, host_expert_s=0.0, fixed_s=0.0)
 
 
@@ -94,9 +96,9 @@ def test_deepep_sends_a_token_once_to_a_node():
 
 
 def test_without_a_host_the_parts_are_the_whole_layer_and_full_recomputation_adds_a_forward_pass():
-    plain = layer_times(work(rates=FREE_HOST), is_moe=True)
+    plain = layer_times(work(rates=FREE_HOST), MOE)
     assert plain.forward + plain.backward == pytest.approx(sum(plain.parts.values()))
-    again = layer_times(work(rates=FREE_HOST, recompute="full"), is_moe=True)
+    again = layer_times(work(rates=FREE_HOST, recompute="full"), MOE)
     assert again.backward - plain.backward == pytest.approx(plain.forward)
 
 
@@ -105,7 +107,7 @@ def test_the_bubble_is_that_of_the_schedule():
     rates = replace(FREE_HOST, nic=1e9, link=1e9, nic_latency_s=0.0)
     mesh = MeshConfig(pp=4, vpp=3)
     parts = step(work(mesh=mesh, rates=rates)).parts
-    layer = layer_times(work(mesh=mesh, rates=rates), is_moe=True)
+    layer = layer_times(work(mesh=mesh, rates=rates), MOE)
     # The last stage is longer by the output, so that the other three wait for it as well.
     assert parts["bubble"] == pytest.approx(3 * 12 * (layer.forward + layer.backward) / 3, rel=1e-6)
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from mcore_rl.backend.cpu.attention import causal_attention
 from mcore_rl.backend.cpu.compiled import library
 from mcore_rl.model.layers.attention import SDPAttention
-from mcore_rl.model.layers.cache import LayerCache
+from mcore_rl.model.layers.cache import KeyValueCache
 from mcore_rl.model.layers.packed import PackedParams
 
 
@@ -28,7 +28,7 @@ class CompiledAttention(SDPAttention):
         rows = query[:, None], key[:, None], value[:, None]
         return causal_attention(*rows, self.scale, packed.lengths).flatten(1)
 
-    def _newest(self, query_BND: Tensor, cache: LayerCache) -> Tensor:
+    def _newest(self, query_BND: Tensor, cache: KeyValueCache) -> Tensor:
         if self.softmax_offset is not None:
             return super()._newest(query_BND, cache)
         rows, heads, width = query_BND.shape

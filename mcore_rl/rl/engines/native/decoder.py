@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from mcore_rl.errors import EngineError
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.layers.attention import SDPAttention
-from mcore_rl.model.layers.cache import LayerCache, StepTokens
+from mcore_rl.model.layers.cache import KeyValueCache, LayerCache, StepTokens
+from mcore_rl.model.layers.delta import GatedDeltaNet
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
 from mcore_rl.rl.engines.native.scheduler import Copy
@@ -21,9 +22,10 @@ from mcore_rl.rl.types import BYTE_EXPERTS
 
 
 class Decoder:
-    """This rank's chunks with a cache `[slots + 1, S, G, D]` a layer; the last slot takes what nobody reads.
+    """This rank's chunks with a cache a layer, of the layer's kind; its last slot takes what nobody reads.
 
-    Latent attention caches the keys and values that it makes of its latents.
+    Attention caches keys and values `[slots + 1, S, G, D]`, latent attention those that it makes of its latents, and a
+    gated delta net its state.
     """
 
     def __init__(
@@ -60,9 +62,8 @@ class Decoder:
         """Move what slots hold, in order."""
         for source, targets, length in copied_runs(copies):
             for caches in self._caches:
-                for keys, values in caches:
-                    keys[targets, :length] = keys[source, :length]
-                    values[targets, :length] = values[source, :length]
+                for cache in caches:
+                    cache.copy(source, targets, length)
             self._routes[targets, :length] = self._routes[source, :length]
 
     def routes(self, slot: int, length: int) -> Tensor:
@@ -95,7 +96,9 @@ class Decoder:
             hidden = model.embedding(input_ids=tokens.ids_T[None], position_ids=tokens.positions_T[None])
         else:
             model.decoder.set_input_tensor(self._received(len(tokens.ids_T)))
-        caches = [LayerCache(keys, values, tokens) for keys, values in self._caches[index]]
+        caches = self._caches[index]
+        for cache in caches:
+            cache.step = tokens
         with _attending_over(self._attentions[index], caches, table if is_latent else None):
             hidden = model.decoder(
                 hidden_states=hidden,
@@ -122,7 +125,9 @@ class Decoder:
         whole: Tensor = gather_from_sequence_parallel_region(rows.contiguous(), group=self._mesh.tp.group)
         return whole
 
-    def _new_cache(self, attention: Any, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _new_cache(self, attention: Any, shape: tuple[int, int]) -> LayerCache:
+        if isinstance(attention, GatedDeltaNet):
+            return attention.new_cache(shape[0])
         core = attention.core_attention
         if not isinstance(core, SDPAttention):
             raise EngineError(
@@ -140,7 +145,7 @@ class Decoder:
         keys, values = (
             torch.zeros(*shape, groups, width, dtype=self._dtype, device=self.device) for width in widths
         )
-        return keys, values
+        return KeyValueCache(keys, values)
 
     @contextmanager
     def _recording(self) -> Iterator[list[Tensor]]:
@@ -185,7 +190,7 @@ def _attending_over(
     """
     replaced = []
     for attention, cache in zip(attentions, caches, strict=True):
-        attention.core_attention.cache = cache
+        _cached_part(attention).cache = cache
         if latent_table is not None:
             replaced.append(attention.rotary_pos_emb)
             attention.rotary_pos_emb = _RotaryAt(latent_table, cache.step.positions_T)
@@ -193,9 +198,14 @@ def _attending_over(
         yield
     finally:
         for attention in attentions:
-            attention.core_attention.cache = None
+            _cached_part(attention).cache = None
         for attention, rotary in zip(attentions, replaced, strict=False):
             attention.rotary_pos_emb = rotary
+
+
+def _cached_part(attention: Any) -> Any:
+    """Return the module of a layer's mixer that has the cache."""
+    return attention if isinstance(attention, GatedDeltaNet) else attention.core_attention
 
 
 def copied_runs(copies: Iterable[Copy]) -> Iterator[tuple[int, slice, int]]:

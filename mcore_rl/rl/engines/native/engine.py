@@ -31,7 +31,7 @@ Listener = Callable[[int, int, Sequence[int]], None]
 
 
 class MegatronEngine(QuietEngine):
-    """Continuous batching over a cache of keys and values, on any mesh.
+    """Continuous batching over caches of keys and values and of states, on any mesh.
 
     The ranks of one model (its tensor- and pipeline-parallel ones) are given the same requests; each of the other
     replicas (data- and context-parallel ones) its own, which may be none.
@@ -115,7 +115,9 @@ class MegatronEngine(QuietEngine):
         num_slots = max(1, min(self._num_slots, len(drafts)))
         with evaluating(self._chunks), without_capacity(self._chunks):
             decoder = Decoder(self._chunks, self.mesh, num_slots, longest, with_routes=sampling.with_routes)
-            run = _Run(self, decoder, Scheduler(drafts, num_slots, self._step_tokens), sampling)
+            can_cut = "delta" not in self.model.mixers
+            scheduler = Scheduler(drafts, num_slots, self._step_tokens, can_cut=can_cut)
+            run = _Run(self, decoder, scheduler, sampling)
             if self._has_fixed_shapes:
                 captures = self.why_no_graphs is None
                 run.static = StaticDecode(run.compute, num_slots, longest, decoder.device, captures=captures)

@@ -89,15 +89,26 @@ class Scheduler:
 
     A group's prompt is computed for its first completion, and all that have a slot draw from its last token. Those that
     get one later copy the prompt and compute its last token again. Slots are kept for them, so that a prompt is rarely
-    gone before all have it; then it is computed anew.
+    gone before all have it; then it is computed anew. Where a slot cannot be cut back to its prompt, those that come
+    later compute the prompt anew, and no slots are kept.
     """
 
-    def __init__(self, drafts: Iterable[Draft], num_slots: int, budget_tokens: int) -> None:
+    def __init__(
+        self, drafts: Iterable[Draft], num_slots: int, budget_tokens: int, *, can_cut: bool = True
+    ) -> None:
+        """Make an empty schedule.
+
+        Args:
+            drafts: All completions.
+            num_slots: Most completions in progress.
+            budget_tokens: Most tokens of a step.
+            can_cut: Whether the first positions of a slot can be copied without those behind them.
+        """
         assert 0 < num_slots < budget_tokens, (num_slots, budget_tokens)
         self._waiting: dict[int, deque[Draft]] = {}
         for draft in drafts:
             self._waiting.setdefault(draft.group, deque()).append(draft)
-        self._num_slots, self._budget = num_slots, budget_tokens
+        self._num_slots, self._budget, self._can_cut = num_slots, budget_tokens, can_cut
         self.active: list[Draft] = []
         """Drafts in progress, by slot."""
 
@@ -110,7 +121,7 @@ class Scheduler:
         """Return what to compute now; drafts admitted for it have their slots."""
         half = self.active.pop() if self.active and not self.active[-1].is_read else None
         half_slot = len(self.active)
-        copies = self._admit_siblings(self._num_slots - (half is not None))
+        copies = self._admit_siblings(self._num_slots - (half is not None)) if self._can_cut else []
         num_decode = len(self.active)
         if half is not None:
             self.active.append(half)
@@ -179,7 +190,7 @@ class Scheduler:
 
     def _admit_leader(self) -> bool:
         """Give a slot to the first of a group whose prompt nobody has, if one is free beyond those that are kept."""
-        groups = {draft.group for draft in self.active}
+        groups = {draft.group for draft in self.active} if self._can_cut else set()
         kept = sum(len(self._waiting.get(group, ())) for group in groups)
         group = next((group for group in self._waiting if group not in groups), None)
         if group is None or len(self.active) + kept >= self._num_slots:

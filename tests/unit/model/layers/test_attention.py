@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.attention import SDPAttention, lengths_of
-from mcore_rl.model.layers.cache import LayerCache, StepTokens
+from mcore_rl.model.layers.cache import KeyValueCache, StepTokens
 from mcore_rl.model.layers.cpu.attention import CompiledAttention
 from mcore_rl.model.layers.packed import gathered_order, packed_params
 from mcore_rl.parallel.mesh import Mesh
@@ -275,7 +275,7 @@ def test_a_new_token_attends_to_its_own_slot(
         longest=12,
         spans=(),
     )
-    attention.cache = LayerCache(keys, values, step)
+    attention.cache = KeyValueCache(keys, values, step)
     with torch.no_grad():
         mixed = attention(query, key, value, None)
     for slot, position in enumerate(positions):

@@ -8,7 +8,7 @@ from mcore_rl.rl.engines.native.scheduler import Copy, Draft, PromptSpan, Schedu
 
 
 def run(
-    prompts: list[int], group: int, slots: int, budget: int, seed: int = 0
+    prompts: list[int], group: int, slots: int, budget: int, seed: int = 0, can_cut: bool = True
 ) -> tuple[list[Draft], int, int]:
     """Completions of 1 to 9 tokens; what slots hold is kept beside the schedule and checked. Drafts, tokens, steps."""
     lengths = random.Random(seed)
@@ -18,13 +18,14 @@ def run(
         for index in range(group)
     ]
     ends = {draft: lengths.randint(1, 9) for draft in drafts}
-    scheduler = Scheduler(drafts, slots, budget)
+    scheduler = Scheduler(drafts, slots, budget, can_cut=can_cut)
     held: list[list[int]] = [[] for _ in range(slots)]
     tokens = steps = 0
 
     def copy(copies):
         for each in copies:
             assert len(held[each.source]) >= each.length
+            assert can_cut or len(held[each.source]) == each.length
             held[each.target] = held[each.source][: each.length]
 
     while scheduler.is_busy:
@@ -34,6 +35,8 @@ def run(
         for token, slot, position in step.rows:
             draft = scheduler.active[slot]
             assert held[slot][:position] == [*draft.prompt_T, *draft.tokens_T][:position]
+            # What another completion left is overwritten from the first position on.
+            assert can_cut or position in (0, len(held[slot]))
             held[slot] = [*held[slot][:position], token]
         begin = step.num_decode
         for span in step.spans:
@@ -60,12 +63,13 @@ def run(
     return drafts, tokens, steps
 
 
+@pytest.mark.parametrize("can_cut", [True, False])
 @pytest.mark.parametrize("seed", range(30))
-def test_every_completion_is_computed_from_its_own_positions(seed: int) -> None:
+def test_every_completion_is_computed_from_its_own_positions(seed: int, can_cut: bool) -> None:
     choice = random.Random(seed)
     prompts = [choice.randint(1, 20) for _ in range(choice.randint(1, 12))]
     slots = choice.randint(1, 9)
-    run(prompts, choice.randint(1, 5), slots, slots + choice.randint(1, 30), seed)
+    run(prompts, choice.randint(1, 5), slots, slots + choice.randint(1, 30), seed, can_cut)
 
 
 def test_a_prompt_is_computed_once_for_its_group() -> None:
@@ -79,6 +83,13 @@ def test_who_gets_a_slot_after_the_prompt_computes_its_last_token_again() -> Non
     drafts, tokens, _ = run([20], group=8, slots=3, budget=100)
     drawn = sum(len(draft.tokens_T) - 1 for draft in drafts)
     assert tokens == 20 + 5 + drawn
+
+
+def test_who_gets_a_slot_after_the_prompt_computes_it_anew_where_a_slot_cannot_be_cut() -> None:
+    drafts, tokens, _ = run([20], group=8, slots=3, budget=100, can_cut=False)
+    drawn = sum(len(draft.tokens_T) - 1 for draft in drafts)
+    # The first and its two followers read it once; of the other five two come at once, and read it once.
+    assert tokens == 20 + 4 * 20 + drawn
 
 
 def test_all_of_a_group_draw_in_the_step_that_ends_its_prompt() -> None:

@@ -1,0 +1,151 @@
+"""Qwen3-Next: three gated delta nets, then gated attention; softmax routing and a shared expert with a gate."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.family import Family
+from mcore_rl.families.hf_config import (
+    HfConfig,
+    common,
+    delta_nets,
+    needed,
+    num_mtp_layers,
+    qwen_experts,
+    require,
+    require_keys,
+)
+from mcore_rl.families.hf_export import delta_nets_to_hf, qwen_experts_to_hf
+from mcore_rl.families.rules import (
+    ExpertLayout,
+    LayerNames,
+    MoENames,
+    decoder_layers,
+    delta_net,
+    mtp_layers,
+    outer,
+    tied_output,
+)
+from mcore_rl.families.weight_map import DuplicateTensor, HfRows, WeightRule
+
+FRACTION = 0.25
+"""Fraction of a head that is turned where config.json does not say."""
+
+
+class Qwen3Next(Family):
+    """Norms are zero-centered. An MTP layer attends, and its tensors have names of their own."""
+
+    model_type = "qwen3_next"
+    hf_class = "Qwen3NextForCausalLM"
+    router: Literal["none", "softmax", "sigmoid"] = "softmax"
+    qk_norm = ("on",)
+    has_output_gate = True
+    has_zero_centered_norms = True
+    has_shared_expert_gate = True
+    settings: tuple[str, ...] = (
+        "delta.full_every",
+        "rope.fraction",
+        "mtp_layers",
+        "moe.first_dense_layers",
+        "moe.shared_experts",
+        "moe.shared_ffn_hidden_size",
+    )
+    moe_names = MoENames(shared="shared_expert")
+    mtp_prefix = "mtp."
+
+    def from_hf(self, config: HfConfig) -> dict[str, Any]:
+        """Return the keyword arguments of ModelConfig."""
+        require_keys(config, "num_key_value_heads", "head_dim")
+        require(config, {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False})
+        return common(config, fraction=FRACTION) | {
+            "moe": self._experts(config),
+            "delta": delta_nets(config),
+            "mtp_layers": num_mtp_layers(config),
+        }
+
+    def to_hf(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the family's keys of config.json; transformers ignores those of MTP layers."""
+        experts = qwen_experts_to_hf(model) | {"shared_expert_intermediate_size": model.moe.shared_width}
+        return self._positions_and_layers(model) | experts
+
+    def violations(self, model: ModelConfig) -> Iterator[str]:
+        """Yield a sentence for each number of heads, layers and shared experts that the family has not."""
+        delta = model.delta
+        if delta.full_every is None:
+            yield (
+                f'model.delta.full_every="none" with model.family="{model.family}": most of its layers are gated delta '
+                "nets. Set it to 4, as in the published models, or to 1, with which all layers attend."
+            )
+        if delta.value_heads % delta.key_heads:
+            yield (
+                f"model.delta.value_heads={delta.value_heads} is not a multiple of model.delta.key_heads="
+                f"{delta.key_heads}: each head of queries and keys serves as many heads of values. Change one of them."
+            )
+        if model.is_moe and model.moe.shared_experts != 1:
+            yield (
+                f"model.moe.shared_experts={model.moe.shared_experts}: {self.model_type} has one shared expert, "
+                "whose width is model.moe.shared_ffn_hidden_size. Set it to 1."
+            )
+        if model.mtp_layers > 1:
+            yield f"model.mtp_layers={model.mtp_layers}: {self.model_type} has one. Set it to 1 or 0."
+
+    def rules(self, model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
+        """Yield a rule for each of Megatron's tensors or slices of one."""
+        yield from outer(model)
+        for layer in decoder_layers(model):
+            yield from self.layer_rules(model, layer, experts)
+        hidden = model.hidden_size
+        for layer in mtp_layers(model):
+            yield from self.layer_rules(model, replace(layer, hf="mtp.layers.0."), experts)
+            around = LayerNames(hf="mtp.", mcore="mtp.layers.0.", is_moe=False)
+            yield around.vector("enorm.weight", "pre_fc_norm_embedding.weight", hidden)
+            yield around.vector("hnorm.weight", "pre_fc_norm_hidden.weight", hidden)
+            yield around.matrix("eh_proj.weight", 2 * hidden, ("fc.weight", hidden))
+            yield around.vector("final_layernorm.weight", "norm.weight", hidden)
+
+    def duplicates(self, model: ModelConfig) -> Iterator[DuplicateTensor]:
+        """Yield the output layer where it is tied: an MTP layer has no embeddings of its own."""
+        return tied_output(model)
+
+    def attention_rules(self, model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
+        """Yield the rules of one layer's attention or gated delta net, and of the norm before it."""
+        if layer.mixer == "attention":
+            return super().attention_rules(model, layer)
+        return delta_net(model, layer, self.projections(model, layer.hf + "linear_attn."))
+
+    def projections(self, model: ModelConfig, prefix: str) -> Mapping[str, Sequence[HfRows]]:
+        """Return the rows of each part of a delta net's projection; `prefix` is that of the tensors' names.
+
+        Each key head has its query, key, values and gates together, and its values' betas and alphas.
+        """
+        delta, values = model.delta, model.delta.value_heads // model.delta.key_heads
+        wide = {"query": delta.key_dim, "key": delta.key_dim}
+        wide |= dict.fromkeys(("value", "z"), values * delta.value_dim)
+        parts: dict[str, Sequence[HfRows]] = {}
+        for tensor, sizes in (("in_proj_qkvz", wide), ("in_proj_ba", {"beta": values, "alpha": values})):
+            together, begin = sum(sizes.values()), 0
+            for part, size in sizes.items():
+                starts = [head * together + begin for head in range(delta.key_heads)]
+                parts[part] = [HfRows(f"{prefix}{tensor}.weight", start, start + size) for start in starts]
+                begin += size
+        return parts
+
+    def _experts(self, config: HfConfig) -> dict[str, Any]:
+        # transformers' class has gates that sum to one where config.json does not say.
+        return qwen_experts({"norm_topk_prob": True, **config}) | {
+            "shared_experts": 1,
+            "shared_ffn_hidden_size": needed(config, "shared_expert_intermediate_size"),
+        }
+
+    def _positions_and_layers(self, model: ModelConfig) -> dict[str, Any]:
+        mtp = {"mtp_num_hidden_layers": model.mtp_layers} if model.mtp_layers else {}
+        return {
+            "attention_bias": False,
+            "partial_rotary_factor": model.rope.fraction,
+            **delta_nets_to_hf(model),
+            **mtp,
+        }
+
+
+FAMILY = Qwen3Next()

@@ -1,0 +1,400 @@
+"""A gated delta net in the place of a layer's self-attention (arXiv 2412.06464)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    all_to_all,
+    checkpoint,
+    copy_to_tensor_model_parallel_region,
+    get_cuda_rng_tracker,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from mcore_rl.backend.delta import delta_kernel, gated_delta_by
+from mcore_rl.backend.transfer import to_device
+from mcore_rl.model.layers.attention import lengths_of
+from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
+from mcore_rl.model.layers.delta_rule import (
+    ChunkGrid,
+    causal_conv,
+    causal_conv_step,
+    chunk_grid,
+    gated_delta,
+    gated_delta_step,
+)
+from mcore_rl.model.layers.packed import gathered_order
+from mcore_rl.parallel.mesh import layer_groups
+
+PARTS = ("query", "key", "value", "z", "beta", "alpha")
+"""Parts of the input projection, in the order of its rows on each rank; checkpoints have a tensor for each."""
+NUM_CONVOLVED = 3
+"""Number of parts, the first ones, that pass the convolution."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSubmodules:
+    """The classes of a gated delta net's linear layers."""
+
+    in_proj: type
+    out_proj: type
+
+
+@dataclass(slots=True)
+class DeltaCache:
+    """The cache of a gated delta net: as large for a long completion as for a short one."""
+
+    inputs: Tensor
+    """The last inputs of the convolution, `[slots, W - 1, C]`."""
+    states: Tensor
+    """`[slots, H, K, V]`, fp32."""
+    step: StepTokens = NO_TOKENS
+    """Tokens that the layer is computing."""
+
+    def copy(self, source: int, targets: slice, length: int) -> None:
+        """Give all positions of a slot to others: a state cannot be cut back to fewer, so `length` must be all."""
+        self.inputs[targets] = self.inputs[source]
+        self.states[targets] = self.states[source]
+
+
+class NamedWeight(nn.Module):
+    """A weight that checkpoints have under the name of a module."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+class HeadWeights(NamedTuple):
+    """The weights between the projections, of the heads that a rank computes."""
+
+    conv_CW: Tensor
+    decay_H: Tensor
+    """Logarithms of the decay's rate (`A_log`)."""
+    decay_bias_H: Tensor
+    norm_V: Tensor
+
+
+class GatedDeltaNet(MegatronModule):
+    """Projection, convolution, gated delta rule, norm with a gate, projection.
+
+    Tensor parallelism cuts the heads of keys, each with its heads of values. With context parallelism a rank exchanges
+    its positions of all these heads for all positions of its share of them, and back. Keys in checkpoints are those of
+    Megatron's own layer.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: DeltaSubmodules,
+        layer_number: int,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        groups = layer_groups("tp", "cp") if pg_collection is None else pg_collection
+        self.tp_group, self.cp_group, self.layer_number = groups.tp, groups.cp, layer_number
+        self.cache: DeltaCache | None = None
+        """Cache of earlier positions, set while the tokens are those of a generating step."""
+        tp = self.tp_group.size()
+        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        query, value = (
+            config.linear_num_key_heads // tp * key_dim,
+            config.linear_num_value_heads // tp * value_dim,
+        )
+        self.num_heads = config.linear_num_value_heads // tp
+        self.sizes = (query, query, value, value, self.num_heads, self.num_heads)
+        """Rows of `PARTS` on this rank."""
+        self.widths = (key_dim, key_dim, value_dim)
+        """Widths of a head of the convolved parts."""
+        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            sum(self.sizes) * tp,
+            gather_output=False,
+            init_method=config.init_method,
+            skip_bias_add=False,
+            **linear,
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            value * tp,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        made: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        channels = sum(self.sizes[:NUM_CONVOLVED])
+        self.conv1d = NamedWeight(torch.empty(channels, 1, config.linear_conv_kernel_dim, **made))
+        self.A_log = nn.Parameter(torch.empty(self.num_heads, **made))
+        self.dt_bias = nn.Parameter(torch.ones(self.num_heads, **made))
+        self.out_norm = NamedWeight(torch.ones(value_dim, **made))
+        for weight in (self.conv1d.weight, self.A_log, self.dt_bias):
+            set_tensor_model_parallel_attributes(weight, True, 0, 1)
+        if config.perform_initialization:
+            with torch.no_grad(), get_cuda_rng_tracker().fork():
+                # As torch's convolution of so many taps, and the published models' rates of decay.
+                bound = config.linear_conv_kernel_dim**-0.5
+                self.conv1d.weight.uniform_(-bound, bound)
+                self.A_log.uniform_(0.01, 16.0).log_()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output `[s, B, D]` of hidden states of that shape, and no bias; the layer is causal.
+
+        Args:
+            hidden_states: This rank's positions.
+            attention_mask: None, or a causal mask.
+            packed_seq_params: The sequences of a packed row; those behind the last one count as another.
+            **_: Megatron's further arguments of attention.
+        """
+        projected, _bias = self.in_proj(hidden_states)
+        if self.cache is not None:
+            return self._projected(self._cached(projected[:, 0], self.cache)[:, None])
+        ranks, rank = self.cp_group.size(), self.cp_group.rank()
+        length, num_rows = projected.shape[0] * ranks, projected.shape[1]
+        of_row: tuple[int, ...] = (length,)
+        if packed_seq_params is not None:
+            of_row = lengths_of(packed_seq_params, length, 2 * ranks if ranks > 1 else 1)
+        order = zigzag(of_row, ranks, projected.device) if ranks > 1 else None
+        if order is not None:
+            projected = self._exchanged(projected, order.forth)
+        tokens_TP = projected.transpose(0, 1).flatten(0, 1)  # one row after another
+        outputs = partial(self._outputs, grid=chunk_grid(of_row * num_rows, tokens_TP.device))
+        operands = tokens_TP, *self._weights(rank, ranks)
+        # The rule would keep fifty times its inputs for the backward pass.
+        mixed_TU = checkpoint(outputs, False, *operands) if torch.is_grad_enabled() else outputs(*operands)
+        mixed = mixed_TU.unflatten(0, (num_rows, length)).transpose(0, 1)
+        if order is not None:
+            mixed = self._returned(mixed, order.back)
+        return self._projected(mixed)
+
+    def _projected(self, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
+        output: Tensor
+        output, bias = self.out_proj(mixed)
+        return output, bias
+
+    def new_cache(self, num_slots: int) -> DeltaCache:
+        """Return an empty cache."""
+        weight = self.conv1d.weight
+        inputs = weight.new_zeros(num_slots, weight.shape[-1] - 1, weight.shape[0])
+        shape = num_slots, self.num_heads, self.widths[0], self.widths[2]
+        return DeltaCache(inputs, inputs.new_zeros(shape, dtype=torch.float32))
+
+    def _weights(self, rank: int = 0, ranks: int = 1) -> HeadWeights:
+        """Return the weights of the heads that context-parallel rank `rank` of `ranks` computes.
+
+        The others get no gradient there: the reduction over all context- and data-parallel ranks adds the parts up.
+        """
+        conv_CW: Tensor = self.conv1d.weight[:, 0]
+        decay_H: Tensor = self.A_log
+        bias_H: Tensor = self.dt_bias
+        if ranks > 1:
+            parts = conv_CW.split(self.sizes[:NUM_CONVOLVED])
+            conv_CW = torch.cat([part.chunk(ranks)[rank] for part in parts])
+            decay_H, bias_H = decay_H.chunk(ranks)[rank], bias_H.chunk(ranks)[rank]
+        # Every tensor-parallel rank has the whole norm, and sees its own heads: the sum of the gradients belongs here,
+        # since Megatron adds those of marked weights up under sequence parallelism alone.
+        norm_V = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
+        return HeadWeights(conv_CW, decay_H, bias_H, norm_V)
+
+    def _outputs(self, tokens_TP: Tensor, *weights: Tensor, grid: ChunkGrid) -> Tensor:
+        """Return the gated outputs `[T, U]` of packed sequences of projected tokens."""
+        heads = HeadWeights(*weights)
+        convolved, z, beta, alpha = self._split(tokens_TP)
+        mixed_TC, _ = causal_conv(convolved, heads.conv_CW, grid)
+        mixed, _ = self._rule(mixed_TC, beta, alpha, heads, grid, None)
+        return self._gated(mixed, z, heads.norm_V)
+
+    def _split(self, tokens_TP: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the convolved parts side by side, z, beta and alpha, of all heads or of a rank's share of them."""
+        sizes = [size * tokens_TP.shape[-1] // sum(self.sizes) for size in self.sizes]
+        convolved, z, beta, alpha = tokens_TP.split([sum(sizes[:NUM_CONVOLVED]), *sizes[NUM_CONVOLVED:]], -1)
+        return convolved, z, beta, alpha
+
+    def _heads(self, mixed_TC: Tensor) -> list[Tensor]:
+        """Return queries, keys and values `[T, heads, width]`."""
+        share = [
+            size * mixed_TC.shape[-1] // sum(self.sizes[:NUM_CONVOLVED])
+            for size in self.sizes[:NUM_CONVOLVED]
+        ]
+        parts = zip(mixed_TC.split(share, -1), self.widths, strict=True)
+        return [part.unflatten(-1, (-1, width)) for part, width in parts]
+
+    def _rule(
+        self,
+        mixed_TC: Tensor,
+        beta: Tensor,
+        alpha: Tensor,
+        heads: HeadWeights,
+        grid: ChunkGrid,
+        states: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value = self._heads(mixed_TC)
+        decay_TH, beta_TH = gates(alpha, beta, heads)
+        kernel = delta_kernel(value, deterministic=self.config.deterministic_mode)
+        if kernel is not None:
+            return gated_delta_by(kernel, query, key, value, decay_TH, beta_TH, grid.lengths, states)
+        return gated_delta(query, key, value, decay_TH, beta_TH, grid, states)
+
+    def _gated(self, mixed: Tensor, z: Tensor, norm_V: Tensor) -> Tensor:
+        """Return the normed heads times their gates, side by side; this norm's weight is never zero-centered."""
+        wide = mixed.float()
+        wide = wide * (wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon).rsqrt()
+        gated = norm_V * wide.to(mixed.dtype) * silu(z.unflatten(-1, (-1, self.widths[2])).float())
+        flat: Tensor = gated.to(mixed.dtype).flatten(-2)
+        return flat
+
+    def _exchanged(self, projected: Tensor, order: Tensor) -> Tensor:
+        """Collective over the context-parallel group: return all positions of this rank's share of the heads."""
+        ranks = self.cp_group.size()
+        parts = [part.unflatten(-1, (ranks, -1)) for part in projected.split(self.sizes, -1)]
+        by_rank = torch.cat(parts, -1).permute(2, 0, 1, 3).contiguous()
+        whole: Tensor = all_to_all(self.cp_group, by_rank)
+        return whole.flatten(0, 1).index_select(0, order)
+
+    def _returned(self, mixed: Tensor, order: Tensor) -> Tensor:
+        """Collective over the context-parallel group: return this rank's positions of all heads."""
+        parts = mixed.index_select(0, order).unflatten(0, (self.cp_group.size(), -1)).contiguous()
+        own: Tensor = all_to_all(self.cp_group, parts)
+        return own.permute(1, 2, 0, 3).flatten(2)
+
+    def _cached(self, projected_TP: Tensor, cache: DeltaCache) -> Tensor:
+        """Return the gated outputs `[T, U]` of a step's tokens, zeros for padding, and advance the slots."""
+        step, heads = cache.step, self._weights()
+        mixed = projected_TP.new_zeros(len(projected_TP), self.sizes[NUM_CONVOLVED])
+        if step.num_decode:
+            mixed[: step.num_decode] = self._newest(projected_TP[: step.num_decode], cache, heads)
+        if step.spans:
+            begin, end = step.spans[0].begin, step.spans[-1].end
+            mixed[begin:end] = self._prefills(projected_TP[begin:end], cache, heads)
+        return mixed
+
+    def _newest(self, projected_BP: Tensor, cache: DeltaCache, heads: HeadWeights) -> Tensor:
+        """Return the outputs of the token of each decoding slot; nothing is read on the host."""
+        count = len(projected_BP)
+        slots_B, is_new_B = cache.step.slots_T[:count], cache.step.positions_T[:count] == 0
+        # A slot's first token begins with zeros, and not with what an earlier completion left.
+        before = cache.inputs[slots_B].masked_fill(is_new_B[:, None, None], 0)
+        states = cache.states[slots_B].masked_fill(is_new_B[:, None, None, None], 0)
+        convolved, z, beta, alpha = self._split(projected_BP)
+        mixed_BC, cache.inputs[slots_B] = causal_conv_step(convolved, heads.conv_CW, before)
+        query, key, value = self._heads(mixed_BC)
+        mixed, cache.states[slots_B] = gated_delta_step(query, key, value, *gates(alpha, beta, heads), states)
+        return self._gated(mixed, z, heads.norm_V)
+
+    def _prefills(self, projected_TP: Tensor, cache: DeltaCache, heads: HeadWeights) -> Tensor:
+        """Return the outputs of spans of prompts, which lie one behind another."""
+        spans, device = cache.step.spans, projected_TP.device
+        lengths = tuple(span.end - span.begin for span in spans)
+        slots_R = to_device(torch.tensor([span.slot for span in spans]), device)
+        is_new = [span.stop == length for span, length in zip(spans, lengths, strict=True)]
+        is_new_R = to_device(torch.tensor(is_new), device)
+        before = cache.inputs[slots_R].masked_fill(is_new_R[:, None, None], 0)
+        states = cache.states[slots_R].masked_fill(is_new_R[:, None, None, None], 0)
+        grid = chunk_grid(lengths, device)
+        convolved, z, beta, alpha = self._split(projected_TP)
+        mixed_TC, cache.inputs[slots_R] = causal_conv(convolved, heads.conv_CW, grid, before)
+        mixed, cache.states[slots_R] = self._rule(mixed_TC, beta, alpha, heads, grid, states)
+        return self._gated(mixed, z, heads.norm_V)
+
+    def backward_dw(self) -> None:
+        """Do nothing: weight gradients are computed with the others, not later."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the weights as Megatron's own layer does: a tensor for each part of the projection."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        linears = {"in_proj": self.in_proj, "out_proj": self.out_proj}
+        own = {
+            name: weight
+            for name, weight in self.state_dict(prefix="", keep_vars=True).items()
+            if name.partition(".")[0] not in linears
+        }
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            {"A_log": 0, "dt_bias": 0, "conv1d.weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in linears.items():
+            sharded |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        for key, count in (("in_proj.weight", len(PARTS)), ("conv1d.weight", NUM_CONVOLVED)):
+            whole = sharded[prefix + key]
+            sharded[prefix + key] = self._in_parts(whole, self.sizes[:count], tuple(sharded_offsets))
+        return sharded
+
+    def _in_parts(
+        self, whole: ShardedTensor, sizes: Sequence[int], offsets: tuple[Any, ...]
+    ) -> ShardedTensorFactory:
+        """Return a factory of a rank's parts: the optimizer knows the parameter by its own tensor."""
+
+        def build(
+            key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None
+        ) -> list[ShardedTensor]:
+            assert flattened_range is None, "optimizers save whole tensors"
+            cut = len(offsets), self.tp_group.rank(), self.tp_group.size()
+            return [
+                ShardedTensor.from_rank_offsets(
+                    f"{key}.{name}",
+                    part,
+                    *offsets,
+                    cut,
+                    replica_id=replica_id,
+                    prepend_axis_num=len(offsets),
+                )
+                for name, part in zip(PARTS, tensor.split(list(sizes)), strict=False)
+            ]
+
+        return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
+
+
+def gates(alpha: Tensor, beta: Tensor, heads: HeadWeights) -> tuple[Tensor, Tensor]:
+    """Return the logarithms of the decay and the shares of a value that are written, fp32 `[T, H]`."""
+    rate_H = -heads.decay_H.float().exp()
+    return rate_H * softplus(alpha.float() + heads.decay_bias_H.float()), beta.float().sigmoid()
+
+
+class ZigZag(NamedTuple):
+    """The order of a row's positions, as context-parallel ranks hold parts of each sequence."""
+
+    forth: Tensor
+    """Index of each position in the ranks' parts laid end to end."""
+    back: Tensor
+    """Index in the row of each position of the parts."""
+
+
+@lru_cache(8)
+def zigzag(lengths: tuple[int, ...], ranks: int, device: torch.device) -> ZigZag:
+    """Return the order of sequences of these lengths, which all layers of a pass share."""
+    order_T = gathered_order(lengths, ranks)
+    return ZigZag(to_device(order_T, device), to_device(order_T.argsort(), device))

@@ -1,0 +1,112 @@
+"""Models in fp64, where nothing but a mistake is left: gated delta nets amplify rounding a hundred times.
+
+A head's small outputs are normed before their gate, and small keys are made unit vectors: in fp32 one unit in the last
+place of the weights moves gradients of a tiny model by 3e-4.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+from torch import Tensor, nn
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.data.batch import Microbatch, PackedSpans
+from mcore_rl.model.build import build_model
+from mcore_rl.model.global_tensors import copy_in, local_shards
+from mcore_rl.model.inputs import localize
+from mcore_rl.model.layers import experts_grouped
+from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+
+TORCH = PlatformConfig(layers="torch")
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Inside, casts to fp32 leave doubles alone, in Megatron's code, in transformers' and in ours."""
+    real_float, real_to, real_softmax = Tensor.float, Tensor.to, torch.softmax
+
+    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        if tensor.dtype == torch.float64:
+            args = tuple(torch.float64 if argument is torch.float32 else argument for argument in args)
+            options |= {"dtype": torch.float64} if options.get("dtype") is torch.float32 else {}
+        return real_to(tensor, *args, **options)
+
+    def softmax(tensor: Tensor, dim: Any = None, dtype: Any = None, **_: Any) -> Tensor:
+        return real_softmax(tensor, dim, dtype=torch.float64 if tensor.dtype == torch.float64 else dtype)
+
+    with (
+        patch.object(experts_grouped, "HAS_GROUPED_MM", False),  # it has no fp64
+        patch.object(Tensor, "float", lambda x: x if x.dtype == torch.float64 else real_float(x)),
+        patch.object(Tensor, "to", to),
+        patch.object(torch, "softmax", softmax),
+        patch.object(torch.nn.functional, "softmax", softmax),
+    ):
+        yield
+
+
+def doubled(chunk: nn.Module) -> nn.Module:
+    """The chunk with weights and routers in fp64."""
+    for module in chunk.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "moe_router_dtype"):
+            config.moe_router_dtype, config.params_dtype = "fp64", torch.float64
+    return chunk.double()
+
+
+def gradients(
+    mesh_config: MeshConfig,
+    model: ModelConfig,
+    weights: dict[str, Tensor],
+    ids_BS: Tensor,
+    lengths: tuple[int, ...] = (),
+) -> list[Any]:
+    """On a rank: the pieces of the gradients of the summed losses of the next tokens, finished as Megatron does."""
+    with in_double():
+        platform, mesh = start(TORCH), build_mesh(mesh_config)
+        seed_ranks(1)
+        chunk = doubled(build_model(model, mesh, platform, TORCH)[0])
+        copy_in([chunk], weights)
+        rows, length = ids_BS.shape
+        at_BS, spans = torch.arange(length).expand(rows, -1), None
+        if lengths:
+            at_BS = torch.cat([torch.arange(each) for each in lengths])[None]
+            cumulative = torch.tensor((0, *lengths)).cumsum(0).int()
+            spans = PackedSpans(cu_seqlens=cumulative, max_length=max(lengths))
+        whole = Microbatch(
+            tokens_BS=ids_BS,
+            labels_BS=ids_BS.roll(-1, 1),
+            position_ids_BS=at_BS,
+            packed=spans,
+            loss_mask_BS=torch.ones(rows, length),
+        )
+        local = localize(whole, mesh.cp, platform.device)
+        chunk(**local.model_inputs(with_labels=True)).sum().backward()
+        return _finished(chunk, mesh)
+
+
+def _finished(chunk: Any, mesh: Any) -> list[Any]:
+    for param in chunk.parameters():
+        param.main_grad = torch.zeros_like(param) if param.grad is None else param.grad
+    chunk.ddp_config = DistributedDataParallelConfig()
+    _allreduce_non_tensor_model_parallel_grads([chunk], chunk.config, mesh.tp.group)
+    with torch.no_grad():
+        for param in chunk.parameters():
+            # Tokens of all tensor- and context-parallel ranks go to the same experts.
+            is_expert = not getattr(param, "allreduce", True)
+            group = parallel_state.get_expert_data_parallel_group() if is_expert else mesh.cp.group
+            torch.distributed.all_reduce(param.main_grad, group=group)
+            param.copy_(param.main_grad)
+    return [
+        (shard.key, shard.where, shard.global_shape, shard.data.clone())
+        for shard in local_shards([chunk])
+        if shard.is_main and not shard.key.endswith("expert_bias")
+    ]
