@@ -53,8 +53,8 @@ FAMILIES: dict[str, Family] = {
         qwen2.FAMILY,
         qwen2_moe.FAMILY,
         qwen3.FAMILY,
-        qwen3_5.DENSE,
         qwen3_5.EXPERTS,
+        qwen3_5.DENSE,
         qwen3_moe.FAMILY,
         qwen3_next.FAMILY,
         seed_oss.FAMILY,
@@ -141,7 +141,7 @@ def score_config(model: ModelConfig) -> dict[str, Any]:
             f'model.family="{model.family}" with model.head="score": transformers has no class of {family.model_type} '
             "for sequence classification, so that a reward model of it stays in Megatron's format."
         )
-    name = family.hf_class.replace(CAUSAL_CLASS, SCORE_CLASS)
+    name = family.score_class or family.hf_class.replace(CAUSAL_CLASS, SCORE_CLASS)
     return {"architectures": [name], "num_labels": 1}
 
 

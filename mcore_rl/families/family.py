@@ -62,6 +62,8 @@ class Family(ABC):
     """Class of transformers that opens an exported checkpoint."""
     has_score_class: bool = True
     """Whether transformers has a class of the family for sequence classification, as reward models are."""
+    score_class: str | None = None
+    """That class, where it has another name than the one with logits."""
     router: Literal["none", "softmax", "sigmoid"] = "none"
     """Scores by which tokens choose experts; a dense family has none."""
     is_latent: bool = False

@@ -40,7 +40,7 @@ class Qwen35(Qwen3Next):
 
     model_type = "qwen3_5_text"
     hf_class = "Qwen3_5ForCausalLM"
-    has_score_class = False
+    score_class = "Qwen3_5TextForSequenceClassification"
     router = "none"
     has_shared_expert_gate = False
     settings = ("delta.full_every", "rope.fraction", "mtp_layers")

@@ -88,6 +88,16 @@ def test_routes_of_other_families_give_their_gradients_on_tensor_and_expert_rank
         assert_equal(found[layout], one_rank(model).outcomes[layout])
 
 
+@pytest.mark.matrix("cp2", "pp2-vpp2")
+@pytest.mark.parametrize("mesh", ["tp2-ep2", "cp2", "pp2-vpp2"])
+def test_routes_of_gated_delta_nets_give_their_gradients(mesh: str) -> None:
+    """The tolerance is that of sums in another order, which these layers amplify; routes and accounts are exact."""
+    model = model_of("qwen3_next", mesh)
+    (found,) = outcomes([Case(model=model, mesh=MESHES[mesh], recompute="full")])
+    for layout in LAYOUTS:
+        assert_equal(found[layout], one_rank(model).outcomes[layout], tolerance=3e-4)
+
+
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_moe-shallow", "deepseek_v3-shallow"])
 def test_replay_changes_many_routes_of_the_other_weights(model: str) -> None:
     """Else the matrix would compare nothing."""

@@ -29,7 +29,7 @@ from mcore_rl.convert.hf.quantization import (
 )
 from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families import weight_map
+from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.hf_config import OBJECT, check_types
 from mcore_rl.families.regions import RegionCopy, whole
 from mcore_rl.families.rules import ExpertLayout
@@ -100,7 +100,7 @@ def open_hf_model(
     check_types(quantized, {QUANTIZATION: OBJECT})
     folder = replace(folder, tensors=with_scale_types(folder.tensors, quantized))
     folder, passing = in_text_names(folder)
-    model, layout = checked_model_from_hf(config, family), expert_layout(folder)
+    model, layout = _with_mtp(checked_model_from_hf(config, family), folder), expert_layout(folder)
     if vocab_multiple is not None:
         model = model.model_copy(update={"vocab_multiple": vocab_multiple})
     converted = model.model_copy(update={"mtp_layers": 0}) if mtp == "drop" else model
@@ -165,6 +165,17 @@ def expert_layout(folder: HfFolder) -> ExpertLayout:
     return "transposed" if fused.shape[1:2] == (hidden,) else "fused"
 
 
+def _with_mtp(model: ModelConfig, folder: HfFolder) -> ModelConfig:
+    """Return the model with the MTP layer that the folder has, although its config.json does not count it.
+
+    Qwen3-Next's config.json has no such key, and programs that do not know the layer save none of its tensors.
+    """
+    prefix = family_of(model).mtp_prefix
+    if prefix is None or model.mtp_layers or not any(name.startswith(prefix) for name in folder.tensors):
+        return model
+    return model.model_copy(update={"mtp_layers": 1})
+
+
 def _model_dtype(config: dict[str, Any]) -> torch.dtype:
     """Return the type that config.json names, under its present or its old name; bf16 when it names none."""
     name = config.get("dtype") or config.get("torch_dtype")
@@ -200,9 +211,9 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
         for suffix in (INT4_PACKED, INT4_SCALE, INT4_SHAPE):
             shapes.pop(name + suffix, None)
         shapes[name] = shape
-    # The indices of MTP layers follow those of the model's layers.
-    count = found.model.num_layers
-    mtp = tuple(f"model.layers.{count + i}." for i in range(found.model.mtp_layers))
+    # Without a prefix of their own, the indices of MTP layers follow those of the model's layers.
+    count, prefix = found.model.num_layers, family_of(found.model).mtp_prefix
+    mtp = tuple(prefix or f"model.layers.{count + i}." for i in range(found.model.mtp_layers))
     if mtp and not any(name.startswith(mtp) for name in shapes):
         raise CheckpointError(
             f"config.json has {found.model.mtp_layers} MTP layers, but there is no tensor {mtp[0]}*. Take the "

@@ -13,6 +13,7 @@ DEEPSEEK = (
     "model.moe.num_groups=4 model.moe.top_groups=2 model.moe.expert_bias=true model.moe.routed_scaling=2.5 "
     "model.moe.first_dense_layers=1"
 )
+DELTA = "model.delta.full_every=4 model.delta.key_heads=4 model.delta.value_heads=8 model.rope.fraction=0.25"
 FAMILIES = {
     "llama": "",
     "qwen2": "",
@@ -31,6 +32,9 @@ FAMILIES = {
     "minimax_m2": f"{EXPERTS} model.moe.expert_bias=true model.rope.fraction=0.5",
     "seed_oss": "",
     "mistral": "",
+    "qwen3_next": f"{EXPERTS} model.moe.shared_experts=1 {DELTA}",
+    "qwen3_5_moe_text": f"{EXPERTS} model.moe.shared_experts=1 {DELTA}",
+    "qwen3_5_text": DELTA,
 }
 
 REMEDIES = "Change Choose Give Leave Lower Make Name Set Shorten Start Take Untie Use Warm".split()
@@ -226,7 +230,7 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("llama", "data.tokenizer.path=x", 1, 'not read with data.tokenizer.kind="none"'),
         ("llama", "model.moe.num_experts=4 model.moe.ffn_hidden_size=8", 1, '"llama" is dense'),
         ("mixtral", "model.moe.num_experts=0", 1, "is a Mixture of Experts"),
-        ("qwen3_moe", "model.mtp_layers=1", 1, "supported by deepseek_v3, glm4_moe, glm4_moe_lite only"),
+        ("qwen3_moe", "model.mtp_layers=1", 1, "supported by deepseek_v3, glm4_moe, glm4_moe_lite, "),
         ("qwen3_moe", "model.moe.ffn_hidden_size=0", 1, "an expert has no width"),
         ("qwen3_moe", "model.moe.top_k=9", 1, "more than model.moe.num_experts=8"),
         ("qwen3_moe", "model.moe.first_dense_layers=4", 1, "leaves none of model.num_layers=4"),
@@ -237,7 +241,7 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             "model.moe.shared_experts=1",
             1,
             "shared_experts=1 is supported by deepseek_v2, deepseek_v3, dots1, glm4_moe, glm4_moe_lite, "
-            "qwen2_moe, solar_open only",
+            "qwen2_moe, qwen3_5_moe_text, qwen3_next, solar_open only",
         ),
         ("mixtral", "model.moe.expert_bias=true", 1, "Set it to false"),
         ("mixtral", "model.moe.routed_scaling=2", 1, "Set it to 1.0"),
@@ -256,8 +260,32 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             "llama",
             "model.rope.fraction=0.5",
             1,
-            "rope.fraction=0.5 is supported by glm4_moe, minimax_m2 only",
+            "rope.fraction=0.5 is supported by glm4_moe, minimax_m2, qwen3_5_moe_text, qwen3_5_text, qwen3_next only",
         ),
+        (
+            "qwen3_moe",
+            "model.delta.full_every=4",
+            1,
+            "full_every=4 is supported by qwen3_5_moe_text, qwen3_5_text, ",
+        ),
+        ("qwen3_5_text", "model.delta.full_every=none", 1, "most of its layers are gated delta nets"),
+        ("qwen3_5_text", "model.delta.value_heads=6", 1, "is not a multiple of model.delta.key_heads=4"),
+        ("qwen3_next", "mesh.tp=4 mesh.cp=2", 8, "key_heads=4 is not a multiple of mesh.tp=4 x mesh.cp=2"),
+        (
+            "qwen3_next",
+            "platform.batch_invariant=true platform.layers=torch",
+            1,
+            "computed by torch, in chunks",
+        ),
+        (
+            "qwen3_next",
+            "platform.layers=te platform.precision=bf16 platform.device=cuda",
+            1,
+            "gated delta nets are",
+        ),
+        ("qwen3_next", "lora.rank=4", 1, "there are no adapters of gated delta nets"),
+        ("qwen3_5_text", "model.mtp_layers=2", 1, "qwen3_5_text has one"),
+        ("qwen3_5_moe_text", "model.moe.normalize_top_k=false", 1, "always norms its gates"),
         ("glm4_moe", "model.rope.fraction=0.1", 1, "x model.rope.fraction=0.1 is odd"),
         ("glm4_moe", "model.rope.scaling=yarn model.rope.factor=4", 1, "Megatron's YaRN turns whole heads"),
         ("glm4_moe", "model.moe.num_groups=16 model.moe.top_groups=8", 1, "glm4_moe ranks it by its best 2"),

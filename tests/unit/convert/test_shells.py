@@ -70,10 +70,37 @@ GLM = TEXT | {
         "partial_rotary_factor": 0.5,
     },
 }
+DELTA = TEXT | {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [1, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
+OF_DELTA = EXPERTS | {"shared_expert_intermediate_size": 40}
+DELTA_VISION = {key: value for key, value in VISION.items() if key != "deepstack_visual_indexes"}
 CLASSES = {
     "qwen3_vl_moe": ("Qwen3VLMoe", TEXT | EXPERTS, VISION),
     "qwen3_vl": ("Qwen3VL", TEXT, VISION),
     "glm4v_moe": ("Glm4vMoe", GLM, GLM_VISION),
+    "qwen3_5_moe": ("Qwen3_5Moe", DELTA | OF_DELTA, DELTA_VISION),
+    "qwen3_5": ("Qwen3_5", DELTA, DELTA_VISION),
+}
+FAMILIES = {
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_vl": "qwen3",
+    "glm4v_moe": "glm4_moe",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_5": "qwen3_5_text",
 }
 
 
@@ -110,19 +137,21 @@ def of_text(tensors: Tensors) -> Tensors:
 @pytest.mark.parametrize("name", CLASSES)
 def test_texts_have_the_logits_of_the_whole_model(name: str, one_rank: Mesh) -> None:
     theirs = whole(name)
-    assert theirs.ours.family == name.replace("_vl", "").replace("4v", "4")
+    assert theirs.ours.family == FAMILIES[name]
     tokens_BS = random_tokens()
     with torch.no_grad():
         wanted: Tensor = theirs.model(input_ids=tokens_BS).logits
     found = logits_of(theirs.ours, to_global(of_text(theirs.tensors), theirs.ours), tokens_BS, one_rank)
-    assert (found - wanted).abs().max() <= TOLERANCE
+    # Gated delta nets amplify rounding.
+    assert (found - wanted).abs().max() <= (2e-4 if name.startswith("qwen3_5") else TOLERANCE)
 
 
 @pytest.mark.parametrize("is_published", [False, True], ids=["as transformers saves", "as published"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_tensor_comes_back_bit_for_bit(name: str, is_published: bool, tmp_path: Path) -> None:
     theirs = whole(name)
-    tensors = as_published(theirs.tensors) if is_published else theirs.tensors
+    transposes = is_published and not name.startswith("qwen3_5")  # published as transformers saves
+    tensors = as_published(theirs.tensors) if transposes else theirs.tensors
     source = write_hf(tmp_path / "hf", theirs.config, tensors, shards=3)
     checkpoint = imported(source, tmp_path / "ckpt")
     assert_same(read_dist(checkpoint), to_global(of_text(theirs.tensors), theirs.ours))
