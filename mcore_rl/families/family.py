@@ -63,7 +63,7 @@ class Family(ABC):
     has_score_class: bool = True
     """Whether transformers has a class of the family for sequence classification, as reward models are."""
     score_class: str | None = None
-    """That class, where it has another name than the one with logits."""
+    """Name of that class, where it is not the name of the class with logits but for the ending."""
     router: Literal["none", "softmax", "sigmoid"] = "none"
     """Scores by which tokens choose experts; a dense family has none."""
     is_latent: bool = False

@@ -110,6 +110,34 @@ def computed(run_dir: Path, names: tuple[str, ...] = COMPUTED) -> dict[int, dict
     return {step: numbers for step, numbers in steps.items() if numbers}
 
 
+DELTA = (
+    "model.family=qwen3_next",
+    "model.rope.fraction=0.25",
+    "model.delta.full_every=2",
+    "model.delta.key_heads=2",
+    "model.delta.value_heads=4",
+    "model.delta.key_dim=16",
+    "model.delta.value_dim=16",
+    "model.moe.shared_experts=1",
+)
+
+
+def test_gated_delta_nets_learn_under_the_routes_of_the_engine(rl_file: Path, tmp_path: Path) -> None:
+    """Trainer and engine compute the rule in chunks and token by token."""
+    words = [rl_file, *DELTA, "replay.kind=r3", "checkpoint.interval=none"]
+    found = run_main("mcore_rl.run.programs.rl", words, 2)
+    assert found.returncode == 0, found.stderr
+    steps = computed(tmp_path / "rl", ("reward/mean", "rollout/mismatch_kl_nats"))
+    rewards = [numbers["reward/mean"] for numbers in steps.values() if "reward/mean" in numbers]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
+    mismatches = [
+        numbers["rollout/mismatch_kl_nats"]
+        for numbers in steps.values()
+        if "rollout/mismatch_kl_nats" in numbers
+    ]
+    assert mismatches and max(mismatches) <= 1e-4, mismatches
+
+
 def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Path, tmp_path: Path) -> None:
     straight = run_main("mcore_rl.run.programs.rl", [rl_file, "checkpoint.interval=none"], 2)
     assert straight.returncode == 0, straight.stderr

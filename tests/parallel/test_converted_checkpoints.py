@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": TWO_GROUPS,
     "minimax_m2": TWO_GROUPS,
     "glm4_moe_lite": EVEN,
+    "qwen3_next": TWO_GROUPS,
 }
 """A family a line: a case of tests/hf_models.py, and what makes it fit the meshes. Experts: 6, of deepseek 8."""
 Converted = dict[str, tuple[ModelConfig, Path]]
@@ -87,7 +88,9 @@ def test_logits_of_imported_checkpoints_equal_those_of_transformers(
         answers = [torch.cat(rank[case]) for rank in ranks if rank[case]]
         assert len(answers) == config.smallest_world // config.pp
         for answer_BSV in answers:
-            torch.testing.assert_close(answer_BSV[..., :1003], logits_BSV, rtol=0, atol=TOLERANCE, msg=case)
+            # Gated delta nets amplify rounding.
+            atol = 3e-4 if case == "qwen3_next" else TOLERANCE
+            torch.testing.assert_close(answer_BSV[..., :1003], logits_BSV, rtol=0, atol=atol, msg=case)
 
 
 STREAMED = {
@@ -96,7 +99,7 @@ STREAMED = {
     "tp2-etp2": (MeshConfig(tp=2, etp=2), 1 << 12),
 }
 """Meshes, and the most bytes of a message, which is far less than a layer has."""
-CUT_STREAMED = ("qwen3_moe", "deepseek_v3", "tied")
+CUT_STREAMED = ("qwen3_moe", "deepseek_v3", "qwen3_next", "tied")
 """Cases that are streamed from several ranks."""
 
 
@@ -113,7 +116,7 @@ def test_weights_that_are_streamed_equal_an_export_and_need_the_memory_of_a_laye
         every["mtp"] = (open_hf_model(mtp, vocab_multiple=16).model, imported(mtp, tmp_path / "mtp"))
     cases = every if config.smallest_world == 1 else CUT_STREAMED
     wanted = {case: every[case] for case in cases if fits(every[case][0], config)}
-    assert len(wanted) == (15 if config.smallest_world == 1 else 3)
+    assert len(wanted) == (16 if config.smallest_world == 1 else 4)
     ranks = run_ranks(streamed_weights, config.smallest_world, config, wanted, message_bytes)
     for case, (model, checkpoint) in wanted.items():
         tensors = read_hf(exported(checkpoint, tmp_path / f"{case} exported", mtp="drop"))
