@@ -15,7 +15,6 @@ from mcore_rl.folders.checkpoint import COMMON
 
 ABSENT: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (False, None),
-    "apply_layernorm_1p": (False, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "no_rope_freq": (None,),
     "moe_apply_probs_on_input": (False, None),
@@ -48,8 +47,12 @@ def model_args(model: ModelConfig) -> Namespace:
         "mtp_num_layers": model.mtp_layers or None,
     }
     architecture = family.architecture(model)
-    # Megatron-Core's config and Megatron-LM's command line have another name for the number of experts.
+    # Megatron-Core's config and Megatron-LM's command line have other names for the number of experts and for norms.
     architecture.pop("num_moe_experts", None)
+    if architecture.pop("layernorm_zero_centered_gamma", False):
+        settings["apply_layernorm_1p"] = True
+    if "linear_attention_freq" in architecture:
+        settings["experimental_attention_variant"] = "gated_delta_net"
     return Namespace(**(settings | _positions(model, is_latent=family.is_latent) | architecture))
 
 
@@ -98,6 +101,8 @@ def _settings(args: Mapping[str, Any], model: ModelConfig, family: Family) -> It
         "moe_router_num_groups": "moe.num_groups",
         "moe_router_group_topk": "moe.top_groups",
     }
+    if "delta" in model.mixers:
+        names |= {f"linear_num_{part}_heads": f"delta.{part}_heads" for part in ("key", "value")}
     yield from ((field, args[name]) for name, field in names.items() if name in args)
     if "moe_router_topk_scaling_factor" in args:
         yield "moe.routed_scaling", args["moe_router_topk_scaling_factor"] or 1.0
@@ -146,6 +151,7 @@ def _yarn(args: Mapping[str, Any], factor: str, prefix: str) -> Iterator[tuple[s
 def _foreign(args: Mapping[str, Any], family: Family) -> Iterator[str]:
     """Yield the arguments that are of another family, as `name=value`."""
     wanted = dict(ABSENT)
+    wanted["apply_layernorm_1p"] = (True,) if family.has_zero_centered_norms else (False, None)
     if family.router != "none":
         wanted["moe_router_score_function"] = (family.router,)
     if "swiglu" in args:

@@ -32,6 +32,9 @@ MESHES = {
 REFUSED = {
     name: f"{name} norms the queries and the keys of all heads at once" for name in ("minimax_m2", "olmoe")
 }
+REFUSED |= {
+    name: f"{name} has gated delta nets" for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")
+}
 """Families that TransformerEngine's layers cannot compute, and the message."""
 MODELS = TINY | {
     "deepseek_v3 with MTP": TINY["deepseek_v3"].model_copy(update={"mtp_layers": 1}),

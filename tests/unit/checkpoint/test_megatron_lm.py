@@ -18,6 +18,14 @@ SOFTMAX = {"num_experts": 8, "swiglu": True, "add_bias_linear": False, "moe_rout
 SIGMOID = SOFTMAX | {"moe_router_score_function": "sigmoid"}
 LATENT = {"multi_latent_attention": True, "group_query_attention": False, "num_query_groups": 1}
 GROUPED = {"multi_latent_attention": False, "group_query_attention": True}
+GATED = GROUPED | {
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+    "apply_layernorm_1p": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": [1, 0, 1, 0],
+    "linear_num_value_heads": 8,
+}
 WANTED: dict[str, dict[str, Any]] = {
     "llama": DENSE | GROUPED | {"add_qkv_bias": False, "qk_layernorm": False},
     "qwen2": DENSE | GROUPED | {"add_qkv_bias": True, "qk_layernorm": False},
@@ -35,6 +43,9 @@ WANTED: dict[str, dict[str, Any]] = {
     "minimax_m2": SIGMOID | GROUPED | {"qk_layernorm": True, "moe_router_enable_expert_bias": True},
     "seed_oss": DENSE | GROUPED | {"add_qkv_bias": True, "qk_layernorm": False},
     "mistral": DENSE | GROUPED | {"add_qkv_bias": False, "qk_layernorm": False},
+    "qwen3_next": SOFTMAX | GATED | {"moe_shared_expert_gate": True},
+    "qwen3_5_moe_text": SOFTMAX | GATED | {"moe_shared_expert_gate": True},
+    "qwen3_5_text": DENSE | GATED,
     "gpt_oss": GROUPED
     | {
         "num_experts": 8,
