@@ -52,7 +52,7 @@ from mcore_rl.model.heads import SCORE_SHIFT
 
 Quantization = Literal["none", "int4"]
 INT4_PARTS = (INT4_PACKED, INT4_SCALE, INT4_SHAPE)
-MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
+MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names that configs have for the number of MTP layers."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 """Names that transformers 5 and 4 have in config.json for the type in which a model is opened."""

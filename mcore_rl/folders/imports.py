@@ -7,6 +7,7 @@ from pathlib import Path
 from mcore_rl.config.extension import is_extension
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families import family_of
 from mcore_rl.families.hf_config import num_mtp_layers
 from mcore_rl.families.shells import text_config
 from mcore_rl.files import sizes_and_times
@@ -37,7 +38,9 @@ class ModelImport:
             options += ["--family", own_family]
         if model.vocab_multiple != type(model)().vocab_multiple:
             options += ["--vocab-multiple", str(model.vocab_multiple)]
-        if model.mtp_layers == 0 and num_mtp_layers(text_config(read_config(source))):
+        # A config.json may not count the layer that such a family's folder has.
+        may_have_mtp = num_mtp_layers(text_config(read_config(source))) or family_of(model).mtp_prefix
+        if model.mtp_layers == 0 and may_have_mtp:
             options += ["--mtp", "drop"]
         identity = [read_config(source), options, sorted(_identity(source).items())]
         key = sha256(repr(identity).encode()).hexdigest()[:DIGITS]

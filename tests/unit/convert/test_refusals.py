@@ -18,7 +18,18 @@ from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.convert.hf.folder import open_hf
 from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.errors import CheckpointError, ConfigError
-from tests.conversion import differing, exported, imported, saved, with_mtp, write_hf
+from mcore_rl.families import weight_map
+from mcore_rl.folders.checkpoint import check
+from tests.conversion import (
+    assert_same,
+    differing,
+    exported,
+    imported,
+    read_hf,
+    saved,
+    with_mtp,
+    write_hf,
+)
 from tests.hf_models import Tensors, oracle
 from tests.unit.convert.conftest import Converted
 
@@ -232,6 +243,30 @@ def test_mtp_layers_are_kept_dropped_or_missed(tmp_path: Path) -> None:
     other = write_hf(tmp_path / "other", config, tensors | head)
     with pytest.raises(CheckpointError, match=r"shared_head.head.weight differs from lm_head.weight"):
         imported(other, tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("counts", [{}, {"mtp_num_hidden_layers": 1}], ids=["not counted", "counted"])
+def test_the_mtp_layer_of_qwen3_next_is_kept_or_dropped_whether_config_json_counts_it(
+    counts: dict[str, int], tmp_path: Path
+) -> None:
+    theirs = oracle("qwen3_next")
+    shapes = weight_map(theirs.ours.model_copy(update={"mtp_layers": 1})).hf_shapes
+    mtp = {name: torch.rand(shape) for name, shape in shapes.items() if name.startswith("mtp.")}
+    assert len(mtp) == 4 + 2 + 6 + 3 * 8 + 5  # around, norms, attention, experts, router and shared expert
+    each = read_hf(
+        exported(imported(saved("qwen3_next", tmp_path / "plain"), tmp_path / "one"), tmp_path / "each")
+    )
+    source = write_hf(tmp_path / "hf", theirs.config | counts, each | mtp)
+    kept = imported(source, tmp_path / "kept")
+    assert check(kept).model["mtp_layers"] == 1
+    again = exported(kept, tmp_path / "back", reference=source)
+    assert_same(read_hf(again), each | mtp)
+    assert (again / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    dropped = imported(source, tmp_path / "dropped", mtp="drop")
+    assert not [key for key in open_dist(dropped).tensors if key.startswith("mtp.")]
+    thin = exported(kept, tmp_path / "thin", reference=source, mtp="drop")
+    assert_same(read_hf(thin), each)
+    assert json.loads((thin / "config.json").read_text()).get("mtp_num_hidden_layers", 0) == 0
 
 
 def test_a_full_disk_is_reported_before_anything_is_written(
