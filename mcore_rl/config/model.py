@@ -245,5 +245,5 @@ class ModelConfig(Section):
 
     @cached_property
     def layers_alike(self) -> bool:
-        """True when all layers are of one kind: Megatron then stores each weight of all layers as one tensor."""
-        return len(set(self.layer_kinds)) == 1
+        """True when all layers attend, and all or none route: Megatron then stores a weight of all as one tensor."""
+        return "delta" not in self.mixers and len(set(self.moe_layers)) == 1

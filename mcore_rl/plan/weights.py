@@ -150,21 +150,22 @@ def _yarn_tables(model: ModelConfig, width: int) -> Weights:
 
 
 def _attention(model: ModelConfig, family: Family, tp: int) -> int:
-    """Return the weights of grouped-query attention; with fewer key/value heads than ranks each rank has one."""
+    """Return the weights of grouped-query attention; with fewer key/value heads than ranks each rank has a part of one,
+    and gathers the product.
+    """
     hidden, head = model.hidden_size, model.head_dim
-    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
-    weights = hidden * head * (2 * heads + 2 * kv_heads)
-    if family.has_output_gate:
-        weights += hidden * head * heads
+    heads, gates = model.num_heads, model.num_heads if family.has_output_gate else 0
+    projected = head * (heads + gates + 2 * model.num_kv_heads) // tp
+    weights = hidden * (projected + head * heads // tp)
     if family.has_qkv_bias(model):
-        weights += head * (heads + 2 * kv_heads)
+        weights += projected
     if family.has_qk_norm(model):
         # A norm over all heads is whole on every tensor-parallel rank.
         weights += head * (model.num_heads + model.num_kv_heads) if family.has_full_qk_norm else 2 * head
     if family.has_linear_bias:
         weights += hidden  # the bias of the output
     if family.has_attention_sinks:
-        weights += heads
+        weights += heads // tp
     return weights
 
 

@@ -23,7 +23,7 @@ MESHES = {
     "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
     "cp2": MeshConfig(cp=2),
 }
-MESHES_OF = {"qwen3_moe": list(MESHES), "deepseek_v3": ["tp2", "pp2"]}
+MESHES_OF = {"qwen3_moe": list(MESHES), "deepseek_v3": ["tp2", "pp2"], "qwen3_next": ["tp2", "pp2", "cp2"]}
 
 SAMPLINGS = [
     Sampling(max_new_tokens=8, cut=Cut(temperature=0.0), with_routes=True),
@@ -62,7 +62,9 @@ def test_completions_are_those_of_one_rank(case: str, mesh: str) -> None:
             assert len(run) in (2 * len(prompts), len(prompts) // 2)
             for ours, wanted in zip(run, reference, strict=False):
                 assert ours.tokens_T == wanted.tokens_T
-                assert ours.logprobs_T == pytest.approx(wanted.logprobs_T, abs=2e-5)
+                # Gated delta nets amplify rounding.
+                within = 3e-4 if case == "qwen3_next" else 2e-5
+                assert ours.logprobs_T == pytest.approx(wanted.logprobs_T, abs=within)
                 assert (ours.experts_TLK is None) == (wanted.experts_TLK is None)
                 if ours.experts_TLK is not None:
                     torch.testing.assert_close(ours.experts_TLK, wanted.experts_TLK, rtol=0, atol=0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mcore_rl.backend.platform import start
-from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
+from mcore_rl.config.model import DeltaConfig, MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import FAMILIES, weight_map
@@ -129,6 +129,27 @@ PUBLISHED: dict[str, tuple[float, ModelConfig]] = {
             head_dim=128,
             vocab_size=200064,
             moe=MoEConfig(num_experts=256, top_k=8, ffn_hidden_size=1536, expert_bias=True),
+        ),
+    ),
+    "Qwen3-Next-80B-A3B": (
+        81.3,
+        ModelConfig(
+            family="qwen3_next",
+            num_layers=48,
+            hidden_size=2048,
+            num_heads=16,
+            num_kv_heads=2,
+            head_dim=256,
+            vocab_size=151936,
+            mtp_layers=1,
+            delta=DeltaConfig(full_every=4),
+            moe=MoEConfig(
+                num_experts=512,
+                top_k=10,
+                ffn_hidden_size=512,
+                shared_experts=1,
+                shared_ffn_hidden_size=512,
+            ),
         ),
     ),
     "Seed-OSS-36B": (

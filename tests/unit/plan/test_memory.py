@@ -67,10 +67,10 @@ def test_the_last_stage_has_the_layer_of_multi_token_prediction_and_an_embedding
     )
 
 
-def test_a_rank_has_one_key_value_head_where_there_are_fewer_than_ranks():
+def test_a_rank_has_a_part_of_a_key_value_head_where_there_are_fewer_than_ranks():
     layers = [layer_weights(config().model, MeshConfig(tp=tp, ep=8), MOE).dense for tp in (4, 8)]
-    # 4 of 32 query heads, of width 128, and their output; as many key and value heads as with tp 4.
-    assert layers[0] - layers[1] == 2 * 4 * 128 * 2048
+    # 4 of 32 query heads, of width 128, and their output; half of a key head and half of a value head.
+    assert layers[0] - layers[1] == (2 * 4 + 1) * 128 * 2048
 
 
 def test_layers_are_dealt_out_in_rounds_of_chunks():
