@@ -12,6 +12,7 @@ from tests.slurm.training import (
     STEPS,
     ends,
     interrupt,
+    job,
     kill_rank,
     losses,
     saved_step,
@@ -58,6 +59,21 @@ def test_a_run_that_loses_a_daemon_and_is_requeued_by_hand_ends_bit_equal(
     assert [" ".join(end) for end in ends(run_dir)] == ["lost orphan", "term 143", "finished 0"]
     cluster.start_slurmd(nodes[0])
     cluster.until_idle(cluster.nodes)
+
+
+def test_term_to_the_whole_job_ends_it_with_the_reason_and_says_what_is_lost(cluster: Cluster) -> None:
+    """This Slurm's srun kills its tasks within a second, so that no save is possible."""
+    steps = ("train.steps=40", "checkpoint.interval=5")
+    script = job(cluster, "stopped", *steps, nodes=1, exclude="n4,n5")
+    run_dir = Path(script.run_dir)
+    id_ = submit(cluster, script)
+    cluster.until(lambda: saved_step(run_dir) >= 5, "step 5 is saved", BEGIN_S)
+    cluster.run("scancel", "--full", "--signal=TERM", id_)
+    assert cluster.until_state(id_, ENDED, 120) == "FAILED"
+    assert cluster.job(id_)["ExitCode"] == "143:0" and ends(run_dir) == [("term", "143")]
+    log = (run_dir / f"logs/{id_}.log").read_text()
+    assert "TERM was sent to the whole job, as scancel --full --signal=TERM does" in log
+    assert f"the steps after {saved_step(run_dir)} are lost (exit status 143)" in log
 
 
 def test_a_run_whose_folder_cannot_be_written_for_a_while_waits_and_ends_bit_equal(
