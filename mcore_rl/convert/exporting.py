@@ -344,7 +344,7 @@ def _config(
 
     Without a reference it has `special`, the ids of the special tokens: absent keys would mean another model's.
     """
-    dtype = _usual_dtype(targets)
+    dtype = usual_dtype(targets)
     if options.reference is None:
         config = hf_config(dist_model.model) | special | {"dtype": dtype}
         return _json(config), ["config.json is made from the checkpoint's settings"]
@@ -376,7 +376,7 @@ def _config(
     ]
 
 
-def _usual_dtype(targets: Sequence[TargetTensor]) -> str:
+def usual_dtype(targets: Sequence[TargetTensor]) -> str:
     """Return the name of the type of most elements: expert biases, and some models' norms, are fp32 among bf16
     weights.
     """
@@ -445,10 +445,7 @@ def _finish(
     done: Sequence[RecordedTask],
 ) -> None:
     """Add the index, `copied` files of the reference, `files` (which replace those) and the manifest to the shards."""
-    if len(set(file_of.values())) > 1:
-        total = sum(chunk.num_bytes for task, _ in done for chunk in task.chunks)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_index(folder, file_of, done)
     copy_files(copied, folder)
     for name, content in files.items():
         _target(folder, name).write_bytes(content)
@@ -460,3 +457,11 @@ def _finish(
     }
     sources = {"metadata_sha256": dist_model.folder.digest, "files": dist_model.folder.files}
     write_manifest(folder, plan, description, sources, done)
+
+
+def write_index(folder: Path, file_of: Mapping[str, str], done: Sequence[RecordedTask]) -> None:
+    """Write the index of the files' tensors, where there is more than one file."""
+    if len(set(file_of.values())) > 1:
+        total = sum(chunk.num_bytes for task, _ in done for chunk in task.chunks)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

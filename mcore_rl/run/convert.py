@@ -26,6 +26,7 @@ from mcore_rl.convert.megatron.mesh_bytes import mesh_lines
 from mcore_rl.convert.megatron.model import open_dist_model
 from mcore_rl.convert.peft import plan_adapter_export
 from mcore_rl.convert.relayout import plan_relayout
+from mcore_rl.convert.upcycling import UpcycleOptions, plan_upcycle
 from mcore_rl.convert.verify import compare
 from mcore_rl.data.tokenizer import digest_of_folder, load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
@@ -53,8 +54,9 @@ def main(args: argparse.Namespace) -> int:
             return _verify(args, progress)
         else:
             conversion = PLANS[args.action](args.paths[0], args.paths[1], args, settings)
-            if args.action == "import" and _wants_logits(args, conversion, progress):
-                conversion = replace(conversion, check=partial(_check_logits, args, progress))
+            check = {"import": _check_logits, "upcycle": _check_upcycled}.get(args.action)
+            if check is not None and _wants_logits(args, conversion, progress):
+                conversion = replace(conversion, check=partial(check, args, progress))
             convert(conversion, settings, progress)
         return 0
 
@@ -180,10 +182,46 @@ def _relayout(source: Path, output: Path, args: argparse.Namespace, settings: Co
     return plan_relayout(source, output, KeyLayout(args.keys, layers), args.reference, settings)
 
 
+def _upcycle(source: Path, output: Path, args: argparse.Namespace, settings: CopySettings) -> Conversion:
+    if args.experts is None or args.top_k is None:
+        raise ConfigError(
+            "convert upcycle needs the experts of a layer, and how many of them a token is sent to: --experts 8 "
+            "--top-k 2."
+        )
+    options = UpcycleOptions(
+        num_experts=args.experts,
+        top_k=args.top_k,
+        granularity=args.granularity,
+        shared=args.shared,
+        noise=args.noise,
+        router_std=args.router_std,
+        seed=args.seed,
+        dtype=args.dtype,
+    )
+    return plan_upcycle(source, output, options, settings)
+
+
+def _check_upcycled(args: argparse.Namespace, progress: ByteProgress, folder: Path) -> None:
+    """Report how far a mixture's logits are from the dense model's; CheckpointError where only rounding should be."""
+    dtype = OUTPUT_DTYPES.get(args.dtype)
+    distance = _logits().largest_distance(args.paths[0], folder, None, progress, dtype=dtype)
+    found = f"logits differ from the dense model's by at most {distance.logits:.3g}"
+    if args.noise:
+        progress.message(f"{found}: the noise")
+        return
+    if not distance.is_small:
+        raise CheckpointError(
+            f"the mixture of {args.paths[0]} is another function: {found}, and rounding explains "
+            f"{distance.tolerance:.3g}. To write it all the same: --no-check-logits."
+        )
+    progress.message(f"{found} (rounding explains {distance.tolerance:.3g})")
+
+
 PLANS: dict[str, Callable[[Path, Path, argparse.Namespace, CopySettings], Conversion]] = {
     "import": _import,
     "export": _export,
     "relayout": _relayout,
+    "upcycle": _upcycle,
 }
 
 
@@ -269,6 +307,17 @@ def _check(args: argparse.Namespace) -> None:
         "export": {"dtype", "mtp", "reference", "tokenizer", "merge", "adapter", "quantize"},
         "verify": {"mtp", "reference", "logits", "family"},
         "relayout": {"keys", "layers", "reference"},
+        "upcycle": {
+            "dtype",
+            "check_logits",
+            "experts",
+            "top_k",
+            "granularity",
+            "shared",
+            "noise",
+            "router_std",
+            "seed",
+        },
     }[args.action]
     defaults: dict[str, object] = {
         "dtype": "keep",
@@ -285,6 +334,13 @@ def _check(args: argparse.Namespace) -> None:
         "merge": False,
         "adapter": None,
         "quantize": "none",
+        "experts": None,
+        "top_k": None,
+        "granularity": 1,
+        "shared": None,
+        "noise": 0.0,
+        "router_std": None,
+        "seed": 0,
     }
     for name, default in defaults.items():
         if name not in allowed and getattr(args, name) != default:

@@ -167,6 +167,7 @@ def lay_out(folder: Path, quickstart: Path) -> None:
     }
     saved("qwen3_moe", folder / "models/Qwen3-30B-A3B", torch.bfloat16, **shape)
     write_tokenizer(folder / "models/Qwen3-30B-A3B")
+    saved("llama", folder / "dense")
     (folder / "model").symlink_to("models/Qwen3-30B-A3B")
     (folder / "runs/a").symlink_to("../checkpoints/qwen3")
 

@@ -20,6 +20,7 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         "export": "CKPT HF_DIR: a checkpoint of any mesh, with optimizer state or not, to a folder for transformers",
         "verify": "A B: whether two checkpoints of any formats are the same, bit for bit; status 1 when not",
         "relayout": "CKPT OUT: the same checkpoint under other keys (--keys, --layers)",
+        "upcycle": "DENSE_HF_DIR HF_DIR: a mixture of experts that begins with the dense model's function",
     }
     actions = "; ".join(f"{name} {meaning}" for name, meaning in meanings.items())
     parser.add_argument("action", choices=meanings, help=actions)
@@ -70,7 +71,8 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         "--check-logits",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="import: compare the output's logits with transformers' before it has its name (default: up to 2 GiB)",
+        help="import, upcycle: compare the output's logits with the source's before it has its name (default: up to "
+        "2 GiB)",
     )
     what.add_argument(
         "--tokenizer",
@@ -87,6 +89,33 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("each", "fused"),
         help="export: low-rank adapters alone, for the library peft: a module for each expert, or its fused experts",
     )
+    mixture = parser.add_argument_group("upcycle: the mixture")
+    mixture.add_argument("--experts", type=positive, metavar="N", help="experts of a layer")
+    mixture.add_argument("--top-k", type=positive, metavar="K", help="experts that a token is sent to")
+    mixture.add_argument(
+        "--granularity",
+        type=positive,
+        default=1,
+        metavar="G",
+        help="an expert is one of G slices of the dense MLP (default 1: all of it)",
+    )
+    mixture.add_argument(
+        "--shared", type=int, metavar="N", help="shared experts; the family's number, which is the default"
+    )
+    mixture.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="noise on the experts' weights, in root mean squares of a row (default 0: the same function)",
+    )
+    mixture.add_argument(
+        "--router-std",
+        type=float,
+        metavar="X",
+        help="standard deviation of the routers' weights (default: initializer_range of config.json)",
+    )
+    mixture.add_argument("--seed", type=int, default=0, help="of routers and noise (default 0)")
     how = parser.add_argument_group("how")
     how.add_argument("--workers", type=positive, default=2, metavar="N", help="processes (default 2)")
     how.add_argument(

@@ -1,0 +1,310 @@
+"""Upcycling: a dense Hugging Face folder becomes a mixture of experts that begins with the same function.
+
+Each expert starts as a copy of the layer's MLP (arXiv 2212.05055), or, with granularity g, as one of its g slices
+(arXiv 2410.07524): g neighbouring experts are the slices of one copy, and have the same row of the router at first (a
+virtual group), so that a token chooses whole copies. Gates that sum to one then give 1/g of the MLP's output, which is
+why the experts' output matrices are multiplied by g.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.checks.model import checked_model_from_hf, divisors
+from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
+from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
+from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, tasks_of
+from mcore_rl.convert.copying.source import ByteRun
+from mcore_rl.convert.exporting import DTYPE_KEYS, QUANTIZATION_KEYS, usual_dtype, write_index
+from mcore_rl.convert.hf.model import HfModel, check_copies, open_hf_model
+from mcore_rl.convert.hf.small_files import copy_files, small_files
+from mcore_rl.convert.hf.source import source_checksums
+from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
+from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
+from mcore_rl.errors import ConfigError
+from mcore_rl.families import FAMILIES, weight_map
+from mcore_rl.families.regions import RegionCopy, sizes, whole
+from mcore_rl.families.weight_map import AxisRange, Region
+from mcore_rl.files import sizes_and_times
+
+UPCYCLED = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
+"""Dense families, and the family of their mixture, in which all but the MLP is the same."""
+SHARED_PART = 0.5
+"""Part of the MLP's output that a shared expert gives at first: the sigmoid of its gate, whose weights are zero."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpcycleOptions:
+    """The user's choices about the mixture that is made of a dense model."""
+
+    num_experts: int
+    """Experts of a layer, as in the config of the output."""
+    top_k: int
+    """Experts that a token is sent to, as in the config of the output."""
+    granularity: int = 1
+    """Slices that a copy of the MLP is cut into, each of them an expert."""
+    shared: int | None = None
+    """Shared experts of a layer; None: as many as the family of the output has."""
+    noise: float = 0.0
+    """Standard deviation of the noise on the experts' weights, as a fraction of the root mean square of their row."""
+    router_std: float | None = None
+    """Standard deviation of the routers' weights; None: `initializer_range` of config.json."""
+    seed: int = 0
+    """Seed of the routers and the noise."""
+    dtype: OutputDtype = "keep"
+    """Type of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A tensor of the output that is more than a copy."""
+
+    dense: str | None
+    """Tensor of the dense model that it is made of; None: it is a router's."""
+    scale: float = 1.0
+    """Factor on the dense model's values."""
+
+
+def plan_upcycle(source: Path, folder: Path, options: UpcycleOptions, settings: CopySettings) -> Conversion:
+    """Plan the mixture `folder` of the dense Hugging Face folder `source`.
+
+    Raises:
+        CheckpointError: The source cannot be read as a whole.
+        ConfigError: The source is of a family without a mixture, or the options do not fit its MLP.
+    """
+    found = open_hf_model(source)
+    check_copies(found)
+    _check(found.model, options)
+    config = _config(found, options)
+    model = checked_model_from_hf(config)
+    made: dict[str, MadeTensor] = {}
+    copies = dict(_mlp_copies(found.model, model, options, made))
+    targets = []
+    for name, shape in weight_map(model).hf_shapes.items():
+        parts = copies.get(name, (RegionCopy(whole(shape), name, whole(shape)),))
+        origin = next(
+            (made[part.source].dense if part.source in made else part.source for part in parts), None
+        )
+        stored = found.dtype(origin or "model.embed_tokens.weight")
+        dtype = stored if options.dtype == "keep" else OUTPUT_DTYPES[options.dtype]
+        targets.append(TargetTensor(name=name, shape=shape, dtype=dtype, copies=parts))
+    config |= dict.fromkeys(set(DTYPE_KEYS) & config.keys() or DTYPE_KEYS[:1], usual_dtype(targets))
+    shards = shards_of(targets, settings.shard_bytes)
+    file_of = {target.name: file for file, group in shards.items() for target in group}
+    chunks = (chunk for target in targets for chunk in chunks_of(target))
+    copied = small_files(source)
+    slices = f", each a slice of 1/{options.granularity}" if options.granularity > 1 else ""
+    return Conversion(
+        title="upcycle",
+        final=folder,
+        sources=[("the dense model", source)],
+        targets=targets,
+        tasks=tasks_of(chunks, settings.task_bytes, file_of),
+        open_source=partial(UpcycledSource, found, made, options.router_std or model.init_std, options),
+        writer=SafetensorsWriter(shards),
+        identity=f"upcycle {options} {model}",
+        read=found.folder.stamps | sizes_and_times(copied.values()),
+        finish=partial(_finish, found, model, options, config, copied, file_of),
+        notes=[
+            f"{found.model.family} -> {model.family}: {options.num_experts} experts a layer, top {options.top_k}"
+            f"{slices}, {'one shared expert, ' if model.moe.shared_experts else ''}noise {options.noise:g}"
+        ],
+    )
+
+
+class UpcycledSource:
+    """The tensors of a dense model, and those that are made of them: slices, scaled, with noise, and routers."""
+
+    def __init__(
+        self, found: HfModel, made: Mapping[str, MadeTensor], router_std: float, options: UpcycleOptions
+    ) -> None:
+        """`made` has, by name, what each tensor is made of that is not the dense model's."""
+        self._source, self._made = found.source(), made
+        self._router_std, self._options = router_std, options
+
+    def fill(self, out: Tensor, name: str, where: Region) -> None:
+        """Copy a region to `out` (see TensorSource); of a tensor that is made, `where` is that of the dense model's."""
+        part = self._made.get(name)
+        if part is None:
+            self._source.fill(out, name, where)
+            return
+        if part.dense is None:
+            out.copy_(self._router(name, where[1].stop)[slice(*where[0])].view(out.shape))
+            return
+        values_RC = torch.empty(sizes(where))
+        self._source.fill(values_RC, part.dense, where)
+        values_RC *= part.scale
+        if self._options.noise:
+            # Chunks begin at the same rows in every run, whatever the number of workers.
+            noise_RC = torch.randn(values_RC.shape, generator=self._generator(f"{name} {where[0].start}"))
+            values_RC += self._options.noise * values_RC.square().mean(1, keepdim=True).sqrt() * noise_RC
+        out.copy_(values_RC.view(out.shape))
+
+    def prefetch(self, name: str, where: Region) -> None:
+        """Let the disk begin to read a region (see TensorSource)."""
+        dense = self._made[name].dense if name in self._made else name
+        if dense is not None:
+            self._source.prefetch(dense, where)
+
+    def run(self, name: str, where: Region) -> ByteRun | None:
+        """Return where a region of the dense model is stored (see TensorSource)."""
+        return None if name in self._made else self._source.run(name, where)
+
+    def read(self, run: ByteRun, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a run (see TensorSource)."""
+        self._source.read(run, start, out)
+
+    def checksum(self, run: ByteRun) -> int:
+        """Return the CRC-32 of a run."""
+        return self._source.checksum(run)
+
+    def _router(self, name: str, hidden: int) -> Tensor:
+        """Return a router `[experts, hidden]` in float32: a random row for each copy, the same for all its slices."""
+        options = self._options
+        rows = options.num_experts // options.granularity
+        router_ED = self._router_std * torch.randn(rows, hidden, generator=self._generator(name))
+        return router_ED.repeat_interleave(options.granularity, 0)
+
+    def _generator(self, name: str) -> torch.Generator:
+        digest = sha256(f"{self._options.seed} {name}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def _check(dense: ModelConfig, options: UpcycleOptions) -> None:
+    """Raise a ConfigError for a model that has no mixture, and for options that do not fit its MLP."""
+    pairs = ", ".join(f"{old} -> {new}" for old, new in UPCYCLED.items())
+    if dense.is_moe:
+        raise ConfigError(
+            f"the source has {dense.moe.num_experts} experts a layer already ({dense.family}): only a dense model is "
+            f"upcycled ({pairs})."
+        )
+    if dense.family not in UPCYCLED:
+        raise ConfigError(
+            f"the source is of the family {dense.family}, of which no mixture is known. Known are {pairs}."
+        )
+    if dense.head == "score":
+        raise ConfigError(
+            "the source has a score instead of logits. Upcycle the language model that it was made of."
+        )
+    count, top_k, granularity = options.num_experts, options.top_k, options.granularity
+    if top_k > count:
+        raise ConfigError(f"--top-k {top_k} is more than --experts {count}. Choose at most {count}.")
+    if granularity & (granularity - 1):
+        raise ConfigError(
+            f"--granularity {granularity} is no power of two: weights are multiplied by it, which is exact only then. "
+            "Choose 1, 2, 4 or 8."
+        )
+    for name, value in (("--experts", count), ("--top-k", top_k)):
+        if value % granularity:
+            raise ConfigError(
+                f"{name} {value} is not a multiple of --granularity {granularity}: the slices of a copy of the MLP are "
+                f"chosen together. Choose a multiple, such as {name} {granularity * max(1, value // granularity)}."
+            )
+    if dense.ffn_hidden_size % granularity:
+        raise ConfigError(
+            f"--granularity {granularity} does not divide the width of the MLP, {dense.ffn_hidden_size}. Choose a "
+            f"power of two among {divisors(dense.ffn_hidden_size)}."
+        )
+    family = UPCYCLED[dense.family]
+    has_shared = FAMILIES[family].has_shared_expert_gate
+    if options.shared not in (None, int(has_shared)):
+        raise ConfigError(
+            f"--shared {options.shared}: a layer of {family} has {'one shared expert' if has_shared else 'none'}. "
+            "Leave it out."
+        )
+    if options.noise < 0 or (options.router_std is not None and options.router_std <= 0):
+        raise ConfigError(
+            f"--noise {options.noise:g} and --router-std {options.router_std} are standard deviations: the first is at "
+            "least 0, the second above."
+        )
+
+
+def _config(found: HfModel, options: UpcycleOptions) -> dict[str, Any]:
+    """Return the config.json of the mixture: the dense model's with the family's own keys."""
+    dense = found.model
+    family = FAMILIES[UPCYCLED[dense.family]]
+    has_shared = family.has_shared_expert_gate
+    experts = MoEConfig(
+        num_experts=options.num_experts,
+        top_k=options.top_k,
+        ffn_hidden_size=dense.ffn_hidden_size // options.granularity,
+        shared_experts=int(has_shared),
+        shared_ffn_hidden_size=dense.ffn_hidden_size if has_shared else "auto",
+    )
+    model = dense.model_copy(update={"family": family.model_type, "moe": experts})
+    known = dict(found.folder.config or {})
+    for name in (*QUANTIZATION_KEYS, "mlp_bias", "pretraining_tp"):
+        known.pop(name, None)
+    return known | {"architectures": [family.hf_class], "model_type": family.model_type} | family.to_hf(model)
+
+
+def _mlp_copies(
+    dense: ModelConfig, model: ModelConfig, options: UpcycleOptions, made: dict[str, MadeTensor]
+) -> Iterator[tuple[str, tuple[RegionCopy, ...]]]:
+    """Yield the copies of each tensor that the dense model has not; what they are made of is added to `made`."""
+    family, hidden, width = FAMILIES[model.family], dense.hidden_size, dense.ffn_hidden_size
+    names, sliced = family.moe_names, width // options.granularity
+    has_shared = family.has_shared_expert_gate
+    scale = options.granularity * (1 - SHARED_PART if has_shared else 1.0)
+
+    def slice_of(name: str, origin: str, where: Region, factor: float) -> tuple[str, tuple[RegionCopy, ...]]:
+        """Return a tensor that has a region of the dense model's `origin`, times `factor`, with noise."""
+        source = origin
+        if factor != 1 or options.noise:
+            made[name], source = MadeTensor(origin, factor), name
+        return name, (RegionCopy(whole(sizes(where)), source, where),)
+
+    for i in range(dense.num_layers):
+        mlp, layer = f"model.layers.{i}.mlp.", f"model.layers.{i}.{names.prefix}"
+        router = f"{layer}gate.weight"
+        made[router] = MadeTensor(None)
+        where = whole((options.num_experts, hidden))
+        yield router, (RegionCopy(where, router, where),)
+        rows, columns = whole((width, hidden)), whole((hidden, width))
+        for e in range(options.num_experts):
+            first = e % options.granularity * sliced
+            part = AxisRange(first, first + sliced)
+            expert = f"{layer}experts.{e}."
+            for ours, theirs in ((names.gate, "gate_proj"), (names.up, "up_proj")):
+                yield slice_of(f"{expert}{ours}.weight", f"{mlp}{theirs}.weight", (part, rows[1]), 1.0)
+            down = f"{mlp}down_proj.weight"
+            yield slice_of(f"{expert}{names.down}.weight", down, (columns[0], part), scale)
+        if has_shared:
+            for kind, region in (("gate_proj", rows), ("up_proj", rows), ("down_proj", columns)):
+                yield (
+                    f"{layer}{names.shared}.{kind}.weight",
+                    (RegionCopy(region, f"{mlp}{kind}.weight", region),),
+                )
+            yield f"{layer}{names.shared_gate}.weight", ()  # zeros
+
+
+def _finish(
+    found: HfModel,
+    model: ModelConfig,
+    options: UpcycleOptions,
+    config: Mapping[str, Any],
+    copied: Mapping[str, Path],
+    file_of: Mapping[str, str],
+    folder: Path,
+    plan: str,
+    done: Sequence[RecordedTask],
+) -> None:
+    """Add the index, the dense model's small files, config.json and the manifest to the shards."""
+    write_index(folder, file_of, done)
+    copy_files(copied, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    description = {
+        "kind": "upcycle",
+        "family": model.family,
+        "options": asdict(options),
+        "files": file_checksums(folder, done),
+    }
+    write_manifest(folder, plan, description, source_checksums(found.folder, done), done)
