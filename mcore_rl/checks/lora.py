@@ -78,8 +78,8 @@ def _layers(
         "false": platform.bf16_products,
         "platform.batch_invariant=true: the adapters' products are not held to it. Set it to "
         "false": platform.batch_invariant,
-        f'model.family="{config.model.family}": there are no adapters of gated delta nets and gated attention. Leave '
-        "lora.rank out": family_of(config.model).has_output_gate,
+        f'model.family="{model.family}": there are no adapters of gated delta nets and gated attention. Leave '
+        "lora.rank out": family_of(model).has_output_gate,
         'mesh.overlap_shared_experts=true and adapters in "shared_experts": Megatron takes the messages out of their '
         'linear layers. Set it to false, or leave "shared_experts" out of '
         "lora.targets": mesh.overlap_shared_experts and "shared_experts" in targets,
