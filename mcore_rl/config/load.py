@@ -282,7 +282,7 @@ def _is_kind(doc: FieldDoc, settings: Mapping[str, Setting]) -> bool:
 
 def _unsets(setting: Setting) -> bool:
     """Whether it clears, as "none", what a weaker place sets."""
-    return bool(setting.value == "none")
+    return setting.value in ("none", ["none"])  # the word on the command line, for a field that is a list
 
 
 def _of_other_kind(cls: type[Section], settings: Mapping[str, Setting], key: str) -> str:

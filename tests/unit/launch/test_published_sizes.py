@@ -136,6 +136,29 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_hidden_layers": 48,
     },
+    "qwen3_next_80b_a3b": QWEN3
+    | {
+        "model_type": "qwen3_next",
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
+    },
 }
 
 

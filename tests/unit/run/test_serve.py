@@ -76,5 +76,5 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 
 def test_the_native_engine_has_no_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", str(config_file(tmp_path)), "rl.engine.kind=native"]) == 2
+    assert main(["serve", str(config_file(tmp_path)), "rl.engine.kind=native", "rl.engine.command=none"]) == 2
     assert 'rl.engine.kind="native" has no servers. Set rl.engine.kind="vllm"' in capsys.readouterr().err

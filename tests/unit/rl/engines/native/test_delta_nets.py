@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.engine import NativeConfig
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
@@ -53,7 +53,7 @@ def test_greedy_tokens_are_those_of_whole_passes(
 ) -> None:
     """Groups of four share fewer slots, which others had before; prompts are cut at any position."""
     chunks, model = chunks_of(case, one_rank), oracle(case).ours
-    config = EngineConfig(slots=slots, step_tokens=step_tokens)
+    config = NativeConfig(slots=slots, step_tokens=step_tokens)
     engine = MegatronEngine(chunks, one_rank, model, spelled, config, has_fixed_shapes=has_fixed_shapes)
     groups = engine.generate(prompts(), GREEDY, [[0] * 4] * len(PROMPTS))
     with evaluating(chunks):
@@ -68,7 +68,7 @@ def test_greedy_tokens_are_those_of_whole_passes(
 def test_logprobs_are_those_of_whole_passes(one_rank: Mesh) -> None:
     """Up to the rounding that gated delta nets amplify: chunks and single tokens sum in other orders."""
     chunks, model = chunks_of("qwen3_next", one_rank), oracle("qwen3_next").ours
-    engine = MegatronEngine(chunks, one_rank, model, spelled, EngineConfig(slots=3, step_tokens=40))
+    engine = MegatronEngine(chunks, one_rank, model, spelled, NativeConfig(slots=3, step_tokens=40))
     groups = engine.generate(prompts(), Sampling(max_new_tokens=40), [[1, 2]] * len(PROMPTS))
     with evaluating(chunks):
         for group in groups:
