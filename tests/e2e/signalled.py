@@ -29,8 +29,8 @@ CALLED_IN: dict[str, tuple[Any, str]] = {
     "start": (open_run, "set_up"),
     "step": (loop, "train_step"),
     "rollout": (Decoder, "step"),
-    "critic": (critic, "train_step"),
-    "update": (learner, "train_step"),
+    "critic": (critic, "compute_gradients"),
+    "update": (learner, "compute_gradients"),
     # All shards are written, and the checkpoint has no name yet.
     "save": (saving, "finish"),
 }

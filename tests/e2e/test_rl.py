@@ -358,7 +358,7 @@ BAD = {
         ["rl.reward.parts=['length','nowhere:reward']"],
         "Start in the folder with nowhere",
     ),
-    "GSPO with token mean": (["rl.loss.kind=gspo", "rl.loss.aggregation=token_mean"], "mean over sequences"),
+    "GSPO with token mean": (["rl.loss.kind=gspo", "rl.loss.aggregation=token_mean"], "has no such field"),
 }
 
 

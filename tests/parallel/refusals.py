@@ -23,9 +23,9 @@ from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rollouts.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.types import Group, Prompt
-from mcore_rl.rl.update.learner import Learner
+from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.run.programs.open_run import open_run
-from mcore_rl.run.programs.rl import make_critic
+from mcore_rl.run.programs.rl import critic_passes
 from tests.parallel.parity import Tensors, owned
 from tests.parallel.rl_steps import SIZE, begin, rollout_of
 
@@ -128,8 +128,11 @@ def learned(
             mesh=mesh,
             config=config,
         )
-        routes, critic = PolicyRoutes(run.state, config), make_critic(config, run)
-        learner = Learner(run.state, config, None, routes, critic, vocab_size=config.model.vocab_size)
+        routes, logprobs = (
+            PolicyRoutes(run.state, config),
+            policy_logprobs(run.state, config, config.model.vocab_size),
+        )
+        learner = Learner(run.state, config, routes, logprobs, list(critic_passes(config, run)))
         RlTrainer(run, config, rollouts, learner, ()).run()
         pieces = owned(run.state)
     return pieces, list(read_records(folder / FILE_NAME))

@@ -134,7 +134,7 @@ def trained_part(
         }
 
 
-def freeze_all_but(part: str, cell: str, config: PretrainConfig, chunks: Sequence[nn.Module]) -> None:
+def freeze_all_but(part: str, cell: str, chunks: Sequence[nn.Module], **_settings: bool) -> None:
     """Stands for `freeze`."""
     is_first_stage = any("word_embeddings" in name for name, _ in chunks[0].named_parameters())
     for chunk in chunks:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.advantage import AdvantageConfig
+from mcore_rl.config.rl.advantage import GaeAdvantage
 from mcore_rl.config.rl.critic import CriticConfig
 from mcore_rl.config.rl.reward import RewardConfig
 from mcore_rl.config.rl_run import RlRunConfig
@@ -198,10 +198,8 @@ def test_with_sampled_old_logprobs_the_first_update_is_where_routes_are_compared
 
 def with_critic(config: RlRunConfig) -> RlRunConfig:
     critic = CriticConfig(optim=OptimConfig(lr=0.1, eps=1.0, schedule="constant", weight_decay=0.0))
-    advantage = AdvantageConfig(kind="gae")
-    return config.model_copy(
-        update={"rl": config.rl.model_copy(update={"critic": critic, "advantage": advantage})}
-    )
+    advantage = GaeAdvantage(critic=critic)
+    return config.model_copy(update={"rl": config.rl.model_copy(update={"advantage": advantage})})
 
 
 def test_a_critic_does_not_learn_from_completions_that_are_left_out(tmp_path: Path) -> None:
