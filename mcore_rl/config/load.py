@@ -15,12 +15,15 @@ from pydantic import ValidationError
 from mcore_rl.config.describe import FieldDoc, describe, describe_sections, sections_of
 from mcore_rl.config.kinds import KINDS, NO_REPLAY, READERS, kind_of_name
 from mcore_rl.config.megatron_names import argument_named
+from mcore_rl.config.other_names import equivalent_named, refuse_foreign_config
 from mcore_rl.config.recipes import config_file
 from mcore_rl.config.section import Section, alternatives, kinds_of, variant_of
 from mcore_rl.config.toml import parse_value, toml_value
 from mcore_rl.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
+MISSPELT = 0.93
+"""Likeness, by difflib, from which a key is taken for one of ours that is misspelt, and not for another system's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +174,16 @@ def _tables(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[st
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     origin = f" (extended by {chain[-1]})" if chain else ""
+    text = ""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"Config file {path}{origin} cannot be read: {error.strerror}.") from None
     except (
         ValueError
     ) as error:  # TOMLDecodeError, UnicodeDecodeError, an integer of more digits than Python reads
+        refuse_foreign_config(str(path), text)
         raise ConfigError(f"Config file {path}{origin} is not valid TOML: {error}.") from None
 
 
@@ -319,6 +325,18 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
         if argument.field:
             return f"{named}: here {argument.field} stands for it."
         return f"{named} that is not offered here. {argument.note}"
+    misspelt = difflib.get_close_matches(key, fields, n=1, cutoff=MISSPELT)
+    foreign = None if misspelt else equivalent_named(key, fields)
+    if foreign is not None:
+        system, row, ours = foreign
+        stands = "stands" if len(ours) == 1 else "stand"
+        return " ".join(
+            [
+                f"Unknown key {key} {setting.source}. It is a setting of {system}: here {' and '.join(ours)} {stands} "
+                "for it.",
+                *([row.note] if row.note else []),
+            ]
+        )
     near = _nearest(key, fields + list(sections))
     remedy = f"Did you mean {near}?" if near else "`mcore-rl <command> --help` lists all keys."
     return f"Unknown key {key} {setting.source}. {remedy}"
