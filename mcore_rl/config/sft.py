@@ -14,8 +14,8 @@ class SFTDataConfig(Section):
     """Conversations as JSON lines, shuffled by train.seed and packed into sequences without seeing each other."""
 
     train: tuple[str, ...] = ()
-    """Data to train on: files of JSON lines (also .gz) or .parquet, one conversation per line or row, or datasets of
-    the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
+    """Data to train on: files of JSON lines or of one JSON list (also .gz, .bz2, .xz) or .parquet, one conversation per
+    line, entry or row, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
     train_weights: tuple[float, ...] = ()
     """Weight of each entry of `train` in the mixture, in conversations: with [3, 1] three of four are from the first,
     and each entry begins anew, in another order, when it has been read; an empty list: every conversation once an
@@ -24,7 +24,8 @@ class SFTDataConfig(Section):
     """Data to evaluate on, in the same forms; an empty list: no evaluation."""
     format: Literal["auto", "chat", "prompt_response"] = "auto"
     """Form of a line; `chat`: {"messages": [{"role", "content"}, ...]}; `prompt_response`: {"prompt", "response"}, a
-    chat of two turns; `auto`: by the keys of each line."""
+    chat of two turns; `auto`: by the keys of each line, which may also be those of ShareGPT, TRL, alpaca, dolly, and of
+    question and answer."""
     messages_field: Text = "messages"
     """Field of a line with the turns of a chat, a list of {"role", "content"}."""
     prompt_field: Text = "prompt"

@@ -15,6 +15,7 @@ PROBE = "mcorerlprobe"
 """Text of a turn that is rendered to find the template's text after it; no template changes or repeats it."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Opening tag of the assistant's text, in templates that mark it."""
+WORD = re.compile("[A-Za-z0-9]+")
 SHOWN = 60
 """Characters of a text in an error."""
 MEDIA = frozenset(
@@ -189,6 +190,11 @@ class PlainChat:
         encode = self._tokenizer.encode if self._has_roles else self._tokenizer.encode_marked
         for message in conversation.messages:
             content, role = message.get("content"), message["role"]
+            if message.get("tool_calls"):
+                raise DataError(
+                    f'a turn of {role!r} has "tool_calls", which a plain template cannot show. Set data.chat_template '
+                    "to one that does, or leave out such entries"
+                )
             if not isinstance(content, str):
                 raise DataError(
                     f"the content of a turn is {content!r}; without a jinja template it must be text"
@@ -230,6 +236,7 @@ class TemplateChat:
     def encode(self, conversation: Conversation) -> EncodedConversation:
         """Return the whole conversation as tokens."""
         text, spans = self._marked(conversation) if self._is_marked else self._by_prefixes(conversation)
+        _refuse_unshown(conversation, text)
         encoded = self._tokenizer.encode(text)
         assistant_mask = _overlaps(encoded.offsets, spans)
         return EncodedConversation(tuple(encoded.ids), tuple(assistant_mask))
@@ -404,6 +411,23 @@ def _refuse_media(messages: Sequence[Message]) -> None:
                 raise DataError(
                     f"a turn of {message.get('role')!r} has a part {min(found)!r}; only texts are trained on. Leave "
                     "out such entries"
+                )
+
+
+def _refuse_unshown(conversation: Conversation, text: str) -> None:
+    """Raise a DataError for a call of a tool, or a tool's result, of which the rendered text has not even a word."""
+    for message in conversation.messages:
+        calls = message.get("tool_calls") or ()
+        names = [call.get("function", call).get("name") for call in calls if isinstance(call, Mapping)]
+        content = message.get("content") if message["role"] == "tool" else None
+        word = WORD.search(content) if isinstance(content, str) else None
+        shown = [("the call of the tool", name) for name in names if isinstance(name, str)]
+        shown += [("the tool's result", word[0])] if word else []
+        for what, part in shown:
+            if part not in text:
+                raise DataError(
+                    f"the chat template does not show {what} {part!r}. Set data.chat_template to one that does, or "
+                    "leave out such entries"
                 )
 
 

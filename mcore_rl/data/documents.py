@@ -1,6 +1,5 @@
 """Files to documents: JSON lines or plain text, cut at byte offsets so that any process can read any part."""
 
-import gzip
 import json
 import sys
 import zlib
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from mcore_rl.data.records import HUB, is_gzipped, is_table, load_hub, open_bytes, read_rows
+from mcore_rl.data.records import HUB, is_compressed, is_table, load_hub, open_bytes, read_rows
 from mcore_rl.errors import DataError
 from mcore_rl.files import with_ending
 
@@ -42,7 +41,7 @@ class DocumentFormat:
 
     def is_splittable_in(self, name: str) -> bool:
         """Return whether the file `name` may be read in parts, as neither tables nor packed files are."""
-        return self.is_splittable and not is_table(name) and not is_gzipped(name)
+        return self.is_splittable and not is_table(name) and not is_compressed(name)
 
     @property
     def is_splittable(self) -> bool:
@@ -180,7 +179,7 @@ class DocumentReader:
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         offset, last = self.file_slice.start, self.file_slice.end
-        if isinstance(file, gzip.GzipFile):
+        if is_compressed(self.file_slice.path):
             last = sys.maxsize  # a packed file is one slice, whose size is that of the packed bytes
         # One byte back: a slice that begins right after a line end begins with a whole line, which must not be skipped.
         if offset:

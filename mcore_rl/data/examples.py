@@ -1,7 +1,7 @@
 """Conversations of JSON lines as token arrays; every line that cannot be used is named."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -9,8 +9,12 @@ from numpy.typing import NDArray
 
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import Chat, Conversation, EncodedConversation
-from mcore_rl.data.records import Record, RecordReader, beyond_max, filled, listed
+from mcore_rl.data.records import PLACEHOLDER, Record, RecordReader, beyond_max, filled, listed
+from mcore_rl.data.shapes import Dialogue, read_tools, recognise
 from mcore_rl.errors import DataError
+
+MEND = "name its fields: data.messages_field, or data.prompt_field and data.response_field"
+"""End of the errors on records without a conversation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +32,8 @@ class Examples:
     """Conversations that are longer than a packed sequence."""
     bad_lines: tuple[str, ...] = ()
     """File, line and reason of each line that was left out because it is no conversation."""
+    notes: tuple[str, ...] = ()
+    """A sentence on the shape of each file, and warnings of fields with text that are not read."""
 
     def __len__(self) -> int:
         return len(self.starts_N) - 1
@@ -69,6 +75,7 @@ def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Ex
         source_sizes=tuple(numpy.diff(source_ends).tolist()),
         num_skipped=reader.num_skipped,
         bad_lines=tuple(reader.problems),
+        notes=tuple(reader.notes),
     )
 
 
@@ -84,7 +91,8 @@ class ConversationReader(RecordReader[EncodedConversation]):
         """Return the conversation of a record; a DataError without file and line when there is nothing to train on."""
         if record.entry is None:
             raise DataError(record.problem)
-        conversation = _conversation(record.entry, self._config)
+        conversation, shape, used = conversation_of(record.entry, self._config)
+        self.note(record.entry, shape, used)
         example = self._chat.encode(conversation)
         if not any(example.assistant_mask_T[1:]):
             raise DataError("the assistant has no text in it, as this template renders it")
@@ -97,49 +105,87 @@ class ConversationReader(RecordReader[EncodedConversation]):
         return f"{length} tokens, and data.seq_length={self._config.seq_length}. Raise it"
 
 
-def _conversation(entry: Mapping[str, Any], config: SFTDataConfig) -> Conversation:
-    wanted = config.format
-    if wanted == "auto":
-        has_messages = config.messages_field in entry
-        is_pair = config.prompt_template is not None or config.prompt_field in entry
-        wanted = "prompt_response" if is_pair and not has_messages else "chat"
-    if wanted == "chat":
-        return Conversation(
-            messages=tuple(_messages(entry, config.messages_field)), tools=tuple(_tools(entry))
-        )
-    keys = [config.response_field]
-    if config.prompt_template is None:
-        keys.insert(0, config.prompt_field)
-    for key in keys:
-        if not isinstance(entry.get(key), str):
-            raise DataError(f'"{key}" is {_kind(entry, key)}, wanted text (keys: {", ".join(entry)})')
-    template = config.prompt_template
-    prompt = entry[config.prompt_field] if template is None else filled(template, entry)
-    return Conversation(
-        messages=(
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": entry[config.response_field]},
-        )
-    )
+def conversation_of(
+    entry: Mapping[str, Any], config: SFTDataConfig
+) -> tuple[Conversation, str, frozenset[str]]:
+    """Return the conversation of a record, the name of its shape, and the fields that were read.
 
-
-def _messages(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    messages = entry.get(key)
-    if not isinstance(messages, list):
-        raise DataError(f'"{key}" is {_kind(entry, key)}, wanted a list (keys: {", ".join(entry)})')
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f'turn {number} is no object with a "role"')
-    if not any(message["role"] == "assistant" for message in messages):
+    Raises:
+        DataError: the record has none; the error names the fields of the config that say where it is.
+    """
+    dialogue = _dialogue(entry, config)
+    if not any(message["role"] == "assistant" for message in dialogue.messages):
         raise DataError('no turn has the role "assistant", so there is nothing to learn')
-    return messages
+    conversation = Conversation(messages=dialogue.messages, tools=tuple(read_tools(entry)))
+    said = [message.get("content") for message in dialogue.messages]
+    repeated = {key for key, value in entry.items() if isinstance(value, str) and value in said}
+    return conversation, dialogue.shape, dialogue.used | repeated
 
 
-def _tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools = entry.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f'"tools" is {_kind(entry, "tools")}, wanted a list of objects')
-    return tools
+def _dialogue(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
+    has_template = config.prompt_template is not None
+    has_pair = has_template or (config.prompt_field in entry and config.response_field in entry)
+    has_names = any(
+        getattr(config, name) != SFTDataConfig.model_fields[name].default
+        for name in ("messages_field", "prompt_field", "response_field")
+    )
+    if config.format == "chat" or (config.format == "auto" and config.messages_field in entry):
+        if config.messages_field not in entry:
+            raise DataError(f'"{config.messages_field}" is not there (keys: {", ".join(entry)}); {MEND}')
+        dialogue = recognise({**entry, "messages": entry[config.messages_field]})
+        assert dialogue is not None, "it has messages"
+        used = dialogue.used | {config.messages_field}
+        return replace(
+            dialogue, shape=dialogue.shape.replace("messages)", f"{config.messages_field})"), used=used
+        )
+    if config.format == "prompt_response" or has_pair or has_names:
+        return _pair(entry, config)
+    if "text" in entry and (dialogue := _text(entry, config)):
+        return dialogue
+    return recognise(entry) or (_pair(entry, config) if config.prompt_field in entry else _unknown(entry))
+
+
+def _unknown(entry: Mapping[str, Any]) -> Dialogue:
+    raise DataError(f"no conversation is recognised in it (keys: {', '.join(entry) or 'none'}); {MEND}")
+
+
+def _text(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue | None:
+    """Return a record of one text as a turn of the assistant, which only chat_template="raw" leaves as it is; None
+    where the record has a prompt.
+    """
+    if recognise({key: value for key, value in entry.items() if key != "text"}):
+        return None
+    if config.chat_template != "raw":
+        raise DataError(
+            f'it has "text" without turns (keys: {", ".join(entry)}); set data.chat_template="raw" to train on all of '
+            "it, or make data for `mcore-rl pretrain` of it with `mcore-rl data preprocess`, or " + MEND
+        )
+    if not isinstance(entry["text"], str):
+        raise DataError(f'"text" is {_kind(entry, "text")}, wanted text')
+    return Dialogue("text", ({"role": "assistant", "content": entry["text"]},), 0, frozenset(["text"]))
+
+
+def _pair(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
+    """Return the prompt and response that the config's fields name, as text or turns."""
+    template = config.prompt_template
+    keys = [config.response_field] if template is not None else [config.prompt_field, config.response_field]
+    for key in keys:
+        if not isinstance(entry.get(key), str | list):
+            raise DataError(f'"{key}" is {_kind(entry, key)}, wanted text (keys: {", ".join(entry)}); {MEND}')
+    if template is None:
+        prompt, used = entry[config.prompt_field], {config.prompt_field}
+    else:
+        prompt, used = filled(template, entry), {match[2] for match in PLACEHOLDER.finditer(template)}
+    renamed = {key: entry[key] for key in ("system", "system_prompt") if key in entry and key not in used}
+    dialogue = recognise({**renamed, "prompt": prompt, "response": entry[config.response_field]})
+    assert dialogue is not None, "it has both"
+    shape = f"prompt and response ({', '.join([*sorted(used), config.response_field])})"
+    return Dialogue(
+        shape,
+        dialogue.messages,
+        dialogue.num_prompt,
+        frozenset((*used, *renamed, config.response_field, "tools")),
+    )
 
 
 def _kind(entry: Mapping[str, Any], key: str) -> str:

@@ -15,6 +15,7 @@ from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.data.chat import Chat, Conversation, Message
 from mcore_rl.data.packing import padded
 from mcore_rl.data.records import Record, RecordReader, beyond_max, filled, listed
+from mcore_rl.data.shapes import as_ranking, read_tools, read_turns, recognise_prompt
 from mcore_rl.data.steps import read_steps
 from mcore_rl.errors import DataError
 
@@ -56,6 +57,8 @@ class Preferences:
     """Ties that were left out."""
     bad_lines: tuple[str, ...] = ()
     """File, line and reason of each line that was left out because it is no comparison."""
+    notes: tuple[str, ...] = ()
+    """A sentence on the shape of each file, and warnings of fields with text that are not read."""
     labels_T: NDArray[numpy.float32] | None = None
     """Probability that a step is right, at the last token of each labelled step, and NaN elsewhere; None: answers are
     compared, and no steps are labelled."""
@@ -174,6 +177,7 @@ def read_preferences(
         num_skipped=reader.num_skipped,
         num_skipped_ties=reader.num_skipped_ties,
         bad_lines=tuple(reader.problems),
+        notes=tuple(reader.notes),
         labels_T=numpy.concatenate(labels) if config.has_steps else None,
     )
 
@@ -202,7 +206,10 @@ class PreferenceReader(RecordReader[tuple[Comparison, list[_Sequence]]]):
     def _example(self, record: Record) -> tuple[Comparison, list[_Sequence]] | None:
         if self._config.has_steps:
             return _stepped(record, self._config, self._chat)
-        comparison = self._without_ties(comparison_of(record, self._config))
+        whole = comparison_of(record, self._config)
+        if record.entry is not None:
+            self.note(record.entry, *_shape(record.entry, whole, self._config))
+        comparison = self._without_ties(whole)
         return (comparison, _encode(comparison, self._chat)) if comparison.pairs else None
 
     def _without_ties(self, comparison: Comparison) -> Comparison:
@@ -248,6 +255,8 @@ def comparison_of(record: Record, config: PreferenceDataConfig) -> Comparison:
     if entry is None:
         raise DataError(record.problem)
     wanted = config.format
+    if wanted in ("auto", "ranking"):
+        entry = as_ranking(entry, config.responses_field, config.scores_field)
     if wanted == "auto":
         sides = (entry.get(config.chosen_field), entry.get(config.rejected_field))
         is_hh = config.prompt_field not in entry and config.messages_field not in entry
@@ -258,9 +267,35 @@ def comparison_of(record: Record, config: PreferenceDataConfig) -> Comparison:
     return _ranking(entry, config) if wanted == "ranking" else _pair(entry, config, is_hh=wanted == "hh")
 
 
+def _shape(
+    entry: Mapping[str, Any], comparison: Comparison, config: PreferenceDataConfig
+) -> tuple[str, frozenset[str]]:
+    """Return the name of a comparison's shape with the fields that were read, and the fields that are in it."""
+    sides = [config.chosen_field, config.rejected_field]
+    is_pair = sides[0] in entry
+    rated = config.responses_field if config.responses_field in entry else "completions"
+    name = (
+        "pairs" if is_pair else "rankings" if rated == config.responses_field else "UltraFeedback completions"
+    )
+    turns = [*comparison.prompt.messages, *(turn for answer in comparison.answers for turn in answer)]
+    said = [str(turn.get("content")) for turn in turns]
+    prompts = [
+        key
+        for key, value in entry.items()
+        if key not in (*sides, rated)
+        and (
+            key in (config.prompt_field, config.messages_field)
+            or (isinstance(value, str) and value.strip() and any(value in text for text in said))
+        )
+    ]
+    read = [*prompts, *(sides if is_pair else [rated])]
+    return f"{name} ({', '.join(read)})", frozenset((*read, *sides, rated))
+
+
 def _pair(entry: Mapping[str, Any], config: PreferenceDataConfig, *, is_hh: bool) -> Comparison:
     keys = (config.chosen_field, config.rejected_field)
-    sides = [entry.get(key) for key in keys]
+    # LLaMA-Factory's sides are one turn each.
+    sides = [[side] if isinstance(side := entry.get(key), dict) else side for key in keys]
     for key, side in zip(keys, sides, strict=True):
         if side is None or side == "" or side == []:
             state = "empty" if key in entry else "not there"
@@ -318,7 +353,7 @@ def _prompt_and_answers(
             rest = list(sides)
         answers: list[tuple[Message, ...]] = [({"role": "assistant", "content": text},) for text in rest]
     else:
-        turns = [_turns(side, name) for side, name in zip(sides, names, strict=True)]
+        turns = [read_turns(side, name) for side, name in zip(sides, names, strict=True)]
         # Datasets give the prompt and repeat its turns on both sides; a side may also be the answer alone.
         repeats = prompt is None or all(side[0].get("role") != "assistant" for side in turns)
         if repeats:
@@ -331,10 +366,7 @@ def _prompt_and_answers(
     for name, answer in zip(names, answers, strict=True):
         if not answer or answer[-1]["role"] != "assistant":
             raise DataError(f'"{name}" does not end in a turn of the assistant after the prompt')
-    tools = entry.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f'"tools" is {_kind(entry, "tools")}, wanted a list of objects')
-    return Conversation(messages=tuple(prompt or ()), tools=tuple(tools)), tuple(answers)
+    return Conversation(messages=tuple(prompt or ()), tools=tuple(read_tools(entry))), tuple(answers)
 
 
 def _prompt(entry: Mapping[str, Any], config: PreferenceDataConfig) -> list[Message] | None:
@@ -346,17 +378,11 @@ def _prompt(entry: Mapping[str, Any], config: PreferenceDataConfig) -> list[Mess
         if isinstance(value, str):
             return [{"role": "user", "content": value}]
         if isinstance(value, list):
-            return _turns(value, key)
+            return read_turns(value, key)
         if value is not None:
             raise DataError(f'"{key}" is {_kind(entry, key)}, wanted text or a list of turns')
-    return None
-
-
-def _turns(value: Sequence[Any], name: str) -> list[Message]:
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f'turn {number} of "{name}" is no object with a "role"')
-    return list(value)
+    is_named = config.prompt_field != PreferenceDataConfig.model_fields["prompt_field"].default
+    return None if is_named else recognise_prompt(entry)
 
 
 def _common_turns(sides: Sequence[Sequence[Message]]) -> int:

@@ -1,7 +1,9 @@
 """Records of data as people have it: JSON lines (also gzipped), parquet, and datasets of the Hugging Face hub."""
 
+import bz2
 import gzip
 import json
+import lzma
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +12,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 from mcore_rl.data.packages import required_package
+from mcore_rl.data.shapes import unread_text
 from mcore_rl.errors import DataError
 
 T = TypeVar("T")
 HUB = "hub:"
 """Begins the name of a dataset of the hub: hub:NAME, hub:NAME:SPLIT, hub:NAME#CONFIG:SPLIT."""
-GZIP = b"\x1f\x8b"
+COMPRESSED: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+"""First bytes of compressed files, and what opens them."""
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 ROWS_AT_A_TIME = 1024
 SHOWN = 5
@@ -37,19 +41,25 @@ def is_table(name: str) -> bool:
     return name.startswith(HUB) or Path(name).suffix.lower() == ".parquet"
 
 
-def is_gzipped(name: str) -> bool:
-    """Return whether the file begins as gzip's do."""
-    with open(name, "rb") as file:
-        return file.read(len(GZIP)) == GZIP
+def is_compressed(name: str) -> bool:
+    """Return whether the file begins as those of gzip, bzip2 or xz do."""
+    return _opener(name) is not open
 
 
 def open_bytes(name: str) -> BinaryIO:
-    """Open a file for reading its bytes, unpacked where it is gzipped."""
-    return cast(BinaryIO, gzip.open(name, "rb")) if is_gzipped(name) else open(name, "rb")
+    """Open a file for reading its bytes, unpacked where it is compressed."""
+    return cast(BinaryIO, _opener(name)(name, "rb"))
+
+
+def _opener(name: str) -> Any:
+    with open(name, "rb") as file:
+        begin = file.read(max(map(len, COMPRESSED)))
+    return next((opener for magic, opener in COMPRESSED.items() if begin.startswith(magic)), open)
 
 
 def read_records(name: str) -> Iterator[Record]:
-    """Yield the records of a file or of a dataset of the hub, in order; blank lines are left out.
+    """Yield the records of a file or of a dataset of the hub, in order; blank lines are left out. A file may also be
+    one JSON list, of which each entry is a record.
 
     Raises:
         DataError: the file cannot be read, or is damaged.
@@ -61,10 +71,15 @@ def read_records(name: str) -> Iterator[Record]:
         return
     try:
         with open_bytes(name) as file:
+            if (entries := _json_list(file)) is not None:
+                for number, entry in enumerate(entries, start=1):
+                    yield _record(json.dumps(entry).encode(), number)
+                return
+            file.seek(0)
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _record(line, number)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(f"{name} cannot be read: {reason}. Name files that exist and are whole.") from error
 
@@ -134,6 +149,15 @@ class RecordReader(ABC, Generic[T]):
         self.refused: list[str] = []
         """A sentence for each example that is too long, and for each empty file."""
         self.num_skipped = 0
+        self.notes: list[str] = []
+        """For each file the shapes of its records, and the fields with text that were not read."""
+        self._shapes: dict[str, None] = {}
+        self._unread: dict[str, None] = {}
+
+    def note(self, entry: Mapping[str, Any], shape: str, used: frozenset[str]) -> None:
+        """Remember the shape of a record and its fields with text that are not among `used`."""
+        self._shapes[shape] = None
+        self._unread.update(dict.fromkeys(unread_text(entry, used)))
 
     @abstractmethod
     def _example(self, record: Record) -> T | None:
@@ -146,6 +170,7 @@ class RecordReader(ABC, Generic[T]):
     def read(self, path: str) -> Iterator[T]:
         """Yield the examples of one file that fit."""
         num_lines = 0
+        self._shapes, self._unread = {}, {}
         for record in read_records(path):
             num_lines += 1
             try:
@@ -161,6 +186,13 @@ class RecordReader(ABC, Generic[T]):
                 self.num_skipped += 1
             else:
                 self.refused.append(f'{path}:{record.line}: {excess}, or set data.too_long="skip".')
+        if self._shapes:
+            self.notes.append(f"{path} is read as {' and '.join(self._shapes)}")
+        if self._unread:
+            names = ", ".join(self._unread)
+            self.notes.append(
+                f"Warning: {path} has text that is not read, in {names}; data.prompt_template can use it"
+            )
         if not num_lines:
             self.refused.append(f"{path} is empty. Give it lines with {self._plural}, or leave it out.")
 
@@ -174,6 +206,20 @@ def listed(bad_lines: Sequence[str]) -> str:
     """Return the first SHOWN of `bad_lines`, each "file:line: reason", and how many more there are."""
     more = len(bad_lines) - SHOWN
     return "\n".join(bad_lines[:SHOWN]) + (f"\nand {more} more like these" if more > 0 else "")
+
+
+def _json_list(file: BinaryIO) -> list[Any] | None:
+    """Return the entries of a file that is one JSON list of objects; None for any other."""
+    begin = file.read(64).decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
+    if begin[:1] != "[":
+        return None
+    file.seek(0)
+    try:
+        entries = json.loads(file.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
+    is_of_objects = isinstance(entries, list) and any(isinstance(entry, dict) for entry in entries)
+    return entries if is_of_objects else None
 
 
 def _record(line: bytes, number: int) -> Record:

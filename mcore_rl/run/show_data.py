@@ -1,12 +1,13 @@
 """`mcore-rl data show`: the first training examples of a config, as the model will read them."""
 
 import argparse
+import json
 import sys
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 
 import numpy
@@ -15,15 +16,19 @@ from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.kinds import READERS
 from mcore_rl.config.load import kind_of
-from mcore_rl.config.preferences import PreferenceRunConfig
+from mcore_rl.config.preferences import PreferenceDataConfig, PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig
-from mcore_rl.config.sft import SFTConfig
+from mcore_rl.config.sft import SFTConfig, SFTDataConfig
+from mcore_rl.data.chat import Message
+from mcore_rl.data.examples import conversation_of
 from mcore_rl.data.indexed import NO_TOKEN, build_datasets, plan_data
 from mcore_rl.data.packed_sequences import PackedSequences
-from mcore_rl.data.preferences import TIE
+from mcore_rl.data.preferences import TIE, comparison_of
+from mcore_rl.data.records import Record, is_table, read_records
+from mcore_rl.data.shapes import unread_text
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.run.programs.preferences import describe_preferences, load_preferences
 from mcore_rl.run.programs.pretrain import sample_counts
 from mcore_rl.run.programs.rollouts import load_prompts
@@ -37,8 +42,16 @@ TRAINED = ("⟦", "⟧")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the first `args.num` training examples of the config; ConfigError where it is no training's."""
+    """Print the first `args.num` training examples of the config, or records of a file of data, by their shape.
+
+    Raises:
+        ConfigError: the config is no training's.
+    """
     path = Path(args.config)
+    if is_table(args.config) or (path.is_file() and path.suffix != ".toml"):
+        for line in _records(args.config, args.num):
+            sys.stdout.write(f"{line}\n")
+        return 0
     kind = args.program or kind_of(path, args.overrides)
     if kind not in PROGRAMS:
         raise ConfigError(
@@ -49,6 +62,46 @@ def main(args: argparse.Namespace) -> int:
     for line in _lines(config, args.num):
         sys.stdout.write(f"{line}\n")  # as it is: a rich console would make spaces of tabs
     return 0
+
+
+def _records(name: str, count: int) -> Iterator[str]:
+    """Yield the first records of a file of data as they are recognised by their keys, without tokens."""
+    for record in islice(read_records(name), count):
+        keys = ", ".join(record.entry or ())
+        yield f"--- {name}:{record.line}: keys {keys}"
+        try:
+            yield from _recognised(record)
+        except DataError as error:
+            yield f"{error}."
+
+
+def _recognised(record: Record) -> Iterator[str]:
+    """Yield the shape and the turns of a record; a DataError where it is none that is known."""
+    entry = record.entry
+    if entry is None:
+        raise DataError(record.problem)
+    if {"chosen", "rejected", "responses", "completions"} & entry.keys():
+        comparison = comparison_of(record, PreferenceDataConfig())
+        yield "preferences, for `mcore-rl rm` and `mcore-rl dpo`"
+        yield from _said(comparison.prompt.messages)
+        for number, answer in enumerate(comparison.answers):
+            yield f"answer {number}:"
+            yield from _said(answer)
+        for chosen, rejected in comparison.pairs:
+            yield f"{chosen} is better than {rejected}"
+        return
+    conversation, shape, used = conversation_of(entry, SFTDataConfig(chat_template="raw"))
+    yield shape
+    yield from _said(conversation.messages)
+    if names := unread_text(entry, used):
+        yield f"Warning: text that is not read, in {', '.join(names)}"
+
+
+def _said(turns: Sequence[Message]) -> Iterator[str]:
+    for turn in turns:
+        text = turn.get("content")
+        calls = f" {json.dumps(turn['tool_calls'], ensure_ascii=False)}" if turn.get("tool_calls") else ""
+        yield f"{turn['role']}: {'' if text is None else text}{calls}"
 
 
 def _lines(config: RunConfig, count: int) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.data.records import Record, beyond_max, filled, listed, read_records
+from mcore_rl.data.shapes import read_turns, recognise
 from mcore_rl.errors import DataError
 from mcore_rl.rl.types import Problem
 
@@ -98,7 +99,9 @@ def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> Proble
 
 
 def _read_record(record: Record, name: str, config: PromptConfig, needs_answer: bool) -> Problem | str:
-    """Return the problem of a line, or the reason why it is none."""
+    """Return the problem of a line, or the reason why it is none. Where the line lacks the field "prompt", it is
+    recognised by its keys.
+    """
     if record.entry is None:
         return record.problem
     entry, number = dict(record.entry), record.line
@@ -107,11 +110,16 @@ def _read_record(record: Record, name: str, config: PromptConfig, needs_answer: 
             entry[config.prompt_field] = filled(config.prompt_template, entry)
         except DataError as error:
             return str(error)
-    prompt, answer = entry.pop(config.prompt_field, None), entry.pop(config.answer_field, "")
-    messages = tuple(prompt) if isinstance(prompt, list) else ()
+    is_named = config.prompt_field != PromptConfig.model_fields["prompt_field"].default
+    try:
+        if config.prompt_field not in entry and not is_named and (dialogue := recognise(entry)):
+            entry[config.prompt_field] = dialogue.prompt
+            entry.setdefault(config.answer_field, dialogue.answer)
+        prompt, answer = entry.pop(config.prompt_field, None), entry.pop(config.answer_field, "")
+        messages = tuple(read_turns(prompt, config.prompt_field)) if isinstance(prompt, list) else ()
+    except DataError as error:
+        return str(error)
     if messages:
-        if not all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in messages):
-            return f'{config.prompt_field!r} is a list, of which a turn is no object with a "role"'
         prompt = messages[-1].get("content")
     if not isinstance(prompt, str) or not prompt.strip():
         return f"no text in {config.prompt_field!r} (other keys: {', '.join(entry) or 'none'})"

@@ -64,7 +64,11 @@ def preprocess_arguments(parser: argparse.ArgumentParser) -> None:
 
 def show_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a training's config and the number of examples to show."""
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help=f"{CONFIG_HELP}; or a file of data, of which the first records are shown by their shape",
+    )
     add_overrides(parser)
     parser.add_argument("--num", type=positive, default=3, help="number of examples (default 3)")
     add_program(parser)

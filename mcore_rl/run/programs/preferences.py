@@ -55,7 +55,7 @@ def describe_preferences(data: PreferenceData) -> str:
         text += f"; {train.num_skipped_ties} ties are left out"
     if train.bad_lines:
         text += f"; {len(train.bad_lines)} bad lines are left out: {'; '.join(train.bad_lines[:SHOWN])}"
-    return text
+    return text + "".join(f". {note}" for note in train.notes)
 
 
 def _describe(preferences: Preferences) -> str:

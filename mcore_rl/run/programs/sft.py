@@ -114,6 +114,7 @@ def describe_data(packed: PackedSequences) -> str:
         f"{len(examples)} conversations{mixed} in {packed.sequences_per_epoch} packed sequences of "
         f"{packed.packing.row_length}, {packed.filled_fraction:.1%} filled, "
         f"{examples.assistant_fraction:.1%} of the tokens trained on{skipped}"
+        + "".join(f". {note}" for note in examples.notes)
     )
 
 

@@ -1,0 +1,225 @@
+"""Records in the shapes that people have them in, recognised by their keys: chats of OpenAI's and ShareGPT's form,
+prompt and answer under the usual names, and preferences as UltraFeedback has them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.errors import DataError
+
+Message = Mapping[str, Any]
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+"""Roles by ShareGPT's `from`."""
+TURNS = {"messages": "OpenAI messages", "conversations": "ShareGPT conversations"}
+"""Fields with turns, and the names of their shapes."""
+ANSWERS = {
+    ("prompt",): ("completion", "response"),
+    ("instruction", "input"): ("output",),
+    ("instruction", "context"): ("response",),
+    ("question",): ("answer", "response"),
+    ("problem",): ("answer", "solution"),
+    ("query",): ("response", "answer"),
+}
+"""Fields that make a prompt, of which a record may lack all but the first, and the fields with its answer."""
+NAMES = {
+    ("prompt", "completion"): "TRL prompt and completion",
+    ("instruction", "output"): "alpaca",
+    ("instruction", "response"): "dolly",
+}
+SYSTEM = ("system", "system_prompt")
+"""Fields with a system prompt."""
+ULTRAFEEDBACK_SCORES = ("overall_score", "fine-grained_score")
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """Turns that were recognised in a record."""
+
+    shape: str
+    """Name of the shape, with the fields that were read."""
+    messages: tuple[Message, ...]
+    num_prompt: int
+    """Turns of the prompt; the others are the answer."""
+    used: frozenset[str]
+    """Fields of the record that were read."""
+
+    @property
+    def prompt(self) -> str | list[Message]:
+        """Prompt as text where it is one turn of the user, else as turns."""
+        turns = self.messages[: self.num_prompt]
+        is_text = len(turns) == 1 and turns[0]["role"] == "user" and isinstance(turns[0].get("content"), str)
+        return str(turns[0]["content"]) if is_text else list(turns)
+
+    @property
+    def answer(self) -> str:
+        """Text of the last turn of the answer; "" where there is none."""
+        turns = self.messages[self.num_prompt :]
+        content = turns[-1].get("content") if turns else None
+        return content if isinstance(content, str) else ""
+
+
+def recognise(entry: Mapping[str, Any]) -> Dialogue | None:
+    """Return the turns of a record by its keys; None: no shape has these.
+
+    Raises:
+        DataError: the keys are of a shape, and the values are not.
+    """
+    for key, name in TURNS.items():
+        if key in entry:
+            turns = (*_system(entry), *read_turns(entry[key], key))
+            turns = (
+                turns[1:]
+                if len(turns) > 1 and [turn["role"] for turn in turns[:2]] == ["system"] * 2
+                else turns
+            )
+            is_answered = turns and turns[-1]["role"] == "assistant"
+            return _dialogue(entry, name, turns, len(turns) - bool(is_answered), (key, "tools"))
+    for prompt_keys, answer_keys in ANSWERS.items():
+        answer = next((key for key in answer_keys if key in entry), None)
+        if answer is None or prompt_keys[0] not in entry:
+            continue
+        prompt = (*_system(entry), *_prompt(entry, prompt_keys))
+        said = _side(entry, answer, "assistant")
+        name = NAMES.get((prompt_keys[0], answer), f"{prompt_keys[0]} and {answer}")
+        return _dialogue(entry, name, (*prompt, *said), len(prompt), (*prompt_keys, answer, "tools"))
+    return None
+
+
+def recognise_prompt(entry: Mapping[str, Any]) -> list[Message] | None:
+    """Return the turns of the prompt of a record by its keys, where its answers have other fields; None: no prompt."""
+    if "conversations" in entry:
+        return [*_system(entry), *read_turns(entry["conversations"], "conversations")]
+    for keys in ANSWERS:
+        if keys[0] in entry:
+            return [*_system(entry), *_prompt(entry, keys)]
+    return None
+
+
+def read_turns(value: Any, name: str) -> list[Message]:
+    """Return turns with `role` and `content`, from these or from ShareGPT's `from` and `value`; parts that are all text
+    are one text.
+
+    Raises:
+        DataError: `value`, the field `name`, is no list of such turns.
+    """
+    if not isinstance(value, list):
+        raise DataError(f'"{name}" is a {type(value).__name__}, wanted a list of turns')
+    return [_turn(turn, number, name) for number, turn in enumerate(value, start=1)]
+
+
+def read_tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools of a record, a list of objects or its JSON; a DataError where they are no such list."""
+    tools = entry.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise DataError('"tools" is text that is no JSON, wanted a list of objects') from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f'"tools" is a {type(tools).__name__}, wanted a list of objects')
+    return tools
+
+
+def as_ranking(entry: Mapping[str, Any], responses_field: str, scores_field: str) -> Mapping[str, Any]:
+    """Return a record of UltraFeedback, `completions` with a response and a score each, as a ranking; any other record
+    as it is.
+
+    Raises:
+        DataError: a completion has no score.
+    """
+    completions = entry.get("completions")
+    is_rated = isinstance(completions, list) and completions and responses_field not in entry
+    if not is_rated or not all(isinstance(one, dict) and "response" in one for one in completions or ()):
+        return entry
+    assert isinstance(completions, list)
+    for key in ULTRAFEEDBACK_SCORES:
+        scores = [one.get(key) for one in completions]
+        if all(isinstance(score, int | float) and not isinstance(score, bool) for score in scores):
+            return {
+                **entry,
+                responses_field: [one["response"] for one in completions],
+                scores_field: scores,
+            }
+    raise DataError(
+        f'"completions" are responses of which one has no number as {" or ".join(ULTRAFEEDBACK_SCORES)}, so that '
+        "they cannot be ranked"
+    )
+
+
+def unread_text(entry: Mapping[str, Any], used: frozenset[str]) -> list[str]:
+    """Return the fields of a record that hold text of more than a word and were not read."""
+    return [
+        key
+        for key, value in entry.items()
+        if key not in used and isinstance(value, str) and len(value.split()) > 1
+    ]
+
+
+def _dialogue(
+    entry: Mapping[str, Any], name: str, turns: Sequence[Message], num_prompt: int, keys: Sequence[str]
+) -> Dialogue:
+    read = [key for key in (*SYSTEM, *keys) if entry.get(key)]
+    return Dialogue(f"{name} ({', '.join(read)})", tuple(turns), num_prompt, frozenset((*SYSTEM, *keys)))
+
+
+def _system(entry: Mapping[str, Any]) -> list[Message]:
+    text = next(
+        (entry[key] for key in SYSTEM if isinstance(entry.get(key), str) and entry[key].strip()), None
+    )
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def _prompt(entry: Mapping[str, Any], keys: Sequence[str]) -> list[Message]:
+    """Return the turns of the first of `keys`, or one turn of its text and that of the others, a blank line between."""
+    first = _side(entry, keys[0], "user")
+    if isinstance(entry[keys[0]], list):
+        return first
+    rest = [entry[key] for key in keys[1:] if isinstance(entry.get(key), str) and entry[key].strip()]
+    return [{"role": "user", "content": "\n\n".join([first[0]["content"], *rest])}]
+
+
+def _side(entry: Mapping[str, Any], key: str, role: str) -> list[Message]:
+    value = entry[key]
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, list):
+        return read_turns(value, key)
+    raise DataError(
+        f'"{key}" is a {type(value).__name__}, wanted text or a list of turns (keys: {", ".join(entry)})'
+    )
+
+
+def _turn(turn: Any, number: int, name: str) -> Message:
+    if (
+        isinstance(turn, dict)
+        and "role" not in turn
+        and isinstance(turn.get("from"), str)
+        and "value" in turn
+    ):
+        role = ROLES.get(turn["from"].lower())
+        if role is None:
+            raise DataError(
+                f"turn {number} is from {turn['from']!r}, which is none of {', '.join(ROLES)}. Write it as "
+                '{"role", "content"}, calls of tools as "tool_calls"'
+            )
+        turn = {"role": role, "content": turn["value"]}
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        raise DataError(f'turn {number} of "{name}" is no object with a "role"')
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return turn
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return {**turn, "content": "".join(map(str, texts))} if is_text else turn

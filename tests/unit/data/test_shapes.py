@@ -1,0 +1,235 @@
+"""Data in the shapes that people have it in, against turns that are written by hand."""
+
+import bz2
+import gzip
+import json
+import lzma
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from mcore_rl.config.preferences import PreferenceDataConfig
+from mcore_rl.config.rl.prompts import PromptConfig
+from mcore_rl.config.sft import SFTDataConfig
+from mcore_rl.data.chat import load_chat
+from mcore_rl.data.examples import conversation_of, read_examples
+from mcore_rl.data.preferences import comparison_of
+from mcore_rl.data.records import Record, read_records
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import DataError
+from mcore_rl.rl.rollouts.tasks import read_problems
+from mcore_rl.run.cli import main
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+ASKED, SAID = turn("user", "What is 2 + 2?"), turn("assistant", "It is 4.")
+SYSTEM = turn("system", "Be brief.")
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
+}
+Q, A = ASKED["content"], SAID["content"]
+CHATS = {
+    "openai": ({"messages": [SYSTEM, ASKED, SAID]}, [SYSTEM, ASKED, SAID]),
+    "openai parts": (
+        {
+            "messages": [
+                turn("user", [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]),
+                SAID,
+            ]
+        },
+        [ASKED, SAID],
+    ),
+    "openai tools": (
+        {"messages": [ASKED, CALL, turn("tool", "4"), SAID], "tools": '[{"function": {"name": "add"}}]'},
+        [ASKED, CALL, turn("tool", "4"), SAID],
+    ),
+    "sharegpt": (
+        {
+            "conversations": [{"from": "human", "value": Q}, {"from": "gpt", "value": A}],
+            "system": "Be brief.",
+        },
+        [SYSTEM, ASKED, SAID],
+    ),
+    "trl strings": ({"prompt": Q, "completion": A}, [ASKED, SAID]),
+    "trl turns": ({"prompt": [SYSTEM, ASKED], "completion": [SAID]}, [SYSTEM, ASKED, SAID]),
+    "prompt and response": ({"prompt": Q, "response": A}, [ASKED, SAID]),
+    "alpaca": (
+        {"instruction": "Add.", "input": "2 + 2", "output": A},
+        [turn("user", "Add.\n\n2 + 2"), SAID],
+    ),
+    "alpaca without input": ({"instruction": Q, "input": "", "output": A}, [ASKED, SAID]),
+    "dolly": (
+        {"instruction": Q, "context": "Use base 10.", "response": A, "category": "qa"},
+        [turn("user", f"{Q}\n\nUse base 10."), SAID],
+    ),
+    "question and answer": ({"question": Q, "answer": A}, [ASKED, SAID]),
+    "problem and solution": ({"problem": Q, "solution": A}, [ASKED, SAID]),
+    "text": ({"text": A}, [SAID]),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_conversation_is_recognised_by_its_keys(name):
+    entry, expected = CHATS[name]
+    conversation, _, _ = conversation_of(entry, SFTDataConfig(chat_template="raw"))
+    assert list(conversation.messages) == expected
+    assert [tool["function"]["name"] for tool in conversation.tools] == ["add"] * ("tools" in entry)
+
+
+PAIRS = {
+    "trl strings": {"prompt": Q, "chosen": A, "rejected": "5"},
+    "trl turns": {"prompt": [ASKED], "chosen": [SAID], "rejected": [turn("assistant", "5")]},
+    "trl implicit": {"chosen": [ASKED, SAID], "rejected": [ASKED, turn("assistant", "5")]},
+    "ultrafeedback binarized": {
+        "prompt": Q,
+        "chosen": [ASKED, SAID],
+        "rejected": [ASKED, turn("assistant", "5")],
+        "messages": [ASKED, SAID],
+        "score_chosen": 8.0,
+        "score_rejected": 2.0,
+    },
+    "ultrafeedback": {
+        "instruction": Q,
+        "completions": [{"response": "5", "overall_score": 2.0}, {"response": A, "overall_score": 8.5}],
+    },
+    "orca": {"question": Q, "chosen": A, "rejected": "5"},
+    "alpaca": {"instruction": Q, "input": "", "chosen": A, "rejected": "5"},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": Q}],
+        "chosen": {"from": "gpt", "value": A},
+        "rejected": {"from": "gpt", "value": "5"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_preference_is_recognised_by_its_keys(name):
+    comparison = comparison_of(Record(line=1, entry=PAIRS[name]), PreferenceDataConfig())
+    ((chosen, rejected),) = comparison.pairs
+    assert list(comparison.prompt.messages) == [ASKED]
+    assert comparison.answers[chosen] == (SAID,)
+    assert comparison.answers[rejected] == (turn("assistant", "5"),)
+
+
+def test_ratings_without_a_number_are_not_ranked_by_their_order():
+    entry = {"instruction": Q, "completions": [{"response": "5", "overall_score": None}, {"response": A}]}
+    with pytest.raises(DataError, match="no number as overall_score"):
+        comparison_of(Record(line=1, entry=entry), PreferenceDataConfig())
+
+
+@pytest.mark.parametrize(
+    ("entry", "prompt", "messages", "answer"),
+    [
+        ({"question": Q, "answer": "4"}, Q, [], "4"),
+        ({"problem": Q, "solution": "4"}, Q, [], "4"),
+        ({"messages": [SYSTEM, ASKED, SAID]}, Q, [SYSTEM, ASKED], A),
+        ({"instruction": "Add.", "input": "2 + 2", "output": "4"}, "Add.\n\n2 + 2", [], "4"),
+        ({"conversations": [{"from": "human", "value": Q}], "answer": "4"}, Q, [], "4"),
+    ],
+)
+def test_a_prompt_with_its_answer_is_recognised_by_its_keys(tmp_path, entry, prompt, messages, answer):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(entry) + "\n")
+    (problem,) = read_problems(PromptConfig(files=(str(path),))).problems
+    assert (problem.prompt, list(problem.messages), problem.answer) == (prompt, messages, answer)
+
+
+LINES = [{"question": Q, "answer": A}, {"question": "?\n[", "answer": "é"}]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "list", "gz", "bz2", "xz", "list.xz", "parquet"])
+def test_files_of_each_form_have_the_same_records(tmp_path, form):
+    path = tmp_path / "data"
+    text = (
+        json.dumps(LINES, indent=1) if "list" in form else "".join(json.dumps(line) + "\n" for line in LINES)
+    )
+    pack = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}.get(form.split(".")[-1], bytes)
+    path.write_bytes(pack(text.encode()))
+    if form == "parquet":
+        path = tmp_path / "data.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(LINES), path)
+    assert [(record.line, record.entry) for record in read_records(str(path))] == [
+        (1, LINES[0]),
+        (2, LINES[1]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"a": "b", "c": "d"}, "(keys: a, c); name its fields: data.messages_field"),
+        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "is from 'function_call'"),
+        (
+            {"prompt": Q, "answered": A},
+            '"response" is not there, wanted text (keys: prompt, answered); name',
+        ),
+        (
+            {"question": 3, "answer": A},
+            '"question" is a int, wanted text or a list of turns (keys: question, answer)',
+        ),
+    ],
+)
+def test_a_record_that_is_not_recognised_shows_its_keys_and_the_fields_that_mend_it(entry, said):
+    with pytest.raises(DataError) as refused:
+        conversation_of(entry, SFTDataConfig())
+    assert said in str(refused.value)
+
+
+def test_the_config_is_stronger_than_what_is_recognised():
+    entry = {"instruction": "Add.", "input": "2 + 2", "output": A, "messages": [ASKED, SAID]}
+    named = SFTDataConfig(format="prompt_response", prompt_field="input", response_field="output")
+    assert conversation_of(entry, named)[0].messages[0] == turn("user", "2 + 2")
+    assert conversation_of(entry, SFTDataConfig())[0].messages == (ASKED, SAID)
+    template = SFTDataConfig(format="prompt_response", prompt_template="{input}!", response_field="output")
+    assert conversation_of(entry, template)[0].messages[0] == turn("user", "2 + 2!")
+
+
+def test_the_shape_is_said_in_a_line_and_text_that_is_not_read_is_a_warning(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"question": Q, "context": "two words", "answer": A, "id": "x y"[:1]}) + "\n")
+    chat = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
+    assert read_examples([str(path)], SFTDataConfig(chat_template="plain"), chat).notes == (
+        f"{path} is read as question and answer (question, answer)",
+        f"Warning: {path} has text that is not read, in context; data.prompt_template can use it",
+    )
+
+
+def test_a_call_of_a_tool_is_refused_by_a_template_that_cannot_show_it(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [ASKED, CALL, turn("tool", "4"), SAID]}) + "\n")
+    chat = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
+    with pytest.raises(
+        DataError, match=r"a turn of 'assistant' has \"tool_calls\", which a plain template cannot"
+    ):
+        read_examples([str(path)], SFTDataConfig(chat_template="plain"), chat)
+
+
+def test_a_file_of_data_is_shown_without_a_config(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    lines = [CHATS["alpaca"][0], PAIRS["ultrafeedback"], {"a": 1}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["data", "show", str(path)]) == 0
+    alpaca, ranking, unknown = capsys.readouterr().out.split("--- ")[1:]
+    assert alpaca.splitlines() == [
+        f"{path}:1: keys instruction, input, output",
+        "alpaca (instruction, input, output)",
+        "user: Add.",
+        "",
+        "2 + 2",
+        "assistant: It is 4.",
+    ]
+    assert ranking.splitlines()[2:] == [
+        f"user: {Q}",
+        "answer 0:",
+        "assistant: 5",
+        "answer 1:",
+        f"assistant: {A}",
+        "1 is better than 0",
+    ]
+    assert "no conversation is recognised in it (keys: a)" in unknown
