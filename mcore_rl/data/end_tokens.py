@@ -44,9 +44,15 @@ def end_tokens(tokenizer: Tokenizer, chat: Chat | None, path: str | None) -> dic
     return ends
 
 
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """Return the text of a token, or the name of a special token that decodes to nothing."""
+    names = {tokenizer.pad_id: "<pad>", tokenizer.bos_id: "<bos>", tokenizer.eod_id: "<eod>"}
+    return tokenizer.decode([token]) or names.get(token, f"<{token}>")
+
+
 def describe_ends(ends: Mapping[int, str], tokenizer: Tokenizer) -> str:
     """Return one line for the log: the text, id and origin of each end token."""
-    tokens = [f"{tokenizer.decode([token])!r} ({token}, {origin})" for token, origin in ends.items()]
+    tokens = [f"{token_name(tokenizer, token)!r} ({token}, {origin})" for token, origin in ends.items()]
     return f"a completion ends at {', '.join(tokens)}"
 
 

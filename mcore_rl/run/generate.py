@@ -20,6 +20,7 @@ from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.folders.model import ModelFolder, find_model, read_model_folder, read_run
 from mcore_rl.model.build import build_model
+from mcore_rl.obs.escaped import escaped
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.processes.imports import checkpoint_of, ensure_imported
 from mcore_rl.processes.rank_guard import rank_guard
@@ -61,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
             for index, tokens_T in enumerate(texts_GT, start=1):
                 if args.n > 1:
                     sys.stdout.write(f"--- {index} of {args.n}\n")
-                sys.stdout.write(f"{request.shown}{request.text_of(tokens_T)}\n")
+                sys.stdout.write(escaped(f"{request.shown}{request.text_of(tokens_T)}\n"))
         platforms.stop()
     return 0
 
@@ -185,7 +186,7 @@ class StreamedText:
             self.shown = text
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(text)
+        sys.stdout.write(escaped(text))
         sys.stdout.flush()
 
 

@@ -21,6 +21,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig, SFTDataConfig
 from mcore_rl.data.chat import Message
+from mcore_rl.data.end_tokens import token_name
 from mcore_rl.data.examples import conversation_of
 from mcore_rl.data.indexed import NO_TOKEN, build_datasets, plan_data
 from mcore_rl.data.packed_sequences import PackedSequences
@@ -29,6 +30,7 @@ from mcore_rl.data.records import Record, is_table, read_records
 from mcore_rl.data.shapes import unread_text
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.obs.escaped import escaped
 from mcore_rl.run.programs.preferences import describe_preferences, load_preferences
 from mcore_rl.run.programs.pretrain import sample_counts
 from mcore_rl.run.programs.rollouts import load_prompts
@@ -50,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     path = Path(args.config)
     if is_table(args.config) or (path.is_file() and path.suffix != ".toml"):
         for line in _records(args.config, args.num):
-            sys.stdout.write(f"{line}\n")
+            sys.stdout.write(escaped(f"{line}\n"))
         return 0
     kind = args.program or kind_of(path, args.overrides)
     if kind not in PROGRAMS:
@@ -60,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
         )
     config, _ = PROGRAMS[kind].checked_config(path, args.overrides, None)
     for line in _lines(config, args.num):
-        sys.stdout.write(f"{line}\n")  # as it is: a rich console would make spaces of tabs
+        sys.stdout.write(escaped(f"{line}\n"))  # as it is: a rich console would make spaces of tabs
     return 0
 
 
@@ -234,10 +236,7 @@ def readable(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     text = ""
     for is_special, group in groupby(ids, key=tokenizer.special_ids.__contains__):
         run = list(group)
-        text += "".join(_name(tokenizer, token) for token in run) if is_special else tokenizer.decode(run)
+        text += (
+            "".join(token_name(tokenizer, token) for token in run) if is_special else tokenizer.decode(run)
+        )
     return text
-
-
-def _name(tokenizer: Tokenizer, token: int) -> str:
-    names = {tokenizer.pad_id: "<pad>", tokenizer.bos_id: "<bos>", tokenizer.eod_id: "<eod>"}
-    return tokenizer.decode([token]) or names.get(token, f"<{token}>")

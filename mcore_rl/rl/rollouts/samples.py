@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_rl.files import write_atomically
+from mcore_rl.obs.escaped import escaped
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion
@@ -91,5 +92,5 @@ def table_lines(samples: Sequence[Mapping[str, Any]], count: int) -> Iterator[st
 
 
 def _shortened(text: str) -> str:
-    flat = " ".join(text.split())
+    flat = escaped(" ".join(text.split()))
     return flat if len(flat) <= WIDTH else flat[: WIDTH - 3] + "..."
