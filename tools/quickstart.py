@@ -297,6 +297,19 @@ def run_all(chosen: Sequence[Stage], console: Console, scale: float) -> None:
         todo.remove(stage)
 
 
+def run_to_status(chosen: Sequence[Stage], console: Console, scale: float) -> int:
+    """Run the stages that are not done yet and return the exit status: 0, 1 after a failure, 130 after Ctrl-C."""
+    try:
+        run_all(chosen, console, scale)
+    except subprocess.CalledProcessError as error:
+        console.print(f"[red]stopped[/]: the command above ended with status {error.returncode}")
+        return 1
+    except KeyboardInterrupt:
+        console.print("\nstopped; the same command resumes from here")
+        return 130
+    return 0
+
+
 def summary(folder: Path, took_s: float, console: Console) -> None:
     """Print the results and where they are."""
     last: dict[str, float] = {}
@@ -352,14 +365,8 @@ def main() -> int:
         for stage in stages(folder, args.steps, tuple(dict.fromkeys(more)), args.settings)
         if args.only in (None, stage.name)
     ]
-    try:
-        run_all(chosen, console, max(0.3, args.steps / STEPS))
-    except subprocess.CalledProcessError as error:
-        console.print(f"[red]stopped[/]: the command above ended with status {error.returncode}")
-        return 1
-    except KeyboardInterrupt:
-        console.print("\nstopped; the same command resumes from here")
-        return 130
+    if status := run_to_status(chosen, console, max(0.3, args.steps / STEPS)):
+        return status
     if args.only is None:
         summary(folder, time.monotonic() - started_s, console)
     return 0

@@ -56,11 +56,11 @@ def recipe(name):
 
 
 def recipes_of(*kinds):
-    without_model = ("any_model/eval",)  # the command names the model
     files = {
         name: path
         for name, path in recipe_files(RECIPES).items()
-        if not name.endswith("/model") and name not in without_model
+        # The command names the model of any_model's.
+        if not name.endswith("/model") and not name.startswith("any_model/")
     }
     return [name for name, path in files.items() if kind_of(path, ()) in kinds]
 
