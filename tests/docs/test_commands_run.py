@@ -98,6 +98,21 @@ def test_quickstart_goes_from_text_to_a_report_and_does_nothing_twice(quickstart
     assert {path: path.stat().st_mtime_ns for path in quickstart.rglob("*") if path.is_file()} == before
 
 
+def test_the_pipeline_of_a_real_model_runs_on_a_tiny_one(warm: Path, tmp_path: Path) -> None:
+    write_tokenizer(saved("llama", tmp_path / "smollm2"))
+    few = ("--batches", "1", "mesh.ep=1")
+    words = [str(warm / "python"), ROOT / "tools/real.py", "--folder", tmp_path, *few]
+    subprocess.run([sys.executable, "-c", WITH_PYTHON, *words], cwd=ROOT, check=True)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["ours"] == found["transformers"] and found["ours"].startswith("7 + 5 =")
+    for arm in ("grpo_r2", "grpo_r3", "gspo"):
+        assert 0 <= found[arm]["changed_routes"] <= 1 and len(found[arm]["batches"]) == 1
+        assert (
+            0 < found[arm]["planned_gib"] < found[arm]["peak_gib"]
+        )  # nearly all of which is the process itself
+    assert "<html" in (tmp_path / "report.html").read_text()[:200]
+
+
 @pytest.mark.parametrize("pages", GROUPS, ids=lambda pages: pages[0])
 def test_commands_do_what_the_page_says(
     pages: tuple[str, ...], warm: Path, quickstart: Path, tmp_path: Path
