@@ -25,7 +25,7 @@ GROUPS = (
     ("README.md", "docs/first_run.md"),
     ("docs/from_one_gpu_to_a_cluster.md", "docs/meshes.md"),
     ("docs/concepts.md", "docs/replay.md", "docs/report.md", "docs/extending.md"),
-    ("docs/models.md",),
+    ("docs/models.md", "docs/real_model.md"),
     ("docs/conversion.md",),
     ("docs/gsm8k.md",),
     ("docs/rlhf.md", "docs/rewards.md"),
