@@ -99,7 +99,7 @@ def test_quickstart_goes_from_text_to_a_report_and_does_nothing_twice(quickstart
 
 
 def test_the_pipeline_of_a_real_model_runs_on_a_tiny_one(warm: Path, tmp_path: Path) -> None:
-    write_tokenizer(saved("llama", tmp_path / "smollm2"))
+    write_tokenizer(saved("llama", tmp_path / "smollm2", max_position_embeddings=512))
     few = ("--batches", "1", "mesh.ep=1")
     words = [str(warm / "python"), ROOT / "tools/real.py", "--folder", tmp_path, *few]
     subprocess.run([sys.executable, "-c", WITH_PYTHON, *words], cwd=ROOT, check=True)
