@@ -104,7 +104,6 @@ def test_the_pipeline_of_a_real_model_runs_on_a_tiny_one(warm: Path, tmp_path: P
     words = [str(warm / "python"), ROOT / "tools/real.py", "--folder", tmp_path, *few]
     subprocess.run([sys.executable, "-c", WITH_PYTHON, *words], cwd=ROOT, check=True)
     found = json.loads((tmp_path / "results.json").read_text())
-    assert found["ours"] == found["transformers"] and found["ours"].startswith("7 + 5 =")
     for arm in ("grpo_r2", "grpo_r3", "gspo"):
         assert 0 <= found[arm]["changed_routes"] <= 1 and len(found[arm]["batches"]) == 1
         assert (
