@@ -85,7 +85,7 @@ def partly_frozen_run(config: PretrainConfig) -> str:
     return str(error.value)
 
 
-def freeze_first_router(config: PretrainConfig, chunks: Sequence[nn.Module]) -> None:
+def freeze_first_router(chunks: Sequence[nn.Module], **_settings: bool) -> None:
     """Stands for `freeze`."""
     if chunks[0].pre_process:
         unwrap(chunks[0]).decoder.layers[0].mlp.router.requires_grad_(False)
