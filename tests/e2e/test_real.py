@@ -35,15 +35,20 @@ def succeed(*words: object) -> str:
 
 def test_a_real_model_answers_as_a_mixture_and_takes_steps_of_rl(smollm2: Path, tmp_path: Path) -> None:
     mixture, imported, run = tmp_path / "mixture", tmp_path / "imported", tmp_path / "run"
-    made = succeed("convert", "upcycle", smollm2, mixture, "--experts", 2, "--top-k", 1)
-    assert "llama -> mixtral: 2 experts a layer, top 1" in made
+    made = succeed("convert", "upcycle", smollm2, mixture, "--experts", 3, "--top-k", 2)
+    assert "llama -> mixtral: 3 experts a layer, top 2" in made
     succeed("convert", "import", mixture, imported, "--no-check-logits")
     ask = ["--chat", "--prompt", "What is the capital of France?", "--tokens", 8]
     assert succeed("generate", "--model", imported, *ask) == "The capital of France is Paris.\n"
     succeed(
         *("rl", "any_model/arithmetic", f"model.path={imported}", f"run_dir={run}", "replay.kind=r2"),
         *("train.steps=2", "train.global_batch=4", "optim.warmup_steps=0", "checkpoint.interval=none"),
-        *("rl.rollout.prompts_per_step=2", "rl.rollout.group_size=4", "rl.reward.parts=['positions']"),
+        *(
+            "rl.rollout.prompts_per_step=2",
+            "rl.rollout.group_size=4",
+            "rl.reward.parts=['positions']",
+            "data.chat_template=raw",
+        ),
     )
     metrics = read_metrics(run)
     # 30 layers of a model that has never seen the task: its answers differ, and so there is a gradient.
