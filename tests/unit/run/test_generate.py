@@ -23,6 +23,7 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.folders.model import ModelFolder
 from mcore_rl.model.build import build_model
+from mcore_rl.obs.escaped import escaped
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.run.cli import main
 from mcore_rl.run.generate import Request, request_of
@@ -250,7 +251,7 @@ def test_a_server_is_asked_for_the_text_of_its_own_weights(
     assert [body["sampling_params"]["seed"] for body in (first, second)] == [4, 5]
     for seed in (4, 5):
         tokens = [(seed * 7919 + t * 104729 + prompt_T[0]) % 300 for t in range(6)]
-        assert tokenizer.decode([*prompt_T, *tokens]) in shown
+        assert escaped(tokenizer.decode([*prompt_T, *tokens])) in shown
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "--run", str(run_dir), "--url", server.url, "--stream"])
     assert "neither --checkpoint nor --stream" in capsys.readouterr().err
