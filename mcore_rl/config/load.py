@@ -287,7 +287,7 @@ def _is_kind(doc: FieldDoc, settings: Mapping[str, Setting]) -> bool:
 
 
 def _unsets(setting: Setting) -> bool:
-    """Whether it clears, as "none", what a weaker place sets."""
+    """Return whether the setting clears a field that a weaker place sets, as "none" does."""
     return setting.value in ("none", ["none"])  # the word on the command line, for a field that is a list
 
 

@@ -165,7 +165,7 @@ def test_wrong_routes_leave_an_update_as_it_is_of_the_batch_without_these_comple
 def test_with_refuse_completions_without_all_routes_are_left_out(
     mesh: str, folder: Path, tmp_path: Path
 ) -> None:
-    """Of a group the first completion came without any, and the others lack a row."""
+    """The first completion of a group has no routes, and each of the others lacks a row."""
     config = refusing(of_steps(2, MESHES[mesh]), missing="refuse")
     routes = in_groups((4,), lambda n: None if n == 4 * SIZE else left_out(n))
     found = learn(config, Batch(routes, texts(), range(GROUPS)), tmp_path)
@@ -228,6 +228,6 @@ def test_more_than_the_allowed_share_ends_the_run(
     routes = honest() | {n: wrong(n) for n in range(5, 5 + num_wrong)}
     routes |= {n: left_out(n) for n in range(15, 15 + num_missing)}
     config = refusing(of_steps(1, MeshConfig()), missing="refuse", fraction=fraction)
-    told = rf"The routes of {num_wrong + num_missing} of its 24 completions are refused, and {int(24 * fraction)} may"
-    with pytest.raises(AssertionError, match=rf"(?s)RoutingError: Rollout batch at step 0: .*{told}"):
+    reason = rf"The routes of {num_wrong + num_missing} of its 24 completions are refused, and {int(24 * fraction)} may"
+    with pytest.raises(AssertionError, match=rf"(?s)RoutingError: Rollout batch at step 0: .*{reason}"):
         learn(config, Batch(routes, texts(), range(GROUPS)), tmp_path)

@@ -119,7 +119,7 @@ def delta_nets_counted(precision, tp, cases):
 
 @pytest.mark.parametrize(("precision", "tp"), [("bf16", 1), ("bf16", 4), ("fp32", 1)])
 def test_a_gated_delta_net_keeps_its_projections_and_its_output(precision, tp):
-    """What lies between is computed again by every backward pass."""
+    """Every backward pass computes again all that lies between them."""
     cases = [("none", ("core_attn",)), ("full", ("core_attn",)), ("selective", ("moe", NORMED))]
     (found,) = run_ranks(delta_nets_counted, 1, precision, tp, cases)
     planned = {kind: layer.planned for kind, layer in found.items()}
