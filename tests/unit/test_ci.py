@@ -15,6 +15,13 @@ import yaml
 from tests.documented import ROOT
 
 JOB = ROOT / ".ci/job"
+# make gives the variables of its command line to all that it starts: to these tests too.
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("MATRIX", "CELLS", "CI_LIMIT_S", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
+    and not name.startswith("PYTEST_")
+}
 
 
 def jobs_of_run():
@@ -38,7 +45,7 @@ def job(tmp_path):
         path = f"{tmp_path}:{os.environ['PATH']}"
         return subprocess.Popen(
             [JOB, name],
-            env={**os.environ, "PATH": path, **variables},
+            env={**ENVIRONMENT, "PATH": path, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -117,7 +124,7 @@ def test_the_cells_follow_from_the_files_changed_since_the_last_tag(tmp_path):
     own = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
     for role in ("AUTHOR", "COMMITTER"):
         own |= {f"GIT_{role}_NAME": "nobody", f"GIT_{role}_EMAIL": "nobody@example.com"}
-    environment = os.environ | own | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment = ENVIRONMENT | own | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
 
     def run(*words):
         return subprocess.run(
@@ -158,7 +165,7 @@ def test_tests_that_hang_are_named_with_their_stacks(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *words],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
