@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -60,13 +61,39 @@ class Stage:
 
     def run(self) -> None:
         """CalledProcessError when the command fails."""
-        arguments = [sys.executable, *map(str, self.arguments)]
-        if not self.keep_output:
-            subprocess.run(arguments, cwd=ROOT, check=True)
-            return
-        output = subprocess.run(arguments, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-        self.result.parent.mkdir(parents=True, exist_ok=True)
-        self.result.write_text(output.strip().splitlines()[-1] + "\n", encoding="utf-8")
+        output = run_to_end([sys.executable, *map(str, self.arguments)], keep_output=self.keep_output)
+        if self.keep_output:
+            self.result.parent.mkdir(parents=True, exist_ok=True)
+            self.result.write_text(output.strip().splitlines()[-1] + "\n", encoding="utf-8")
+
+
+def run_to_end(command: Sequence[str], *, keep_output: bool) -> str:
+    """Run a command and wait for its end also after Ctrl-C, which it gets too, and SIGTERM, which is passed on to it: a
+    training saves then. CalledProcessError when it fails.
+    """
+    is_ended = False
+
+    def end(*_: object) -> None:
+        nonlocal is_ended
+        is_ended = True
+        process.terminate()
+
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE if keep_output else None, text=True
+    ) as process:
+        before = signal.signal(signal.SIGTERM, end)
+        try:
+            output, _ = process.communicate()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if is_ended:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return output or ""
 
 
 ARMS = ("grpo_r2", "gspo")
