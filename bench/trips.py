@@ -1,12 +1,14 @@
 """The way of a reader through one rollout batch of reinforcement learning: files, functions, changes of file.
 
-    python -m bench.trips [--list]        seconds on one core; --list names every file with its calls
+    python -m bench.trips [--list]                seconds on one core; --list names every file with its calls
+    python -m bench.trips --epochs 2              the second epoch imposes the routes of the pass for old logprobs
+    python -m bench.trips --replay r3             passes and updates impose the engine's routes
 
-One rank trains the tiny_moe recipe (an untrained model, a tokenizer made here) with routing replay R2, a KL penalty
-and one update a rollout batch. The third rollout batch is traced with `sys.setprofile`: by then nothing is built,
-imported or cached any more. Only functions of files under `mcore_rl` count, a comprehension as a part of its function;
-a change of file is a call, direct or through other libraries, from a function in one of these files to a function in
-another. The layers are torch's, as on a GPU without TransformerEngine.
+One rank trains the tiny_moe recipe (an untrained model, a tokenizer made here) with routing replay, a KL penalty and,
+with one epoch, one update a rollout batch. The third rollout batch is traced with `sys.setprofile`: by then nothing is
+built, imported or cached any more. Only functions of files under `mcore_rl` count, a comprehension as a part of its
+function; a change of file is a call, direct or through other libraries, from a function in one of these files to a
+function in another. The layers are torch's, as on a GPU without TransformerEngine.
 """
 
 import argparse
@@ -90,13 +92,19 @@ class Trips:
         self._stack.append(file)
 
 
-def trace(folder: Path) -> Trips:
-    """Run the training in this process, in `folder`, and trace its last rollout batch."""
+def trace(folder: Path, replay: str, epochs: int) -> Trips:
+    """Run the training in this process, in `folder`, and trace its last rollout batch.
+
+    Args:
+        folder: New folder of the run and its tokenizer.
+        replay: Routes that are replayed, `r2` or `r3`.
+        epochs: Updates of each rollout batch.
+    """
     write_tokenizer(folder / "tokenizer")
     trips, step = Trips(), RlTrainer._step
 
     def traced(self: RlTrainer) -> None:
-        if self.state.progress.step < BATCHES - 1:
+        if self.state.progress.step < epochs * (BATCHES - 1):
             step(self)
             return
         with trips.active():
@@ -111,7 +119,7 @@ def trace(folder: Path) -> Trips:
         "data.tokenizer.path": str(folder / "tokenizer"),
         "checkpoint.load": "none",
         "checkpoint.interval": "none",
-        "train.steps": BATCHES,
+        "train.steps": epochs * BATCHES,
         "train.global_batch": 16,
         "train.eval_interval": "none",
         "optim.warmup_steps": 0,
@@ -119,7 +127,8 @@ def trace(folder: Path) -> Trips:
         "rl.rollout.group_size": 4,
         "rl.samples.interval": "none",
         "rl.loss.kl_coeff": 0.001,
-        "replay.kind": "r2",
+        "rl.update.epochs": epochs,
+        "replay.kind": replay,
         "platform.layers": "torch",
     }
     assert rl.main([str(RECIPE), *(f"{name}={value}" for name, value in overrides.items())]) == 0
@@ -141,9 +150,11 @@ def main(words: Sequence[str] | None = None) -> None:
     """Print the three numbers and, with `--list`, the calls of each file and each change."""
     parser = argparse.ArgumentParser(description="how far a reader travels through one rollout batch")
     parser.add_argument("--list", action="store_true", help="name every file and the commonest changes")
+    parser.add_argument("--replay", choices=("r2", "r3"), default="r2")
+    parser.add_argument("--epochs", type=int, default=1)
     arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
-        trips = trace(Path(folder))
+        trips = trace(Path(folder), arguments.replay, arguments.epochs)
     print(f"files:           {len(trips.files):6,}")
     print(f"functions:       {len(trips.functions):6,}")
     print(f"changes of file: {trips.changes.total():6,}")

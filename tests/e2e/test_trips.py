@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.forked import run_main
 
 STEP = {
@@ -74,8 +76,37 @@ a line is added: a feature that is off is not entered, and what cannot change du
 is built that needs it (CONTRIBUTING.md, A step)."""
 
 
-def test_a_step_enters_these_files_and_none_of_a_feature_that_is_off() -> None:
-    done = run_main("bench.trips", ["--list"])
+REPLAYED = {
+    "replay/tape.py": "a forward pass with imposed routes, and the proofs of its end",
+    "replay/storage.py": "routes of the rollout batch, by sample and layer",
+    "replay/codec.py": "routes as bytes",
+    "replay/checksums.py": "stored routes are those that were recorded",
+    "replay/layouts.py": "which tokens of a microbatch the routers of this rank see",
+    "replay/router_hooks.py": "a router takes the routes that are imposed on it",
+    "replay/accounts.py": "how often each router took its routes, and how many choices changed",
+    "parallel/sequence.py": "positions of a sequence on each context-parallel rank, which layouts ask for",
+}
+"""Files that it also enters where an update imposes the routes of the pass for old logprobs."""
+SENT = {
+    "replay/from_rollouts.py": "the engine's routes of each completion",
+    "replay/exchange.py": "they go to the replica that trains on the completion",
+    "replay/disagreement.py": "the trainer's own choices are compared with them",
+}
+"""Files that it also enters where the routes are the engine's (R3)."""
+
+
+@pytest.mark.parametrize(
+    ("words", "files"),
+    [
+        ((), {*STEP}),
+        (("--epochs", "2"), {*STEP, *REPLAYED}),
+        (("--replay", "r3"), {*STEP, *REPLAYED, *SENT}),
+    ],
+)
+def test_a_step_enters_these_files_and_none_of_a_feature_that_is_off(
+    words: tuple[str, ...], files: set[str]
+) -> None:
+    done = run_main("bench.trips", ["--list", *words])
     assert done.returncode == 0, done.stderr
     entered = set(re.findall(r"calls  (\S+\.py):", done.stdout))
-    assert entered == set(STEP)
+    assert entered == files
