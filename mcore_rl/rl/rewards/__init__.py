@@ -1,1 +1,1 @@
-"""Rewards of completions: rules, functions of the user's own, and their weighted sum."""
+"""Rewards of completions: built-in rules, user-defined functions, and their weighted sum."""

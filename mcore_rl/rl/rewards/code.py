@@ -1,4 +1,4 @@
-"""Whether the program in a completion passes the tests of its prompt, in a sandbox."""
+"""Reward for code: run the program in a completion against its prompt's tests, in a sandbox."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from mcore_rl.rl.workers.failure import cut
 CODE_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 """Fenced block of Markdown."""
 SHOWN = 200
-"""Characters of a test, or of what a program wrote, in a reason."""
+"""Maximum number of characters of a test, or of a program's output, in a reason."""
 FIELD = "rl.reward.code.sandbox"
 OUTPUT_KIB = 1024
 RUN_TESTS = """
@@ -37,12 +37,12 @@ def run():
             write(passed, f"{given['token']} {index}\\n".encode())
 run()
 """
-"""Program that runs tests after a program. A test has passed when it is reported with a token that the program does not
-know: one that ends the interpreter, or writes what it likes, has passed none."""
+"""Program that runs the model's program and then the tests. A test counts as passed when it is reported with a token
+that the model's program does not know, so a program that exits early or prints arbitrary text passes no test."""
 
 
 def code_function(config: CodeConfig, answer_pattern: str) -> RewardFunction:
-    """Return the function of the part `code`; ConfigError where no sandbox works on this machine."""
+    """Return the reward function of the part `code`. Raises ConfigError if no sandbox works on this machine."""
     limits = SandboxLimits(time_s=config.timeout_s, memory_mib=config.memory_mib, output_kib=OUTPUT_KIB)
     sandbox = Sandbox(config.sandbox, field=FIELD, limits=limits, python=config.python)
     return partial(passes_tests, sandbox=sandbox, config=config, answer_pattern=answer_pattern)
@@ -51,11 +51,12 @@ def code_function(config: CodeConfig, answer_pattern: str) -> RewardFunction:
 def passes_tests(
     scored: RewardInput, *, sandbox: Sandbox, config: CodeConfig, answer_pattern: str
 ) -> tuple[float, str]:
-    """Return 1 when the program of a completion passes all tests, else 0, or the fraction that passes; and what became
-    of the first one that failed.
+    """Run the tests on a completion's program. Returns the score and how the first failing test failed.
+
+    The score is 1 if all tests pass, else 0; with `rl.reward.code.partial` it is the fraction of tests that pass.
 
     Raises:
-        ValueError: the prompt has no tests, or none in a form that `rl.reward.code.tests_field` names.
+        ValueError: if the prompt's field `rl.reward.code.tests_field` is missing or has no tests in a known form.
     """
     program = program_of(scored.completion, answer_pattern)
     tests = tests_of(scored.fields, config.tests_field)
@@ -76,7 +77,7 @@ def passes_tests(
 
 
 def program_of(completion: str, answer_pattern: str) -> str:
-    """Return the program of a completion: what `answer_pattern` finds, or the last fenced block, or all of it."""
+    """Return a completion's program: the match of `answer_pattern`; without a pattern the last fenced block, or all."""
     if answer_pattern:
         return answered(completion, answer_pattern)
     blocks = CODE_BLOCK.findall(completion)
@@ -84,7 +85,7 @@ def program_of(completion: str, answer_pattern: str) -> str:
 
 
 def tests_of(fields: Mapping[str, Any], name: str) -> list[str] | list[tuple[str, str]]:
-    """Return the tests of a prompt, at least one: texts of Python, or pairs of input and output."""
+    """Return a prompt's tests, at least one: Python source texts, or (input, output) pairs."""
     tests = fields.get(name)
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         try:
@@ -108,14 +109,14 @@ def tests_of(fields: Mapping[str, Any], name: str) -> list[str] | list[tuple[str
 
 
 def _lines(value: Any) -> str:
-    """Return what a program reads or writes: a text as it is, each entry of a list on a line, nothing for null."""
+    """Convert a test's input or output to text: a list becomes one line per entry, null the empty text."""
     if value is None:
         return ""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _run_asserts(program: str, tests: list[str], sandbox: Sandbox) -> tuple[int, str]:
-    """Return the number of tests that pass, and the reason why the first one of the others does not."""
+    """Return the number of tests that pass, and why the first failing test fails."""
     token = secrets.token_hex(16)
     given = json.dumps({"program": program, "tests": tests, "token": token})
     result = sandbox.run(RUN_TESTS, given)
@@ -127,8 +128,9 @@ def _run_asserts(program: str, tests: list[str], sandbox: Sandbox) -> tuple[int,
 
 
 def _wrong_output(program: str, given: str, wanted: str, sandbox: Sandbox, deadline: float) -> str | None:
-    """Return what is wrong with the program's output for an input; None: it is as wanted, apart from white space at the
-    ends of lines and of the text.
+    """Describe how the program's output for an input differs from the expected output; None if it is correct.
+
+    White space at the ends of lines and around the text is ignored.
     """
     left_s = deadline - time.monotonic()
     if left_s <= 0:
@@ -147,7 +149,7 @@ def _stripped(text: str) -> list[str]:
 
 
 def _ended(result: ProgramResult) -> str:
-    """Return how a program ended that did not pass; empty where it says nothing."""
+    """Return how a failing program ended; empty if it exited with status 0 and no error output."""
     if result.is_timeout:
         return "the time was over"
     lines = result.errors.strip().splitlines()

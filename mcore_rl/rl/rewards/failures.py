@@ -1,4 +1,4 @@
-"""Scores that failed: who reports them, and when they end a run."""
+"""Failed scores: how they are reported, and when they end a run."""
 
 import json
 import time
@@ -11,34 +11,34 @@ from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.workers.failure import FailedScore, cut
 
 FILE_NAME = "reward_failures.jsonl"
-"""File in the run folder with the first failure of each kind."""
+"""File in the run folder that records the first failure of each kind."""
 SHOWN = 1000
-"""Characters of a prompt, a completion or an answer in a report."""
+"""Maximum number of characters of a prompt, completion or answer in a report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedPart:
-    """A part that gave no number for one completion."""
+    """A reward part that returned no number for one completion."""
 
     part: str
     problem_id: str
     failure: FailedScore
     scored: RewardInput
-    """Completion that was to be scored."""
+    """Input of the part that failed."""
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """Properties that failures of one kind share: the part, how it failed, and the class of an exception."""
+        """Key that failures of one kind share: the part, how it failed, and the exception class."""
         return self.part, self.failure.kind, self.failure.error
 
     def sample(self) -> dict[str, str]:
-        """Return prompt, completion and answer, each shortened."""
+        """Return the prompt, completion and answer, each shortened."""
         scored = self.scored
         texts = {"prompt": scored.prompt, "completion": scored.completion, "answer": scored.answer}
         return {name: cut(text, SHOWN) for name, text in texts.items()}
 
     def describe(self) -> str:
-        """Return the failure with its traceback and its sample, on several lines."""
+        """Return a description of several lines: the failure, its traceback and its sample."""
         sample = "\n".join(f"  {name}: {text!r}" for name, text in self.sample().items())
         trace = f"\n{self.failure.traceback.rstrip()}" if self.failure.traceback else ""
         how = "raised " if self.failure.kind == "raised" else f"failed ({self.failure.kind}): "
@@ -55,16 +55,21 @@ def first_of_each_kind(failures: Sequence[FailedPart]) -> Iterator[FailedPart]:
 
 
 class FailureReport:
-    """Reports the first failure of each kind since this object was made: in a file, and as a message."""
+    """Reports the first failure of each kind since this object was created, in a file and as a log message."""
 
     def __init__(self, message: Callable[[str], None], folder: Path | None) -> None:
-        """Take where messages go, and the folder of the file FILE_NAME; None: there is no file."""
+        """Create the report.
+
+        Args:
+            message: function that logs a message.
+            folder: folder of the file FILE_NAME; None: no file is written.
+        """
         self._message = message
         self._folder = folder
         self._reported: set[tuple[str, str, str]] = set()
 
     def add(self, failures: Sequence[FailedPart]) -> None:
-        """Report the kinds that are new."""
+        """Report failures of kinds not seen before."""
         for failed in first_of_each_kind(failures):
             if failed.kind in self._reported:
                 continue
@@ -97,11 +102,11 @@ def refuse_failing_parts(
     failures: Sequence[FailedPart],
     max_failed_fraction: float,
 ) -> None:
-    """Raise a TrainingError for the part that fails most often, if it does so for more than the allowed fraction.
+    """Raise a TrainingError for the part that fails most often, if it exceeds the allowed fraction of failures.
 
     Args:
-        num_failed: number of failed scores by part, of those on which training depends.
-        num_scores: number of scores of each part.
+        num_failed: number of failed scores by part, for the parts that training depends on.
+        num_scores: number of scores per part.
         failures: at least the first failure of each part.
         max_failed_fraction: `rl.reward.max_failed_fraction`.
     """
@@ -116,7 +121,7 @@ def refuse_failing_parts(
 def failing_part(
     num_failed: Mapping[str, int], num_scores: int, failures: Sequence[FailedPart], where: str
 ) -> TrainingError:
-    """Return the error for the part that fails most often; `where` ends the sentence on how often it does."""
+    """Return the error for the part that fails most often; `where` completes the sentence that gives the count."""
     part = max(num_failed, key=num_failed.__getitem__)
     first = next(failed for failed in failures if failed.part == part)
     return TrainingError(

@@ -1,4 +1,4 @@
-"""Rewards from a model with a scalar head: whole batches of completions, scored by passes on the ranks that train."""
+"""Rewards from a model with a scalar head, which scores batches of completions on the training ranks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -37,17 +37,17 @@ class Reading(NamedTuple):
 
     tokens_T: tuple[int, ...]
     positions: tuple[int, ...]
-    """Tokens at which scores are read, rising; the last one is the last token."""
+    """Token indices at which scores are read, in increasing order; the final entry is the last token."""
     ends: tuple[int, ...] = ()
-    """Characters of the completion up to the end of each step, where the steps are scored."""
+    """End of each step, in characters of the completion; empty if whole completions are scored."""
 
 
 Reader = Callable[[Group, Completion], Reading | None]
-"""Function that returns how a completion of a group is read; None where it has no step."""
+"""Function that returns the reading of a completion of a group; None if the completion has no step."""
 
 
 class OwnText(NamedTuple):
-    """The tokenizer of a reward model, and its template, as `data.chat_template` names one."""
+    """A reward model's own tokenizer and chat template; the template is given as in `data.chat_template`."""
 
     tokenizer: TokenizerConfig
     template: str
@@ -55,40 +55,40 @@ class OwnText(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardModelSource:
-    """A reward model that the config names, before it is built."""
+    """A reward model named in the config, before it is built."""
 
     part: str
     """Name of the part of the reward, `model:PATH` or `step_model:PATH`."""
     path: Path
     model: ModelConfig
-    """Model of the checkpoint, which has a scalar head."""
+    """Config of the checkpoint's model, which has a scalar head."""
     own_text: OwnText | None
-    """Tokenizer and template of the model; None: it reads the policy's tokens."""
+    """The model's own tokenizer and template; None: it reads the policy's tokens."""
 
     @property
     def scores_steps(self) -> bool:
-        """Whether it scores the ends of steps, and not whole completions."""
+        """Whether the model scores each step rather than whole completions."""
         return self.part.startswith(STEP_MODEL_PART)
 
 
 def whole_reader(group: Group, completion: Completion) -> Reading:
-    """Read a completion in the policy's own tokens, and its score at the last one."""
+    """Read a completion in the policy's tokens, with its score at the last token."""
     tokens_T = (*group.prompt.tokens_T, *completion.tokens_T)
     return Reading(tokens_T, (len(tokens_T) - 1,))
 
 
 def step_reader(separator: str, decode: Callable[[Sequence[int]], str]) -> Reader:
-    """Return the reader of a completion in the policy's own tokens, with a score at the end of each step."""
+    """Return a reader that keeps the policy's tokens and reads a score at the end of each step."""
 
     def read(group: Group, completion: Completion) -> Reading | None:
         if not completion.num_sampled:
             return None
-        # The text is that of the last turn, where a completion has several.
+        # If a completion has several turns, its text is the last turn's.
         start, stop = completion.sampled_spans[-1]
         first, tokens_T = len(group.prompt.tokens_T) + start, completion.tokens_T[start:stop]
         positions: dict[int, int] = {}
         for end in step_ends(completion.text, separator):
-            # Of two steps that end in one token the later one is scored.
+            # If two steps end in the same token, only the later step is scored.
             positions[first + step_token(tokens_T, completion.text, end, decode)] = end
         if not positions:
             return None
@@ -100,11 +100,11 @@ def step_reader(separator: str, decode: Callable[[Sequence[int]], str]) -> Reade
 
 
 def text_reader(chat: Chat, separator: str | None) -> Reader:
-    """Return the reader of a completion as text, in the tokens and the template of the reward model.
+    """Return a reader that encodes a completion's text with the reward model's template and tokenizer.
 
     Args:
         chat: the reward model's template and tokenizer.
-        separator: text after which a step ends; None: the score is of the whole.
+        separator: text that ends a step; None: the completion is scored as a whole.
     """
 
     def read(group: Group, completion: Completion) -> Reading | None:
@@ -126,10 +126,10 @@ def text_reader(chat: Chat, separator: str | None) -> Reader:
 
 
 class RewardModel:
-    """A model that scores completions at their last token, or at the last tokens of their steps. Every method is
+    """A model that scores completions at their last token, or at the last token of each step. Every method is
     collective over the world.
 
-    It is cut over the policy's mesh, has no gradients and no optimizer, and routes freely.
+    The model is sharded over the policy's mesh, has no gradients or optimizer, and routes without replay.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class RewardModel:
 
         Args:
             source: the model and its checkpoint.
-            read: how it reads completions.
-            config: the run's config, whose `rl.reward.model_store` says where weights wait between passes.
+            read: reader of completions.
+            config: the run's config; `rl.reward.model_store` is where the weights are stored between passes.
             mesh: the policy's mesh.
             platform: the platform of this rank.
         """
@@ -165,18 +165,21 @@ class RewardModel:
 
     @property
     def waiting_bytes(self) -> WaitingBytes:
-        """Bytes of its weights on this rank between passes."""
+        """Bytes of the model's weights on this rank between passes."""
         return self._frozen.waiting_bytes
 
     def outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
-        """Return a score of each completion of this replica, or the reason why it has none, in order."""
+        """Return the outcome of each of this replica's completions, in order: a score, or a failure with its reason."""
         readings = [self._reading(group, completion) for group in groups for completion in group.completions]
-        read = [one for one in readings if isinstance(one, Reading)]
+        read = [reading for reading in readings if isinstance(reading, Reading)]
         scores = iter(self._scores(read))
-        return [self._outcome(one, next(scores)) if isinstance(one, Reading) else one for one in readings]
+        return [
+            self._outcome(reading, next(scores)) if isinstance(reading, Reading) else reading
+            for reading in readings
+        ]
 
     def _reading(self, group: Group, completion: Completion) -> Reading | FailedScore:
-        """Return how a completion is read, or the reason why it cannot be."""
+        """Return the reading of a completion, or the failure if it cannot be read."""
         try:
             reading = self._read(group, completion)
         except DataError as error:
@@ -202,11 +205,13 @@ class RewardModel:
 
     @torch.no_grad()
     def _scores(self, readings: Sequence[Reading]) -> list[list[float]]:
-        """Return the scores of this replica's texts at the positions of each."""
+        """Return the scores of each of this replica's texts at the positions of its reading."""
         mesh, device = self._mesh, self._device
-        # Scores are read from the first position on to the last token, which must enter the layers: what follows it
-        # here is only a label. So the "prompt" ends with the first position.
-        own = [(one.positions[0] + 1, len(one.tokens_T) - one.positions[0]) for one in readings]
+        # Scores are read from the first position up to the last token. The last token must enter the layers, so a
+        # token is appended that serves only as its label, and the "prompt" ends with the first position.
+        own = [
+            (reading.positions[0] + 1, len(reading.tokens_T) - reading.positions[0]) for reading in readings
+        ]
         of_ranks: list[list[tuple[int, int]]] = [[]] * mesh.dp_cp.size
         dist.all_gather_object(of_ranks, own, group=mesh.dp_cp.group)
         shapes = dict(
@@ -223,12 +228,12 @@ class RewardModel:
         first = sum(map(len, of_ranks[: mesh.dp_cp.rank]))
         samples = {
             first + index: TrainedSample(
-                tokens_T=torch.tensor([*one.tokens_T, one.tokens_T[-1]]),
+                tokens_T=torch.tensor([*reading.tokens_T, reading.tokens_T[-1]]),
                 num_prompt_tokens=begin,
                 rollout_logprobs_C=torch.zeros(count),
                 is_trained=True,
             )
-            for index, (one, (begin, count)) in enumerate(zip(readings, own, strict=True))
+            for index, (reading, (begin, count)) in enumerate(zip(readings, own, strict=True))
         }
         lengths = {index: shape.num_positions for index, shape in shapes.items()}
         limits = self._limits(max(lengths.values()))
@@ -241,30 +246,32 @@ class RewardModel:
         ]
         with self._frozen.installed(), evaluating(self._frozen.chunks):
             outputs = run_pass(self._frozen.chunks, microbatches, self._head, backward=False)
-        # One number for each position from the first one on, of all texts end to end.
+        # One number per position, starting at each text's first scored position, all texts concatenated.
         counts_N = torch.tensor([shapes[index].num_completion_tokens for index in range(len(shapes))])
         begins_N = counts_N.cumsum(0) - counts_N
         firsts_N = torch.tensor([shapes[index].num_prompt_tokens - 1 for index in range(len(shapes))])
         scores_C = torch.zeros(int(counts_N.sum()), dtype=torch.float64, device=device)
         if mesh.is_last_stage:
             offsets_N = (begins_N - firsts_N).to(device)
-            for one, output in zip(microbatches, outputs, strict=True):
-                indices_N = torch.tensor(one.samples, dtype=torch.int64, device=device)
-                of_T = indices_N[one.sequence_T[one.mask_T]]
-                places_T = offsets_N[of_T] + one.inputs.position_ids_Bs[0][one.mask_T]
-                scores_C[places_T] = output["values"][one.mask_T].double()
-            # Each position is on one rank, and 0 on the others.
+            for microbatch, output in zip(microbatches, outputs, strict=True):
+                indices_N = torch.tensor(microbatch.samples, dtype=torch.int64, device=device)
+                of_T = indices_N[microbatch.sequence_T[microbatch.mask_T]]
+                places_T = offsets_N[of_T] + microbatch.inputs.position_ids_Bs[0][microbatch.mask_T]
+                scores_C[places_T] = output["values"][microbatch.mask_T].double()
+            # Each position has its score on one rank and 0 on all other ranks.
             dist.all_reduce(scores_C, group=mesh.dp_cp.group)
         if mesh.pp.size > 1:
             dist.broadcast(scores_C, group=mesh.pp.group, group_src=mesh.pp.size - 1)
         scores_C = scores_C.cpu()
         return [
-            scores_C[[int(begins_N[first + index]) + p - one.positions[0] for p in one.positions]].tolist()
-            for index, one in enumerate(readings)
+            scores_C[
+                [int(begins_N[first + index]) + p - reading.positions[0] for p in reading.positions]
+            ].tolist()
+            for index, reading in enumerate(readings)
         ]
 
     def _limits(self, longest: int) -> PackingLimits:
-        """Return the lengths of packed sequences that hold the longest text of all replicas."""
+        """Return packing limits that fit the longest text of all replicas."""
         mesh = self._mesh
         zigzag = mesh.config.zigzag
         length = max(self._packed_length, -(-longest // zigzag) * zigzag)
@@ -278,15 +285,17 @@ class RewardModel:
 
 
 class RewardModels:
-    """The parts of the reward that are models. Every method is collective over the world."""
+    """The reward parts that are models. Every method is collective over the world."""
 
     def __init__(
         self, models: Sequence[RewardModel], mesh: Mesh, *, normalize: bool, step_value: str = "probability"
     ) -> None:
-        """Take the models.
+        """Create the parts from their models.
 
         Args:
-            normalize: whether scores of whole completions are normalised by the mean and deviation of all so far.
+            models: the reward models.
+            mesh: the policy's mesh.
+            normalize: whether scores of whole completions are normalized by the running mean and standard deviation.
             step_value: rl.reward.step_value.
         """
         self._models = models
@@ -294,7 +303,7 @@ class RewardModels:
         self._mesh = mesh
         self._normalizes = normalize
         self.moments: dict[str, list[float]] = {}
-        """Count, mean and sum of squared differences of the scores that each part has given in training."""
+        """Count, mean and sum of squared deviations of each part's training scores so far."""
 
     @property
     def waiting_bytes(self) -> Sequence[WaitingBytes]:
@@ -302,51 +311,51 @@ class RewardModels:
         return [model.waiting_bytes for model in self._models]
 
     def outcomes(self, groups: Sequence[Group], *, are_counted: bool) -> Mapping[str, list[Outcome]]:
-        """Return by part the scores of this replica's completions in order, normalised where that is asked for.
+        """Return, by part, the outcome of each of this replica's completions in order, normalized if configured.
 
         Args:
             groups: this replica's completions.
-            are_counted: whether mean and deviation take these scores in; those of an evaluation are not.
+            are_counted: whether these scores update the running mean and deviation; evaluation scores do not.
         """
         found = {}
         for model in self._models:
             part, outcomes = model.source.part, model.outcomes(groups)
             if model.source.scores_steps:
                 if self._step_value == "probability":
-                    outcomes = [_with_probabilities(one) for one in outcomes]
+                    outcomes = [_with_probabilities(outcome) for outcome in outcomes]
             elif self._normalizes:
                 if are_counted:
-                    self._count(part, [one.value for one in outcomes if isinstance(one, Score)])
+                    self._count(part, [outcome.value for outcome in outcomes if isinstance(outcome, Score)])
                 count, mean, squares = self.moments.get(part, [0.0, 0.0, 0.0])
                 moments = Moments(int(count), mean, squares)
-                # Without two different scores there is no scale yet.
+                # The scale is unknown until two scores differ.
                 deviation = 1.0 if moments.are_equal(moments.size) else moments.std(ddof=1)
                 outcomes = [
-                    Score((one.value - mean) / deviation) if isinstance(one, Score) else one
-                    for one in outcomes
+                    Score((outcome.value - mean) / deviation) if isinstance(outcome, Score) else outcome
+                    for outcome in outcomes
                 ]
             found[part] = outcomes
         return found
 
     def _count(self, part: str, scores: Sequence[float]) -> None:
-        """Take in the scores of all replicas, in the order of the ranks, so that all ranks add alike."""
+        """Add the scores of all replicas in rank order, so that every rank computes the same sums."""
         gathered: list[Sequence[float]] = [[]] * self._mesh.dp_cp.size
         dist.all_gather_object(gathered, scores, group=self._mesh.dp_cp.group)
-        scores_N = torch.tensor([score for one in gathered for score in one], dtype=torch.float64)
+        scores_N = torch.tensor([score for of_rank in gathered for score in of_rank], dtype=torch.float64)
         if not len(scores_N):
             return
         before, mean, squares = self.moments.get(part, [0.0, 0.0, 0.0])
         more, new_mean = len(scores_N), scores_N.mean().item()
         count, shift = before + more, new_mean - mean
-        # Chan's update: the sums of squares about both means, and what their distance adds.
+        # Chan's update: the sums of squares about both means, plus the term for the distance between the means.
         squares += (scores_N - new_mean).square().sum().item() + shift**2 * before * more / count
         self.moments[part] = [count, mean + shift * more / count, squares]
 
 
 def _with_probabilities(outcome: Outcome) -> Outcome:
-    """Return the score with the probability that each step is right in the place of its score."""
+    """Replace each step's score, a logit, by the probability that the step is correct."""
     if isinstance(outcome, FailedScore) or outcome.steps is None:
         return outcome
-    # Written so that no score overflows.
+    # The logistic function, written with tanh so that no score overflows.
     steps = tuple(TextStep(end, 0.5 * (1 + math.tanh(value / 2))) for end, value in outcome.steps)
     return Score(sum(step.value for step in steps), steps)

@@ -1,4 +1,4 @@
-"""Interface of a reward function: what it is given, and what it returns."""
+"""Interface of a reward function: its input and its result."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,25 +7,25 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardInput:
-    """One completion with the prompt that it answers."""
+    """A completion and its prompt."""
 
     prompt: str
     completion: str
-    """Text of the completion; with an environment, of the policy's last turn."""
+    """Text of the completion; with an environment, the text of the policy's last turn."""
     answer: str
-    """The reference answer; empty where the prompt came without one."""
+    """The reference answer; empty if the prompt has none."""
     num_tokens: int
-    """Tokens that the policy sampled."""
+    """Number of tokens that the policy sampled."""
     is_truncated: bool
-    """Whether the completion reached the largest number of new tokens without an end."""
+    """Whether the completion reached the limit on new tokens before it ended."""
     fields: Mapping[str, Any]
-    """All other fields that came with the prompt."""
+    """All other fields of the prompt's record."""
     messages: Sequence[Mapping[str, Any]] = ()
-    """With an environment the whole conversation, each message with "role" and "content"; else empty."""
+    """With an environment, the whole conversation, each message with "role" and "content"; otherwise empty."""
 
 
 class TextStep(NamedTuple):
-    """Reward of a step of a completion; `end` is the number of characters of the text up to the step's end."""
+    """Reward of one step of a completion; `end` is the step's end in characters of the text."""
 
     end: int
     value: float
@@ -35,7 +35,12 @@ RewardFunction = Callable[
     [RewardInput],
     float | tuple[float | None, str | None] | Mapping[str, Any] | Sequence[tuple[int, float]] | None,
 ]
-"""Function that returns a finite number; or (number, reason); or a dict with the number as "score" (or "reward"), whose
-other entries are the reason; or the completion's steps as (end, value) whose ends rise from at least 1 to at most the
-length of the text: the reward is then the sum of the values; or None, in the place of the number too, where the part
-does not apply to the prompt and is left out of its sum. It runs in a process of its own."""
+"""A reward function, which runs in a separate process. It may return:
+
+- a finite number;
+- (number, reason);
+- a dict with the number under "score" (or "reward"); its other entries are the reason;
+- the completion's steps as (end, value) pairs, with increasing ends between 1 and the length of the text; the reward
+  is the sum of the values;
+- None, or None in place of the number: the part does not apply to this prompt and is left out of its sum.
+"""

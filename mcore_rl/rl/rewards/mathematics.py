@@ -1,4 +1,7 @@
-"""Whether two answers are the same number, expression, set or interval: LaTeX and plain text, by math-verify."""
+"""Reward for mathematics: compare answers as numbers, expressions, sets or intervals, in LaTeX or plain text.
+
+The comparison is math-verify's.
+"""
 
 import re
 from typing import Any
@@ -16,7 +19,7 @@ from mcore_rl.rl.rewards.rules import (
 )
 
 WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-# Words that are mathematics, or join two answers, are no unit.
+# A number followed by a unit or remark. Words that are mathematics, or that join two answers, are not a unit.
 NUMBER_AND_REMARK = re.compile(
     r"([-+]?\$?\d[\d,]*(?:\.\d+)?)\s*(?:(?!(?:pi|sqrt|log|ln|sin|cos|tan|exp|mod|or|and|to)\b)[A-Za-z]{2,}[^=+*/\\^]*"
     r"|\([^=+*/\\^]*[A-Za-z]{2,}[^=+*/\\^]*\))"
@@ -25,8 +28,13 @@ DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
 def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 when the answer equals the reference, else 0. Without `answer_pattern` and `####`, the answer is what
-    math-verify finds in the text: a boxed expression, what follows "answer is", or the last expression.
+    """Return 1 if the answer equals the reference, else 0.
+
+    Without `answer_pattern` and `####`, the answer is the one that math-verify extracts from the text: a boxed
+    expression, the text after "answer is", or the last expression.
+
+    Raises:
+        ValueError: if the reference answer cannot be parsed.
     """
     wanted = _parsed(after_marker(scored.answer).translate(MINUS_SIGNS))
     if not wanted:
@@ -38,19 +46,19 @@ def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:
         given = _parsed(_without_unit(after_marker(text)))
     else:
         given = _parsed(after_marker(text)) if isolated else _free(text)
-    # Its own time-outs use SIGALRM, which is the worker's.
+    # math-verify's own time-outs use SIGALRM, which the worker needs.
     return float(verify(wanted, given, timeout_seconds=None))
 
 
 def _without_unit(answer: str) -> str:
-    """Return the first line of an answer that stands alone, of a number with a unit or a remark only the number."""
+    """Return the first line of an isolated answer, reduced to the number if it is a number with a unit or remark."""
     line = first_line(answer)
     match = NUMBER_AND_REMARK.fullmatch(line)
     return match[1] if match else line
 
 
 def _parsed(answer: str) -> Any:
-    """Parse an answer that stands alone: all of it is an expression, unless it has delimiters or words."""
+    """Parse an isolated answer: all of it is an expression, unless it contains delimiters or words."""
     is_text = any(mark in answer for mark in DELIMITERS) or WORDS.search(answer)
     return _free(answer if is_text else f"${answer}$")
 

@@ -1,4 +1,4 @@
-"""Rewards that are rules on text, numbers and lengths."""
+"""Rule-based rewards on text, numbers and lengths."""
 
 import ast
 import operator
@@ -11,9 +11,9 @@ from typing import Any
 
 from mcore_rl.rl.rewards.interface import RewardInput
 
-# A number with or without commas between thousands. Digits right after a letter or digit are part of a name.
+# A number, with or without thousands separators. Digits right after a letter or digit are part of a name.
 NUMBER = re.compile(r"(?<![\w.])[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?![\w])")
-# A number at the beginning of what follows a marker: there a unit may touch it (12km), and a/b is a fraction.
+# A number at the beginning of an isolated answer, where a unit may touch it (12km) and a/b is a fraction.
 STATED = re.compile(
     r"(?<![\w.])([-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?)(?!\d)(?:/(\d+))?"
 )
@@ -25,8 +25,9 @@ GSM8K_MARKER = "####"
 
 
 def answered(text: str, pattern: str) -> str:
-    """Return the answer in `text`, stripped: the first group of the last match of `pattern`, "" without a match; with
-    an empty pattern the whole text.
+    """Return the answer in `text`, stripped: the first group of the last match of `pattern`, or "" without a match.
+
+    With an empty pattern the answer is the whole text.
     """
     if not pattern:
         return text.strip()
@@ -35,31 +36,35 @@ def answered(text: str, pattern: str) -> str:
 
 
 def after_marker(text: str) -> str:
-    """Return the text after the last `####`, as GSM8K marks its answers; the whole text where there is none."""
+    """Return the text after the last `####`, GSM8K's answer marker, or the whole text without a marker."""
     return text.rpartition(GSM8K_MARKER)[2].strip()
 
 
 def exact(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 when the answer equals the reference, apart from white space around, else 0."""
+    """Return 1 if the answer equals the reference up to surrounding white space, else 0."""
     return float(answered(scored.completion, answer_pattern) == scored.answer.strip())
 
 
 def positions(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 when the answer equals the reference, else half the fraction of characters that are at their position:
-    a slope towards the exact answer. Missing characters and those in excess count as wrong.
+    """Return 1 if the answer equals the reference, else half the fraction of characters at the correct position.
+
+    This gives a slope towards the exact answer. Missing and extra characters count as wrong.
     """
     given, wanted = answered(scored.completion, answer_pattern), scored.answer.strip()
     if given == wanted:
         return 1.0
-    right = sum(one == other for one, other in zip(given, wanted, strict=False))
+    right = sum(character == target for character, target in zip(given, wanted, strict=False))
     return 0.5 * right / max(len(given), len(wanted))
 
 
 def numeric(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 when the number of the answer equals the reference's (1,000 = 1000.0), else 0.
+    """Return 1 if the answer's number equals the reference's (1,000 = 1000.0), else 0.
 
-    After `####`, and in what `answer_pattern` finds, it is the number that is stated there (`stated_number`); in other
-    text it is the last one.
+    After `####`, or in the match of `answer_pattern`, the number is the stated number (`stated_number`); in other text
+    it is the last number.
+
+    Raises:
+        ValueError: if the reference answer has no number.
     """
     wanted = _number(scored.answer, is_isolated=False)
     if wanted is None:
@@ -75,10 +80,10 @@ def _number(text: str, *, is_isolated: bool) -> Fraction | None:
 
 
 def stated_number(text: str) -> Fraction | None:
-    """Return the number that a short answer states; None without one, or where it is an expression without "=".
+    """Return the number that a short answer states; None if it has no number or is an expression without "=".
 
-    It is the first number of the first line, after its last "=" if there is one: 12 in "12km", "**12**",
-    "12 (in 3 days)" and "3 * 4 = 12".
+    This is the first number in the first line, after the last "=" if any: 12 in "12km", "**12**", "12 (in 3 days)" and
+    "3 * 4 = 12".
     """
     line = first_line(text).rpartition("=")[2]
     match = STATED.search(line)
@@ -91,30 +96,31 @@ def stated_number(text: str) -> Fraction | None:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text that is not blank, without Markdown's emphasis and with ASCII minus signs."""
+    """Return the first non-blank line of a text, without Markdown emphasis and with ASCII minus signs."""
     lines = text.strip().splitlines() or [""]
     return EMPHASIS.sub("", lines[0]).translate(MINUS_SIGNS).strip()
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last decimal number of a text, exactly; None without one."""
+    """Return the last decimal number in a text, exactly; None if it has no number."""
     matches = NUMBER.findall(text.translate(MINUS_SIGNS))
     return Fraction(matches[-1].replace(",", "").replace("$", "")) if matches else None
 
 
 def format_matches(scored: RewardInput, *, pattern: str) -> float:
-    """Return 1 when the whole completion, stripped, matches (a dot matches line ends too), else 0."""
+    """Return 1 if the whole stripped completion matches `pattern` (a dot matches line breaks too), else 0."""
     return float(re.fullmatch(pattern, scored.completion.strip(), re.DOTALL) is not None)
 
 
 def regex_found(scored: RewardInput, *, pattern: str) -> float:
-    """Return 1 when the pattern is found anywhere in the completion, else 0."""
+    """Return 1 if the pattern matches anywhere in the completion, else 0."""
     return float(re.search(pattern, scored.completion, re.DOTALL) is not None)
 
 
 def length_within(scored: RewardInput, *, min_tokens: int, max_tokens: int | None) -> float:
-    """Return 0 from `min_tokens` to `max_tokens` (None: no limit); outside, minus the fraction that is missing or in
-    excess, down to -1.
+    """Return 0 for a length between `min_tokens` and `max_tokens` (None: no limit), else a penalty down to -1.
+
+    The penalty is minus the missing or excess tokens as a fraction of the limit.
     """
     length = scored.num_tokens
     if length < min_tokens:
@@ -132,8 +138,13 @@ MAX_EXPRESSION = 200
 
 
 def countdown(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 when the answer is an expression with + - * / of exactly the prompt's numbers that equals its target,
-    else 0. Both are fields of the prompt; text after an equals sign is not read.
+    """Return 1 if the answer is an arithmetic expression (+ - * /) that equals the target, else 0.
+
+    It must use each of the prompt's numbers exactly once. `numbers` and `target` are fields of the prompt. Text after
+    an equals sign is ignored.
+
+    Raises:
+        ValueError: if the prompt's `numbers` or `target` are not numbers.
     """
     target = _exactly(scored.fields["target"])
     wanted = Counter(map(_exactly, scored.fields["numbers"]))
@@ -149,14 +160,14 @@ def countdown(scored: RewardInput, *, answer_pattern: str) -> float:
 
 
 def _exactly(number: Any) -> Fraction:
-    """Return a number of a prompt's fields as it is written: 0.1 is a tenth, and not the nearest number in binary."""
+    """Convert a number of a prompt's fields as it is written: 0.1 is exactly a tenth, not the nearest binary number."""
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ValueError(f'{number!r} in the prompt\'s fields "target" and "numbers" is no number')
     return Fraction(str(number))
 
 
 def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
-    """Return the value and the numbers used; ValueError for anything but the four operations on whole numbers."""
+    """Return the value and the numbers used. Raises ValueError for anything but + - * / on whole numbers."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value), [node.value]
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:

@@ -1,4 +1,4 @@
-"""Python programs that nobody has read, run in bubblewrap or nsjail: without a network, with limits on resources."""
+"""Run untrusted Python programs in bubblewrap or nsjail, without a network and with resource limits."""
 
 import os
 import shutil
@@ -14,16 +14,16 @@ from mcore_rl.errors import ConfigError
 
 SandboxKind = Literal["auto", "bubblewrap", "nsjail"]
 EXECUTABLES: dict[str, str] = {"bubblewrap": "bwrap", "nsjail": "nsjail"}
-"""Executable of each sandbox, in the order in which "auto" looks for them."""
+"""Executable of each sandbox, in the order in which "auto" tries them."""
 NOBODY = 65534
-"""User and group inside."""
+"""User and group inside the sandbox."""
 HOME = "/tmp"
-"""Folder in which a program starts: empty, in memory, and gone when the program ends."""
+"""Working folder of a program: initially empty, in memory, and gone when the program ends."""
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr")
-"""Folders with the system's libraries, which a program may read."""
+"""Folders of the system, which a program may read."""
 MIB = 2**20
 TRIAL_S = 30.0
-"""Seconds for the trial of a sandbox, whose first start reads the interpreter from the disk."""
+"""Time limit of a sandbox's trial, in seconds: the first start reads the interpreter from the disk."""
 DENIED_CALLS: dict[str, dict[str, int]] = {
     "x86_64": {
         "fork": 57,
@@ -36,12 +36,11 @@ DENIED_CALLS: dict[str, dict[str, int]] = {
     },
     "aarch64": {"ptrace": 117, "keyctl": 219, "unshare": 97, "setns": 268, "bpf": 280},
 }
-"""System calls by machine that a program does not get (EPERM): those that make processes and namespaces, or reach into
-other processes and the kernel. So are io_uring, which would pass by such a filter, and clone for anything but a
-thread."""
+"""System calls denied to a program (EPERM), by machine: they create processes or namespaces, or reach into other
+processes and the kernel. The filter also denies io_uring, which would bypass it, and clone for anything but threads."""
 CLONE_CALL = {"x86_64": 56, "aarch64": 220}
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Identification of the machine in a filter of system calls (linux/audit.h)."""
+"""Identifier of the machine in a system call filter (linux/audit.h)."""
 BOOTSTRAP = """
 import ctypes, os, resource, struct, sys
 def take(size):
@@ -79,58 +78,60 @@ def show(kind, error, trace):
 sys.excepthook = show
 exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 """
-"""First lines that the interpreter runs: standard input has limits and program before the program's own input. Hard
-limits that were lowered, and a filter of system calls (clone3 is refused with ENOSYS, so that the C library takes
-clone, whose flags a filter can read), stay as they are whatever runs next."""
+"""First code that the interpreter runs. It reads the limits and the program from standard input, ahead of the program's
+own input. It lowers hard limits and installs a system call filter, neither of which the program can undo. clone3 fails
+with ENOSYS, so that the C library falls back to clone: a filter can read the flags of clone."""
 HEADER_BYTES = 256
 
 
 class SandboxLimits(NamedTuple):
-    """Resources of one program, which is one process: it may start threads."""
+    """Resource limits of a program, which is a single process and may start threads."""
 
     time_s: float = 10.0
-    """Seconds until everything that the program started is killed."""
+    """Seconds until the program is killed."""
     memory_mib: int = 512
-    """MiB of address space, and of the files that the program may write."""
+    """Limit on the address space, and on the total size of the files that the program writes, in MiB."""
     output_kib: int = 1024
-    """KiB of standard output, of errors, and of one file; a program that writes more gets an OSError."""
+    """Limit on standard output, standard error and each file, in KiB; writing more raises an OSError in the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """End of a program that ran in a sandbox."""
+    """Result of a program that ran in a sandbox."""
 
     status: int | None
-    """Exit status; 128 + n where signal n ended it; None: it was killed because its time was over."""
+    """Exit status; 128 + n if signal n ended the program; None if it reached the time limit."""
     output: str
     """Standard output."""
     errors: str
-    """Standard error output, with the traceback of an exception."""
+    """Standard error, including the traceback of an exception."""
 
     @property
     def is_timeout(self) -> bool:
-        """Whether the program was killed because its time was over."""
+        """Whether the program was killed at the time limit."""
         return self.status is None
 
 
 class Sandbox:
-    """Runs programs one at a time, each in namespaces of its own: no network, no files but the system's and the
-    interpreter's, which are read-only, and an empty folder in memory. It may be used by several threads.
+    """Runs each program in its own namespaces. Safe to use from several threads.
+
+    A program has no network. It sees only the system's and the interpreter's files, read-only, and an empty folder in
+    memory.
     """
 
     def __init__(
         self, kind: SandboxKind, *, field: str, limits: SandboxLimits, python: str | None = None
     ) -> None:
-        """Find the sandbox and try it.
+        """Find the sandbox and run a trial program in it.
 
         Args:
-            kind: the sandbox; "auto" is the first one of EXECUTABLES that is installed.
-            field: name of the config's field, for errors.
-            limits: resources of each program.
-            python: interpreter of the programs, with its packages; None: the one that runs here, without packages.
+            kind: the sandbox; "auto" is the first installed sandbox of EXECUTABLES.
+            field: name of the config field, for error messages.
+            limits: resource limits of each program.
+            python: interpreter of the programs, with its packages; None: this process's interpreter, without packages.
 
         Raises:
-            ConfigError: where the sandbox or the interpreter is missing, or does not work on this machine.
+            ConfigError: if the sandbox or the interpreter is missing or does not work on this machine.
         """
         if (machine := os.uname().machine) not in AUDIT_ARCH:
             raise ConfigError(
@@ -160,10 +161,12 @@ class Sandbox:
             )
 
     def run(self, program: str, stdin: str = "", *, time_s: float | None = None) -> ProgramResult:
-        """Run the Python source `program` with `stdin` as its standard input, and return how it ended.
+        """Run the Python source `program` with `stdin` as its standard input, and return its result.
 
         Args:
-            time_s: seconds that it may take; None: those of the limits.
+            program: Python source.
+            stdin: standard input of the program.
+            time_s: time limit in seconds; None: the sandbox's limit.
         """
         limits = self.limits if time_s is None else self.limits._replace(time_s=time_s)
         return self._run(program, stdin, limits)
@@ -174,14 +177,14 @@ class Sandbox:
         numbers = (
             len(source),
             limits.memory_mib * MIB,
-            int(limits.time_s) + 1,  # of the CPU, on all its threads together
+            int(limits.time_s) + 1,  # CPU seconds, summed over all threads
             limits.output_kib * 1024,
             AUDIT_ARCH[machine],
             CLONE_CALL[machine],
             *DENIED_CALLS[machine].values(),
         )
         header = " ".join(map(str, numbers)).ljust(HEADER_BYTES).encode()
-        # Files and not pipes: nothing waits for a reader, and the limit on a file's size is that of the output.
+        # Files rather than pipes: writes never wait for a reader, and the limit on file sizes also limits the output.
         with TemporaryFile() as given, TemporaryFile() as output, TemporaryFile() as errors:
             given.write(header + source + stdin.encode("utf-8", "replace"))
             given.seek(0)
@@ -198,7 +201,7 @@ class Sandbox:
             except subprocess.TimeoutExpired:
                 status = None
             finally:
-                # With it ends the first process inside, and with that everything in its namespace.
+                # This ends the first process inside the sandbox, and with it everything in its namespace.
                 process.kill()
                 process.wait()
             most = limits.output_kib * 1024
@@ -208,10 +211,10 @@ class Sandbox:
 
 
 def find_sandbox(kind: SandboxKind, field: str) -> tuple[str, str]:
-    """Return the name and the executable of the sandbox that `kind` stands for.
+    """Return the name and the executable of the sandbox for `kind`.
 
     Raises:
-        ConfigError: naming `field`, where it is not installed.
+        ConfigError: if the sandbox is not installed; the message names `field`.
     """
     for name in EXECUTABLES if kind == "auto" else (kind,):
         if executable := shutil.which(EXECUTABLES[name]):
@@ -228,7 +231,7 @@ def find_sandbox(kind: SandboxKind, field: str) -> tuple[str, str]:
 
 
 def _interpreter(python: str | None, field: str) -> tuple[str, tuple[str, ...]]:
-    """Return the interpreter and the folders that it needs."""
+    """Return the interpreter and the folders that it needs. Raises ConfigError if `python` does not run."""
     if python is None:
         return sys._base_executable, (sys.base_prefix,)  # type: ignore[attr-defined]
     ask = "import sys; print(sys.executable, sys.prefix, sys.base_prefix, sep='\\n')"
@@ -246,7 +249,7 @@ def _interpreter(python: str | None, field: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _folders(prefixes: Sequence[str]) -> Iterator[tuple[Path, Path | None]]:
-    """Yield the folders that a program may read, each with what it points to where it is a link."""
+    """Yield the folders that a program may read, each with its target if it is a symbolic link, else None."""
     for folder in map(Path, SYSTEM_FOLDERS):
         if folder.is_symlink():
             yield folder, folder.readlink()
@@ -258,7 +261,7 @@ def _folders(prefixes: Sequence[str]) -> Iterator[tuple[Path, Path | None]]:
 
 
 def _bubblewrap(executable: str, prefixes: Sequence[str], limits: SandboxLimits) -> list[str]:
-    """Return the command of bubblewrap up to the program's."""
+    """Return bubblewrap's part of the command line."""
     binds: list[str] = []
     for folder, target in _folders(prefixes):
         binds += (
@@ -278,7 +281,7 @@ def _bubblewrap(executable: str, prefixes: Sequence[str], limits: SandboxLimits)
 
 
 def _nsjail(executable: str, prefixes: Sequence[str], limits: SandboxLimits) -> list[str]:
-    """Return the command of nsjail up to the program's. Its own limits are switched off: BOOTSTRAP sets ours."""
+    """Return nsjail's part of the command line. nsjail's own limits are disabled: BOOTSTRAP sets the limits."""
     binds: list[str] = []
     for folder, target in _folders(prefixes):
         binds += ["--bindmount_ro", str(folder)] if target is None else ["--symlink", f"{target}:{folder}"]

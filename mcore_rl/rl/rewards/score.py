@@ -1,4 +1,4 @@
-"""Rewards of groups of completions: the weighted sum of the parts that the config names."""
+"""Rewards of groups of completions: the weighted sum of the reward parts named in the config."""
 
 import math
 from collections import Counter, defaultdict
@@ -24,41 +24,41 @@ from mcore_rl.rl.types import Completion, Group, Problem
 from mcore_rl.rl.workers.failure import FailedScore
 
 ANSWER_PARTS = ("exact", "positions", "numeric", "math")
-"""Parts that compare with the reference answer of a prompt."""
+"""Parts that compare a completion with the prompt's reference answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """Rewards of the groups, with the parts that they are made of."""
+    """Rewards of the groups, with the values of their parts."""
 
     rewards_PG: Tensor
-    """float64: weighted sum of the parts of each completion; NaN where a part with a weight failed and
-    rl.reward.error_value is none: the completion has no reward."""
+    """Weighted sum of each completion's parts, float64. NaN (no reward) if a part with a nonzero weight failed and
+    rl.reward.error_value is none."""
     parts: dict[str, Tensor]
-    """Values `[P, G]` of each part before its weight, NaN where it failed or does not apply; `overlong` is the length
+    """Unweighted values `[P, G]` of each part, NaN where the part failed or does not apply; `overlong` is the length
     penalty."""
     steps_PG: list[list[tuple[TextStep, ...]]]
-    """Steps of all parts, times their weights, added where they have the same end. A plain number and the length
-    penalty are a step that ends with the text. For an environment that is a 0: each of its turns is a step of its own,
-    and with these the values of a completion's steps add up to its reward; one without a reward has none."""
+    """Weighted steps of each completion; steps with the same end are summed over the parts. A plain number, and the
+    length penalty, are a step that ends with the text. The environment's part counts as 0, because each of its turns
+    is a separate step: together with these, a completion's steps add up to its reward. Empty without a reward."""
     reasons_PG: list[list[dict[str, str]]]
-    """Remarks of the parts on each completion, by part."""
+    """Reasons that the parts gave for their score of each completion, by part."""
     failures: tuple[FailedPart, ...]
-    """Parts that gave no number, in the order of the completions."""
+    """Failed parts, in the order of the completions."""
     correct_part: str | None
-    """Part that decides which completions are correct; None: none does."""
+    """Part that decides whether a completion is correct; None: no part decides."""
 
     @property
     def correct_PG(self) -> Tensor | None:
-        """1 for a correct completion, 0 for another, NaN where the deciding part has none; None: no part decides."""
+        """1 for a correct completion, else 0; NaN where the deciding part has no value. None if no part decides."""
         if self.correct_part is None:
             return None
         values_PG = self.parts[self.correct_part]
-        # Steps or parts of 0.1 do not quite add up to 1.
+        # Ten steps or parts of 0.1 do not add up to exactly 1.
         return (values_PG >= 1 - ROUNDING).double().masked_fill(values_PG.isnan(), torch.nan)
 
     def metrics(self) -> Iterator[Metric]:
-        """Yield this rank's metrics of rewards, parts, accuracy and errors; means are over what has a value."""
+        """Yield this rank's metrics of rewards, parts, accuracy and errors. Means ignore NaN."""
         yield from _mean("reward/mean", self.rewards_PG)
         for name, values_PG in self.parts.items():
             yield from _mean(f"reward/part/{name}", values_PG)
@@ -71,23 +71,23 @@ class Scores:
 
 
 def _mean(name: str, values_PG: Tensor) -> Iterator[Metric]:
-    """Yield the mean over the values that are not NaN, if there are any."""
+    """Yield the mean of the values that are not NaN; nothing if all are NaN."""
     if num_values := int((~values_PG.isnan()).sum()):
         yield Metric(name, values_PG.nansum(), num_values)
 
 
 class Reward:
-    """Scores completions in processes of its own; close it, or use it in a `with`."""
+    """Scores completions in worker processes. Close it, or use it as a context manager."""
 
     def __init__(self, config: RewardConfig, *, max_new_tokens: int) -> None:
-        """Start the processes; `max_new_tokens` is the most that a completion can have, for the length penalty."""
+        """Start the worker processes; `max_new_tokens` is a completion's maximum length, for the length penalty."""
         self._config = config
         self._max_new_tokens = max_new_tokens
         self._weights = config.weights or (1.0,) * len(config.parts)
         self._served = served_parts(config)
         others = (*config.model_parts, *self._served, ENVIRONMENT_PART)
         self._functions = [name for name in config.parts if name not in others]
-        # Modules are imported before the processes are forked, so that an error is raised here.
+        # Modules are imported before the processes are forked, so that an import error is raised in this process.
         functions = [part_function(name, config) for name in self._functions]
         self._workers = RewardWorkers(
             functions,
@@ -109,16 +109,16 @@ class Reward:
     def __call__(
         self, groups: Sequence[Group], of_models: Mapping[str, Sequence[Outcome]] | None = None
     ) -> Scores:
-        """Return the rewards of all completions; the groups are of one size.
+        """Return the rewards of all completions.
 
         Args:
-            groups: the completions.
-            of_models: outcome of each completion, in order, of each part that is a reward model.
+            groups: the completions; all groups have the same size.
+            of_models: for each part that is a reward model, the outcome of each completion, in order.
         """
         names = self._config.parts
         pairs = [(group.prompt.problem, completion) for group in groups for completion in group.completions]
         inputs = [_reward_input(problem, completion) for problem, completion in pairs]
-        jobs = [Job(function, one) for one in inputs for function in range(len(self._functions))]
+        jobs = [Job(function, scored) for scored in inputs for function in range(len(self._functions))]
         of_functions: Iterator[Outcome] = iter(self._workers.run(jobs))
         of_servers = {name: part.outcomes(inputs) for name, part in self._served.items()}
         of_others = {**(of_models or {}), **of_servers}
@@ -150,12 +150,12 @@ class Reward:
         values = [score.value for score in scores]
         values_PGR = torch.tensor(values, dtype=torch.float64).view(len(groups), -1, len(names))
         parts = dict(zip(names, values_PGR.unbind(2), strict=True))
-        # A part that failed makes the sum NaN, unless its weight is 0: then it measures alone. One that does not apply
-        # is left out.
+        # A failed part makes the sum NaN unless its weight is 0, in which case it is only reported. A part that does
+        # not apply is left out.
         applies_PGR = torch.tensor([score.applies for score in scores]).view_as(values_PGR)
         summed_PGR = values_PGR.where(applies_PGR, 0.0)
-        # Part by part: a product of matrices adds up its last rows in another order than the others, so that equal
-        # completions could differ in the last bit of their rewards, which is a signal to their group.
+        # Summed part by part: a matrix product adds up its last rows in a different order, so the rewards of equal
+        # completions could differ in the last bit, which their group would learn from.
         rewards_PG = torch.zeros(values_PGR.shape[:2], dtype=torch.float64)
         for values_PG, weight in zip(summed_PGR.unbind(2), self._weights, strict=True):
             if weight:
@@ -188,7 +188,7 @@ class Reward:
                         continue
                     plain = TextStep(whole, score.value)
                     if name == ENVIRONMENT_PART and completion.episode and not completion.episode.failure:
-                        plain = TextStep(whole, 0.0)  # its turns are steps of their own
+                        plain = TextStep(whole, 0.0)  # each of its turns is a separate step
                     for step in (plain,) if score.steps is None else score.steps:
                         values[step.end] += weight * step.value if weight else 0.0
                 if overlong_PG is not None:
@@ -198,7 +198,7 @@ class Reward:
         return steps_PG
 
     def _overlong(self, groups: Sequence[Group]) -> Tensor:
-        # With an environment its tokens count too: they take the room that there is for all turns.
+        # An environment's tokens count too: they use up the token budget that all turns share.
         lengths = [[len(completion.tokens_T) for completion in group.completions] for group in groups]
         return overlong_penalty(
             torch.tensor(lengths, dtype=torch.float64),
@@ -209,12 +209,15 @@ class Reward:
 
 
 def _with_an_applying_part(outcomes: Sequence[Outcome], weights: Sequence[float]) -> list[Outcome]:
-    """Return the outcomes of a completion's parts; the first part with a weight has failed where none of those applies:
-    a sum of nothing is no reward, and a function that forgets to return is met here.
+    """Return a completion's outcomes; if no part with a weight applies, the first such part is marked as failed.
+
+    An empty sum is not a reward, and this also catches a function without a return statement.
     """
     found = list(outcomes)
     weighted = [index for index, weight in enumerate(weights) if weight]
-    if weighted and not any(isinstance(one := found[r], FailedScore) or one.applies for r in weighted):
+    if weighted and not any(
+        isinstance(outcome := found[r], FailedScore) or outcome.applies for r in weighted
+    ):
         text = f"returned None (does not apply), as did every other part with a weight; {SCORE_FORMS}"
         found[weighted[0]] = FailedScore("bad_reply", text)
     return found
@@ -227,7 +230,7 @@ def _environment_outcome(completion: Completion) -> Outcome:
 
 
 def part_function(name: str, config: RewardConfig) -> RewardFunction:
-    """Return the function of a part with the config's settings for it; one of the user's own is imported."""
+    """Return the reward function of a part, with its settings from the config; a user-defined function is imported."""
     pattern = config.answer_pattern or ""
     if name == "math":
         from mcore_rl.rl.rewards.mathematics import math_equal  # its parser takes half a second

@@ -1,4 +1,4 @@
-"""Rewards from servers: completions are sent to a reward server, or a language model is asked to judge them."""
+"""Rewards from servers: a reward server scores completions, or a language model judges them."""
 
 import math
 import re
@@ -25,21 +25,21 @@ from mcore_rl.rl.workers.failure import MAX_TEXT, FailedScore, cut
 
 Parsed = TypeVar("Parsed")
 COMPLETIONS_PATH = "/chat/completions"
-"""Path of an OpenAI-compatible server's chats, below the URL that ends in /v1."""
+"""Path of the chat endpoint of an OpenAI-compatible server, below the URL that ends in /v1."""
 
 
 class ServedPart(Protocol):
-    """A part of the reward whose scores a server gives."""
+    """A reward part that a server scores."""
 
     def outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
-        """Return the outcome of each completion; no answer is a failed score, and no exception."""
+        """Return the outcome of each completion. A missing answer is a failed score, not an exception."""
 
 
 def served_parts(config: RewardConfig) -> dict[str, ServedPart]:
-    """Return the parts whose scores servers give, by name; nothing is asked yet.
+    """Return the parts that servers score, by name. No request is sent yet.
 
     Raises:
-        ConfigError: a key's environment variable is not set, or a template cannot be read.
+        ConfigError: if the environment variable of an API key is not set, or a template cannot be read.
     """
     parts: dict[str, ServedPart] = {}
     for name in config.parts:
@@ -54,7 +54,7 @@ def served_parts(config: RewardConfig) -> dict[str, ServedPart]:
 
 
 class RetryingClient:
-    """Asks one server several things at a time, and again where it does not answer."""
+    """Sends concurrent requests to a server, and retries requests that fail."""
 
     def __init__(self, url: str, config: RewardServerConfig) -> None:
         key = environment_variable(config.api_key_env) if config.api_key_env else None
@@ -70,10 +70,10 @@ class RetryingClient:
     def answers(
         self, bodies: Sequence[Mapping[str, Any]], read: Callable[[Any, int], Parsed], path: str | None = None
     ) -> Iterator[Parsed | FailedScore]:
-        """Yield what `read` makes of the answer to each body, given its index, in order, or why there is none.
+        """Yield, in order, the result of `read(answer, index)` for each body, or the failure if it has no answer.
 
-        An answer that `read` refuses with a ServerError is no answer. Once a body has had
-        none in all its tries, the others of this call are tried once: a server that is down costs its waiting once.
+        A request fails if `read` raises a ServerError. Once a body has failed in all its tries, the remaining bodies of
+        this call are tried only once, so a server that is down causes the retry delays once.
         """
         is_down = False
 
@@ -90,7 +90,7 @@ class RetryingClient:
                     if error.is_refusal or is_down or not tries_left:
                         is_down = is_down or not error.is_refusal
                         return FailedScore("raised", cut(str(error), MAX_TEXT), error="ServerError")
-                except (TypeError, ValueError) as error:  # a field of a prompt is nothing that JSON has
+                except (TypeError, ValueError) as error:  # a prompt's field cannot be encoded as JSON
                     return FailedScore(
                         "raised", cut(f"not sent: {error}", MAX_TEXT), error=type(error).__name__
                     )
@@ -103,18 +103,18 @@ class RetryingClient:
 
 
 class RewardServer:
-    """The part `http:URL`: batches are posted as {"samples": [...]}, and {"scores": [...]} comes back."""
+    """The part `http:URL`: it posts batches as {"samples": [...]} and expects {"scores": [...]}."""
 
     def __init__(self, client: RetryingClient, config: RewardServerConfig) -> None:
         self._client = client
         self._batch_size = config.batch_size
 
     def outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
-        """Return the outcome of each completion; of a batch without an answer all scores have failed."""
+        """Return the outcome of each completion. If a batch has no answer, all its scores have failed."""
         batches = [
             inputs[begin : begin + self._batch_size] for begin in range(0, len(inputs), self._batch_size)
         ]
-        bodies = [{"samples": [asdict(one) for one in batch]} for batch in batches]
+        bodies = [{"samples": [asdict(scored) for scored in batch]} for batch in batches]
 
         def read(answer: Any, index: int) -> list[Outcome]:
             scores = answer.get("scores") if isinstance(answer, Mapping) else None
@@ -123,7 +123,7 @@ class RewardServer:
                 raise ServerError(
                     f'the answer to {len(batches[index])} samples is {shown}, wanted {{"scores": [...]}}'
                 )
-            return [_outcome(score, one) for score, one in zip(scores, batches[index], strict=True)]
+            return [_outcome(score, scored) for score, scored in zip(scores, batches[index], strict=True)]
 
         outcomes: list[Outcome] = []
         for batch, found in zip(batches, self._client.answers(bodies, read), strict=True):
@@ -132,7 +132,7 @@ class RewardServer:
 
 
 def _outcome(score: Any, scored: RewardInput) -> Outcome:
-    """Return the outcome that one of a server's scores stands for; JSON has no tuples, so [number, text] is one."""
+    """Convert a score from a server to an outcome. JSON has no tuples, so [number, text] is read as one."""
     is_reasoned = isinstance(score, list) and len(score) == 2 and isinstance(score[1], str | None)
     try:
         return outcome_of(tuple(score) if is_reasoned else score, len(scored.completion))
@@ -141,13 +141,13 @@ def _outcome(score: Any, scored: RewardInput) -> Outcome:
 
 
 class Judge:
-    """The part `judge:FILE`: a language model is asked what the template says, and its answer holds the score."""
+    """The part `judge:FILE`: a language model answers the filled template, and its answer contains the score."""
 
     def __init__(self, part: str, config: JudgeConfig, client: RetryingClient) -> None:
-        """Read the template; ConfigError where it cannot be."""
+        """Read the template. Raises ConfigError if it cannot be read or parsed."""
         self._config, self._client = config, client
         path = Path(part.removeprefix(JUDGE_PART))
-        # It is text of the user's, and what it is filled with is a model's: neither is to reach Python.
+        # The template is the user's text and is filled with a model's text: neither may execute Python.
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
         try:
             self._template = environment.from_string(path.read_text(encoding="utf-8"))
@@ -160,7 +160,7 @@ class Judge:
     def outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         """Return the outcome of each completion, with the judge's answer as the reason."""
         config = self._config
-        questions = [self._question(one) for one in inputs]
+        questions = [self._question(scored) for scored in inputs]
         asked = [question for question in questions if isinstance(question, str)]
         bodies = [
             {

@@ -1,4 +1,4 @@
-"""Completions to try a reward on before there is a model: reference answers, each also where it is wrong."""
+"""Trial of a reward before a run starts: each reference answer is scored on its own prompt and on another prompt."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,21 +10,21 @@ from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.types import Completion, Group, Prompt, single_version
 
 ANSWER = "{answer}"
-"""Text that stands for the reference answer in a completion to try."""
+"""Placeholder of the reference answer in the template of a trial completion."""
 NO_ANSWER = "no reference answer"
-"""Completion that is tried where a prompt has no reference answer."""
+"""Answer used for a prompt without a reference answer."""
 TRIED_AT_START = 2
-"""Prompts of the call before a training starts."""
+"""Number of prompts in the trial before a training run starts."""
 
 
 def trial_groups(
     prompts: Sequence[Prompt], encode: Callable[[str], list[int]], template: str = ANSWER
 ) -> list[Group]:
-    """Return two completions for each prompt: `template` with its own reference answer, and with the next prompt's."""
+    """Return two completions per prompt: `template` with its own reference answer, and with the next prompt's."""
     groups = []
     for index, prompt in enumerate(prompts):
         other = prompts[(index + 1) % len(prompts)]
-        answers = [one.problem.answer or NO_ANSWER for one in (prompt, other)]
+        answers = [source.problem.answer or NO_ANSWER for source in (prompt, other)]
         texts = [template.replace(ANSWER, answer) for answer in answers]
         completions = tuple(_completion(text, tuple(encode(text))) for text in texts)
         groups.append(Group(prompt=prompt, completions=completions))
@@ -34,14 +34,16 @@ def trial_groups(
 def try_reward(
     config: RewardConfig, max_new_tokens: int, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]
 ) -> tuple[FailedPart, ...]:
-    """Score reference answers of `prompts`, so that a function which always fails ends a start and not a run; reward
-    models and the environment are left out.
+    """Score the reference answers of `prompts`, so that a reward function that always fails is found before the start.
+
+    Reward models and the environment are left out.
 
     Returns:
-        The scores that failed, where some did not.
+        The failed scores.
 
     Raises:
-        TrainingError: when every score of a part failed, unless rl.reward.max_failed_fraction=1.
+        TrainingError: if every score of a part failed, unless rl.reward.max_failed_fraction=1. A served part with only
+            failed scores always raises.
     """
     functions = config.of_functions
     if functions is None:
@@ -53,8 +55,9 @@ def try_reward(
 
 
 def refuse_failing_trial(scores: Scores, config: RewardConfig) -> None:
-    """Raise a TrainingError for a part of which every score failed, unless rl.reward.max_failed_fraction=1; for a
-    server always: one that is down before the start is no failure on the way.
+    """Raise a TrainingError for a part if all its scores failed, unless rl.reward.max_failed_fraction=1.
+
+    A reward server or judge that gives no score before the start is always an error.
     """
     num_failed = Counter(failed.part for failed in scores.failures)
     num_scores = scores.rewards_PG.numel()

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own: one that hangs, crashes or raises costs one score, not the run."""
+"""Reward functions in worker processes: a function that hangs, crashes or raises costs a score, not the run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from mcore_rl.rl.workers.failure import MAX_TEXT, CaughtException, FailedScore, 
 from mcore_rl.rl.workers.pool import GRACE_S, WorkerPool
 
 SCORE_KEYS = ("score", "reward")
-"""Keys of a returned dict, one of which has the score."""
+"""Keys under which a returned dict may have its score."""
 SCORE_FORMS = "wanted: a number, (number, reason), a dict with 'score', or steps [(end, value), ...]"
 
 
 class Job(NamedTuple):
-    """One function, by its index, to be applied to one completion."""
+    """A function, by its index, to apply to a completion."""
 
     function: int
     scored: RewardInput
@@ -27,23 +27,23 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score that a function gave a completion."""
+    """Score that a reward function gave to a completion."""
 
     value: float
     """The number, or the sum of the steps' values."""
     steps: tuple[TextStep, ...] | None = None
-    """Steps of the completion; None: the function returned a number."""
+    """Steps of the completion; None: the function returned a single number."""
     reason: str = ""
-    """The function's own remark on the score."""
+    """The function's reason for the score."""
     applies: bool = True
-    """False: the part has nothing to say about the completion, and the value is NaN."""
+    """Whether the part applies to the completion; if not, the value is NaN."""
 
 
 Outcome = Score | FailedScore
 
 
 class RewardWorkers(WorkerPool):
-    """Processes that apply reward functions; `run` returns the outcome of each job."""
+    """Worker processes that apply reward functions; `run` returns the outcome of each job."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RewardWorkers(WorkerPool):
         max_memory_gib: float | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
-        """Start the processes; the arguments are those of WorkerPool."""
+        """Start the processes; all arguments but `functions` are WorkerPool's."""
         super().__init__(
             partial(_apply, tuple(functions)),
             workers=workers,
@@ -75,8 +75,15 @@ def _score(function: RewardFunction, scored: RewardInput) -> Outcome:
 
 
 def outcome_of(returned: Any, num_characters: int) -> Outcome:
-    """Return the score that a function's result stands for, for a text of so many characters; None is a score that does
-    not apply. TypeError or ValueError where it stands for none.
+    """Convert a reward function's result to an outcome.
+
+    Args:
+        returned: the result; None is a score that does not apply.
+        num_characters: length of the completion's text, which bounds the ends of steps.
+
+    Raises:
+        TypeError: if the result has none of the accepted forms.
+        ValueError: if a text is not a number.
     """
     reason = ""
     if isinstance(returned, Mapping):
@@ -96,7 +103,7 @@ def outcome_of(returned: Any, num_characters: int) -> Outcome:
 
 
 def _named(returned: Mapping[Any, Any]) -> tuple[Any, str]:
-    """Return the score of a dict, and its other entries as the reason."""
+    """Return the score of a dict, with its other entries as the reason. Raises TypeError unless it has one score."""
     found = [key for key in SCORE_KEYS if key in returned]
     if len(found) != 1:
         keys = cut(", ".join(map(str, returned)) or "none", MAX_TEXT // 2)
@@ -107,14 +114,14 @@ def _named(returned: Mapping[Any, Any]) -> tuple[Any, str]:
 
 
 def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...] | FailedScore:
-    """Return the steps, or a failure where they are none of a text of so many characters."""
+    """Return the steps, or a failure if they are not valid steps of a text of `num_characters` characters."""
     steps: list[TextStep] = []
-    for one in returned:
-        match one:
+    for entry in returned:
+        match entry:
             case (Integral() as end, Real() | numpy.bool_() as value) if not isinstance(end, bool):
                 steps.append(TextStep(int(end), float(value)))
             case _:
-                return FailedScore("bad_steps", f"{cut(repr(one), MAX_TEXT // 2)} is no (end, value)")
+                return FailedScore("bad_steps", f"{cut(repr(entry), MAX_TEXT // 2)} is no (end, value)")
     for before, step in zip((TextStep(0, 0.0), *steps), steps, strict=False):
         if not before.end < step.end <= num_characters:
             return FailedScore(
