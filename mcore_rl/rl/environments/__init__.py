@@ -1,1 +1,1 @@
-"""Environments that answer the policy: their interface, those that ship, and the conversations with them."""
+"""Environments that answer the policy: the interface, the built-in environments, and conversations with them."""

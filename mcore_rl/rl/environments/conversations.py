@@ -1,7 +1,7 @@
-"""Conversations of a policy with environments: turn by turn, for all that are open.
+"""Conversations between a policy and environments: all open conversations advance turn by turn.
 
-Tokens that were sampled are never made from text again: a conversation grows by the tokens of the policy's turn, then
-by those that the chat template puts between it and the next one.
+Sampled tokens are never re-encoded from text: a conversation grows by the tokens of the policy's turn, then by the
+tokens that the chat template inserts before the next turn.
 """
 
 import hashlib
@@ -37,20 +37,20 @@ from mcore_rl.rl.workers.failure import FailedScore
 
 T = TypeVar("T")
 Generate = Callable[[Sequence[Prompt], Sampling, Sequence[Sequence[int]]], list[Group]]
-"""Function that samples a turn of each seed of each prompt: `Engine.generate`, or one with its arguments."""
+"""Function that samples a turn for each seed of each prompt: `Engine.generate`, or a function with its signature."""
 ByEnvironments = Callable[[Callable[[EnvironmentWorkers], T]], T]
-"""Function that lets the environments do something, and returns the outcome."""
+"""Function that runs an action on the environment workers and returns its result."""
 TRUNCATED: tuple[EpisodeEnd, ...] = ("length", "turns", "context")
-"""Ends of conversations that a limit has cut."""
+"""Ends that count as truncated, because a limit cut the conversation off."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Draft:
-    """A conversation in the making: its tokens, which all ranks of a model have."""
+    """A conversation in progress: its tokens, which all ranks of a replica have."""
 
     group: int
     index: int
-    """Index among the completions of its group."""
+    """Index of the completion in its group."""
     seed: int
     tokens_T: list[int] = field(default_factory=list)
     logprobs_T: list[float] = field(default_factory=list)
@@ -58,9 +58,9 @@ class _Draft:
     kept_T: list[float] | None = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     experts_TLK: Tensor | None = None
-    """Routes of prompt and turns, each as the engine gave them with its logprobs; None: it gave none."""
+    """Routes of the prompt and turns, as the engine returned them with each turn's logprobs; None: it returned none."""
     num_prompt_routes: int = 0
-    """Rows of them before those of the tokens here: one less than the prompt has tokens."""
+    """Number of route rows of the prompt: its length minus one."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     newest: Completion | None = None
 
@@ -75,7 +75,7 @@ class _Draft:
 
     @property
     def routes(self) -> Tensor | None:
-        """Routes of the whole conversation; of turns that came without them there are none."""
+        """Routes of the whole conversation, with rows of -1 for turns without routes; None if no turn has routes."""
         if self.experts_TLK is None:
             return None
         num_tokens = self.num_prompt_routes + len(self.tokens_T)
@@ -90,7 +90,7 @@ class _Draft:
         self.kept_T = _extended(self.kept_T, completion.kept_logprobs_T)
         self.spans.append((start, len(self.tokens_T)))
         for span in completion.versions:
-            # The environment's tokens before the turn count with its first span.
+            # The environment's tokens before the turn belong to the turn's first span.
             begin = self.versions[-1].end if self.versions else 0
             if self.versions and self.versions[-1].version == span.version:
                 begin = self.versions.pop().start
@@ -104,7 +104,7 @@ class _Draft:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Record:
-    """A conversation as its environment sees it, on the one rank of a replica that has the environments."""
+    """The environment's view of a conversation, on the rank of each replica that runs the environments."""
 
     messages: list[Message] = field(default_factory=list)
     state: bytes = b""
@@ -115,13 +115,13 @@ class _Record:
     failure: FailedScore | None = None
 
     def fail(self, failure: FailedScore) -> None:
-        """End the conversation by a failure of its environment."""
+        """End the conversation because its environment failed."""
         self.end, self.failure = "failed", failure
 
 
 class Conversations:
-    """Holds conversations with environments over any engine: on all ranks together (`hold`), or one group on the
-    rank that asks servers (`hold_group`).
+    """Holds conversations with environments, with any engine: on all ranks together (`hold`), or a single group on the
+    rank that sends requests to servers (`hold_group`).
     """
 
     def __init__(
@@ -132,14 +132,14 @@ class Conversations:
         mesh: Mesh,
         workers: EnvironmentWorkers | None,
     ) -> None:
-        """Take the engine and the environments.
+        """Create the conversations of an engine with environments.
 
         Args:
             config: the run's config.
             engine: engine that samples the policy's turns.
-            chat: chat template of the tokens between turns.
+            chat: chat template that renders the tokens between turns.
             mesh: the mesh.
-            workers: processes of the environments, on the first rank of each replica; None on the others.
+            workers: worker processes of the environments on the first rank of each replica; None on all other ranks.
         """
         self._config, self._engine, self._chat, self._mesh, self._workers = (
             config,
@@ -149,21 +149,23 @@ class Conversations:
             workers,
         )
         self.environment_s = 0.0
-        """Seconds that environments have taken in the last `hold`."""
+        """Seconds that the last `hold` spent in environments."""
 
     def hold(
         self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
     ) -> list[Group]:
-        """Collective over the world: hold a conversation for each seed of each prompt, and return a group for each
-        prompt, both in order.
+        """Collective over the world: hold a conversation for each seed of each prompt.
 
-        A turn has the tokens so far as its prompt, and at most `sampling.max_new_tokens` tokens. The first turn of a
-        conversation has its seed, a later one a hash of the seed and the turn.
+        Each turn continues the tokens so far by at most `sampling.max_new_tokens` tokens. The first turn uses the
+        conversation's seed, a later turn a hash of the seed and the turn's index.
 
         Args:
-            prompts: this replica's problems; the environment makes the prompts of them.
-            sampling: rules of each turn.
+            prompts: this replica's problems; the environment turns them into prompts.
+            sampling: sampling parameters of each turn.
             seeds_PG: a seed for each completion.
+
+        Returns:
+            A group for each prompt, in order, with a completion for each seed, in order.
         """
         self.environment_s = 0.0
         return self._hold(
@@ -171,14 +173,15 @@ class Conversations:
         )
 
     def hold_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
-        """Return the group of prompt `index`, whose conversations `hold` would hold alike; their turns wait for each
-        other, and for no other group.
+        """Hold the conversations of prompt `index` as `hold` would. Returns the group.
 
-        Not collective; threads of the rank that asks may call it at the same time, also while the policy trains, or its
-        new weights go to the servers: a conversation goes on with these from its next token on.
+        The turns of these conversations wait for each other, but not for other groups.
+
+        Not collective. Threads of the rank that sends requests may call this concurrently, also while the policy trains
+        or its new weights are pushed to the servers: a conversation continues with new weights from its next token.
 
         Raises:
-            EngineError: no server gives a turn.
+            EngineError: if no server returns a turn.
         """
         engine, workers = asking(self._engine), self._workers
         assert workers is not None, "only the rank that asks holds groups"
@@ -189,7 +192,7 @@ class Conversations:
             ) -> list[Group]:
                 return list(
                     threads.map(
-                        lambda one, seeds: engine.request_group(index, one, sampling, seeds),
+                        lambda turn_prompt, seeds: engine.request_group(index, turn_prompt, sampling, seeds),
                         prompts,
                         seeds_PG,
                     )
@@ -209,16 +212,16 @@ class Conversations:
         by_environments: ByEnvironments[Any],
         most_open: Callable[[int], int],
     ) -> list[Group]:
-        """Hold conversations, as `hold` does.
+        """Hold conversations as `hold` does.
 
         Args:
             prompts: this replica's problems.
-            sampling: rules of each turn.
+            sampling: sampling parameters of each turn.
             seeds_PG: a seed for each completion.
-            generate: samples turns.
-            by_environments: lets the environments begin and answer.
-            most_open: returns, of the number of conversations that are open here, the largest one of all that
-                generate together.
+            generate: function that samples turns.
+            by_environments: function that runs an action on the environment workers.
+            most_open: function that returns the largest number of open conversations among the replicas that generate
+                together, given this replica's number.
         """
         drafts = [
             _Draft(group=p, index=g, seed=seed)
@@ -232,7 +235,8 @@ class Conversations:
             for prompt, tokens_T in zip(prompts, tokens_of_prompts, strict=True)
         ]
         requests: Mapping[int, Sequence[int]] = dict.fromkeys(range(len(drafts)), ())
-        # Replicas that share experts generate together: those without an open conversation do so without prompts.
+        # Replicas that share experts generate together: a replica without open conversations takes part without
+        # prompts.
         while most_open(len(requests)):
             for index, tokens in requests.items():
                 drafts[index].insert(tokens)
@@ -251,7 +255,7 @@ class Conversations:
         ]
 
     def _by_environments(self, action: Callable[[EnvironmentWorkers], T]) -> T:
-        """Return on all ranks of this replica what `action` returns on the one that has the environments."""
+        """Run `action` on the rank that has the environments. Returns its result on all ranks of this replica."""
         workers, start_s = self._workers, time.perf_counter()
         value = on_every_rank(lambda: None if workers is None else action(workers))
         found = from_first_of_model(value, self._mesh)
@@ -266,8 +270,10 @@ class Conversations:
         drafts: Sequence[_Draft],
         records: Sequence[_Record],
     ) -> list[tuple[int, ...]]:
-        """Start the environments and return the tokens of each prompt; a conversation without a start has its problem's
-        own, or those of its group, and ends after one turn.
+        """Start the environments and return the tokens of each prompt.
+
+        If an environment fails to start, its conversation ends after one turn; its prompt is the group's, or the
+        problem's own tokens if no environment of the group has started.
         """
         outcomes = workers.run([EnvironmentCall(None, prompts[draft.group].problem) for draft in drafts])
         limit = self._config.rl.prompts.max_tokens
@@ -302,10 +308,10 @@ class Conversations:
         indices: Sequence[int],
         sampling: Sampling,
     ) -> dict[int, list[int]]:
-        """Have the environments answer the newest turns, and return the tokens with which conversations go on."""
+        """Let the environments answer the newest turns. Returns the tokens to append to each open conversation."""
         for index in indices:
             records[index].text = self._text(drafts[index], sampling)
-            if records[index].failure is not None:  # it did not start
+            if records[index].failure is not None:  # the environment did not start
                 records[index].rewards.append(0.0)
                 records[index].messages.append({"role": "assistant", "content": records[index].text})
         living = [index for index in indices if records[index].failure is None]
@@ -322,7 +328,7 @@ class Conversations:
     def _next(
         self, draft: _Draft, record: _Record, outcome: EnvironmentAnswer | FailedScore, sampling: Sampling
     ) -> list[int] | None:
-        """Take an answer in, and return the tokens with which the conversation goes on; None where it has ended."""
+        """Record an environment's answer and return the tokens to append; None if the conversation has ended."""
         assert draft.newest is not None
         before = Messages(messages=tuple(record.messages))
         record.messages.append({"role": "assistant", "content": record.text})
@@ -360,8 +366,10 @@ class Conversations:
         return tokens
 
     def _text(self, draft: _Draft, sampling: Sampling) -> str:
-        """Return the text of the newest turn: without the token that ends turns or documents, with a stop token that
-        the config names, which is the policy's own mark.
+        """Return the text of the newest turn.
+
+        A token that ends turns or documents is left out; a stop token of the config belongs to the text, because the
+        policy uses it as a mark.
         """
         assert draft.newest is not None
         tokens_T = draft.newest.tokens_T
@@ -374,7 +382,7 @@ class Conversations:
 def _generate(
     generate: Generate, prompts: Sequence[Prompt], sampling: Sampling, drafts: Sequence[_Draft]
 ) -> None:
-    """Sample the next turn of each draft; those with the same tokens so far are completions of one prompt."""
+    """Sample the next turn of each draft; drafts with the same tokens so far are completions of the same prompt."""
     by_prompt: dict[tuple[int, tuple[int, ...]], list[_Draft]] = {}
     for draft in drafts:
         tokens_T = (*prompts[draft.group].tokens_T, *draft.tokens_T)
@@ -390,7 +398,12 @@ def _generate(
 
 
 def prompt_tokens(chat: Chat, start: EnvironmentAnswer, max_tokens: int) -> tuple[int, ...]:
-    """Return the tokens of the messages with which an environment starts; DataError beyond rl.prompts.max_tokens."""
+    """Return the tokens of an environment's first messages.
+
+    Raises:
+        DataError: if there are no tokens or more than `max_tokens`, if the last message is the assistant's, or if the
+            chat template cannot render the messages.
+    """
     if start.is_too_long:
         raise DataError("the environment starts with messages that are longer than rl.environment.max_tokens")
     if start.messages and start.messages[-1]["role"] == "assistant":
@@ -408,7 +421,7 @@ def prompt_tokens(chat: Chat, start: EnvironmentAnswer, max_tokens: int) -> tupl
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn: that of the completion for the first one, another for each later one."""
+    """Return the seed of a turn: the completion's seed for the first turn, a hash of it for each later turn."""
     if turn == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/turn {turn}".encode(), digest_size=8).digest()
@@ -437,5 +450,5 @@ def _completion(draft: _Draft, record: _Record) -> Completion:
 
 
 def _extended(numbers: list[float] | None, more: Sequence[float] | None) -> list[float] | None:
-    """Return the numbers with `more` of the next turn; None where the engine does not report them."""
+    """Append the next turn's numbers; None if the engine does not report them."""
     return None if numbers is None or more is None else [*numbers, *more]

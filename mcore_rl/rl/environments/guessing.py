@@ -1,4 +1,4 @@
-"""A game: the policy guesses a number, and is told whether it is higher or lower."""
+"""A game in which the policy guesses a number and learns whether the number is higher or lower."""
 
 from collections.abc import Sequence
 from random import Random
@@ -9,9 +9,9 @@ from mcore_rl.rl.types import Problem
 
 
 class Guessing:
-    """A number below 10 to the power of the problem's size, drawn by its seed; the right guess is worth 1.
+    """Guess a number below 10 ** size, drawn with the problem's seed. The reward is 1 for the right guess.
 
-    It is for rl.prompts.task="seeds", whose sizes are rl.prompts.smallest to largest.
+    Use it with rl.prompts.task="seeds", which draws sizes from rl.prompts.smallest to largest.
     """
 
     def __init__(
@@ -19,19 +19,24 @@ class Guessing:
         guesses: int = 8,
         prompt: str = "I have a number from 0 to {largest}. Guess it: write a number alone.",
     ) -> None:
-        """Take the number of guesses, after which the game is lost, and the prompt, in which {largest} is a number."""
+        """Create the game.
+
+        Args:
+            guesses: number of guesses, after which the game is lost.
+            prompt: text of the prompt; {largest} is replaced by the largest possible number.
+        """
         self._left = guesses
         self._prompt = prompt
         self._secret = -1
 
     def start(self, prompt: Problem) -> Sequence[Message]:
-        """Draw the number."""
+        """Draw the number and return the prompt."""
         end = 10 ** prompt.fields["size"]
         self._secret = Random(prompt.fields["seed"]).randrange(end)
         return [{"role": "user", "content": self._prompt.replace("{largest}", str(end - 1))}]
 
     def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
-        """Compare the last number of the turn with the one to guess."""
+        """Compare the last number of the turn with the secret number."""
         guess = last_number(completion)
         if guess == self._secret:
             return [], 1.0, True

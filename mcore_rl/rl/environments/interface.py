@@ -1,4 +1,4 @@
-"""Interface of an environment: what it is given, and what it returns."""
+"""Interface of an environment."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -6,18 +6,18 @@ from typing import Any, Protocol
 from mcore_rl.rl.types import Problem
 
 Message = Mapping[str, Any]
-"""A turn with "role" and "content", as a chat template takes it."""
+"""A turn with "role" and "content", as chat templates expect it."""
 
 
 class Environment(Protocol):
-    """One conversation. An object is made for each completion, with rl.environment.arguments as keyword arguments.
+    """A single conversation. An object is created per completion, with rl.environment.arguments as keyword arguments.
 
-    It runs in worker processes, and is pickled between two calls: a process that ends costs one conversation. What
-    cannot be pickled, such as an open connection, is opened anew in each call, or left out by `__getstate__`.
+    It runs in worker processes and is pickled between calls, so a process that dies costs a single conversation. Open
+    anything that cannot be pickled, such as a connection, in each call, or leave it out with `__getstate__`.
     """
 
     def start(self, prompt: Problem) -> Sequence[Message]:
-        """Return the messages that the policy answers first, equal for all completions of the prompt."""
+        """Return the first messages for the policy to answer; they must be equal for all completions of the prompt."""
         ...
 
     def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
@@ -27,7 +27,7 @@ class Environment(Protocol):
             completion: text of the turn.
 
         Returns:
-            The messages that the policy answers next (ignored at the end), the reward of this turn, and whether the
+            The next messages for the policy to answer (ignored at the end), the reward of this turn, and whether the
             conversation has ended.
         """
         ...

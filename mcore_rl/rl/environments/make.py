@@ -1,4 +1,4 @@
-"""The environment that a config names."""
+"""Creation of the environment named in the config."""
 
 import importlib
 from collections.abc import Callable
@@ -17,14 +17,14 @@ ENVIRONMENTS = {
     "reasoning_gym": "mcore_rl.rl.environments.reasoning_gym:ReasoningGym",
     "textarena": "mcore_rl.rl.environments.textarena:TextArena",
 }
-"""Class of each environment that ships; adapters import their package when they are asked for."""
+"""Class of each built-in environment; adapters import their package only when used."""
 
 
 def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """Return a function that makes an environment of the config.
+    """Return a function that creates an environment of the config.
 
     Raises:
-        ConfigError: where the name is of nothing, a package or a sandbox is missing, or the arguments do not fit.
+        ConfigError: if the name is unknown, a package or sandbox is missing, or the arguments do not match.
     """
     assert config.name is not None
     path = ENVIRONMENTS.get(config.name)

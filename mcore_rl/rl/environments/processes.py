@@ -1,4 +1,4 @@
-"""Environments in worker processes: an object is bytes between two calls, so that any process can take the next."""
+"""Environments in worker processes: an object is pickled between calls, so any process can handle the next call."""
 
 import math
 import pickle
@@ -17,8 +17,8 @@ from mcore_rl.rl.workers.failure import MAX_TEXT, CaughtException, FailedScore, 
 from mcore_rl.rl.workers.pool import WorkerPool
 
 CHARACTERS_PER_TOKEN = 64
-"""Characters beyond which a token has none: longer messages than this times the tokens that a conversation may have are
-not sent, nor made into tokens."""
+"""Upper bound on the characters of a token. Messages longer than this times the tokens that a conversation may have
+are neither sent nor tokenized."""
 REPLY_FORMS = "wanted: (messages, reward, whether it has ended)"
 
 MakeEnvironment = Callable[[], Environment]
@@ -28,35 +28,35 @@ class EnvironmentCall(NamedTuple):
     """A call of an environment: `start` with a problem, or `step` with the text of a turn."""
 
     state: bytes | None
-    """The pickled environment; None: it is to be made, and started."""
+    """The pickled environment; None: create and start a new environment."""
     argument: Problem | str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentAnswer:
-    """Answer of an environment to one call."""
+    """Answer of an environment to a call."""
 
     state: bytes
     """The pickled environment after the call."""
     messages: tuple[Message, ...]
-    """Messages that the policy answers next; empty where they are too long to be sent."""
+    """Next messages for the policy to answer; empty if they are too long to be sent."""
     reward: float = 0.0
     is_done: bool = False
     is_too_long: bool = False
-    """Whether the messages are longer than any conversation."""
+    """Whether the messages are longer than any conversation may be."""
 
 
 class EnvironmentWorkers(WorkerPool):
-    """Processes that run one kind of environment; `run` takes EnvironmentCall, returns EnvironmentAnswer or
-    FailedScore.
+    """Worker processes that run environments. `run` takes EnvironmentCall objects and returns, for each, an
+    EnvironmentAnswer or a FailedScore.
     """
 
     def __init__(self, make: MakeEnvironment, config: EnvironmentConfig) -> None:
         """Start the processes.
 
         Args:
-            make: makes an environment; see `environment_maker`.
-            config: the section `rl.environment`.
+            make: function that creates an environment; see `environment_maker`.
+            config: the config section `rl.environment`.
         """
         super().__init__(
             partial(_answer, make, CHARACTERS_PER_TOKEN * config.max_tokens),
@@ -69,7 +69,7 @@ class EnvironmentWorkers(WorkerPool):
 def _answer(
     make: MakeEnvironment, max_characters: int, call: EnvironmentCall
 ) -> EnvironmentAnswer | FailedScore:
-    """Make one call of an environment."""
+    """Run a call of an environment."""
     with CaughtException() as guard:
         reward, is_done = 0.0, False
         if call.state is None:
@@ -77,11 +77,11 @@ def _answer(
             assert isinstance(call.argument, Problem)
             messages: Any = environment.start(call.argument)
         else:
-            environment = pickle.loads(call.state)  # our own bytes, which come from this function
+            environment = pickle.loads(call.state)  # trusted: these bytes were pickled by this function
             assert isinstance(call.argument, str)
             returned: Any = environment.step(call.argument)
             match returned:
-                # A comparison of numpy's numbers is numpy's bool, which is no bool and no number.
+                # Comparing NumPy numbers gives a NumPy bool, which is neither a bool nor a number.
                 case (messages, Real() | numpy.bool_() as value, bool() | numpy.bool_() as ended):
                     reward, is_done = float(value), bool(ended)
                 case _:
@@ -104,13 +104,13 @@ def _answer(
 
 
 def _checked(messages: Any, *, needs_one: bool) -> tuple[Message, ...] | FailedScore:
-    """Return the messages as they can be sent, or the reason why they cannot."""
+    """Return the messages in a form that can be sent, or a failure if they are invalid."""
     if isinstance(messages, Sequence) and not isinstance(messages, str | bytes):
         is_right = all(
-            isinstance(one, Mapping)
-            and isinstance(one.get("role"), str)
-            and isinstance(one.get("content"), str)
-            for one in messages
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in messages
         )
         if is_right and (messages or not needs_one):
             return tuple(dict(message) for message in messages)

@@ -1,4 +1,4 @@
-"""A tool that runs Python programs of the policy in a sandbox (`rl.rewards.sandbox`)."""
+"""A tool that runs the policy's Python programs in a sandbox (`rl.rewards.sandbox`)."""
 
 import functools
 from functools import partial
@@ -14,7 +14,7 @@ HELP = (
 
 
 class PythonTool(Tool):
-    """A tool that returns what a Python program prints."""
+    """A tool that runs a Python program and returns its output."""
 
     def __init__(
         self,
@@ -26,19 +26,19 @@ class PythonTool(Tool):
         memory_mib: int = 512,
         max_characters: int = 2000,
     ) -> None:
-        """Take the tool's limits.
+        """Create the tool and try its sandbox.
 
         Args:
             begin: mark before a program.
-            end: mark after it.
-            help: system message; empty: there is none.
+            end: mark after a program.
+            help: system message; empty: no system message.
             role: role of the messages with results.
-            seconds: time of a program; less than rl.environment.timeout_s.
-            memory_mib: address space of a program, and size of the files that it may write.
-            max_characters: most characters of a result; what is longer is cut in the middle.
+            seconds: time limit of a program in seconds; keep it below rl.environment.timeout_s.
+            memory_mib: limit on a program's address space, and on the size of the files that it writes, in MiB.
+            max_characters: maximum length of a result; a longer result is cut in the middle.
 
         Raises:
-            ConfigError: where there is no sandbox on this machine, or it does not work.
+            ConfigError: if this machine has no working sandbox.
         """
         limits = SandboxLimits(time_s=float(seconds), memory_mib=memory_mib)
         run = partial(run_program, limits=limits, max_characters=max_characters)
@@ -48,12 +48,12 @@ class PythonTool(Tool):
 
 @functools.cache
 def sandbox_of(limits: SandboxLimits) -> Sandbox:
-    """Return the sandbox of this machine, which is tried once; worker processes inherit it."""
+    """Return this machine's sandbox. It is tried once, and worker processes inherit it."""
     return Sandbox("auto", field="rl.environment.name", limits=limits)
 
 
 def run_program(program: str, *, limits: SandboxLimits, max_characters: int) -> str:
-    """Return what a program prints in the sandbox, with its errors, and how it ended unless it ended well."""
+    """Run a program in the sandbox. Returns its output and errors, and how it ended unless it succeeded."""
     result = sandbox_of(limits).run(program)
     if result.is_timeout:
         ended = f"(ended after {limits.time_s:g} s)"

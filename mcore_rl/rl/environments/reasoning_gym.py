@@ -1,4 +1,4 @@
-"""Datasets of reasoning-gym as environments of one turn, with their verifiers."""
+"""Datasets of reasoning-gym as single-turn environments, with their verifiers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,25 +11,25 @@ HELP = "Give your final answer between <answer> and </answer>."
 
 
 class ReasoningGym:
-    """A problem of a dataset, which the problem's seed makes; the reward is the verifier's score, from 0 to 1.
+    """A problem generated from the prompt's seed by a dataset. The reward is the verifier's score, from 0 to 1.
 
-    It is for rl.prompts.task="seeds". The answer is the text between <answer> and </answer>.
+    Use it with rl.prompts.task="seeds". The answer is the text between <answer> and </answer>.
     """
 
     def __init__(self, dataset: str, help: str = HELP, **settings: str | bool | int | float) -> None:
-        """Take the dataset.
+        """Create the environment of a dataset.
 
         Args:
-            dataset: its name, as "chain_sum".
-            help: text of a system message before the problem; empty: there is none.
-            settings: fields of the dataset's own config, as max_terms=4.
+            dataset: name of the dataset, for example "chain_sum".
+            help: text of a system message before the problem; empty: no system message.
+            settings: fields of the dataset's config, for example max_terms=4.
         """
         self._name, self._help, self._settings = dataset, help, settings
         self._seed = 0
         _package()
 
     def start(self, prompt: Problem) -> Sequence[Message]:
-        """Make the problem."""
+        """Generate the problem."""
         self._seed = prompt.fields["seed"]
         _, entry = self._problem()
         system = [{"role": "system", "content": self._help}] if self._help else []
@@ -42,7 +42,7 @@ class ReasoningGym:
         return [], float(dataset.score_answer(answer, entry)), True
 
     def _problem(self) -> tuple[Any, Mapping[str, Any]]:
-        """Make dataset and problem anew from the seed: not every dataset can be pickled between the calls."""
+        """Recreate the dataset and problem from the seed: not every dataset can be pickled between calls."""
         dataset = _package().create_dataset(self._name, size=1, seed=self._seed, **self._settings)
         return dataset, dataset[0]
 

@@ -1,4 +1,4 @@
-"""Games of TextArena for one player."""
+"""Single-player games of TextArena."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,34 +9,34 @@ from mcore_rl.rl.types import Problem
 
 
 class TextArena:
-    """A game, which the problem's seed sets up; the reward is the game's, at its end.
+    """A game set up from the problem's seed. The reward is the game's own, given at its end.
 
-    It is for rl.prompts.task="seeds". TextArena's games cannot be pickled; the moves so far are made again before each
-    move, from the same seed.
+    Use it with rl.prompts.task="seeds". TextArena's games cannot be pickled, so the moves so far are replayed from the
+    same seed before each move.
     """
 
     def __init__(self, game: str) -> None:
-        """Take the name of the game, as "GuessTheNumber-v0"."""
+        """Create the environment of a game, given by its name, for example "GuessTheNumber-v0"."""
         self._game = game
         self._seed = 0
         self._moves: list[str] = []
         _package()
 
     def start(self, prompt: Problem) -> Sequence[Message]:
-        """Set the game up and return its first observation."""
+        """Set up the game and return its first observation."""
         self._seed = prompt.fields["seed"]
         _, text = self._played()
         return [{"role": "user", "content": text}]
 
     def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
-        """Make a move and return what the game adds to its observation."""
+        """Make a move and return the new part of the game's observation."""
         game, before = self._played()
         self._moves.append(completion)
         is_done, _ = game.step(action=completion)
         if is_done:
             rewards, _ = game.close()
             return [], float(rewards[0]), True
-        # An observation repeats those before it, which the conversation has.
+        # An observation repeats all earlier observations, which are already in the conversation.
         return [{"role": "user", "content": _observation(game).removeprefix(before).strip()}], 0.0, False
 
     def _played(self) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""Tools: the policy calls them between two marks, and answers when it calls none."""
+"""Tools: the policy calls a tool between two marks; a turn without a call is its answer."""
 
 import ast
 from collections.abc import Callable, Sequence
@@ -10,29 +10,30 @@ from mcore_rl.rl.types import Problem
 
 
 class Tool:
-    """An environment around a function of text. A turn without a call is the answer, and ends the conversation; its
-    reward is that of the other parts of rl.reward.
+    """An environment around a text function. A turn without a call is the answer and ends the conversation.
+
+    The environment's own reward is 0: the answer is scored by the other parts of rl.reward.
     """
 
     def __init__(self, run: Callable[[str], str], *, begin: str, end: str, help: str, role: str) -> None:
-        """Take the tool.
+        """Create the tool.
 
         Args:
-            run: returns the result of a call, or a line on what is wrong with it.
+            run: function that returns the result of a call, or a line that describes the error.
             begin: mark before a call.
-            end: mark after it; empty: the call goes to the end of the turn.
-            help: text of a system message before the prompt; empty: there is none.
+            end: mark after a call; empty: the call extends to the end of the turn.
+            help: text of a system message before the prompt; empty: no system message.
             role: role of the messages with results.
         """
         self._run, self._begin, self._end, self._help, self._role = run, begin, end, help, role
 
     def start(self, prompt: Problem) -> Sequence[Message]:
-        """Return the prompt, after a message on how the tool is called."""
+        """Return the prompt, preceded by the system message if `help` is not empty."""
         messages = prompt.messages or ({"role": "user", "content": prompt.prompt},)
         return (*([{"role": "system", "content": self._help}] if self._help else []), *messages)
 
     def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
-        """Return the result of the last call in the turn."""
+        """Return the result of the last call in the turn; without a call the conversation ends."""
         _, mark, rest = completion.rpartition(self._begin)
         if not mark:
             return [], 0.0, True
@@ -41,7 +42,7 @@ class Tool:
 
 
 class Calculator(Tool):
-    """A tool that computes sums, differences, products and quotients of numbers, exactly."""
+    """A tool that evaluates arithmetic expressions (+ - * /) exactly."""
 
     def __init__(
         self,
@@ -53,12 +54,12 @@ class Calculator(Tool):
         ),
         role: str = "tool",
     ) -> None:
-        """Take the marks around a call, the system message, and the role of results; see Tool."""
+        """Create the tool; see `Tool` for the arguments."""
         super().__init__(computed, begin=begin, end=end, help=help, role=role)
 
 
 def computed(expression: str) -> str:
-    """Return the value of an arithmetic expression, whole or as a fraction; "error: ..." where there is none."""
+    """Return the value of an arithmetic expression as an integer or a fraction, or "error: ..." if it is invalid."""
     if len(expression) > MAX_EXPRESSION:
         return f"error: longer than {MAX_EXPRESSION} characters"
     try:

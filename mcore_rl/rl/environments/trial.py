@@ -1,4 +1,4 @@
-"""An environment is tried on real prompts before there is a model."""
+"""Trial of an environment on real prompts before a run starts."""
 
 from collections.abc import Sequence
 
@@ -18,15 +18,17 @@ from mcore_rl.rl.workers.failure import FailedScore
 
 
 def try_environment(rl: RlConfig, prompts: Sequence[Prompt], chat: Chat) -> tuple[FailedPart, ...]:
-    """Start the environment for `prompts` and answer each with its reference answer, so that one which always fails, or
-    whose messages the chat template cannot append, ends a start and not a run.
+    """Start the environment for `prompts` and answer each prompt with its reference answer.
+
+    This finds an environment that always fails, or returns messages that the chat template cannot append, before the
+    run starts.
 
     Returns:
-        The failures, where some did not fail; none without an environment.
+        The failures; empty without an environment.
 
     Raises:
-        ConfigError: where the environment cannot be made.
-        TrainingError: where it failed for every prompt, unless rl.reward.max_failed_fraction=1.
+        ConfigError: if the environment cannot be created.
+        TrainingError: if it failed for every prompt, unless rl.reward.max_failed_fraction=1.
     """
     environment = rl.environment
     if environment.name is None:
@@ -73,7 +75,7 @@ def _failure(
     text: str,
     answer: EnvironmentAnswer | FailedScore,
 ) -> FailedScore | None:
-    """Return what is wrong with a start and the answer to one turn; None: nothing."""
+    """Return the failure of a start or of the answer to one turn; None if both are valid."""
     if isinstance(answer, FailedScore):
         return answer
     try:
