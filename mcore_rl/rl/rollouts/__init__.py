@@ -1,1 +1,1 @@
-"""Rollout batches: prompts, completions, scores."""
+"""Rollout batches: prompts, completions and scores."""

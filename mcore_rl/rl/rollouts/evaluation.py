@@ -1,4 +1,4 @@
-"""Evaluation of the policy on prompts that it never trains on."""
+"""Evaluation of the policy on held-out prompts."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ def evaluate_policy(
     """Collective over the world: answer the prompts, with seeds that no rollout uses.
 
     Returns:
-        This replica's answers by the index of their prompt, and summaries of the answers to all prompts.
+        This replica's groups by prompt index, and the summaries of all groups.
     """
     sampling = replace(rollouts.sampling, cut=Cut(temperature=config.temperature), with_routes=False)
     seed = rollouts.config.train.seed
@@ -33,20 +33,25 @@ def evaluate_policy(
 
 
 def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
-    """Yield means over all answers, and pass@k for powers of two up to the number of answers to a prompt. Answers whose
-    score failed count in none of accuracy, reward and pass@k.
+    """Yield means over all answers, and pass@k for powers of two up to the number of answers per prompt.
+
+    Accuracy, reward and pass@k leave out answers with a failed score.
     """
-    rewards = [reward for one in summaries for reward in one.rewards_G if not math.isnan(reward)]
-    scored_PG = [[is_correct for is_correct in one.correct_G if is_correct is not None] for one in summaries]
-    num_answers = sum(len(one.lengths_G) for one in summaries)
+    rewards = [reward for summary in summaries for reward in summary.rewards_G if not math.isnan(reward)]
+    scored_PG = [
+        [is_correct for is_correct in summary.correct_G if is_correct is not None] for summary in summaries
+    ]
+    num_answers = sum(len(summary.lengths_G) for summary in summaries)
     num_scored = sum(map(len, scored_PG))
     if num_scored:
         yield Metric("eval/accuracy", sum(map(sum, scored_PG)), num_scored)
     if rewards:
         yield Metric("eval/reward", sum(rewards), len(rewards))
     yield Metric("eval/prompts", sum(1 for scored_G in scored_PG if scored_G))
-    yield Metric("eval/completion_tokens", sum(sum(one.num_sampled_G) for one in summaries), num_answers)
-    yield Metric("eval/truncated_fraction", sum(sum(one.truncated_G) for one in summaries), num_answers)
+    num_sampled = sum(sum(summary.num_sampled_G) for summary in summaries)
+    yield Metric("eval/completion_tokens", num_sampled, num_answers)
+    num_truncated = sum(sum(summary.truncated_G) for summary in summaries)
+    yield Metric("eval/truncated_fraction", num_truncated, num_answers)
     k = 2
     while k <= len(summaries[0].correct_G):
         passes = [pass_at_k(sum(scored_G), len(scored_G), k) for scored_G in scored_PG if len(scored_G) >= k]
@@ -56,15 +61,18 @@ def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
 
 
 def evaluation_interval(summaries: Sequence[GroupSummary]) -> tuple[str, tuple[float, float]] | None:
-    """Return the metric that says how good the answers are, eval/accuracy or without it eval/reward, and its interval
-    of 95 %; None with fewer than two prompts that have it.
+    """Return the name and 95 % confidence interval of the main metric: eval/accuracy, or eval/reward without it.
+
+    The result is None if fewer than two prompts have the metric.
     """
-    correct_PG = [[float(one) for one in group.correct_G if one is not None] for group in summaries]
+    correct_PG = [
+        [float(is_correct) for is_correct in group.correct_G if is_correct is not None] for group in summaries
+    ]
     if any(correct_PG):
-        scored = [one for of_prompt in correct_PG for one in of_prompt]
+        scored = [score for of_prompt in correct_PG for score in of_prompt]
         num_prompts = sum(map(bool, correct_PG))
         return ("eval/accuracy", wilson(statistics.fmean(scored), num_prompts)) if num_prompts > 1 else None
-    rewards_PG = [[one for one in group.rewards_G if not math.isnan(one)] for group in summaries]
+    rewards_PG = [[reward for reward in group.rewards_G if not math.isnan(reward)] for group in summaries]
     means_P = [statistics.fmean(of_prompt) for of_prompt in rewards_PG if of_prompt]
     if len(means_P) < 2:
         return None
@@ -73,7 +81,7 @@ def evaluation_interval(summaries: Sequence[GroupSummary]) -> tuple[str, tuple[f
 
 
 def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
-    """Return the probability that one of k samples, drawn from these without replacement, is correct
+    """Return the probability that at least one of k samples, drawn without replacement, is correct
     (arXiv 2107.03374, equation 1).
     """
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)

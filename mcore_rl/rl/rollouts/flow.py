@@ -1,13 +1,14 @@
-"""Asynchronous rollouts: groups are generated while the policy trains on earlier ones.
+"""Asynchronous rollouts: groups are generated while the policy trains on earlier groups.
 
-The rank of each replica that asks the inference servers (`AskingEngine.asks`) has threads, each of which waits for one
-group at a time. Groups start in the order of their prompts, as far as AReaL's bound (arXiv 2505.24298) allows:
+The rank of each replica that sends requests to the inference servers (`AskingEngine.asks`) has threads, each of which
+waits for one group at a time. Groups start in the order of their prompts, as far as AReaL's bound (arXiv 2505.24298)
+allows:
 
     started groups < (max_staleness + trained rollout batches + 1) x prompts_per_step
 
-No token of a rollout batch is then sampled by weights that are more than `max_staleness` rollout batches older than
-those that train on it. A rollout batch always has the next prompts, whichever groups end first: prompts, order and
-seeds do not depend on time, only the weights that sampled a token do.
+Every token is then sampled by weights at most `max_staleness` rollout batches older than the weights that train on it.
+A rollout batch always consists of the next prompts, in order, no matter which groups finish first. Timing therefore
+affects only which weights sample a token, never the prompts, their order or their seeds.
 """
 
 import threading
@@ -24,14 +25,14 @@ from mcore_rl.rl.rollouts.prompts import PromptSource, own_positions
 from mcore_rl.rl.types import Group, Prompt
 
 MOST_THREADS = 256
-"""Groups that a replica waits for at a time; further ones that may start wait for a thread."""
+"""Maximum number of groups that a replica waits for at a time; further groups wait for a free thread."""
 
 Request = Callable[[int, Prompt], Group]
-"""Function from a prompt and its index to the group of its completions; it is called from several threads."""
+"""Function from a prompt's index and the prompt to its group of completions; it is called from several threads."""
 
 
 class GroupFlow:
-    """The groups of this replica that are in progress, or done and not yet taken."""
+    """This replica's groups that are in progress, or finished but not yet taken."""
 
     def __init__(
         self,
@@ -45,16 +46,16 @@ class GroupFlow:
         rollouts: range,
         cursor: int,
     ) -> None:
-        """Prepare threads; `admit` starts the first groups.
+        """Start the threads; `admit` starts the first groups.
 
         Args:
-            request: asks for one group.
+            request: function that requests a group.
             prompts: the prompts, by index.
-            mesh: the mesh, over whose data- and context-parallel ranks the prompts of a rollout batch are spread.
-            asks: whether this rank asks for its replica's groups.
-            prompts_per_step: prompts of a rollout batch, over all replicas.
-            max_staleness: rollouts by which groups may be ahead.
-            rollouts: the rollout batches from the next one to the last one of the run.
+            mesh: the mesh; a rollout batch's prompts are distributed over its data- and context-parallel ranks.
+            asks: whether this rank requests its replica's groups.
+            prompts_per_step: number of prompts of a rollout batch, over all replicas.
+            max_staleness: number of rollout batches that generation may be ahead of training.
+            rollouts: the rollout batches left in the run, from the next to the last.
             cursor: index of the next rollout batch's first prompt.
         """
         self._request, self._prompts, self._mesh, self._asks = request, prompts, mesh, asks
@@ -65,9 +66,9 @@ class GroupFlow:
             cursor,
         )
         self._admitted = cursor
-        """Index after the last prompt whose group may start."""
+        """Index after the last prompt that may start."""
         self._started = cursor
-        """Index after the last prompt whose group has started, on this replica."""
+        """Index after the last prompt that this replica has started."""
         self._futures: dict[int, Future[Group]] = {}
         self._waiting: SimpleQueue[tuple[int, Prompt, Future[Group]] | None] = SimpleQueue()
         self._starts = threading.Condition()
@@ -75,7 +76,7 @@ class GroupFlow:
         self._taken_s = time.perf_counter()
         share = -(-(max_staleness + 1) * prompts_per_step // mesh.dp_cp.size)
         self._threads = [
-            # Daemons: a process that ends after an error does not wait for the answers of servers.
+            # Daemons: a process that ends after an error does not wait for the servers to answer.
             threading.Thread(target=self._work, name=f"group-{n}", daemon=True)
             for n in range(min(share, MOST_THREADS) if asks else 0)
         ]
@@ -83,7 +84,7 @@ class GroupFlow:
             thread.start()
 
     def admit(self, rollout: int) -> None:
-        """Let the groups start that the bound allows when `rollout` rollout batches have been trained on."""
+        """Let the groups start that the bound allows once the policy has trained on `rollout` rollout batches."""
         allowed = min(rollout + self._max_staleness + 1, self._rollouts.stop) - self._rollouts.start
         end = self._cursor + allowed * self._batch
         if end <= self._admitted:
@@ -98,12 +99,12 @@ class GroupFlow:
 
     @property
     def own_positions(self) -> range:
-        """Positions in a rollout batch of the prompts of this replica."""
+        """Positions of this replica's prompts in a rollout batch."""
         return own_positions(self._batch, self._mesh)
 
     @property
     def started(self) -> int:
-        """Index after the last prompt whose group has started on this replica."""
+        """Index after the last prompt that this replica has started."""
         with self._starts:
             return self._started
 
@@ -112,11 +113,11 @@ class GroupFlow:
         `cursor`.
 
         Returns:
-            The groups in the order of their prompts, on all ranks of the model, and the seconds since the rollout batch
-            before was there.
+            The groups in the order of their prompts, on all ranks of the replica, and the seconds since the previous
+            rollout batch was complete.
 
         Raises:
-            McoreRlError: on all ranks, when one of any replica's groups has failed, also of a later rollout batch.
+            McoreRlError: on all ranks, if any group of any replica has failed, including groups of later batches.
         """
         indices = [cursor + p for p in self.own_positions]
         groups = from_first_of_model(
@@ -127,7 +128,7 @@ class GroupFlow:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Start no group inside, where the engine's weights are changed; those in progress go on."""
+        """Start no new groups within the context, while the engine's weights change; groups in progress continue."""
         with self._starts:
             self._is_held = True
         try:
@@ -138,21 +139,22 @@ class GroupFlow:
                 self._starts.notify_all()
 
     def close(self) -> None:
-        """Start no further group; threads end when the engine has answered or given up, which nobody waits for."""
+        """Start no further groups. Does not wait for the threads, which end when the engine has answered or failed."""
         for future in self._futures.values():
             future.cancel()
         for _ in self._threads:
             self._waiting.put(None)
 
     def _finished(self, indices: Sequence[int]) -> list[Group]:
-        """Wait for these groups; where any group has failed, also a later one, raise its error at once."""
+        """Wait for these groups; if any group has failed, even a later group, raise its error at once."""
         while True:
             for _, future in sorted(self._futures.items()):
                 if future.done() and (error := future.exception()):
                     raise error
             if all(self._futures[index].done() for index in indices):
                 return [self._futures.pop(index).result() for index in indices]
-            wait([one for one in self._futures.values() if not one.done()], return_when=FIRST_COMPLETED)
+            pending = [future for future in self._futures.values() if not future.done()]
+            wait(pending, return_when=FIRST_COMPLETED)
 
     def _work(self) -> None:
         while (job := self._waiting.get()) is not None:
@@ -165,7 +167,7 @@ class GroupFlow:
             try:
                 group = self._request(index, prompt)
             except McoreRlError as error:
-                future.set_exception(error)  # whoever takes the group raises it, on the main thread
+                future.set_exception(error)  # `take` raises it on the main thread
             except BaseException as error:
                 future.set_exception(error)
                 raise

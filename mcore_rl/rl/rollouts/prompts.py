@@ -1,4 +1,4 @@
-"""Order of the prompts: it depends on a cursor alone, so that a run resumes with the next prompt."""
+"""Order of the prompts. It depends only on a cursor, so that a resumed run continues with the next prompt."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from mcore_rl.rl.rollouts.tasks import BadPromptLine, make_problem, read_problem
 from mcore_rl.rl.types import Problem, Prompt
 
 HELD_OUT_SEED = 2**31
-"""Offset of the seed of held-out problems of a task, so that they differ from those trained on."""
+"""Offset of the seed of a task's held-out problems, so that they differ from the training problems."""
 STRIDE = 2**40
-"""Distance from the index of a problem that is held out to the one used in its place; more than any run takes."""
+"""Distance from the index of a held-out problem to the index of its replacement; more than any run uses."""
 TRIES = 100
-"""Problems that are made in place of one that is held out, or for one that is to be held out, before giving up."""
+"""Attempts to replace a held-out problem, and attempts per held-out problem to find distinct texts."""
 
 
 class PromptSource(Protocol):
@@ -30,39 +30,39 @@ class PromptSource(Protocol):
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts of an epoch; 0: the prompts have no end."""
+        """Number of prompts per epoch; 0 if the prompts never end."""
 
     @property
     def skipped(self) -> str:
-        """Sentence on what was left out; empty: nothing."""
+        """Description of the prompts that were left out; empty if none were."""
 
     def take(self, cursor: int, count: int) -> list[Prompt]:
-        """Return the prompts with indices `cursor` to `cursor + count - 1`, which are always the same."""
+        """Return the prompts with indices `cursor` to `cursor + count - 1`; the same on every call."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilePrompts:
-    """Prompts of files, each once an epoch, in an order that depends on the seed and the epoch; with a mixture, drawn
-    from the files by weight.
+    """Prompts read from files. Each prompt occurs once per epoch, in an order that depends on the seed and the epoch;
+    with a mixture, prompts are drawn from the files by weight.
     """
 
     prompts: tuple[Prompt, ...]
     seed: int
     mixture: ShuffledSources | None
     num_too_long: int
-    """Prompts left out because they are longer than rl.prompts.max_tokens."""
+    """Number of prompts left out because they are longer than rl.prompts.max_tokens."""
     bad_lines: tuple[BadPromptLine, ...]
-    """Lines left out because they are no prompt."""
+    """Lines left out because they are not valid prompts."""
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts of an epoch."""
+        """Number of prompts per epoch."""
         return len(self.prompts)
 
     @property
     def skipped(self) -> str:
-        """Sentence on what was left out; empty: nothing."""
+        """Description of the prompts that were left out; empty if none were."""
         counts = {"longer than rl.prompts.max_tokens": self.num_too_long, "no prompt": len(self.bad_lines)}
         numbers = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
         shown = "; ".join(map(str, self.bad_lines[:SHOWN]))
@@ -81,7 +81,7 @@ class FilePrompts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskProblems:
-    """The problems of a task, by index; none has the text of one that is held out."""
+    """The problems of a task, by index. No problem has the text of a held-out problem."""
 
     config: PromptConfig
     seed: int
@@ -100,14 +100,14 @@ class TaskProblems:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskPrompts:
-    """Prompts of a task, without end."""
+    """Endless prompts of a task."""
 
     problems: TaskProblems
     encode: Callable[[Problem], Prompt]
 
     @property
     def num_prompts(self) -> int:
-        """Zero: the prompts have no end."""
+        """Zero: the prompts never end."""
         return 0
 
     @property
@@ -121,8 +121,8 @@ class TaskPrompts:
 
 
 class PromptEncoder:
-    """Encodes problems with the chat template, up to where the assistant's answer begins, or goes on: a conversation
-    that ends in a turn of the assistant has the beginning of the answer.
+    """Encodes problems with the chat template, up to the point where the assistant's answer begins. If a conversation
+    ends in a turn of the assistant, that turn is the beginning of the answer, and the policy continues it.
     """
 
     def __init__(self, chat: Chat, max_tokens: int) -> None:
@@ -130,7 +130,12 @@ class PromptEncoder:
         self._max_tokens = max_tokens
 
     def __call__(self, problem: Problem) -> Prompt:
-        """Return the prompt of `problem`; PromptTooLongError beyond rl.prompts.max_tokens."""
+        """Return the prompt of `problem`.
+
+        Raises:
+            DataError: if the chat template cannot render it, or it has no tokens.
+            PromptTooLongError: if it has more than rl.prompts.max_tokens tokens.
+        """
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
         try:
             tokens_T = tuple(prompt_ids(self._chat, Conversation(messages=tuple(messages))))
@@ -149,7 +154,7 @@ class PromptEncoder:
 
 
 class PromptTooLongError(DataError):
-    """A prompt of more tokens than the config allows."""
+    """Raised for a prompt with more tokens than the config allows."""
 
 
 def train_prompts(
@@ -160,7 +165,7 @@ def train_prompts(
     *,
     needs_answer: bool = False,
 ) -> PromptSource:
-    """Return the prompts to train on; DataError when there are none, or none with an answer where that is needed."""
+    """Return the training prompts. Raises DataError if there are none, or none with an answer if `needs_answer`."""
     if config.task == "file":
         return _file_prompts(config, encode, seed, needs_answer=needs_answer)
     texts = frozenset(prompt.problem.prompt for prompt in held_out)
@@ -168,17 +173,19 @@ def train_prompts(
 
 
 def refuse_prompts_without_teacher(source: PromptSource, distill: DistillConfig) -> None:
-    """Raise a DataError that names prompts whose tag has no teacher."""
+    """Raise a DataError that lists the prompts without a teacher for their tag, if any."""
     if distill.teacher is not None:
         return
     prompts = source.prompts if isinstance(source, FilePrompts) else source.take(0, 1)
     lacking = [
-        one.problem for one in prompts if distill.index_of(one.problem.fields.get(distill.tag_field)) is None
+        prompt.problem
+        for prompt in prompts
+        if distill.index_of(prompt.problem.fields.get(distill.tag_field)) is None
     ]
     if lacking:
         shown = ", ".join(
-            f"{one.problem_id} ({distill.tag_field}={one.fields.get(distill.tag_field)!r})"
-            for one in lacking[:SHOWN]
+            f"{problem.problem_id} ({distill.tag_field}={problem.fields.get(distill.tag_field)!r})"
+            for problem in lacking[:SHOWN]
         )
         raise DataError(
             f"{len(lacking)} prompts have no teacher of {', '.join(distill.teachers)}: {shown}. Correct their tags, or "
@@ -187,7 +194,7 @@ def refuse_prompts_without_teacher(source: PromptSource, distill: DistillConfig)
 
 
 def held_out_problems(config: EvalConfig, prompts: PromptConfig, seed: int) -> tuple[Problem, ...]:
-    """Return problems of a task to evaluate on, with different texts; fewer when the task has not as many."""
+    """Return problems of a task to evaluate on, with distinct texts; fewer if the task does not have enough."""
     by_text: dict[str, Problem] = {}
     for index in range(TRIES * config.num_prompts):
         problem = make_problem(prompts, seed + HELD_OUT_SEED, index)
@@ -200,7 +207,7 @@ def held_out_problems(config: EvalConfig, prompts: PromptConfig, seed: int) -> t
 def held_out_prompts(
     config: EvalConfig, prompts: PromptConfig, encode: PromptEncoder, seed: int, *, needs_answer: bool = False
 ) -> tuple[Prompt, ...]:
-    """Return the prompts to evaluate on; none when files are trained on and no files are named for evaluation."""
+    """Return the prompts to evaluate on; empty if training prompts come from files and `config.files` is empty."""
     if prompts.task != "file":
         return tuple(map(encode, held_out_problems(config, prompts, seed)))
     if not config.files:
@@ -237,6 +244,6 @@ def _file_prompts(
 
 
 def own_positions(num_prompts: int, mesh: Mesh) -> range:
-    """Return the positions, among `num_prompts`, of the prompts of this replica."""
-    # Context-parallel ranks are replicas of their own here: generation does not cut sequences.
+    """Return the positions of this replica's prompts among `num_prompts` prompts."""
+    # Generation does not split sequences, so every context-parallel rank generates as a separate replica.
     return range(mesh.dp_cp.rank, num_prompts, mesh.dp_cp.size)

@@ -1,4 +1,4 @@
-"""Scored completions from prompts, over all replicas of the model."""
+"""Generation and scoring of completions, over all replicas of the model."""
 
 import hashlib
 import math
@@ -41,7 +41,7 @@ from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """The scored groups of one rollout batch. Completion g of group p is the sample with index p * G + g.
+    """The scored groups of a rollout batch. Completion g of group p is the sample with index p * G + g.
 
     Groups and samples have the same indices on all ranks; texts, tokens and logprobs stay on the replica that generated
     them until `exchange_samples`.
@@ -50,26 +50,26 @@ class Rollout:
     groups: dict[int, Group]
     """Groups that this replica generated, by index."""
     rewards_PG: Tensor
-    """float64: rewards of all groups; NaN: the completion has none, and no part in its group or the loss."""
+    """Rewards of all groups, float64. A completion with NaN has no reward and is left out of its group and the loss."""
     shapes: dict[int, SampleShape]
     """Shapes of all samples, by index."""
     num_prompts: int
-    """Prompts taken from the source, with those whose groups had no signal for dynamic sampling."""
+    """Number of prompts used up, including prompts that dynamic sampling left out."""
     metrics: list[Metric]
     """Metrics of all replicas."""
     steps_PGI: Sequence[Sequence[Sequence[StepReward]]] = ()
     """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
     truncation_warning: str | None = None
-    """Likely reason why all completions are truncated; None: some are not."""
+    """Likely reason why all completions are truncated; None if some are not."""
     signal: Signal | None = None
-    """Signal in all groups that were generated for it; None: not known."""
+    """Signal in all groups generated for this batch; None if unknown."""
     greedy_rewards_P: Tensor | None = None
-    """float64: reward of the greedy completion of each prompt, with rl.advantage.kind="remax"; NaN: it has none."""
+    """Reward of each prompt's greedy completion, float64, with rl.advantage.kind="remax"; NaN if its score failed."""
     refused: frozenset[int] = frozenset()
-    """Samples that are in no pass and no update, because of the engine's routes; their reward is NaN."""
+    """Samples left out of all passes and updates because of the engine's routes; their reward is NaN."""
 
     def without(self, samples: Collection[int]) -> "Rollout":
-        """Return the rollout batch without these samples, which keep their indices: they are refused."""
+        """Return the rollout batch with these samples refused. All samples keep their indices."""
         group_size = self.rewards_PG.shape[1]
         rewards_PG = self.rewards_PG.clone()
         rewards_PG.view(-1)[list(samples)] = torch.nan
@@ -102,26 +102,26 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSummary:
-    """Summary of a group that all ranks have."""
+    """Summary of a group, available on all ranks."""
 
     index: int
-    """Index of its prompt among those taken for this rollout batch."""
+    """Index of the group's prompt among the prompts taken for this rollout batch."""
     replica_rank: int
-    """Rank, among the data- and context-parallel ones, of the replica that generated it."""
+    """Rank of the replica that generated the group, among the data- and context-parallel ranks."""
     num_prompt_tokens: int
     lengths_G: list[int]
-    """Tokens of each completion, with those of an environment."""
+    """Number of tokens of each completion, including an environment's tokens."""
     num_sampled_G: list[int]
-    """Tokens of each completion that the policy sampled."""
+    """Number of tokens of each completion that the policy sampled."""
     spans_G: list[tuple[tuple[int, int], ...] | None]
-    """First index and end of the sampled tokens of each turn, for each completion; None: all tokens are sampled."""
+    """For each completion, (start, end) of the sampled tokens of each turn; None: all tokens are sampled."""
     truncated_G: list[bool]
     rewards_G: list[float]
-    """Rewards; NaN where a score failed."""
+    """Rewards; NaN if a score failed."""
     num_stale_G: list[int]
-    """First tokens of each completion that older weights sampled than the engine's present ones."""
+    """Number of leading tokens of each completion sampled by weights older than the engine's current weights."""
     correct_G: list[bool | None]
-    """Whether the part that decides it is 1 or more; None where its score failed, or no part decides."""
+    """Whether each completion is correct; None if the deciding score failed, or no part decides."""
     steps_GI: Sequence[Sequence[StepReward]] = ()
     """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
     teacher: int = 0
@@ -130,13 +130,13 @@ class GroupSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ReplicaScores:
-    """Scores of one replica that all ranks get; empty on a rank that scores none."""
+    """A replica's scores, sent to all ranks; empty on ranks that score no completions."""
 
     summaries: list[GroupSummary] = field(default_factory=list)
     metrics: list[tuple[str, float, float]] = field(default_factory=list)
     """Name, value and count of each metric."""
     num_failed: Counter[str] = field(default_factory=Counter)
-    """Failed scores by part."""
+    """Number of failed scores, by part."""
     first_failures: list[FailedPart] = field(default_factory=list)
     """The first failure of each kind."""
 
@@ -147,25 +147,26 @@ class Rollouts:
 
     engine: Engine
     reward: Reward | None
-    """Reward functions, on the one rank of each replica that runs them (`runs_rewards`)."""
+    """Reward functions, on the rank of each replica that runs them (`runs_rewards`); None on all other ranks."""
     failures: FailureReport
-    """Report of scores that failed, on rank 0 of the world."""
+    """Report of failed scores; only rank 0 of the world adds to it."""
     prompts: PromptSource
     sampling: Sampling
     mesh: Mesh
     config: RlRunConfig
     models: RewardModels | None = None
-    """Reward models among the parts of the reward; None: there are none."""
+    """Reward parts that are models; None if there are none."""
     special_ids: frozenset[int] = frozenset()
     """Special tokens of the tokenizer."""
     conversations: Conversations | None = None
-    """Conversations with an environment, which the engine's completions are turns of; None: there is none."""
+    """Conversations with an environment, in which the engine generates the policy's turns; None without them."""
     flow: GroupFlow | None = None
-    """Groups that are generated while the policy trains; None: it trains and generates in turn."""
+    """Groups that are generated while the policy trains; None: generation and training alternate."""
 
     def take(self, cursor: int) -> Rollout:
-        """Return scored groups of the prompts from `cursor` on; with dynamic sampling (DAPO, arXiv 2503.14476) those
-        of further prompts replace groups without a signal.
+        """Generate and score the groups of the next rollout batch, which begins with prompt `cursor`.
+
+        With dynamic sampling (DAPO, arXiv 2503.14476) groups of further prompts replace groups without a signal.
         """
         rollout = self.config.rl.rollout
         num_groups = rollout.prompts_per_step
@@ -206,55 +207,58 @@ class Rollouts:
             greedy_rewards_P = self._greedy_rewards(prompts)
             scored_P = greedy_rewards_P[~greedy_rewards_P.isnan()]
             metrics.append(Metric("rollout/greedy_reward", scored_P.sum().item(), len(scored_P)))
-            # A prompt without a baseline has no advantage: its completions are as if their own scores had failed.
+            # A prompt without a baseline has no advantage: treat its completions as if their scores had failed.
             rewards_PG = rewards_PG.masked_fill(greedy_rewards_P.isnan()[:, None], torch.nan)
             scores_PG = torch.cat([rewards_PG, greedy_rewards_P[:, None]], dim=1)
         if self.config.rl.advantage.uses_steps:
             scores_PG = _steps_PN(summaries)
         return Rollout(
-            groups={p: groups[one.index] for p, one in enumerate(chosen) if one.index in groups},
+            groups={p: groups[summary.index] for p, summary in enumerate(chosen) if summary.index in groups},
             rewards_PG=rewards_PG,
             shapes={
                 p * rollout.group_size + g: SampleShape(
-                    replica_rank=one.replica_rank,
-                    num_prompt_tokens=one.num_prompt_tokens,
-                    num_completion_tokens=one.lengths_G[g],
+                    replica_rank=summary.replica_rank,
+                    num_prompt_tokens=summary.num_prompt_tokens,
+                    num_completion_tokens=summary.lengths_G[g],
                     is_trained=not bool(rewards_PG[p, g].isnan())
-                    and not (self.config.rl.loss.mask_truncated and one.truncated_G[g]),
-                    num_stale_tokens=one.num_stale_G[g],
-                    is_truncated=one.truncated_G[g],
-                    teacher=one.teacher,
-                    sampled_spans=one.spans_G[g],
+                    and not (self.config.rl.loss.mask_truncated and summary.truncated_G[g]),
+                    num_stale_tokens=summary.num_stale_G[g],
+                    is_truncated=summary.truncated_G[g],
+                    teacher=summary.teacher,
+                    sampled_spans=summary.spans_G[g],
                 )
-                for p, one in enumerate(chosen)
+                for p, summary in enumerate(chosen)
                 for g in range(rollout.group_size)
             },
-            # The prompts behind the last group that is trained on come again: their answers would be of older weights.
+            # Prompts after the last chosen group are used again in the next batch, because answers kept until then
+            # would be from older weights.
             num_prompts=chosen[-1].index + 1 if len(chosen) == num_groups else len(summaries),
             metrics=metrics,
-            steps_PGI=[one.steps_GI for one in chosen if one.steps_GI],
+            steps_PGI=[summary.steps_GI for summary in chosen if summary.steps_GI],
             truncation_warning=self.truncation_warning(groups, summaries),
-            signal=signal_of(scores_PG, [one for summary in summaries for one in summary.correct_G]),
+            signal=signal_of(
+                scores_PG, [is_correct for summary in summaries for is_correct in summary.correct_G]
+            ),
             greedy_rewards_P=greedy_rewards_P,
         )
 
     def _greedy_rewards(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the reward of the greedy completion of each prompt, float64 `[P]`; NaN where its score failed."""
+        """Return the reward of each prompt's greedy completion, float64 `[P]`; NaN if its score failed."""
         greedy = replace(self.sampling, cut=Cut(temperature=0.0), with_routes=False)
-        # Nothing is drawn, so that any seed gives the same completion.
+        # Greedy decoding draws nothing, so the seed does not matter.
         _, summaries, _ = self.generate_and_score(prompts, greedy, [[0] for _ in prompts])
         return _rewards_PG(summaries)[:, 0]
 
     def truncation_warning(
         self, groups: Mapping[int, Group], summaries: Sequence[GroupSummary]
     ) -> str | None:
-        """Return the likely reason why all completions of `summaries` are truncated; None when some are not.
+        """Return the likely reason why all completions of `summaries` are truncated; None if some are not.
 
         Args:
             groups: this replica's groups.
             summaries: the groups of all replicas.
         """
-        if not all(is_truncated for one in summaries for is_truncated in one.truncated_G):
+        if not all(is_truncated for summary in summaries for is_truncated in summary.truncated_G):
             return None
         if self.conversations is not None:
             return episodes_reason(groups.values(), self.sampling)
@@ -269,11 +273,14 @@ class Rollouts:
         *,
         is_training: bool = False,
     ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
-        """Generate a completion for each seed of each prompt, and score them.
+        """Generate a completion for each seed of each prompt, and score the completions.
 
         Args:
+            prompts: the prompts of all replicas.
+            sampling: sampling parameters.
+            seeds_PG: a seed for each completion.
             first: index of the first prompt.
-            is_training: whether the scores of reward models count in what normalises them.
+            is_training: whether reward models update their running mean and deviation with these scores.
 
         Returns:
             This replica's groups by index; summaries of all groups, in order; metrics of all replicas.
@@ -293,12 +300,12 @@ class Rollouts:
         )
 
     def seeds(self, index: int) -> list[int]:
-        """Return the seeds of the completions of the prompt `index`."""
+        """Return the seeds of the completions of prompt `index`."""
         group_size = self.config.rl.rollout.group_size
         return [sample_seed(self.config.train.seed, index, g) for g in range(group_size)]
 
     def update_weights(self, step: int) -> None:
-        """Give the engine the policy's weights after optimizer step `step`, and let further groups start."""
+        """Update the engine to the policy's weights after optimizer step `step`, and let further groups start."""
         if self.flow is None:
             self.engine.update_weights(step)
             return
@@ -309,7 +316,7 @@ class Rollouts:
     def _take_from(
         self, flow: GroupFlow, cursor: int
     ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
-        """Take the rollout batch of the prompts from `cursor` on out of `flow`, and score it as it is."""
+        """Take the rollout batch that begins with prompt `cursor` from `flow`, and score it."""
         start_s = time.perf_counter()
         taken_groups, period_s = flow.take(cursor)
         engine = asking(self.engine)
@@ -319,7 +326,7 @@ class Rollouts:
             self.sampling,
             waited_s=time.perf_counter() - start_s,
             generation_s=period_s,
-            # Environments answer while the policy trains: they are no part of the time that it waited.
+            # Environments answer while the policy trains, so their time is not part of the waiting time.
             environment_s=None,
             is_training=True,
         )
@@ -335,17 +342,19 @@ class Rollouts:
         environment_s: float | None,
         is_training: bool,
     ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
-        """Score this replica's groups, by index, as `generate_and_score` returns them.
+        """Score this replica's groups. Returns the same as `generate_and_score`.
 
         Args:
+            by_index: this replica's groups, by index.
+            sampling: sampling parameters of the groups.
             waited_s: seconds that the policy waited for the groups.
-            generation_s: seconds in which as many tokens are generated.
-            environment_s: seconds of `waited_s` that environments took; None: not known.
-            is_training: whether the scores of reward models count in what normalises them.
+            generation_s: seconds in which the groups' tokens were generated, for the throughput.
+            environment_s: seconds of `waited_s` that environments took; None if unknown.
+            is_training: whether reward models update their running mean and deviation with these scores.
         """
         groups = list(by_index.values())
         generated_s = time.perf_counter()
-        # An error in the scoring of one replica is raised on all ranks, which would otherwise wait for it.
+        # If scoring fails on one replica, the error is raised on all ranks: they would otherwise wait for its scores.
         of_models = {} if self.models is None else self.models.outcomes(groups, are_counted=is_training)
         scores = on_every_rank(lambda: self.reward(groups, of_models) if self.reward and groups else None)
         scored_s = time.perf_counter()
@@ -365,16 +374,17 @@ class Rollouts:
             ]
             local = _ReplicaScores(
                 summaries=summaries,
-                metrics=[(one.name, float(one.value), float(one.count)) for one in metrics],
+                metrics=[(metric.name, float(metric.value), float(metric.count)) for metric in metrics],
                 num_failed=Counter(failed.part for failed in scores.failures),
                 first_failures=list(first_of_each_kind(scores.failures)) if scores.failures else [],
             )
         gathered = [local] * self.mesh.world.size
         dist.all_gather_object(gathered, local)
         all_summaries = sorted(
-            (one for replica in gathered for one in replica.summaries), key=lambda one: one.index
+            (summary for replica in gathered for summary in replica.summaries),
+            key=lambda summary: summary.index,
         )
-        self._report_failures(gathered, sum(len(one.rewards_G) for one in all_summaries))
+        self._report_failures(gathered, sum(len(summary.rewards_G) for summary in all_summaries))
         return (
             by_index,
             all_summaries,
@@ -382,7 +392,7 @@ class Rollouts:
         )
 
     def _report_failures(self, gathered: "Sequence[_ReplicaScores]", num_completions: int) -> None:
-        """Report failures on rank 0, and raise on all ranks alike where too many scores of a part have failed."""
+        """Report failures on rank 0. Raises TrainingError on all ranks if too many scores of a part have failed."""
         failures = [failed for replica in gathered for failed in replica.first_failures]
         if not failures:
             return
@@ -419,7 +429,7 @@ class Rollouts:
                 ],
                 truncated_G=[completion.is_truncated for completion in group.completions],
                 rewards_G=rewards_PG[p],
-                num_stale_G=[num_stale_tokens(one, version) for one in group.completions],
+                num_stale_G=[num_stale_tokens(completion, version) for completion in group.completions],
                 correct_G=correct_PG[p],
                 steps_GI=[
                     token_steps(
@@ -438,15 +448,19 @@ class Rollouts:
         ]
 
     def _flow_metrics(self, flow: GroupFlow, groups: Sequence[Group]) -> list[Metric]:
-        """Collective over the world: return how many groups have started, and by how many rollout batches the weights
-        that sampled are older than the engine's present ones.
+        """Collective over the world: return metrics of the started groups and of the staleness of the completions.
+
+        Staleness is the age of the weights that sampled a completion's first token, relative to the engine's current
+        weights, in rollout batches.
         """
         now, updates = self.engine.policy_version, self.config.updates_per_rollout
         completions = (
-            [one for group in groups for one in group.completions] if runs_rewards(self.mesh) else []
+            [completion for group in groups for completion in group.completions]
+            if runs_rewards(self.mesh)
+            else []
         )
-        ages = [(now - one.policy_version) / updates for one in completions]
-        local = (flow.started, ages, sum(len(one.versions) > 1 for one in completions))
+        ages = [(now - completion.policy_version) / updates for completion in completions]
+        local = (flow.started, ages, sum(len(completion.versions) > 1 for completion in completions))
         gathered = [local] * self.mesh.world.size
         dist.all_gather_object(gathered, local)
         started, ages_of_ranks, num_mixed = zip(*gathered, strict=True)
@@ -460,7 +474,7 @@ class Rollouts:
 
 
 def num_stale_tokens(completion: Completion, version: int) -> int:
-    """Return the number of first tokens of a completion that weights older than `version` sampled."""
+    """Return the number of leading tokens of a completion that were sampled by weights older than `version`."""
     return max((span.end for span in completion.versions if span.version < version), default=0)
 
 
@@ -470,16 +484,17 @@ def runs_rewards(mesh: Mesh) -> bool:
 
 
 def sample_seed(seed: int, prompt_index: int, index: int) -> int:
-    """Return the seed of one completion: the same when a run resumes, another for every prompt index and index in
-    the group.
+    """Return the seed of a completion, which depends only on the run's seed, the prompt's index, and the index in the
+    group.
     """
     digest = hashlib.blake2b(f"{seed}/{prompt_index}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # a seed is a positive int64
 
 
 def token_step(completion: Completion, step: TextStep, decode: Callable[[Sequence[int]], str]) -> StepReward:
-    """Return the step by its last token: the first one with which the text, which is that of the last turn, is as long
-    as the step. A step that ends with the text ends with the completion's last token.
+    """Map a step of the text to its last token: the first token at which the decoded text covers the step.
+
+    The text is the last turn's. A step that ends with the text ends with the completion's last token.
     """
     start, stop = completion.sampled_spans[-1]
     tokens_T, num_before = completion.tokens_T[start:stop], completion.num_sampled - (stop - start)
@@ -493,13 +508,13 @@ def token_steps(
     decode: Callable[[Sequence[int]], str],
     environment_weight: float,
 ) -> list[StepReward]:
-    """Return the steps of a completion by their last tokens; in a conversation with an environment each turn is a step
-    too, whose reward counts `environment_weight` times.
+    """Map the steps of a completion to their last tokens. In a conversation with an environment each turn is a step
+    too, with its reward multiplied by `environment_weight`.
 
     Args:
         completion: the completion.
-        steps: steps of the text that the parts of the reward score; none: the completion has no reward.
-        decode: text of token ids.
+        steps: steps of the text, with the sums of their scores; empty if the completion has no reward.
+        decode: function that decodes token ids to text.
         environment_weight: weight of the part `environment`.
     """
     if not completion.num_sampled or not steps:
@@ -518,36 +533,39 @@ def token_steps(
 
 
 def _refill_size(num_groups: int, num_chosen: int, num_taken: int) -> int:
-    """Return how many further prompts are likely to fill up a rollout batch, by the share of groups with a signal."""
+    """Estimate, from the share of groups with a signal, how many further prompts are needed to fill a rollout batch."""
     if not num_chosen:
         return num_groups
     return min(num_groups, math.ceil((num_groups - num_chosen) * num_taken / num_chosen))
 
 
 def _accuracy_PG(summaries: Sequence[GroupSummary]) -> Tensor:
-    """Return 1 for a correct completion, 0 for another, NaN where nothing has decided."""
+    """Return 1 for a correct completion, 0 for an incorrect completion, NaN if undecided; float64."""
     return torch.tensor(
-        [[math.nan if one is None else float(one) for one in summary.correct_G] for summary in summaries],
+        [
+            [math.nan if is_correct is None else float(is_correct) for is_correct in summary.correct_G]
+            for summary in summaries
+        ],
         dtype=torch.float64,
     )
 
 
 def _steps_PN(summaries: Sequence[GroupSummary]) -> Tensor:
-    """Return the values of the steps of each group, float64, with NaN after those of groups that have fewer."""
+    """Return the values of all steps of each group, float64, padded with NaN."""
     steps_PN = [
-        torch.tensor([step.value for steps in one.steps_GI for step in steps], dtype=torch.float64)
-        for one in summaries
+        torch.tensor([step.value for steps in summary.steps_GI for step in steps], dtype=torch.float64)
+        for summary in summaries
     ]
     return pad_sequence(steps_PN, batch_first=True, padding_value=torch.nan)
 
 
 def _rewards_PG(summaries: Sequence[GroupSummary]) -> Tensor:
-    return torch.tensor([one.rewards_G for one in summaries], dtype=torch.float64)
+    return torch.tensor([summary.rewards_G for summary in summaries], dtype=torch.float64)
 
 
 def _group_metrics(rewards_PG: Tensor) -> list[Metric]:
-    """Return how the rewards of a prompt differ, from rewards `[P, G]`."""
-    # Without a group to train on nothing has a signal: the fraction is 1 then, not 0 of 0.
+    """Return metrics of how much rewards differ within a group."""
+    # Without any group nothing has a signal: the fraction is then 1, rather than 0 of 0.
     num_constant = int(constant_groups(rewards_PG).sum()) if len(rewards_PG) else 1
     of_scored = [row_G[~row_G.isnan()] for row_G in rewards_PG]
     stds = [row_G.std(correction=0).item() for row_G in of_scored if len(row_G)]
@@ -558,30 +576,31 @@ def _group_metrics(rewards_PG: Tensor) -> list[Metric]:
 
 
 def _cut_metrics(groups: Sequence[Group], cut: Cut) -> Iterator[Metric]:
-    """Yield the KL of the distribution that tokens were drawn from to the one that is trained on, where they differ.
+    """Yield the KL divergence of the sampling distribution from the trained distribution, if top-k, top-p or min-p cut.
 
-    The first is the second without the tokens that were cut, over the mass m of those that were kept: the log of their
-    ratio is -log m at every token.
+    The sampling distribution is the trained distribution restricted to the kept tokens and divided by their mass m, so
+    the log of the ratio is -log m at every token.
     """
-    completions = [one for group in groups for one in group.completions]
-    if not cut.is_open and all(one.kept_logprobs_T is not None for one in completions):
+    completions = [completion for group in groups for completion in group.completions]
+    if not cut.is_open and all(completion.kept_logprobs_T is not None for completion in completions):
         kept_T = [
             logprob
-            for one in completions
-            for start, end in one.sampled_spans
-            for logprob in (one.kept_logprobs_T or ())[start:end]
+            for completion in completions
+            for start, end in completion.sampled_spans
+            for logprob in (completion.kept_logprobs_T or ())[start:end]
         ]
         yield Metric("rollout/cut_kl_nats", -sum(kept_T), len(kept_T))
 
 
 def _episode_metrics(groups: Sequence[Group], environment_s: float | None) -> Iterator[Metric]:
-    """Yield metrics of conversations with an environment, which took `environment_s` seconds for its part, if known."""
-    completions = [one for group in groups for one in group.completions]
-    episodes = [one.episode for one in completions if one.episode is not None]
+    """Yield metrics of conversations with an environment, with its time `environment_s` unless unknown (None)."""
+    completions = [completion for group in groups for completion in group.completions]
+    episodes = [completion.episode for completion in completions if completion.episode is not None]
     count = len(episodes)
-    yield Metric("environment/turns", sum(len(one.turns) for one in episodes), count)
-    yield Metric("environment/tokens", sum(len(one.tokens_T) - one.num_sampled for one in completions), count)
-    ends = Counter(one.end for one in episodes)
+    yield Metric("environment/turns", sum(len(episode.turns) for episode in episodes), count)
+    num_tokens = sum(len(completion.tokens_T) - completion.num_sampled for completion in completions)
+    yield Metric("environment/tokens", num_tokens, count)
+    ends = Counter(episode.end for episode in episodes)
     for end in get_args(EpisodeEnd):
         yield Metric(f"environment/ended_{end}_fraction", ends[end], count)
     if environment_s is not None:
@@ -589,12 +608,13 @@ def _episode_metrics(groups: Sequence[Group], environment_s: float | None) -> It
 
 
 def _rollout_metrics(summaries: Sequence[GroupSummary], waited_s: float, generation_s: float) -> list[Metric]:
-    lengths = [length for one in summaries for length in one.num_sampled_G]
-    num_truncated = sum(sum(one.truncated_G) for one in summaries)
+    lengths = [length for summary in summaries for length in summary.num_sampled_G]
+    num_truncated = sum(sum(summary.truncated_G) for summary in summaries)
+    num_prompt_tokens = sum(summary.num_prompt_tokens for summary in summaries)
     return [
         Metric("rollout/completion_tokens", sum(lengths), len(lengths)),
         Metric("rollout/longest_completion_tokens", max(lengths)),
-        Metric("rollout/prompt_tokens", sum(one.num_prompt_tokens for one in summaries), len(summaries)),
+        Metric("rollout/prompt_tokens", num_prompt_tokens, len(summaries)),
         Metric("rollout/truncated_fraction", num_truncated, len(lengths)),
         Metric("rollout/tokens_per_s_per_replica", sum(lengths), generation_s),
         Metric("time/rollout_s", waited_s),

@@ -1,4 +1,4 @@
-"""Completions for people to read: JSON lines of a whole rollout batch, and a table of a few in the log."""
+"""Human-readable completions: a JSON Lines file per rollout batch, and a table of a few samples in the log."""
 
 import json
 import math
@@ -15,13 +15,14 @@ from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion
 
 WIDTH = 60
-"""Characters of a text in the log."""
+"""Maximum number of characters of a text in the log."""
 
 
 def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
-    """Collective over the data- and context-parallel ranks: return all samples with their rewards (None where a score
-    failed) and the reasons that the parts of the reward gave, in order, on the first rank, and an empty list on the
-    others.
+    """Collective over the data- and context-parallel ranks: gather all samples on the first rank, in order.
+
+    A sample has its reward (None if a score failed) and the reasons that the reward parts gave. All other ranks get an
+    empty list.
     """
     samples_of_groups = {
         index: [
@@ -36,7 +37,7 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
                 "finish": completion.finish,
                 "policy_version": completion.policy_version,
                 **_conversation(completion),
-                "versions": [[one.version, one.start, one.end] for one in completion.versions],
+                "versions": [[span.version, span.start, span.end] for span in completion.versions],
             }
             for completion, reward, reasons in zip(
                 group.completions,
@@ -57,7 +58,10 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
 
 
 def _conversation(completion: Completion) -> dict[str, Any]:
-    """Return the messages of a conversation with an environment, each of the policy's with its reward, and its end."""
+    """Return a conversation's messages, with the reward of each of the policy's turns, and the reason why it ended.
+
+    Empty for a completion without an environment.
+    """
     episode = completion.episode
     if episode is None:
         return {}
@@ -71,7 +75,7 @@ def _conversation(completion: Completion) -> dict[str, Any]:
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]]) -> Path:
-    """Write `folder/step_<step>.jsonl` in one move, and return its path."""
+    """Write `folder/step_<step>.jsonl` atomically and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:07d}.jsonl"
     lines = [json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples]
@@ -80,10 +84,10 @@ def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]])
 
 
 def table_lines(samples: Sequence[Mapping[str, Any]], count: int) -> Iterator[str]:
-    """Yield a line for each of `count` samples, spread evenly from the best reward to the worst."""
+    """Yield a line for each of `count` samples, spaced evenly in order of reward from best to worst."""
     ordered = sorted(samples, key=lambda sample: (sample["reward"] is None, -(sample["reward"] or 0.0)))
     count = min(count, len(ordered))
-    # Both ends are among them: the first index is 0, the last one len - 1.
+    # Both ends are included: the first index is 0, the last index len - 1.
     indices = [round(row * (len(ordered) - 1) / max(1, count - 1)) for row in range(count)]
     for sample in (ordered[index] for index in indices):
         prompt, completion, answer = (_shortened(sample[name]) for name in ("prompt", "completion", "answer"))

@@ -1,4 +1,4 @@
-"""The signal of rollout batches, and warnings where a policy learns nothing, each with the reason and a remedy."""
+"""Learning signal of rollout batches, and warnings, with a reason and a remedy, when the policy learns nothing."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,36 +10,36 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.objectives.advantages import constant_groups
 
 NUM_BATCHES = 10
-"""Rollout batches whose groups are counted together, and updates or batches after which a warning may come again."""
+"""Number of rollout batches over which groups are counted, and of calls after which a warning may be repeated."""
 MOST_WITHOUT_SIGNAL = 0.8
-"""Fraction of groups without a signal above which there is a warning."""
+"""Fraction of groups without a signal above which a warning is given."""
 FEW, MOST = 0.1, 0.9
-"""Accuracies below and above which the task is likely to be too hard and too easy."""
+"""Accuracy below which a task is probably too hard, and accuracy above which it is probably too easy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signal:
-    """Differences between the scores of a rollout batch, from which a policy learns."""
+    """Statistics on the differences between a rollout batch's scores, from which a policy learns."""
 
     num_scores: int
-    """Scores that are not NaN."""
+    """Number of scores that are not NaN."""
     are_equal: bool
-    """Whether these are all the same."""
+    """Whether all these scores are the same."""
     mean_score: float
     num_groups: int
     num_without_signal: int
-    """Groups whose scores are all the same, or fewer than two."""
+    """Number of groups in which all scores are the same, or that have fewer than two scores."""
     num_correct: int
     num_decided: int
-    """Completions of which it is known whether they are correct."""
+    """Number of completions known to be correct or incorrect."""
 
 
 def signal_of(scores_PN: Tensor, correct: Sequence[bool | None]) -> Signal:
     """Return the signal of a rollout batch.
 
     Args:
-        scores_PN: float64: scores of each group; NaN: there is none.
-        correct: whether each completion is correct; None: not known.
+        scores_PN: scores of each group, float64; NaN if a score is missing.
+        correct: whether each completion is correct; None if unknown.
     """
     scores_N = scores_PN[~scores_PN.isnan()]
     return Signal(
@@ -48,17 +48,17 @@ def signal_of(scores_PN: Tensor, correct: Sequence[bool | None]) -> Signal:
         mean_score=scores_N.mean().item() if len(scores_N) else 0.0,
         num_groups=len(scores_PN),
         num_without_signal=int(constant_groups(scores_PN).sum()) if scores_PN.numel() else len(scores_PN),
-        num_correct=sum(one is True for one in correct),
-        num_decided=sum(one is not None for one in correct),
+        num_correct=sum(is_correct is True for is_correct in correct),
+        num_decided=sum(is_correct is not None for is_correct in correct),
     )
 
 
 def update_signal(rewards_PG: Tensor, loss_weights_N: Tensor) -> Iterator[Metric]:
-    """Yield how many groups an update trains on, and how many of them have rewards that are all the same.
+    """Yield the number of groups that an update trains on, and how many of these have no signal.
 
     Args:
-        rewards_PG: float64: rewards of a rollout batch; NaN: there is none.
-        loss_weights_N: float64: weights of its samples in the update; 0: another update has the sample, or none.
+        rewards_PG: rewards of a rollout batch, float64; NaN if a completion has none.
+        loss_weights_N: loss weights of the batch's samples in this update, float64; 0 if the sample is not part of it.
     """
     is_trained_P = (loss_weights_N.view_as(rewards_PG) > 0).any(dim=1)
     yield Metric("policy/groups", int(is_trained_P.sum()))
@@ -67,32 +67,32 @@ def update_signal(rewards_PG: Tensor, loss_weights_N: Tensor) -> Iterator[Metric
 
 
 class Onset:
-    """Lets a warning through where its condition begins; again after NUM_BATCHES calls without the condition."""
+    """Rate limit of a warning: it is given when its condition begins, after NUM_BATCHES calls without it."""
 
     def __init__(self) -> None:
         self._calls_without = NUM_BATCHES
 
     def begins(self, *, holds: bool) -> bool:
-        """Return whether the condition `holds` and did not in the calls before."""
+        """Return whether the condition `holds` now and has not held in the last NUM_BATCHES calls."""
         begins = holds and self._calls_without >= NUM_BATCHES
         self._calls_without = 0 if holds else self._calls_without + 1
         return begins
 
 
 class LearningWarnings:
-    """Warnings of a run in which nothing is learned.
+    """Warnings of a run that learns nothing.
 
-    Nothing of it is saved: a run that resumes counts its batches anew, and repeats a warning whose condition goes on.
+    The state is not saved: a resumed run counts its batches anew, and repeats a warning if its condition still holds.
     """
 
     def __init__(self, *, compares_groups: bool) -> None:
-        """Take whether groups whose scores are all the same give no advantage."""
+        """Create the warnings; `compares_groups`: whether a group with equal scores gives no advantage."""
         self._compares_groups = compares_groups
         self._batches: deque[Signal] = deque(maxlen=NUM_BATCHES)
         self._equal, self._without_signal, self._balance = Onset(), Onset(), Onset()
 
     def of_batch(self, signal: Signal) -> list[str]:
-        """Return the warnings that begin with a rollout batch."""
+        """Return the warnings that start with a rollout batch."""
         self._batches.append(signal)
         warnings = []
         if self._equal.begins(holds=signal.num_scores > 1 and signal.are_equal):
@@ -100,8 +100,8 @@ class LearningWarnings:
                 f"warning: all {signal.num_scores} scores of a rollout batch are {signal.mean_score:.4g}: nothing is "
                 f"learned from them. {_reason([signal])}"
             )
-        num_groups = sum(one.num_groups for one in self._batches)
-        fraction = sum(one.num_without_signal for one in self._batches) / max(1, num_groups)
+        num_groups = sum(batch.num_groups for batch in self._batches)
+        fraction = sum(batch.num_without_signal for batch in self._batches) / max(1, num_groups)
         is_known = self._compares_groups and len(self._batches) == NUM_BATCHES
         if self._without_signal.begins(holds=is_known and fraction > MOST_WITHOUT_SIGNAL):
             warnings.append(
@@ -112,11 +112,11 @@ class LearningWarnings:
         return warnings
 
     def of_update(self, *, has_loss: bool, grad_norm: float) -> list[str]:
-        """Return the warnings that begin with an optimizer step.
+        """Return the warnings that start with an optimizer step.
 
         Args:
-            has_loss: whether an advantage or another term of the loss is not zero.
-            grad_norm: norm of the gradient; NaN where the step was skipped.
+            has_loss: whether any advantage or any other term of the loss is nonzero.
+            grad_norm: gradient norm; NaN if the step was skipped.
         """
         if not self._balance.begins(holds=not has_loss and grad_norm > 0):
             return []
@@ -129,13 +129,13 @@ class LearningWarnings:
 
 
 def evaluation_warnings(name: str, start: float, end: float, interval: tuple[float, float]) -> list[str]:
-    """Return a warning where an evaluation ends within its interval of the start; none where it has moved.
+    """Return a warning if the metric before training is within the confidence interval of its final value.
 
     Args:
         name: name of the metric.
         start: value before the first step.
         end: value after the last step.
-        interval: interval of 95 % around `end`.
+        interval: 95 % confidence interval of `end`.
     """
     low, high = interval
     if not low <= start <= high:
@@ -154,14 +154,14 @@ def evaluation_warnings(name: str, start: float, end: float, interval: tuple[flo
 
 
 def _reason(signals: Sequence[Signal]) -> str:
-    """Return the likely reason why scores do not differ, and what to change, by how many completions are correct."""
-    num_decided = sum(one.num_decided for one in signals)
+    """Return the likely reason why scores do not differ, and a remedy, based on the accuracy of the completions."""
+    num_decided = sum(signal.num_decided for signal in signals)
     if not num_decided:
         return (
             "Likely reason: the reward does not see how completions differ, or the task is too easy or too hard. Read "
             "samples/ in the run's folder, and try the reward (mcore-rl reward CONFIG --sample 4)."
         )
-    accuracy = sum(one.num_correct for one in signals) / num_decided
+    accuracy = sum(signal.num_correct for signal in signals) / num_decided
     if accuracy < FEW:
         return (
             f"Likely reason: {100 * accuracy:.0f} % of the completions are correct: the task is too hard, or answers "

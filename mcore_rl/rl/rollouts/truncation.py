@@ -1,4 +1,4 @@
-"""The likely reason why every completion of a batch reached the largest length without an end."""
+"""Likely reasons why every completion of a batch was truncated."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -8,9 +8,12 @@ from mcore_rl.rl.types import EpisodeEnd, Group
 
 
 def episodes_reason(groups: Collection[Group], sampling: Sampling) -> str:
-    """Return a warning with the limits that ended conversations with an environment, when all ended by one."""
+    """Return a warning that counts which limits ended the conversations, for use if all of them ended at a limit."""
     ends = Counter(
-        one.episode.end for group in groups for one in group.completions if one.episode is not None
+        completion.episode.end
+        for group in groups
+        for completion in group.completions
+        if completion.episode is not None
     )
     limits: dict[EpisodeEnd, str] = {
         "length": f"rl.rollout.max_new_tokens={sampling.max_new_tokens} within a turn",
@@ -30,21 +33,22 @@ def truncation_reason(
     special_ids: frozenset[int],
     decode: Callable[[Sequence[int]], str],
 ) -> str:
-    """Return a warning with the likely reason, and what to do, when all completions are truncated.
+    """Return a warning with the likely reason and a remedy, for use if all completions are truncated.
 
-    A special token that most of them hold, and that is no end, is probably the end that the model was trained with.
+    A special token that occurs in at least half of the completions and is not a stop token is probably the end token
+    that the model was trained with.
 
     Args:
-        groups: truncated completions, at least those of this replica.
-        sampling: rules by which they were to end.
+        groups: truncated completions, at least this replica's.
+        sampling: sampling parameters, with the stop tokens.
         special_ids: special tokens of the tokenizer.
-        decode: the tokenizer's text of ids.
+        decode: function that decodes token ids to text.
     """
     completions = [completion for group in groups for completion in group.completions]
     holders = Counter(
         token
-        for one in completions
-        for token in special_ids.intersection(one.tokens_T) - sampling.stop_tokens
+        for completion in completions
+        for token in special_ids.intersection(completion.tokens_T) - sampling.stop_tokens
     )
     what = (
         f"warning: all completions reached rl.rollout.max_new_tokens={sampling.max_new_tokens} without an end"
@@ -65,6 +69,6 @@ def truncation_reason(
 
 
 def _named(token: int, decode: Callable[[Sequence[int]], str]) -> str:
-    """Return a token's text and id; the id alone of a control piece of sentencepiece, which has no text."""
+    """Return a token's text and id; only the id if it has no text, as a control piece of SentencePiece."""
     text = decode([token])
     return f"{text!r} ({token})" if text else f"token {token}"
