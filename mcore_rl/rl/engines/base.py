@@ -1,4 +1,4 @@
-"""Interface of a rollout engine, in this process or a server: prompts in, completions of token ids out."""
+"""Interface of a rollout engine, which generates completions of prompts, in this process or on servers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,21 +11,21 @@ from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Group, Prompt
 
 MARGIN = 8
-"""Tokens read beyond those that a stop string can have: some decode to nothing, the first may lose its space."""
+"""Extra tokens decoded in the search for a stop string: some decode to nothing, and the first may lose its space."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Rules by which tokens are sampled and completions end."""
+    """Sampling parameters and stop rules of completions."""
 
     max_new_tokens: int
     cut: Cut = field(default_factory=Cut)
     stop_tokens: frozenset[int] = frozenset()
-    """Tokens that end a completion; the one that ends a document has to be among them, if it is to end one."""
+    """Tokens that end a completion. The end-of-document token must be included if it should end completions."""
     stop_strings: tuple[str, ...] = ()
     vocab_size: int | None = None
-    """Number of ids that the tokenizer has. A larger id, which pads the model's vocabulary, is never drawn and has no
-    probability, in training alike; None: the model's own number."""
+    """Number of ids of the tokenizer; None: the model's vocabulary size. Larger ids only pad the model's vocabulary:
+    they are never drawn and have no probability, as in training."""
     with_routes: bool = False
     """Whether the experts of each token and layer are recorded."""
 
@@ -38,7 +38,7 @@ class StopStrings:
     decode: Callable[[Sequence[int]], str]
 
     def end(self, tokens_T: Sequence[int]) -> bool:
-        """Whether one of them ends the completion with its newest token; none did before."""
+        """Whether a stop string ends the completion at its newest token. Assumes that it has not ended before."""
         longest = max(len(string.encode()) for string in self.strings)
         tail = self.decode(tokens_T[-longest - MARGIN :])
         return any(string in tail for string in self.strings)
@@ -47,7 +47,7 @@ class StopStrings:
 def sampling_of(
     config: RolloutConfig, end_ids: Iterable[int], *, vocab_size: int, with_routes: bool
 ) -> Sampling:
-    """Return the sampling of a config; completions end with the tokens `end_ids`, and have ids below `vocab_size`."""
+    """Return the sampling of a config. Completions end at the tokens `end_ids` and have ids below `vocab_size`."""
     return Sampling(
         max_new_tokens=config.max_new_tokens,
         cut=Cut(
@@ -62,99 +62,101 @@ def sampling_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """Abilities of an engine, so that a run is refused before it starts."""
+    """Capabilities of an engine. A run that needs more is refused before it starts."""
 
     max_tokens: int
-    """Largest number of tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together."""
     routes: bool
     """Whether completions can carry the experts of each token and layer."""
     seeded: bool
-    """Whether a completion depends on weights, prompt, sampling and its seed only, not on other completions."""
+    """Whether a completion depends only on weights, prompt, sampling and seed, and not on other completions."""
 
 
 class Engine(Protocol):
-    """Generates completions of prompts under the weights of `policy_version`."""
+    """Generates completions of prompts with the weights of `policy_version`."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """Abilities of this engine."""
+        """Capabilities of this engine."""
 
     @property
     def policy_version(self) -> int:
         """Version (optimizer step) of the weights in use, which every completion records."""
 
     def decode(self, tokens_T: Sequence[int], /) -> str:
-        """Return the text of a completion, or of its first tokens."""
+        """Return the text of a completion, or of a prefix of its tokens."""
 
     def update_weights(self, policy_version: int) -> None:
-        """Collective over the engine's ranks: use the policy's weights as they are now, from here on."""
+        """Collective over the engine's ranks: switch to the policy's current weights."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
     ) -> list[Group]:
         """Collective over the engine's ranks: return a group for each prompt, with a completion for each of its seeds,
-        both in order. Raises EngineError before any work when a request cannot be served.
+        both in order. Raises EngineError before any work if a request cannot be served.
         """
 
     def describe(self) -> list[str]:
-        """Return lines for the log at the start of a run, after the first update of the weights."""
+        """Return log lines for the start of a run, after the first weight update."""
 
     def listen(self, message: Callable[[str], None], /) -> None:
-        """Call `message` with a line for the log, at once and from any thread, when something happens to the engine."""
+        """Register `message`, to be called at once, from any thread, with a log line on each event of the engine."""
 
     def take_lines(self) -> list[str]:
-        """Return lines for the log on what happened since the last call."""
+        """Return log lines on the engine's events since the last call."""
 
     def take_metrics(self) -> list[Metric]:
-        """Return the engine's own metrics since the last call; the metrics of completions are not among them."""
+        """Return the engine's own metrics since the last call, which exclude metrics of completions."""
 
     def close(self) -> None:
-        """End what the engine has started: threads, requests, servers."""
+        """End everything that the engine has started: threads, requests, servers."""
 
 
 class QuietEngine:
-    """Base of an engine that has nothing to report, and nothing to end: the last five methods of `Engine`."""
+    """Base class of engines that have nothing to report and nothing to close: the last five methods of `Engine`."""
 
     def describe(self) -> list[str]:
-        """Return no line."""
+        """Return no lines."""
         return []
 
     def listen(self, message: Callable[[str], None], /) -> None:
-        """Call nothing: nothing happens to the engine."""
+        """Do nothing: the engine has no events."""
 
     def take_lines(self) -> list[str]:
-        """Return no line."""
+        """Return no lines."""
         return []
 
     def take_metrics(self) -> list[Metric]:
-        """Return no metric."""
+        """Return no metrics."""
         return []
 
     def close(self) -> None:
-        """End nothing."""
+        """Do nothing: there is nothing to close."""
 
 
 @runtime_checkable
 class AskingEngine(Engine, Protocol):
-    """An engine outside of this process, which one rank of each replica asks, while the others train."""
+    """An engine outside of this process. One rank of each replica sends it requests, also while the policy trains."""
 
     @property
     def asks(self) -> bool:
-        """Whether this rank asks for the groups of its replica: the first one of the model."""
+        """Whether this rank, the replica's first, sends the requests of its replica."""
 
     def request_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
-        """Return the group of a prompt, with a completion for each seed; not collective, and safe to call from several
-        threads, also while `update_weights` or `generate` runs. Raises EngineError where no server gives it.
+        """Return the group of a prompt, with a completion for each seed.
+
+        Not collective, and safe to call from several threads, also while `update_weights` or `generate` runs. Raises
+        EngineError if no server returns a completion.
         """
 
     def of_this_stage(self, group: Group) -> Group:
-        """Return a group of `request_group`, whose completions have the routes of all layers, with those of this
-        pipeline stage's layers alone.
+        """Return a group of `request_group`, in which completions have the routes of all layers, with only the routes
+        of this pipeline stage's layers.
         """
 
 
 def asking(engine: Engine) -> AskingEngine:
-    """Return the engine, which generates while the policy trains; ConfigError for one that does not."""
+    """Return the engine as an `AskingEngine`. Raises ConfigError if it cannot generate while the policy trains."""
     if not isinstance(engine, AskingEngine):
         raise ConfigError(
             f"rl.rollout.max_staleness is above 0, and the rollout engine, {type(engine).__name__}, has no `asks`, "
@@ -170,7 +172,7 @@ def check_request(
     seeds_PG: Sequence[Sequence[int]],
     capabilities: Capabilities,
 ) -> None:
-    """Raise EngineError for a request that an engine with these capabilities cannot serve."""
+    """Raise EngineError if an engine with these capabilities cannot serve the request."""
     assert len(prompts) == len(seeds_PG), (len(prompts), len(seeds_PG))
     if sampling.with_routes and not capabilities.routes:
         raise EngineError(

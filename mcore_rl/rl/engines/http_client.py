@@ -1,4 +1,4 @@
-"""JSON over HTTP with a time limit on the whole of each call."""
+"""JSON over HTTP with a time limit on each call as a whole."""
 
 import http.client
 import json
@@ -12,19 +12,19 @@ from mcore_rl.rl.engines.server_api import ServerError
 
 READ_BYTES = 1 << 16
 SHOWN_BYTES = 300
-"""Bytes of a refusal that an error shows."""
+"""Maximum number of bytes of an answer in an error message."""
 
 
 class HttpClient:
-    """Calls of one server; each opens a connection of its own, so that any number of threads may call."""
+    """Client of one server. Every call opens its own connection, so any number of threads may call."""
 
     def __init__(self, url: str, *, api_key: str | None = None, ca_file: str | None = None) -> None:
-        """Prepare calls of `url`.
+        """Create a client of `url`.
 
         Args:
-            url: Scheme, host and port, such as https://node7:8000, and the beginning of all paths, if there is one.
-            api_key: Key that is sent as a bearer token; None: none is sent.
-            ca_file: File of certificates that an https server's is signed by; None: those of the system.
+            url: Scheme, host and port, such as https://node7:8000, optionally with a path prefix.
+            api_key: Key sent as a bearer token; None: no key is sent.
+            ca_file: File of CA certificates that an https server's certificate is verified with; None: the system's.
         """
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
@@ -37,16 +37,16 @@ class HttpClient:
     def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, is_json: bool = True
     ) -> Any:
-        """Return the JSON that the server answers, or its text; None for an empty answer.
+        """Send a POST request. Returns the answer's JSON, or its text unless `is_json`; None for an empty JSON answer.
 
         Raises:
-            ServerError: there was no whole answer in time, its status is not 200, or it is no JSON.
+            ServerError: if there was no complete answer in time, its status is not 200, or it is not valid JSON.
         """
         text = self._call("POST", path, body or {}, timeout_s)
         return self._json(path, text) if is_json else text.decode(errors="replace")
 
     def get(self, path: str, *, timeout_s: float) -> Any:
-        """Return the JSON that the server answers, None for an empty answer; ServerError as `post` does."""
+        """Send a GET request. Returns the answer's JSON, None if it is empty. Raises ServerError as `post` does."""
         return self._json(path, self._call("GET", path, None, timeout_s))
 
     def _json(self, path: str, text: bytes) -> Any:
@@ -62,13 +62,13 @@ class HttpClient:
         connection = self._connection(timeout_s)
         try:
             connection.request(method, self._prefix + path, data, self._headers)
-            # The answer may keep its socket after the connection has let go of it.
+            # The response may keep using the socket after the connection has released it.
             socket = connection.sock
             response = connection.getresponse()
             text = b""
             while part := response.read1(READ_BYTES):
                 text += part
-                # A socket's own limit is of silence: a server that sends a byte a minute would never reach it.
+                # A socket's timeout limits only silence: a server that sends a byte per minute would never reach it.
                 if (left_s := deadline - time.monotonic()) <= 0:
                     raise TimeoutError
                 socket.settimeout(left_s)

@@ -1,4 +1,4 @@
-"""The rollout engine that a config names."""
+"""Creation of the rollout engine named in the config."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,20 +30,22 @@ VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "vllm": ((0, 32), (0, 34)),
     "sglang": ((0, 5, 23), (0, 5, 24)),
 }
-"""First version of each kind of server that was run or read, and the first one that was not."""
+"""For each kind of server, the first version that was tried or read, and the first later version that was not."""
 
 
 def native_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
-    """Engine on the modules `chunks` that train; its completions carry the routes of this pipeline stage's layers,
-    which are the ones that this rank trains.
+    """Return the engine that generates with the training modules `chunks`.
+
+    Its completions carry the routes of this pipeline stage's layers, which are the layers that this rank trains.
     """
     assert isinstance(config.rl.engine, InProcessConfig)
     return MegatronEngine(chunks, mesh, config.model, decode, config.rl.engine, gathers_routes=False)
 
 
 def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
-    """Engine whose completions come from servers; rank 0 starts those of rl.engine.count. They compute once
-    `update_weights` has given them weights.
+    """Return the engine that generates on servers. With rl.engine.count, rank 0 starts the servers.
+
+    `update_weights` must be called before the first request.
     """
     engine, folder = config.served, servers_folder(config.run_dir)
     assert engine is not None
@@ -84,14 +86,14 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
 
 
 def servers_folder(run_dir: str) -> Path:
-    """Return the folder of a run with its servers' logs and state."""
+    """Return the folder of a run's server logs and state."""
     return Path(run_dir) / "servers"
 
 
 def start_server_of(
     engine: ServedConfig, command: Callable[[int], ServerCommand], folder: Path, index: int
 ) -> ServerProcess:
-    """Start server `index` of rl.engine.count; its log is servers/server_K.log in the run's folder."""
+    """Start server `index` of rl.engine.count; its log is `server_<index>.log` in `folder`."""
     size = engine.tensor_parallel
     return ServerProcess(
         command,
@@ -101,10 +103,10 @@ def start_server_of(
 
 
 def server_apis(engine: ServedConfig, model: ModelConfig) -> Callable[[str], ServerApi]:
-    """Return the function from a server's address to its API.
+    """Return a function that maps a server's address to its API.
 
     Raises:
-        ConfigError: the variable rl.engine.api_key_env is not set.
+        ConfigError: if the environment variable named by rl.engine.api_key_env is not set.
     """
     key = environment_variable(engine.api_key_env) if engine.api_key_env else None
     if engine.api_key_env and key is None:
@@ -134,8 +136,9 @@ def server_apis(engine: ServedConfig, model: ModelConfig) -> Callable[[str], Ser
 
 
 def refuse_version(kind: str, api: ServerApi) -> None:
-    """Raise EngineError for a server whose software is of a version that was not tried: its answers may mean something
-    else, and its updates may be silently wrong.
+    """Raise EngineError if a server runs an untested software version.
+
+    The answers of such a server may have a different meaning, and its weight updates may be silently wrong.
     """
     version = api.version()
     first, beyond = VERSIONS[kind]
@@ -148,7 +151,10 @@ def refuse_version(kind: str, api: ServerApi) -> None:
 
 
 def refused_sampling(rl: RlConfig, sampling: Sampling) -> str | None:
-    """Return why a server's logprobs would not be those at the sampling temperature before the cut; None: they are."""
+    """Return why a server cannot report logprobs at the sampling temperature before top-k, top-p and min-p.
+
+    None if it can.
+    """
     rollout = rl.rollout
     started = Cut(
         temperature=rollout.temperature, top_k=rollout.top_k or 0, top_p=rollout.top_p, min_p=rollout.min_p
@@ -177,10 +183,10 @@ ENGINES: dict[str, Callable[[RlRunConfig, Sequence[nn.Module], Mesh, Decode], En
 
 
 def make_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
-    """Collective over the world: make the engine of `rl.engine.kind`; `decode` turns token ids into text.
+    """Collective over the world: create the engine of `rl.engine.kind`; `decode` converts token ids to text.
 
     Raises:
-        ConfigError: an engine of the user's own lacks members of `Engine`.
+        ConfigError: if a user-defined engine lacks members of `Engine`.
     """
     engine = choose("rl.engine.kind", config.rl.engine.kind, ENGINES)(config, chunks, mesh, decode)
     if missing := [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]:

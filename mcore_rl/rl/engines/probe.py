@@ -1,8 +1,8 @@
-"""The probe: whether a server has the trainer's weights, by the logprobs of fixed sequences under both.
+"""The probe compares logprobs of fixed sequences to verify that a server has the trainer's weights.
 
-A server's status codes and version numbers do not show it: a reload can be silently wrong with HTTP 200. The probe does
-not see a server's prefix cache, as logprobs of a prompt are computed without it. Nor does it see weights that differ by
-too little to move these logprobs by more than rounding does, as one small step may; over further updates they add up.
+Status codes and version numbers do not prove this: a reload can be silently wrong with HTTP 200. The probe does not
+test a server's prefix cache, because logprobs of a prompt are computed without it. It also misses differences of
+weights, such as one small update, that move logprobs less than rounding does; over further updates these add up.
 """
 
 import random
@@ -41,10 +41,10 @@ from mcore_rl.rl.passes.policy_routes import layout_of
 
 SEQUENCE_TOKENS = 24
 FEWEST, MOST = 6, 96
-"""Numbers of sequences: in fp32 as few as reach every expert of every layer, and no more than the second, which is the
-number in a lower precision."""
+"""Minimum and maximum number of sequences. In fp32 the probe starts with the minimum and doubles it until every expert
+of every layer is reached, up to the maximum; in lower precision it uses the maximum."""
 PACKED = 6
-"""Sequences of one microbatch."""
+"""Number of sequences per microbatch."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -55,34 +55,34 @@ class ProbeReference:
     logprobs_NT: Tensor
     """Logprobs of tokens 1, 2, ... of each sequence at temperature 1, in nats, float64 on the CPU."""
     experts_NTLK: Tensor | None
-    """Experts chosen where each of these tokens is predicted, on the CPU, -1 in layers without; None: trainer and
-    server compute in fp32, or the model has no experts."""
+    """Experts chosen at the position that predicts each of these tokens, on the CPU; -1 in layers without experts.
+    None: experts are not compared (fp32, a given tolerance, or a model without experts)."""
     limit: ProbeLimit
 
     def difference(self, theirs: Sequence[Sequence[float]]) -> ProbeDifference:
-        """Return the difference of a server's logprobs."""
+        """Return the difference of a server's logprobs from the trainer's."""
         return difference_of(self.logprobs_NT, theirs, self.experts_NTLK)
 
 
 def probe_sequences(count: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """Return the first `count` sequences for a vocabulary: the same in every process."""
+    """Return the first `count` sequences for a vocabulary size; they are the same in every process."""
     generator = random.Random(20260000)
     return [tuple(generator.randrange(vocab_size) for _ in range(SEQUENCE_TOKENS)) for _ in range(count)]
 
 
 class Probe:
-    """Sequences that reach all experts, and the trainer's logprobs of them."""
+    """Probe sequences, and the trainer's logprobs of them."""
 
     def __init__(
         self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, served_dtype: str = "auto"
     ) -> None:
-        """Prepare passes.
+        """Create the probe.
 
         Args:
             chunks: This rank's chunks of the policy.
-            mesh: The mesh that they are cut by.
+            mesh: The mesh over which the policy is sharded.
             model: The model's config.
-            served_dtype: Type of the server's weights, as `rl.engine.dtype` names it; `auto`: the trainer's.
+            served_dtype: Type of the server's weights, as in `rl.engine.dtype`; `auto`: the trainer's.
         """
         self._chunks, self._mesh, self._model = list(chunks), mesh, model
         self._device = next(chunks[0].parameters()).device
@@ -90,17 +90,17 @@ class Probe:
         self._fewest_tokens = 1 if self._rounded_to is None else FEWEST_TOKENS
         self.sequences = probe_sequences(FEWEST if self._rounded_to is None else MOST, model.vocab_size)
         self.num_unreached = 0
-        """Experts, over all layers, that too few tokens reach, although there are MOST sequences: the probe does not
-        see what they alone lack."""
+        """Number of experts, over all layers, that too few tokens reach even with MOST sequences. The probe does not
+        notice wrong weights in only these experts."""
 
     def reference(self, tolerance: float | None = None) -> ProbeReference:
-        """Collective over the world: return the trainer's side under the weights that the modules have now.
+        """Collective over the world: return the trainer's side of the comparison, under the modules' current weights.
 
-        In fp32 there are more sequences from this call on where experts are reached by none. In a lower precision a
-        second pass, with all activations rounded to it, measures how much rounding makes.
+        In fp32 the number of sequences grows, also for later calls, while any expert is reached by no token. In lower
+        precision a second pass, with all activations rounded, measures the effect of rounding.
 
         Args:
-            tolerance: Replaces the limit's number, and the comparison of experts; None: neither.
+            tolerance: Replaces the limit and disables the comparison of experts; None: keep both.
         """
         while True:
             logprobs_NT, experts_NTLK = self._pass()
@@ -122,12 +122,12 @@ class Probe:
         )
 
     def logprobs(self) -> Tensor:
-        """Collective over the world: return the logprobs `[N, T - 1]` of `reference` alone."""
+        """Collective over the world: return only the logprobs `[N, T - 1]` of `reference`."""
         return self._pass()[0]
 
     @torch.no_grad()
     def _pass(self) -> tuple[Tensor, Tensor]:
-        """Collective over the world: return the logprobs `[N, T - 1]`, and the experts `[N, T - 1, L, K]`."""
+        """Collective over the world: return the logprobs `[N, T - 1]` and the experts `[N, T - 1, L, K]`."""
         mesh, model = self._mesh, self._model
         samples = {
             index: TrainedSample(
@@ -144,7 +144,7 @@ class Probe:
         microbatches = [make_microbatch(samples, row, limits, mesh.cp, self._device) for row in rows]
         head = _FullLogits(LogprobHead(mesh, model.vocab_size, temperature=1.0, chunk_tokens=1024))
         shape = len(samples), SEQUENCE_TOKENS - 1
-        # int32: NCCL has no smaller type with a sign.
+        # int32: NCCL has no 16-bit integers, and 8 bits are too few.
         experts_NTLK = torch.full(
             (*shape, model.num_layers, model.moe.top_k if model.is_moe else 0), -1, dtype=torch.int32
         ).to(self._device)
@@ -156,7 +156,7 @@ class Probe:
         ):
             outputs = run_pass(self._chunks, microbatches, head, backward=False, routing=routing)
         logprobs_NT = torch.zeros(shape, dtype=torch.float64, device=self._device)
-        # Tensor- and data-parallel ranks have the same numbers: those of the first count.
+        # Tensor- and data-parallel ranks have the same numbers: only the first rank's are added.
         if mesh.tp.rank == 0 and mesh.dp.rank == 0:
             for microbatch, output in zip(microbatches, outputs, strict=False):
                 mask_T = microbatch.completion_mask_T
@@ -165,12 +165,12 @@ class Probe:
                 positions_T = microbatch.inputs.position_ids_Bs[0][mask_T]
                 logprobs_NT[rows_T, positions_T] = output["logprobs"][mask_T].double()
         dist.all_reduce(logprobs_NT, group=mesh.world.group)
-        # Each rank has those of its layers and tokens.
+        # Each rank has only the experts of its layers and tokens.
         dist.all_reduce(experts_NTLK, op=dist.ReduceOp.MAX, group=mesh.world.group)
         return logprobs_NT.cpu(), experts_NTLK.cpu()
 
     def _unreached(self, experts_NTLK: Tensor) -> int:
-        """Return how many experts, over all layers, fewer than `_fewest_tokens` tokens have chosen."""
+        """Return the number of experts, over all layers, that fewer than `_fewest_tokens` tokens have chosen."""
         if not self._model.is_moe:
             return 0
         counts_LE = tokens_of_experts(experts_NTLK.flatten(0, 1), self._model.moe.num_experts)
@@ -190,7 +190,7 @@ class Probe:
 
 
 class _FullLogits:
-    """A head whose model computes logits as a tensor, which `_rounding` can round."""
+    """A head that makes the model compute full logits as a tensor, so that `_rounding` can round them."""
 
     wants_losses = False
 
@@ -202,12 +202,12 @@ class _FullLogits:
         return self._head.count(microbatch)
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
-        """Return the logprobs of one microbatch."""
+        """Return the logprobs of a microbatch."""
         return self._head(microbatch, output)
 
 
 def _lower_precision(chunks: Sequence[nn.Module], served_dtype: str) -> torch.dtype | None:
-    """Return the lower precision of the trainer and its servers; None: both compute in fp32."""
+    """Return the lowest precision that the trainer or its servers use; None if both compute in fp32."""
     dtypes = {parameter.dtype for chunk in chunks for parameter in chunk.parameters()}
     if served_dtype != "auto":
         dtypes.add(DTYPES[served_dtype])
@@ -219,12 +219,12 @@ def _lower_precision(chunks: Sequence[nn.Module], served_dtype: str) -> torch.dt
 def _recorded(
     chunks: Sequence[nn.Module], tokens: Sequence[LocalTokens], experts_NTLK: Tensor
 ) -> Iterator[Routing]:
-    """Yield a routing for `run_pass` that writes this rank's choices into `experts_NTLK`.
+    """Context that yields a routing for `run_pass`, which writes this rank's choices into `experts_NTLK`.
 
     Args:
         chunks: This rank's chunks.
         tokens: Tokens of each microbatch that this rank's routers see.
-        experts_NTLK: The experts, by sequence, position, layer and choice.
+        experts_NTLK: Output: the experts, by sequence, position, layer and choice.
     """
     device, top_k = experts_NTLK.device, experts_NTLK.shape[3]
     current: list[LocalTokens] = []
@@ -262,9 +262,10 @@ def _recorded(
 
 @contextmanager
 def _rounding(chunks: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Compute all activations inside as another program would that rounds them to `dtype`.
+    """Context that computes all activations as another program that rounds to `dtype` would.
 
-    Activations of fp32 are rounded. Those that have `dtype` already move by the difference of two roundings, at random.
+    Activations of higher precision are rounded to `dtype`. Activations already in `dtype` are perturbed at random by
+    the difference of two roundings.
     """
     generator = torch.Generator(next(chunks[0].parameters()).device).manual_seed(0)
 
@@ -277,11 +278,11 @@ def _rounding(chunks: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]
         if torch.finfo(value.dtype).eps < torch.finfo(dtype).eps:
             return value.to(dtype).to(value.dtype)
         first, second = torch.rand((2, *value.shape), generator=generator, device=value.device)
-        # A third of eps moves logprobs by about as much as rounding those of an fp32 trainer does.
+        # A third of eps moves logprobs about as much as rounding the activations of an fp32 trainer does.
         return (value.float() * (1 + torch.finfo(dtype).eps / 3 * (first - second))).to(value.dtype)
 
     def is_rounded(module: nn.Module) -> bool:
-        # The angles of a rotary embedding are never rounded; the output of a layer is a sum with the residual.
+        # The angles of a rotary embedding are never rounded. A layer's output includes the sum with the residual.
         if isinstance(module, RotaryEmbedding | Adapter):
             return False
         is_leaf = all(isinstance(child, Adapter) for child in module.children())

@@ -1,4 +1,4 @@
-"""How far a server's logprobs of the probe are from the trainer's, and how far they may be."""
+"""Difference between a server's and the trainer's logprobs of the probe, and its limits."""
 
 import math
 from collections.abc import Sequence
@@ -9,47 +9,48 @@ import torch
 from torch import Tensor
 
 FP32_LIMIT = 2e-4
-"""Largest difference in nats where both compute in fp32; 5e-6 were seen on vLLM 0.32."""
+"""Limit of the largest difference, in nats, if both compute in fp32; vLLM 0.32 was measured at 5e-6."""
 ROUNDING_FACTOR = 3.0
-"""Limit of the mean difference in a lower precision, over that which rounding makes within the trainer."""
+"""Limit of the mean difference in lower precision, as a multiple of the mean difference that rounding causes within
+the trainer."""
 MOST_MEAN = 0.1
-"""Limit of the mean difference in nats, however much rounding makes."""
+"""Upper bound of the limit of the mean difference, in nats, however large the effect of rounding."""
 EXPERT_RATIO, EXPERT_ERRORS = 1.35, 7.0
-"""An expert is not the trainer's where its tokens differ by more than this multiple of the other tokens' difference,
-and by more than this number of standard errors."""
+"""An expert counts as different from the trainer's if the difference of its tokens is more than this multiple of the
+other tokens' difference, by more than this number of standard errors."""
 FEWEST_TOKENS = 32
-"""Tokens of an expert below which its difference shows nothing in a lower precision."""
+"""Minimum number of tokens of an expert for its difference to be significant in lower precision."""
 QUANTILES = (0.25, 0.95)
-"""Differences are cut off at these quantiles of all before their logarithms are averaged: those near 0 say nothing, and
-those of tokens that took other experts by rounding say nothing of weights."""
+"""Differences are clamped to these quantiles before their logarithms are averaged: differences near 0 carry no
+information, and the largest come from tokens that rounding sent to different experts, not from weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertDifference:
-    """The expert whose tokens differ most from all other tokens."""
+    """The expert with the most significant difference between its tokens and all other tokens."""
 
     layer: int
     expert: int
     ratio: float
-    """Geometric mean of the differences of the expert's tokens, over that of the others."""
+    """Geometric mean of the differences of the expert's tokens, divided by the other tokens' geometric mean."""
     errors: float
     """Logarithm of `ratio` in standard errors."""
 
     @property
     def is_apart(self) -> bool:
-        """Whether the expert is another one on the server."""
+        """Whether the server's expert differs from the trainer's."""
         return self.ratio > EXPERT_RATIO and self.errors > EXPERT_ERRORS
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeDifference:
-    """Difference of the logprobs of a server and of the trainer, in nats."""
+    """Difference between the logprobs of a server and the trainer, in nats."""
 
     largest: float
     mean: float
     """Mean of the absolute differences."""
     expert: ExpertDifference | None = None
-    """The expert that stands out most; None where the largest difference decides."""
+    """The expert that stands out most; None if experts are not compared, or none has enough tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +61,15 @@ class ProbeLimit:
     limit: float
 
     def holds(self, difference: ProbeDifference) -> bool:
-        """Whether a difference is of the same weights; a NaN is not."""
+        """Whether a difference is within the limits; a NaN is not."""
         return self.excess(difference) is None
 
     def of(self, difference: ProbeDifference) -> float:
-        """Return the number of a difference that the limit is for."""
+        """Return the statistic of a difference that the limit applies to."""
         return difference.largest if self.statistic == "largest" else difference.mean
 
     def excess(self, difference: ProbeDifference) -> str | None:
-        """Return how a difference shows other weights; None: it does not."""
+        """Describe how a difference exceeds the limits; None if it does not."""
         reasons = []
         if not self.of(difference) < self.limit:
             reasons.append(
@@ -89,8 +90,8 @@ def probe_limit(rounding_nats: float | None, tolerance: float | None = None) -> 
     """Return the limit of the difference between a server and a trainer.
 
     Args:
-        rounding_nats: Mean difference that rounding makes within the trainer; None: both compute in fp32.
-        tolerance: Replaces the limit's number.
+        rounding_nats: Mean difference that rounding causes within the trainer; None: both compute in fp32.
+        tolerance: Replaces the computed limit.
     """
     if rounding_nats is None:
         return ProbeLimit("largest", FP32_LIMIT if tolerance is None else tolerance)
@@ -102,13 +103,13 @@ def probe_limit(rounding_nats: float | None, tolerance: float | None = None) -> 
 def difference_of(
     ours_NT: Tensor, theirs: Tensor | Sequence[Sequence[float]], experts_NTLK: Tensor | None = None
 ) -> ProbeDifference:
-    """Return the difference of two lists of logprobs `[N, T]` of the same sequences.
+    """Return the difference between two lists of logprobs `[N, T]` of the same sequences.
 
     Args:
-        ours_NT: The trainer's, in nats.
-        theirs: The server's.
-        experts_NTLK: Experts that the trainer has chosen where each token is predicted; None: the tokens of each expert
-            are not compared with the others. Layers without experts have -1.
+        ours_NT: The trainer's logprobs, in nats.
+        theirs: The server's logprobs, in nats.
+        experts_NTLK: Experts that the trainer chose at the position that predicts each token, -1 in layers without
+            experts; None: experts are not compared.
     """
     apart_NT = (torch.as_tensor(theirs, dtype=torch.float64) - ours_NT).abs()
     largest = math.nan if apart_NT.isnan().any() else float(apart_NT.max())
@@ -117,7 +118,7 @@ def difference_of(
 
 
 def tokens_of_experts(experts_MLK: Tensor, num_experts: int) -> Tensor:
-    """Return how many of M tokens have chosen each expert, int64 `[L, E]`; -1 stands for no choice."""
+    """Return how many of M tokens have chosen each expert, int64 `[L, E]`; -1 means no choice."""
     chosen_LM = experts_MLK.transpose(0, 1).flatten(1)
     counts_LE = torch.zeros(len(chosen_LM), num_experts + 1, dtype=torch.int64)
     return counts_LE.scatter_add_(1, (chosen_LM + 1).long(), torch.ones_like(chosen_LM, dtype=torch.int64))[
@@ -126,7 +127,7 @@ def tokens_of_experts(experts_MLK: Tensor, num_experts: int) -> Tensor:
 
 
 def _most_apart(apart_M: Tensor, experts_MLK: Tensor) -> ExpertDifference | None:
-    """Return the expert whose tokens differ most, in standard errors, from the others; None: none has enough tokens."""
+    """Return the expert that differs most from all other tokens, in standard errors; None if none has enough tokens."""
     low, high = torch.quantile(apart_M, apart_M.new_tensor(QUANTILES))
     logs_M = apart_M.clamp(max(float(low), torch.finfo(apart_M.dtype).tiny), float(high)).log()
     num_experts = int(experts_MLK.max()) + 1

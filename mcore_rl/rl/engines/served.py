@@ -1,4 +1,4 @@
-"""The engine whose completions inference servers make: which server is asked, what is tried again, and new weights."""
+"""Rollout engine on inference servers: choice of the server, retries, and weight updates."""
 
 import itertools
 import secrets
@@ -31,32 +31,33 @@ from mcore_rl.rl.engines.weight_push import WeightPush
 from mcore_rl.rl.types import BYTE_EXPERTS, Completion, Group, Prompt, VersionSpan
 
 MOST_MERGE_LOSS = 0.1
-"""Part of low-rank adapters that rounding may lose of merged weights before a warning."""
+"""Fraction of low-rank adapters that may be lost to rounding of the merged weights before a warning is given."""
 SHARE = 1.25
-"""Requests in progress on a server, as a multiple of the mean, beyond which a prompt goes to the one with fewest."""
+"""Limit on a server's requests in progress, as a multiple of the mean; beyond it a prompt goes to the least busy
+server."""
 
 
 @dataclass(slots=True)
 class _State:
-    """State that the threads of an engine share, under one lock."""
+    """State shared by the threads of an engine, protected by a lock."""
 
     lock: Condition = field(default_factory=Condition)
     living: tuple[str, ...] = ()
-    """Servers with the present weights."""
+    """Servers with the current weights."""
     lost: dict[str, str] = field(default_factory=dict)
-    """Servers that failed since the last update, with the reason."""
+    """Servers that have failed since the last update, with the reason."""
     running: Counter[str] = field(default_factory=Counter)
-    """Requests in progress, by server."""
+    """Number of requests in progress, by server."""
     open_requests: dict[str, str] = field(default_factory=dict)
-    """Names of requests in progress, with their servers."""
+    """Server of each request in progress, by the request's name."""
     num_retries: int = 0
     is_updating: bool = False
     is_closed: bool = False
 
 
 class ServedEngine:
-    """Completions by servers. One rank of each replica of the trained model, its first, asks for all of the replica's;
-    all ranks take part in `generate` and `update_weights`.
+    """Generates completions on servers. The first rank of each replica of the trained model sends the replica's
+    requests; all ranks take part in `generate` and `update_weights`.
     """
 
     def __init__(
@@ -74,19 +75,19 @@ class ServedEngine:
         imposes_routes: bool = True,
         may_miss_routes: bool = False,
     ) -> None:
-        """Make the engine; `update_weights` has to come before the first request.
+        """Create the engine. `update_weights` must be called before the first request.
 
         Args:
-            api_at: Returns the API of the server at an address.
-            fleet: The servers, on rank 0 of the world; None on the others.
-            chunks: The policy's modules, whose weights the servers get.
-            mesh: Groups of ranks.
-            model: The model.
-            decode: Turns token ids into text.
-            config: The engine's section of the config.
-            capabilities: Abilities of the servers.
-            refusal: Returns why the servers' logprobs would be wrong under a sampling; None: they are right.
-            imposes_routes: Whether routes will be imposed (R3), not only compared with the trainer's.
+            api_at: Function that returns the API of the server at an address.
+            fleet: The servers, on rank 0 of the world; None on all other ranks.
+            chunks: The policy's modules, from which the servers get their weights.
+            mesh: The mesh.
+            model: The model's config.
+            decode: Function that converts token ids to text.
+            config: The config section of the engine.
+            capabilities: Capabilities of the servers.
+            refusal: Function that returns why the servers' logprobs would be wrong under a sampling; None if correct.
+            imposes_routes: Whether routes will be replayed (R3), rather than only compared with the trainer's.
             may_miss_routes: Whether the servers may leave out the routes of some tokens of a completion.
         """
         self.decode, self.policy_version, self.capabilities = decode, 0, capabilities
@@ -94,22 +95,22 @@ class ServedEngine:
         self._mesh, self._model, self._config, self._refusal = mesh, model, config, refusal
         self._imposes_routes, self._may_miss_routes = imposes_routes, may_miss_routes
         self._layers = list(routed_layers(chunks))
-        # Another run, and this one after a resume, may have other weights of a version: a tier of a server's cache that
-        # a reset does not reach has their keys, values and routes.
+        # A new salt for each start: another run, or this run before a resume, may have had different weights of the
+        # same version, and a cache tier that a reset does not reach may still have their keys, values and routes.
         self._salt = ""
         self._state = _State()
         self._pool = ThreadPoolExecutor(config.requests, "server_request") if self.asks else None
         self._names = (f"{mesh.world.rank}-{number}" for number in itertools.count())
         self._push: tuple[list[str], WeightPush] | None = None
         self._message: Callable[[str], None] | None = None
-        """Called at once with a line for the log, by any thread, when a server is lost; None: nobody listens."""
+        """Called at once with a log line, from any thread, when a server is lost; None if not registered."""
         self._metrics: list[Metric] = []
         self._lines: list[str] = []
         self._num_unreached = 0
 
     @property
     def asks(self) -> bool:
-        """Whether this rank asks for the groups of its replica: the first one of the model."""
+        """Whether this rank, the replica's first, sends the requests of its replica."""
         return self._mesh.tp.rank == 0 and self._mesh.pp.rank == 0
 
     def generate(
@@ -117,10 +118,10 @@ class ServedEngine:
     ) -> list[Group]:
         """Collective over the world: return a group for each prompt of this replica, with a completion for each seed.
 
-        Completions carry the routes of this pipeline stage's layers, which are the ones that this rank trains.
+        Completions carry the routes of this pipeline stage's layers, which are the layers that this rank trains.
 
         Raises:
-            EngineError: on all ranks alike, where a request of any replica cannot be served.
+            EngineError: on all ranks, if a request of any replica cannot be served.
         """
 
         def ask() -> list[Group]:
@@ -138,40 +139,42 @@ class ServedEngine:
         return [self.of_this_stage(group) for group in groups or ()]
 
     def request_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
-        """Return the group of prompt `index`, on the rank that asks; its completions carry the routes of all layers.
+        """Return the group of prompt `index`, on the rank that sends requests; completions have all layers' routes.
 
-        Not collective; threads may call it at the same time, also while `update_weights` or `generate` runs.
+        Not collective. Several threads may call it at the same time, also while `update_weights` or `generate` runs.
 
         Raises:
-            EngineError: no server made a completion, or the engine is closed.
+            EngineError: if no server returned a completion, or the engine is closed.
         """
         self._check([prompt], sampling, [seeds_G])
         return _group(prompt, self._submit(prompt, sampling, seeds_G))
 
     def of_this_stage(self, group: Group) -> Group:
-        """Return a group whose completions carry the routes of this pipeline stage's layers alone."""
+        """Return the group with only the routes of this pipeline stage's layers."""
         moe_layers = [layer for layer, has_router in enumerate(self._model.moe_layers) if has_router]
-        if self._layers == moe_layers or all(one.experts_TLK is None for one in group.completions):
+        if self._layers == moe_layers or all(
+            completion.experts_TLK is None for completion in group.completions
+        ):
             return group
         columns = torch.tensor([moe_layers.index(layer) for layer in self._layers])
         return replace(
             group,
             completions=tuple(
-                one
-                if one.experts_TLK is None
-                else replace(one, experts_TLK=one.experts_TLK.index_select(1, columns))
-                for one in group.completions
+                completion
+                if completion.experts_TLK is None
+                else replace(completion, experts_TLK=completion.experts_TLK.index_select(1, columns))
+                for completion in group.completions
             ),
         )
 
     def update_weights(self, policy_version: int) -> None:
-        """Collective over the world: give all servers the weights as they are now, and prove it by a probe.
+        """Collective over the world: send the current weights to all servers, and verify them with the probe.
 
-        Completions in progress go on under the new weights. Servers that fail are left out, and started anew where the
-        run started them; one that answers again gets the weights with the next update.
+        Completions in progress continue with the new weights. Servers that fail are left out, and restarted if the run
+        started them; a server that answers again gets the weights with the next update.
 
         Raises:
-            EngineError: on all ranks, where fewer than rl.engine.min_servers have the weights.
+            EngineError: on all ranks, if fewer than rl.engine.min_servers servers have the weights.
         """
         state, start_s = self._state, time.perf_counter()
         with state.lock:
@@ -227,11 +230,11 @@ class ServedEngine:
             self._metrics.append(Metric("lora/merge_loss", report.merge_loss))
 
     def describe(self) -> list[str]:
-        """Return no line: the servers that answer are among those of `take_lines`."""
+        """Return no lines: events of the servers are in `take_lines`."""
         return []
 
     def listen(self, message: Callable[[str], None], /) -> None:
-        """Call `message` with a line for the log when a server is lost."""
+        """Register `message`, to be called with a log line when a server is lost."""
         self._message = message
 
     def take_metrics(self) -> list[Metric]:
@@ -240,12 +243,12 @@ class ServedEngine:
         return metrics
 
     def take_lines(self) -> list[str]:
-        """Return what happened to servers since the last call, on rank 0."""
+        """Return log lines on the servers' events since the last call, on rank 0."""
         lines, self._lines = self._lines, []
         return lines
 
     def close(self) -> None:
-        """End requests in progress, which then raise EngineError, and the servers that the run started."""
+        """Abort the requests in progress, which then raise EngineError, and end the servers that the run started."""
         state = self._state
         with state.lock:
             state.is_closed = True
@@ -262,7 +265,7 @@ class ServedEngine:
     def _check(
         self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
     ) -> None:
-        """Raise EngineError for what a server would answer wrongly, or end by."""
+        """Raise EngineError for a request that a server would answer wrongly or crash on."""
         check_request(prompts, sampling, seeds_PG, self.capabilities)
         if reason := self._refusal(sampling):
             raise EngineError(reason)
@@ -277,7 +280,7 @@ class ServedEngine:
     def _submit(
         self, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]
     ) -> "list[Future[Completion]]":
-        """Ask for the completions of one prompt, all of the same server, which then computes the prompt once."""
+        """Request a prompt's completions, all from the same server, so that it computes the prompt once."""
         assert self._pool is not None, "only the first rank of a model asks"
         try:
             server = self._server_for(prompt, len(seeds_G))
@@ -286,8 +289,8 @@ class ServedEngine:
             raise EngineError("the engine is closed, so that no completion can be asked for") from None
 
     def _server_for(self, prompt: Prompt, num_requests: int) -> str:
-        """Return the server of a prompt: the same for the same problem, whose beginning it may know, unless that one
-        has much more to do than the others.
+        """Choose the server of a prompt: always the same server for a problem, as it may have the prefix cached, unless
+        that server is much busier than the rest.
         """
         state = self._state
         with state.lock:
@@ -301,7 +304,7 @@ class ServedEngine:
             return preferred
 
     def _complete(self, prompt: Prompt, sampling: Sampling, seed: int, server: str) -> Completion:
-        """Return one completion, of `server` or, where that fails, of another one with the same seed."""
+        """Return a completion from `server` or, if that fails, from another server with the same seed."""
         state, reasons = self._state, dict[str, str]()
         for _ in range(self._config.attempts):
             name = next(self._names)
@@ -319,13 +322,13 @@ class ServedEngine:
                 is_living = self._api_at(server).is_healthy()
                 if is_living and error.status is None:
                     with suppress(ServerError):
-                        self._api_at(server).abort(name)  # it may compute on for nobody
+                        self._api_at(server).abort(name)  # it may still be computing the lost request
             else:
-                # What a server answers while weights are on their way counts once the probe has shown them.
+                # An answer given during an update counts only after the probe has verified the server's weights.
                 is_living = self._is_living_after_update(server)
                 if is_living and completion.policy_version >= version:
                     return completion
-                # A server that was started anew at the same address has the weights that it starts with.
+                # A server restarted at the same address has its initial weights, not this version.
                 is_living = False
                 reasons[server] = f"its weights are not those of version {version}"
             with state.lock:
@@ -376,7 +379,7 @@ class ServedEngine:
     def _completion(
         self, prompt: Prompt, sampling: Sampling, served: ServedCompletion, server: str
     ) -> Completion:
-        """Return the record of a server's answer, cut where one of our stop rules ends it."""
+        """Convert a server's answer to a completion, cut at the first stop string."""
         num_prompt = len(prompt.tokens_T)
         experts_TLK = None
         if sampling.with_routes:
@@ -396,7 +399,7 @@ class ServedEngine:
             experts_TLK = torch.from_numpy(picked.astype(np.uint8 if few else np.int16))
         tokens_T, is_stopped = served.tokens_T, served.finish == "stop"
         if sampling.stop_strings:
-            # Servers without a tokenizer know no strings: what they sampled after one is thrown away.
+            # Servers without a tokenizer do not know stop strings: tokens sampled after a stop string are dropped.
             strings = StopStrings(sampling.stop_strings, self.decode)
             for end in range(1, len(tokens_T) + 1):
                 if strings.end(tokens_T[:end]):
@@ -425,7 +428,7 @@ class ServedEngine:
         return {url: reason for found in of_ranks for url, reason in found.items()}
 
     def _push_to(self, urls: list[str]) -> WeightPush:
-        """Return the push to these servers; its probe is kept while they are the same."""
+        """Return the push to these servers; it is reused, with its probe, while the servers stay the same."""
         if self._push is None or self._push[0] != urls:
             apis = [self._api_at(url) for url in urls]
             self._push = urls, WeightPush(apis, self._chunks, self._mesh, self._model, self._config)
@@ -433,7 +436,7 @@ class ServedEngine:
 
 
 def _group(prompt: Prompt, futures_G: "Sequence[Future[Completion]]") -> Group:
-    """Wait for the completions of a prompt, and return them in order."""
+    """Wait for a prompt's completions and return them as a group, in order."""
     try:
         return Group(prompt=prompt, completions=tuple(future.result() for future in futures_G))
     except CancelledError:

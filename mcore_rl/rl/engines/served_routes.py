@@ -1,4 +1,4 @@
-"""The experts that a server recorded, checked and cut to the layers that route (R3)."""
+"""Routes recorded by a server: they are checked, and reduced to the MoE layers (R3)."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from mcore_rl.rl.engines.server_api import ServerError
 from mcore_rl.rl.types import VersionSpan
 
 FLAG = "--enable-return-routed-experts"
-"""Argument of vLLM and SGLang with which they record routes."""
+"""Argument that makes vLLM and SGLang record routes."""
 FEW_TOKENS = 8
-"""Tokens that may all have the same expert of a layer with one expert a token."""
+"""With one expert per token, fewer tokens than this may all have expert 0; more tokens count as not recorded."""
 
 
 def pick_layers(
@@ -26,16 +26,17 @@ def pick_layers(
     """Return the experts `[num_tokens, MoE layers, K]` of a completion.
 
     Args:
-        url: The server, for messages.
-        experts_TLK: Its answer: all hidden layers (dense ones are zeros), or the MoE layers alone; None: there is none.
-        model: The model.
-        num_tokens: Tokens of prompt and completion but the last, which enters no layer.
-        may_miss: Whether the server may leave some tokens out (replay.missing): it fills their rows with -1, or
-            with zeros, which are no routes where a token has several experts. Their rows are -1 in the result.
+        url: The server's address, for error messages.
+        experts_TLK: The server's routes, of all hidden layers (dense layers have zeros) or only of the MoE layers;
+            None if the answer has no routes.
+        model: The model's config.
+        num_tokens: Number of tokens of prompt and completion, without the last token, which enters no layer.
+        may_miss: Whether the server may leave out some tokens (replay.missing). It fills their rows with -1, or with
+            zeros, which are not valid routes if a token has several experts. These rows are -1 in the result.
 
     Raises:
-        ServerError: routes are missing, or cannot be those of the completion. A capture that did not run looks like
-            zeros, one that was cut short like missing rows; such a completion has to be generated again.
+        ServerError: if routes are missing or invalid. If the server recorded nothing, routes are zeros; if recording
+            was cut short, rows are missing. Such a completion must be generated again.
     """
     if experts_TLK is None:
         raise ServerError(f"{url}: the completion came without routes. Start the server with {FLAG}")
@@ -68,23 +69,23 @@ def without_recomputed(
     *,
     may_miss: bool,
 ) -> NDArray[np.int32]:
-    """Return the experts of a completion without the rows that newer weights computed than sampled their tokens.
+    """Set rows that were recomputed under newer weights to -1, and return the experts.
 
-    A server that gets weights while a request runs computes its tokens so far once more (SGLang's "retract", vLLM's
-    reset of running requests), into the memory from which it reads the routes at the request's end. Their logprobs stay
-    those of the weights that sampled them.
+    A server that gets new weights while a request runs recomputes the request's tokens so far (SGLang's "retract",
+    vLLM's reset of running requests), and overwrites the routes that it returns at the end of the request. The logprobs
+    of these tokens are still from the weights that sampled them, so the routes no longer match.
 
     Args:
-        url: The server, for messages.
-        experts_TLK: Experts `[T, layers, K]` of prompt and completion but the last token.
+        url: The server's address, for error messages.
+        experts_TLK: Experts `[T, layers, K]` of prompt and completion, without the last token.
         versions: Versions of the weights that sampled the completion's tokens.
-        num_prompt: Tokens of the prompt.
-        may_miss: Whether tokens may have no routes (replay.missing): the rows are -1 in the result.
+        num_prompt: Number of tokens of the prompt.
+        may_miss: Whether tokens may have no routes (replay.missing).
 
     Raises:
-        ServerError: there are such rows, and no token may be without routes.
+        ServerError: if there are such rows and `may_miss` is false.
     """
-    # The last of the older tokens entered the model under the newer weights alone, which sampled the next.
+    # The last older token entered the model only under the newer weights, which then sampled the next token.
     num_recomputed = num_prompt + versions[-1].start - 1 if len(versions) > 1 else 0
     if not num_recomputed:
         return experts_TLK
@@ -100,7 +101,7 @@ def without_recomputed(
 
 
 def _check(url: str, picked_TLK: NDArray[np.int32], model: ModelConfig, moe_layers: Sequence[int]) -> None:
-    """Raise a ServerError when these cannot be the routes of tokens in the layers that route."""
+    """Raise a ServerError if these are not valid routes of the MoE layers."""
     if picked_TLK.size and (picked_TLK.min() < 0 or picked_TLK.max() >= model.moe.num_experts):
         raise ServerError(
             f"{url}: routes name experts {picked_TLK.min()} to {picked_TLK.max()}, and a layer has "
@@ -113,7 +114,7 @@ def _check(url: str, picked_TLK: NDArray[np.int32], model: ModelConfig, moe_laye
 
 
 def _zero_layers(experts_TLK: NDArray[np.int32], layers: Sequence[int]) -> list[int]:
-    """Return the layers without any expert but 0. With one expert a token, one token may well go to expert 0."""
+    """Return the layers in which every expert is 0; none for few tokens with one expert each, where this can occur."""
     few = experts_TLK.shape[2] == 1 and experts_TLK.shape[0] < FEW_TOKENS
     is_zero_L = (experts_TLK == 0).all(axis=(0, 2))
     return [] if few else [layer for layer, is_zero in zip(layers, is_zero_L, strict=True) if is_zero]

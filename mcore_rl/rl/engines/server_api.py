@@ -1,6 +1,4 @@
-"""Interface of an inference server: what is asked of it over HTTP, and what it answers. Policy, such as retries, is not
-here.
-"""
+"""Interface of an inference server: requests over HTTP and their answers. It contains no policy, such as retries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,44 +12,44 @@ from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.types import FinishReason, VersionSpan
 
 NO_VERSION = -1
-"""Version of the weights with which a server starts."""
+"""Version of a server's initial weights."""
 
 
 class ServerError(EngineError):
-    """A server that did not do what it was asked: it refused, failed, gave an answer that cannot be right, or none in
-    time. After a failed update of weights nobody knows the weights that it has.
+    """Raised if a server refuses a request, fails, gives an invalid answer, or does not answer in time. After a failed
+    weight update, the server's weights are unknown.
     """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
-        """HTTP status of the answer; None: there was no answer, or one with status 200 that is not right."""
+        """HTTP status of the answer; None if there was no answer, or an invalid answer with status 200."""
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server calls the request itself wrong, so that another server would refuse it too."""
+        """Whether the server rejected the request as invalid, so that any other server would reject it too."""
         return self.status is not None and 400 <= self.status < 500 and self.status not in (408, 429)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedCompletion:
-    """Answer of a server to one request: `logprobs_T[t]` belongs to `tokens_T[t]`."""
+    """A server's answer to a request. `logprobs_T[t]` belongs to `tokens_T[t]`."""
 
     tokens_T: tuple[int, ...]
-    """Sampled tokens, with the stop token, if one ended the completion."""
+    """Sampled tokens, including the stop token if a stop token ended the completion."""
     logprobs_T: tuple[float, ...]
     """Logprobs at the sampling temperature, in nats."""
     finish: FinishReason
     versions: tuple[VersionSpan, ...]
     """Versions of the weights that sampled the tokens, as the server reports them."""
     experts_TLK: NDArray[np.int32] | None
-    """Experts of each token of prompt and completion but the last, for all layers that the server recorded, as they
-    came (`served_routes.pick_layers` checks them and picks the layers that route); None: not asked for."""
+    """Experts of each token of prompt and completion but the last, for all layers that the server recorded, unchecked
+    (`served_routes.pick_layers` checks them and selects the MoE layers); None if not requested."""
 
 
 class ServerApi(Protocol):
-    """One server. Every method blocks, has a time limit of its own, may be called by several threads at a time, and
-    raises ServerError when the server did not do it.
+    """An inference server. Every method blocks, has a time limit, may be called from several threads at the same time,
+    and raises ServerError on failure.
     """
 
     @property
@@ -61,48 +59,49 @@ class ServerApi(Protocol):
     def generate(
         self, prompt_T: Sequence[int], sampling: Sampling, seed: int, *, salt: str, request_id: str
     ) -> ServedCompletion:
-        """Return the completion of a prompt. Stop strings are not the server's: the caller cuts at them.
+        """Return the completion of a prompt. The server ignores stop strings: the caller cuts the completion at them.
 
         Args:
-            prompt_T: Ids of the prompt, which the caller has checked: an id beyond the vocabulary ends some servers.
-            sampling: Rules of sampling; all of them are sent, so that no default of the server counts.
-            seed: Seed of this completion, in 63 bits.
-            salt: Requests of different salts share no cached prefix.
-            request_id: Name by which `abort` ends this request.
+            prompt_T: Ids of the prompt. The caller checks them, because an id beyond the vocabulary crashes some
+                servers.
+            sampling: Sampling parameters; all of them are sent, so that no default of the server applies.
+            seed: Seed of this completion, 63 bits.
+            salt: Requests with different salts share no cached prefix.
+            request_id: Name by which `abort` identifies this request.
         """
 
     def abort(self, request_id: str) -> None:
-        """End a running request, whose `generate` then raises ServerError; nothing happens if there is none."""
+        """End a running request, so that its `generate` raises ServerError; does nothing if it is not running."""
 
     def pause(self) -> None:
-        """Stop computing. Running requests and caches stay, and requests that come wait."""
+        """Stop computing. Running requests and caches are kept, and new requests wait."""
 
     def start_update(self) -> None:
-        """Begin an update of weights."""
+        """Begin a weight update."""
 
     def load(self, update: Mapping[str, Any]) -> None:
-        """Load the tensors of one bucket, which `update` describes in the words of the transport."""
+        """Load the tensors of a bucket; `update` is the transport's description of the bucket."""
 
     def finish_update(self, version: int) -> None:
-        """End an update of weights, which are those of `version` from here on."""
+        """End a weight update. The server's weights now have the version `version`."""
 
     def reset_caches(self) -> None:
-        """Forget the keys and values of prompts and of running requests, which are computed again by the weights."""
+        """Drop the cached keys and values of prompts and running requests; they are recomputed with the new weights."""
 
     def resume(self) -> None:
-        """Compute again after a `pause`; of a server that is not paused nothing changes."""
+        """Continue computing after a `pause`; does nothing if the server is not paused."""
 
     def prompt_logprobs(self, tokens_T: Sequence[int]) -> list[float]:
         """Return the logprobs of tokens 1, 2, ... under the server's weights, at temperature 1, without caches."""
 
     def is_healthy(self) -> bool:
-        """Whether the server says that it can work; it never raises."""
+        """Whether the server reports that it is healthy; never raises."""
 
     def version(self) -> str:
         """Return the version of the server's software, such as "0.32.0"."""
 
     def world_size(self) -> int:
-        """Return the number of the server's workers, each of which has a part of the weights."""
+        """Return the number of the server's workers; each worker has a part of the weights."""
 
 
 def completion_of(
@@ -116,7 +115,7 @@ def completion_of(
     versions: tuple[VersionSpan, ...],
     experts_TLK: NDArray[np.int32] | None,
 ) -> ServedCompletion:
-    """Return an answer of the server `url` as a record; ServerError where it cannot be right."""
+    """Convert an answer of the server `url` to a record. Raises ServerError if the answer is inconsistent."""
     if finish not in ("stop", "length"):
         raise ServerError(f"{url}: a completion ended by {finish!r}, not by a stop token or its length")
     if not tokens_T or len(logprobs_T) != len(tokens_T):
@@ -154,7 +153,7 @@ def completion_of(
 
 
 def finite_logprobs(url: str, logprobs: Sequence[float]) -> list[float]:
-    """Return the logprobs; ServerError where one is no logprob, such as null (NaN as JSON) or a positive number."""
+    """Return the logprobs. Raises ServerError if a value is not a logprob, such as null (NaN as JSON) or positive."""
     wrong = [value for value in logprobs if not isinstance(value, float | int) or not -1e30 < value < 1e-5]
     if wrong:
         raise ServerError(f"{url}: {wrong[0]} is no logprob: the weights of the server may be broken")
@@ -162,8 +161,8 @@ def finite_logprobs(url: str, logprobs: Sequence[float]) -> list[float]:
 
 
 def version_spans(spans: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
-    """Return the spans that a server reports. Versions are "v12", or another text before the first update, which is
-    NO_VERSION. Spans of equal versions that follow each other are one.
+    """Return the version spans that a server reports. A version is a text such as "v12"; any other text, as before the
+    first update, is NO_VERSION. Adjacent spans of the same version are merged.
     """
     found: list[VersionSpan] = []
     for span in spans:

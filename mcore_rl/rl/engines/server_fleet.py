@@ -1,4 +1,4 @@
-"""The servers of a run, as its first rank sees them: started or found, waited for, replaced when they fail."""
+"""The servers of a run, managed by rank 0: it starts or finds them, waits for them, and replaces failed servers."""
 
 import json
 import time
@@ -14,16 +14,16 @@ from mcore_rl.rl.engines.server_api import ServerApi, ServerError
 from mcore_rl.rl.engines.server_process import ServerProcess
 
 MAX_STARTS = 5
-"""Starts of a server in a run."""
+"""Maximum number of starts of each server in a run."""
 LOOK_S = 0.5
 STATUS_FILE = "status.json"
 
 
 def replacement_request(folder: Path, url: str) -> Path:
-    """Return the file by which a run asks `mcore-rl serve`, on another machine, to start a server anew.
+    """Return the file with which a run asks `mcore-rl serve`, on another machine, to restart a server.
 
     Args:
-        folder: The folder of the run's servers, which both see.
+        folder: The folder of the run's servers, accessible from both machines.
         url: The server's address.
     """
     parts = urlsplit(url)
@@ -32,28 +32,30 @@ def replacement_request(folder: Path, url: str) -> Path:
 
 @dataclass(slots=True)
 class ServerFleet:
-    """All servers of a run. Used by one thread of rank 0 alone."""
+    """All servers of a run. Only a single thread of rank 0 may use it."""
 
     config: ServedConfig
     api_at: Callable[[str], ServerApi]
     folder: Path
     """Folder of the servers' logs and state."""
     start: Callable[[int], ServerProcess] | None
-    """Starts server K of `count`; None: servers of `urls` are used."""
+    """Function that starts server K of `count`; None: the servers of `urls` are used."""
     refuse: Callable[[ServerApi], None] = lambda api: None
-    """Raises EngineError for a server that cannot be used, such as one of another version."""
+    """Function that raises EngineError for a server that cannot be used, such as an untested version."""
     lines: list[str] = field(default_factory=list)
-    """Events for the log, oldest first; who logs them empties it."""
+    """Events for the log, oldest first; the caller that logs them clears the list."""
     processes: list[ServerProcess] = field(default_factory=list)
     _accepted: set[str] = field(default_factory=set)
-    """Servers that have been looked at once."""
+    """Servers that have been checked once."""
     _is_open: bool = False
 
     def ready(self) -> list[str]:
-        """Return the addresses of the servers that answer; at first all are waited for, later `min_servers`.
+        """Return the addresses of the servers that answer. The first call waits for all servers, later calls for
+        `min_servers`.
 
         Raises:
-            EngineError: too few answer in time, one ended before it ever answered, or one cannot be used.
+            EngineError: if too few servers answer in time, a server ended before it ever answered, or a server cannot
+                be used.
         """
         if not self._is_open and self.start is not None:
             self.processes = [self.start(index) for index in range(self.config.count)]
@@ -77,13 +79,13 @@ class ServerFleet:
         return ready
 
     def start_anew(self, lost: dict[str, str]) -> None:
-        """Start servers that failed anew; of those of `urls` that is asked of `mcore-rl serve`, if it started them.
+        """Restart failed servers. For servers of `urls`, leave a request for `mcore-rl serve`, in case it started them.
 
         Args:
             lost: Reason of the failure, by address.
         """
         for url, reason in lost.items():
-            process = next((one for one in self.processes if one.url == url), None)
+            process = next((process for process in self.processes if process.url == url), None)
             if process is None:
                 request = replacement_request(self.folder, url)
                 request.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,7 @@ class ServerFleet:
             self._restart(process, reason)
 
     def write_status(self, living: Sequence[str], version: int) -> None:
-        """Write which servers have the weights of `version`, for `mcore-rl jobs`."""
+        """Write the status file for `mcore-rl jobs`: the servers that have the weights of `version`."""
         urls = [process.url for process in self.processes] or list(self.config.urls)
         status = {
             "version": version,
@@ -103,7 +105,7 @@ class ServerFleet:
         write_atomically(self.folder / STATUS_FILE, json.dumps(status, indent=1) + "\n")
 
     def close(self) -> None:
-        """End the servers that were started here."""
+        """End the servers that this process started."""
         for process in self.processes:
             process.close()
 
@@ -129,7 +131,7 @@ class ServerFleet:
         )
 
     def _accept(self, url: str) -> None:
-        """Let a server compute that an earlier run may have left paused."""
+        """Resume a server, which an earlier run may have left paused."""
         try:
             self.api_at(url).resume()
         except ServerError as error:

@@ -1,4 +1,4 @@
-"""Inference servers as processes of this machine: their command, their start, and their end with what they start."""
+"""Inference servers as processes of this machine: their command, their start, and the end of their process tree."""
 
 import json
 import os
@@ -25,46 +25,46 @@ from mcore_rl.rl.engines.vllm_api import MODEL
 
 SUPERVISOR = "mcore_rl.processes.supervisor"
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
-"""Module that starts a server, by rl.engine.kind."""
+"""Python module that starts a server, by rl.engine.kind."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 BACKENDS = {"files": "mcore_files", "nccl": "mcore_broadcast"}
-"""Names under which vllm_worker.py registers the transports."""
+"""Name under which vllm_worker.py registers each transport."""
 WORKER_MODULE = "vllm_worker.py"
 END_S = 15.0
-"""Seconds until a server's processes have to be gone."""
+"""Seconds after which a server's processes are killed."""
 TAIL_LINES = 15
 FEWEST_TOKENS = 64
-"""Length that a server holds at least: that of the texts of the probe."""
+"""Minimum context length of a server, in tokens, so that the probe's sequences fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerCommand:
-    """How a server is started."""
+    """Command and environment of a server."""
 
     command: tuple[str, ...]
     settings: Mapping[str, str]
     """Environment variables."""
     defaults: Mapping[str, str]
-    """Environment variables that are set unless the user's environment has them."""
+    """Environment variables that are set unless the user has set them."""
     python_path: tuple[str, ...] = ()
-    """Folders from which its Python imports first."""
+    """Folders placed first on the server's Python path."""
 
 
 def served_length(longest_sample: int, model: ModelConfig, engine: ServedConfig) -> int:
-    """Return the largest number of tokens of prompt and completion together that the servers hold."""
+    """Return the context length of the servers: the maximum number of tokens of prompt and completion together."""
     if engine.max_model_len != "auto":
         return engine.max_model_len
     return min(max(longest_sample, FEWEST_TOKENS), model.max_position)
 
 
 def served_dtype(precision: str, engine: ServedConfig) -> str:
-    """Return the name that servers have for the type of their weights."""
+    """Return the servers' name of the data type of their weights."""
     dtype = engine.dtype
     return DTYPES[precision if dtype == "auto" else dtype]
 
 
 def model_folder(model: ModelConfig, dtype: str, folder: Path) -> Path:
-    """Write what a server reads of the model, its config.json: the weights come with the first update."""
+    """Write the model folder of a server. It has only config.json, because the weights come with the first update."""
     path = folder / "model"
     path.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
@@ -78,7 +78,8 @@ def model_folder(model: ModelConfig, dtype: str, folder: Path) -> Path:
 def worker_folder(folder: Path) -> Path:
     """Write the folder from which vLLM's workers import `mcore_rl.vllm_worker`.
 
-    It holds this file of ours alone: on the path of an installed package vLLM would find the trainer's torch too.
+    It contains only this file: with the folder of the installed package on its path, vLLM would also import the
+    trainer's torch.
     """
     package = folder / "python" / "mcore_rl"
     package.mkdir(parents=True, exist_ok=True)
@@ -91,13 +92,13 @@ def worker_folder(folder: Path) -> Path:
 def server_command(
     config: RlRunConfig, folder: Path, port: int, *, host: str = "127.0.0.1", on_gpu: bool
 ) -> ServerCommand:
-    """Return the command of a server of `config`, which has servers, after writing what it reads into `folder`.
+    """Write the files that a server needs into `folder`, and return its command.
 
     Args:
-        config: The run's config.
+        config: The run's config, with servers.
         folder: Folder of the run's servers.
         port: Port on which the server listens.
-        host: Address on which it listens.
+        host: Address on which the server listens.
         on_gpu: Whether the server computes on a GPU.
     """
     engine, rollout = config.served, config.rl.rollout
@@ -126,7 +127,7 @@ def server_command(
     return ServerCommand(
         command=(*start, *_vllm_arguments(engine, served, is_cut=is_cut, on_gpu=on_gpu), *engine.args),
         settings={
-            "VLLM_SERVER_DEV_MODE": "1",  # without it there are no routes for updates of weights
+            "VLLM_SERVER_DEV_MODE": "1",  # enables the HTTP endpoints for weight updates
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         },
@@ -136,7 +137,7 @@ def server_command(
 
 
 class _Served(NamedTuple):
-    """Arguments of a server that follow from other sections than the engine's."""
+    """Arguments of a server that follow from config sections other than the engine's."""
 
     model: str
     dtype: str
@@ -173,7 +174,7 @@ def _sglang_arguments(engine: ServedConfig, served: _Served, *, on_gpu: bool) ->
 
 
 class ServerProcess:
-    """A server that this process starts again when it is asked to; nothing of it outlives `close` or this process."""
+    """A server process that can be restarted. Neither it nor its children outlive `close` or this process."""
 
     def __init__(
         self,
@@ -186,10 +187,10 @@ class ServerProcess:
         """Start the server.
 
         Args:
-            command: Returns the command of a server that listens on a port.
-            log: File to which the server's output is added.
-            devices: GPUs of the server; empty: those that this process sees.
-            port: Port of the server; None: a free one of this machine, another one after a restart.
+            command: Function that returns the command of a server that listens on the given port.
+            log: File to which the server's output is appended.
+            devices: GPUs of the server; empty: all GPUs visible to this process.
+            port: Port of the server; None: a free port, chosen anew at each start.
         """
         self.log = log
         self._command, self._devices, self._fixed_port = command, tuple(devices), port
@@ -198,12 +199,12 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Address of the server; another one after `restart`."""
+        """Address of the server; `restart` may change it."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process that was started has not ended."""
+        """Whether the process is still running."""
         return self._process.poll() is None
 
     @property
@@ -212,17 +213,17 @@ class ServerProcess:
         return time.monotonic() - self._started_s
 
     def ending(self) -> str:
-        """Return how the server ended, with the end of its log."""
+        """Describe how the server ended, with the last lines of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-TAIL_LINES:]
         return f"ended with status {self._process.poll()}; the end of {self.log}:\n" + "\n".join(lines)
 
     def restart(self) -> None:
-        """End the server with all of its processes, and start it anew on another port."""
+        """End the server with all its processes, and start it again, on a new port unless the port is fixed."""
         self.close()
         self._start()
 
     def close(self) -> None:
-        """End the server with all of its processes: one that is broken may stay and answer nobody."""
+        """End the server with all its processes, even a broken server that no longer answers."""
         if self.is_alive:
             self._process.send_signal(END_TREE)
             try:
@@ -242,7 +243,7 @@ class ServerProcess:
             settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._devices))
         self.log.parent.mkdir(parents=True, exist_ok=True)
         supervisor = (sys.executable, "-m", SUPERVISOR, str(os.getpid()))
-        # The supervisor imports this package by the path of this process; the server has a path of its own before it.
+        # The supervisor imports this package with this process's path; the server's own folders come before it.
         inherited = environment_variable("PYTHONPATH")
         path = os.pathsep.join(filter(None, (*found.python_path, inherited)))
         self._process = start_server(

@@ -1,5 +1,6 @@
-"""SGLang's HTTP API: bodies and answers (read in sglang 0.5.23, tested with a fake server alone; the one file that
-speaks to SGLang).
+"""SGLang's HTTP API, as read in the source of sglang 0.5.23 and tested only with a fake server.
+
+This is the only file that speaks to SGLang.
 """
 
 import base64
@@ -26,7 +27,7 @@ PROBE_TIMEOUT_S = 30.0
 
 
 class SglangApi:
-    """One SGLang server."""
+    """An SGLang server."""
 
     def __init__(
         self,
@@ -37,14 +38,14 @@ class SglangApi:
         request_timeout_s: float,
         update_timeout_s: float,
     ) -> None:
-        """Prepare calls.
+        """Create the API of a server.
 
         Args:
-            http: Connection to the server.
-            vocab_size: Number of ids of the model, with those that pad its vocabulary.
-            experts_per_token: Number of experts of a token: the server sends routes without their shape.
-            request_timeout_s: Time limit of a completion.
-            update_timeout_s: Time limit of each call of an update of weights.
+            http: HTTP client of the server.
+            vocab_size: Number of ids of the model, including padding of its vocabulary.
+            experts_per_token: Number of experts per token, needed because the server sends routes without a shape.
+            request_timeout_s: Time limit of a completion, in seconds.
+            update_timeout_s: Time limit of each call of a weight update, in seconds.
         """
         self._http, self._vocab_size, self._top_k = http, vocab_size, experts_per_token
         self._request_s, self._update_s = request_timeout_s, update_timeout_s
@@ -57,7 +58,7 @@ class SglangApi:
     def generate(
         self, prompt_T: Sequence[int], sampling: Sampling, seed: int, *, salt: str, request_id: str
     ) -> ServedCompletion:
-        """Return the completion of a prompt, as `ServerApi.generate` does."""
+        """Return the completion of a prompt; see `ServerApi.generate`."""
         cut = sampling.cut
         parameters: dict[str, Any] = {
             "sampling_seed": seed,
@@ -108,15 +109,15 @@ class SglangApi:
         self._http.post("/abort_request", {"rid": request_id}, timeout_s=PROBE_TIMEOUT_S)
 
     def pause(self) -> None:
-        """Stop computing. Running requests wait with their tokens; their keys and values are computed again later."""
+        """Stop computing. Running requests keep their tokens; their keys and values are recomputed later."""
         self._http.post("/pause_generation", {"mode": "retract"}, timeout_s=self._update_s)
 
     def start_update(self) -> None:
-        """Begin an update of weights."""
+        """Begin a weight update."""
         self._succeeds("/begin_weight_update", {})
 
     def load(self, update: Mapping[str, Any]) -> None:
-        """Load one bucket: a file of tensors `path`, alone in its folder, or the names of a broadcast."""
+        """Load a bucket: a file of tensors `path`, the only file in its folder, or the tensors of a broadcast."""
         body = dict(update)
         if (path := body.pop("path", None)) is not None:
             folder = {"model_path": str(Path(path).parent), "flush_cache": False}
@@ -125,17 +126,17 @@ class SglangApi:
             self._succeeds("/update_weights_from_distributed", body | {"flush_cache": False})
 
     def finish_update(self, version: int) -> None:
-        """End an update of weights, which are those of `version` from here on."""
+        """End a weight update. The server's weights now have the version `version`."""
         self._succeeds("/end_weight_update", {})
         self._succeeds("/update_weight_version", {"new_version": f"v{version}", "abort_all_requests": False})
 
     def reset_caches(self) -> None:
-        """Forget keys and values of prompts; those of running requests are gone since `pause`."""
-        # The answer is a sentence, and status 400 where requests still run.
+        """Drop the cached keys and values of prompts; `pause` has already dropped the running requests' own."""
+        # The answer is a sentence rather than JSON, with status 400 if requests are still running.
         self._http.post("/flush_cache", timeout_s=self._update_s, is_json=False)
 
     def resume(self) -> None:
-        """Compute again."""
+        """Continue computing."""
         self._http.post("/continue_generation", timeout_s=self._update_s)
 
     def prompt_logprobs(self, tokens_T: Sequence[int]) -> list[float]:
@@ -157,7 +158,7 @@ class SglangApi:
         return finite_logprobs(self.url, logprobs)
 
     def is_healthy(self) -> bool:
-        """Whether the server says that it can work."""
+        """Whether the server reports that it is healthy."""
         try:
             self._http.get("/health", timeout_s=PROBE_TIMEOUT_S)
         except ServerError:
@@ -186,7 +187,7 @@ class SglangApi:
 
 
 def read_flat(text: str, num_tokens: int, top_k: int) -> NDArray[np.int32]:
-    """Return the experts `[num_tokens, layers, top_k]` that the server sends as base64 of int32 without a shape."""
+    """Decode the experts `[num_tokens, layers, top_k]`, which the server sends as base64 of int32 without a shape."""
     try:
         numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
     except (ValueError, binascii.Error) as error:

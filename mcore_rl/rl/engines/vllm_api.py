@@ -1,5 +1,6 @@
-"""vLLM's HTTP API: bodies and answers of a server that was started with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out
-(read in vllm 0.32 and 0.33; the one file that speaks to vLLM).
+"""vLLM's HTTP API, for a server started with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out.
+
+It follows the source of vllm 0.32 and 0.33. This is the only file that speaks to vLLM.
 """
 
 import base64
@@ -24,14 +25,14 @@ from mcore_rl.rl.engines.server_api import (
 MODEL = "policy"
 """Name under which the server serves the model (--served-model-name)."""
 ABORT_PREFIX = "generate-tokens-"
-"""Beginning that the server gives to the name of a request; an abort without it answers 200 and does nothing."""
+"""Prefix that the server adds to a request's id; an abort without it returns 200 and does nothing."""
 NEVER = -100.0
-"""Least logit bias that the server takes: a token with it has a probability of e^-100."""
+"""Lowest logit bias that the server accepts; it multiplies a token's weight by e^-100."""
 PROBE_TIMEOUT_S = 30.0
 
 
 class VllmApi:
-    """One vLLM server."""
+    """A vLLM server."""
 
     def __init__(
         self,
@@ -41,13 +42,13 @@ class VllmApi:
         request_timeout_s: float,
         update_timeout_s: float,
     ) -> None:
-        """Prepare calls.
+        """Create the API of a server.
 
         Args:
-            http: Connection to the server.
-            vocab_size: Number of ids of the model, with those that pad its vocabulary.
-            request_timeout_s: Time limit of a completion.
-            update_timeout_s: Time limit of each call of an update of weights.
+            http: HTTP client of the server.
+            vocab_size: Number of ids of the model, including padding of its vocabulary.
+            request_timeout_s: Time limit of a completion, in seconds.
+            update_timeout_s: Time limit of each call of a weight update, in seconds.
         """
         self._http, self._vocab_size = http, vocab_size
         self._request_s, self._update_s = request_timeout_s, update_timeout_s
@@ -60,9 +61,9 @@ class VllmApi:
     def generate(
         self, prompt_T: Sequence[int], sampling: Sampling, seed: int, *, salt: str, request_id: str
     ) -> ServedCompletion:
-        """Return the completion of a prompt, as `ServerApi.generate` does."""
+        """Return the completion of a prompt; see `ServerApi.generate`."""
         cut = sampling.cut
-        # Each one is sent: a field that is left out has a default of the server's or of the model's.
+        # Every field is sent, because an omitted field would get a default of the server or the model.
         parameters: dict[str, Any] = {
             "seed": seed,
             "temperature": cut.temperature,
@@ -111,35 +112,35 @@ class VllmApi:
         self._http.post("/inference/v1/abort_requests", body, timeout_s=PROBE_TIMEOUT_S)
 
     def pause(self) -> None:
-        """Stop computing. Without it an update ends a server that is decoding."""
+        """Stop computing. A server that is decoding would crash if it were updated without a pause."""
         self._http.post("/pause?mode=keep&clear_cache=false", timeout_s=self._update_s)
 
     def start_update(self) -> None:
-        """Begin an update of weights."""
+        """Begin a weight update."""
         self._http.post("/start_weight_update", timeout_s=self._update_s)
 
     def load(self, update: Mapping[str, Any]) -> None:
-        """Load one bucket; `update` is the `update_info` of the transfer backend that the server was started with."""
+        """Load a bucket; `update` is the `update_info` of the transfer backend that the server was started with."""
         self._http.post("/update_weights", {"update_info": dict(update)}, timeout_s=self._update_s)
 
     def finish_update(self, version: int) -> None:
-        """End an update of weights, which are those of `version` from here on."""
+        """End a weight update. The server's weights now have the version `version`."""
         self._http.post("/finish_weight_update", {"weight_version": f"v{version}"}, timeout_s=self._update_s)
 
     def reset_caches(self) -> None:
-        """Forget keys and values of prompts and of running requests."""
+        """Drop the cached keys and values of prompts and running requests."""
         path = "/reset_prefix_cache?reset_running_requests=true"
         answer = self._http.post(path, timeout_s=self._update_s)
-        # A reset that did nothing has status 200 too.
+        # A reset that did nothing also returns status 200.
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise ServerError(f"{self.url}{path}: the caches were not reset: {answer}")
 
     def resume(self) -> None:
-        """Compute again."""
+        """Continue computing."""
         self._http.post("/resume", timeout_s=self._update_s)
 
     def prompt_logprobs(self, tokens_T: Sequence[int]) -> list[float]:
-        """Return the logprobs of tokens 1, 2, ... at temperature 1; such a request reads no prefix cache."""
+        """Return the logprobs of tokens 1, 2, ... at temperature 1. Such a request does not use the prefix cache."""
         body = {
             "model": MODEL,
             "token_ids": list(tokens_T),
@@ -156,7 +157,7 @@ class VllmApi:
         return finite_logprobs(self.url, logprobs)
 
     def is_healthy(self) -> bool:
-        """Whether the server says that it can work."""
+        """Whether the server reports that it is healthy."""
         try:
             self._http.get("/health", timeout_s=PROBE_TIMEOUT_S)
         except ServerError:
@@ -184,8 +185,10 @@ LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
 
 def logprobs_mode(sampling: Sampling) -> LogprobsMode | None:
-    """Return the --logprobs-mode in which logprobs are at the sampling temperature and before the cut; None: there is
-    none. `processed` are at the temperature, and after the cut; `raw` are at temperature 1, and before it.
+    """Return the --logprobs-mode that gives logprobs at the sampling temperature before top-k, top-p and min-p.
+
+    `processed_logprobs` are at the temperature and after the cut, `raw_logprobs` at temperature 1 and before the cut.
+    None if neither mode gives them.
     """
     cut = sampling.cut
     if cut.is_open:
@@ -194,17 +197,17 @@ def logprobs_mode(sampling: Sampling) -> LogprobsMode | None:
 
 
 def padding_ids(sampling: Sampling, vocab_size: int) -> range:
-    """Return the ids of the model that no tokenizer has: they may not be drawn."""
+    """Return the model's ids beyond the tokenizer's vocabulary, which must not be drawn."""
     return range(sampling.vocab_size or vocab_size, vocab_size)
 
 
 def read_npy(text: str) -> NDArray[np.int32]:
-    """Return the experts that the server sends as base64 of a .npy file of uint8, uint16 or int32."""
+    """Decode the experts, which the server sends as base64 of a .npy file of uint8, uint16 or int32."""
     try:
         array: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     except (ValueError, EOFError, OSError, binascii.Error) as error:
         raise ServerError(f"routed_experts is no .npy file: {error}") from None
-    # Wider integers would wrap around without a word.
+    # Wider integers would silently wrap around.
     if array.ndim != 3 or array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int32):
         raise ServerError(
             f"routed_experts has shape {array.shape} and dtype {array.dtype}; wanted uint8, uint16 or int32 [tokens, "

@@ -1,4 +1,4 @@
-"""Weights from the trainer to its servers, proved to have arrived: one push, after a change of the weights."""
+"""Push of the trainer's weights to its servers after an update, verified by the probe."""
 
 import socket
 import time
@@ -28,7 +28,7 @@ from mcore_rl.rl.engines.weight_transport import BroadcastTransport, FileTranspo
 
 SHARED_MEMORY = Path("/dev/shm")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Types of servers that round weights in fp32."""
+"""Types to which a server rounds fp32 weights, by `rl.engine.dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,33 +37,33 @@ class PushReport:
 
     version: int
     living: tuple[str, ...]
-    """Addresses of the servers that have the weights, which the probe has shown, and that answer requests."""
+    """Addresses of the servers that answer requests and have the weights, as verified by the probe."""
     failed: Mapping[str, str]
-    """Reason by address of the others. Nobody knows their weights, whatever they say of themselves: such a server takes
-    requests again only when a later push to it, which sends all weights, has succeeded."""
+    """Failed servers: reason by address. Their weights are unknown, whatever they report: such a server gets requests
+    again only after a later push, which sends all weights, has succeeded."""
     differences: Mapping[str, ProbeDifference]
-    """Difference that the probe has found on each server that it reached."""
+    """Difference that the probe measured, for each server that it reached."""
     probe: float
-    """Largest difference of a living server, in the statistic of `limit`; 0 without one."""
+    """Largest difference of a living server, in the statistic of `limit`; 0 if no server is living."""
     limit: ProbeLimit
     num_unreached_experts: int
-    """Experts whose weights the probe cannot see, as too few of its tokens reach them."""
+    """Number of experts that too few tokens of the probe reach, so that it cannot verify their weights."""
     num_bytes: int
-    """Bytes of all weights."""
+    """Size of all weights in bytes."""
     largest_bucket_bytes: int
     merge_loss: float | None
-    """Part of low-rank adapters that rounding the merged weights loses; None: the policy has none."""
+    """Fraction of the low-rank adapters that is lost to rounding of the merged weights; None without adapters."""
     seconds: Mapping[str, float]
-    """Seconds by phase: trainer (its logprobs of the probe), pause, gather, load, finish, probe."""
+    """Seconds by phase: trainer (the trainer's logprobs of the probe), pause, gather, load, finish, probe."""
 
 
 class WeightPush:
-    """Gives servers the weights that the modules have now. Made and called on all ranks of the world.
+    """Sends the modules' current weights to servers. Created and called on all ranks of the world.
 
-    The order of calls is that of vLLM's RL routes, and SGLang's of the same meaning. A server is paused first, as one
-    that decodes during an update dies. Its requests go on afterwards; their keys and values are computed again, so that
-    each span of a completion is of one version of the weights alone. Every server is probed at last. A server that
-    fails anywhere is left alone from there on, and the others go on.
+    The calls follow the order of vLLM's RL endpoints, and of the equivalent endpoints of SGLang. A server is paused
+    first, because a server that decodes during an update crashes. Its requests continue afterwards, with keys and
+    values recomputed, so that each span of a completion depends on a single version of the weights. Finally, every
+    server is probed. A server that fails in any phase is left out of the later phases.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class WeightPush:
         model: ModelConfig,
         engine: ServedConfig,
     ) -> None:
-        """Prepare pushes.
+        """Create the push.
 
         Args:
-            servers: All servers that get the weights; rank 0 of the world alone speaks to them.
+            servers: All servers that get the weights; only rank 0 of the world speaks to them.
             chunks: This rank's chunks of the policy.
-            mesh: The mesh that they are cut by.
+            mesh: The mesh over which the policy is sharded.
             model: The model's config.
             engine: The engine's config.
         """
@@ -89,13 +89,13 @@ class WeightPush:
         self._device = next(chunks[0].parameters()).device
         own, served = next(chunks[0].parameters()).dtype, DTYPES.get(engine.dtype, torch.float32)
         self._dtype = served if own == torch.float32 else own
-        """Type in which servers have weights at best."""
+        """Most precise type in which servers have the weights."""
         self._tolerance = None if engine.probe_tolerance == "auto" else engine.probe_tolerance
 
     def push(self, version: int) -> PushReport:
-        """Collective over the world: send all weights, as they are now, to all servers, and probe these.
+        """Collective over the world: send all current weights to all servers, and probe the servers.
 
-        Never raises for a server that fails; the report names it.
+        A server that fails does not raise; it is listed in the report.
         """
         watch = _Stopwatch()
         ours = self._probe.reference(self._tolerance)
@@ -110,7 +110,7 @@ class WeightPush:
         watch.lap("pause")
         transport: FileTransport | BroadcastTransport | None = None
         try:
-            # All ranks take all buckets, whatever the servers do: the others would wait for this one.
+            # Every rank iterates over all buckets, even if servers fail: all other ranks would otherwise hang.
             for bucket in iter_hf_weights(self._chunks, self._mesh, self._model):
                 watch.lap("gather")
                 num_bytes, largest = num_bytes + bucket.num_bytes, max(largest, bucket.num_bytes)
@@ -155,7 +155,7 @@ class WeightPush:
         return box[0]
 
     def _transport(self, sender: "_Sender") -> FileTransport | BroadcastTransport:
-        """Return the transport to the servers that live now."""
+        """Return the transport to the servers that are living now."""
         engine = self._engine
         if not engine.broadcasts:
             folder = Path(engine.transport_dir) if engine.transport_dir else SHARED_MEMORY
@@ -168,13 +168,13 @@ class WeightPush:
 
     @staticmethod
     def _load(sender: "_Sender", bucket: str, update_of: Callable[[str], Mapping[str, Any]]) -> None:
-        """Let each living server load a bucket, which `update_of` describes to the server with an address."""
+        """Let each living server load a bucket; `update_of` returns its description for the server at an address."""
         sender.everywhere(f"update of {bucket}", lambda server: server.load(update_of(server.url)))
 
     def _compare(
         self, server: ServerApi, ours: ProbeReference, differences: dict[str, ProbeDifference]
     ) -> None:
-        """Probe one server; ServerError when it does not have the trainer's weights."""
+        """Probe a server. Raises ServerError if it does not have the trainer's weights."""
         theirs = [server.prompt_logprobs(tokens) for tokens in self._probe.sequences]
         difference = differences[server.url] = ours.difference(theirs)
         if excess := ours.limit.excess(difference):
@@ -184,7 +184,7 @@ class WeightPush:
 
 
 class _Sender:
-    """The servers that have not failed in a push yet, asked all at the same time."""
+    """Calls all servers that have not failed in this push, at the same time."""
 
     def __init__(self, servers: Sequence[ServerApi]) -> None:
         self.living = list(servers)
@@ -192,7 +192,7 @@ class _Sender:
         self._pool = ThreadPoolExecutor(max(1, len(servers)), "weight push")
 
     def everywhere(self, phase: str, ask: Callable[[ServerApi], Any]) -> dict[str, Any]:
-        """Ask every living server, and return the answers by address of those that live after it."""
+        """Call `ask` for every living server. Returns the answers by address, without servers that failed."""
         asked = [(server, self._pool.submit(ask, server)) for server in self.living]
         answers = {}
         for server, answer in asked:
@@ -204,7 +204,7 @@ class _Sender:
         return answers
 
     def fail_all(self, reason: str) -> None:
-        """Give up on all servers."""
+        """Mark all living servers as failed."""
         self.failed |= {server.url: reason for server in self.living}
         self.living = []
 
@@ -214,21 +214,21 @@ class _Sender:
 
 
 class _Stopwatch:
-    """Seconds of the phases, each of which may come several times."""
+    """Seconds spent in each phase; a phase may occur several times."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self._since_s = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Count the seconds since the last call as those of `phase`."""
+        """Add the seconds since the last call to `phase`."""
         now_s = time.perf_counter()
         self.seconds[phase] += now_s - self._since_s  # type: ignore[assignment]  # typed for whole counts
         self._since_s = now_s
 
 
 def _address_towards(url: str) -> str:
-    """Return this node's address on the way to a server."""
+    """Return the local address that this node uses to reach a server."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing

@@ -1,6 +1,6 @@
-"""Transports of weights to servers: one bucket at a time, described by what `ServerApi.load` is given.
+"""Transports of weights to servers, bucket by bucket. `ServerApi.load` gets the description of a bucket.
 
-The servers' side of both is `mcore_rl/vllm_worker.py`.
+The server side of both transports is `mcore_rl/vllm_worker.py`.
 """
 
 import itertools
@@ -23,14 +23,19 @@ from mcore_rl.errors import EngineError
 from mcore_rl.model.hf_stream import Bucket
 
 Load = Callable[[Callable[[str], Mapping[str, Any]]], None]
-"""Asks all living servers at the same time to load a bucket; the argument describes it to the one with an address."""
+"""Function that makes all living servers load a bucket at the same time; its argument returns the description of the
+bucket for the server at an address."""
 
 
 class FileTransport:
-    """Writes each bucket to a folder of its own, which is deleted once the servers have read it."""
+    """Writes each bucket to its own folder, which is deleted once the servers have read it."""
 
     def __init__(self, folder: Path) -> None:
-        """Take shared memory of this node, or a folder on a disk that all servers' nodes have under this path."""
+        """Create the transport in `folder`: shared memory of this node, or a disk that all servers' nodes mount there.
+
+        Raises:
+            EngineError: if the folder is not writable.
+        """
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="mcore_rl_weights_", dir=folder))
         except OSError as error:
@@ -42,11 +47,11 @@ class FileTransport:
         self._folder.chmod(0o755)
 
     def close(self) -> None:
-        """Delete what is left."""
+        """Delete all remaining files."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, bucket: Bucket, load: Load) -> None:
-        """Write a bucket, let the servers load it, and delete it."""
+        """Write a bucket, let the servers load it, and delete it. Raises EngineError if it cannot be written."""
         folder = self._folder / bucket.name.strip(".")
         path = folder / "model.safetensors"
         try:
@@ -59,17 +64,17 @@ class FileTransport:
                 f"{path}: a bucket of {bucket.num_bytes} bytes cannot be written ({error}). Free space there, or name "
                 "another folder: rl.engine.transport_dir."
             ) from None
-        # The servers read the file: its tensors need not be in this process's memory meanwhile.
+        # The servers read the file, so the tensors need not stay in this process's memory.
         bucket.tensors.clear()
         load(lambda _: update)
         shutil.rmtree(folder)
 
 
 class BroadcastTransport:
-    """Broadcasts each tensor to all workers of all servers: by NCCL between GPUs, by gloo between CPUs.
+    """Broadcasts each tensor to all workers of all servers, with NCCL between GPUs and gloo between CPUs.
 
-    The group is made anew for each push, from the servers that live then: a member that is gone would let all others
-    wait. When one goes during the push, all servers of it have failed, as nobody knows what they have received.
+    Each push creates a new group of the living servers, because all members would hang on a dead member. If a member
+    dies during a push, all its servers have failed, because the weights that they received are unknown.
     """
 
     def __init__(self, host: str, workers: Mapping[str, int], device: torch.device, timeout_s: float) -> None:
@@ -77,9 +82,9 @@ class BroadcastTransport:
 
         Args:
             host: Address of this node that the servers can reach.
-            workers: Number of workers of each server, by its address.
-            device: Device of the weights, which decides the backend.
-            timeout_s: Most seconds that one broadcast may take.
+            workers: Number of workers of each server, by the server's address.
+            device: Device of the weights, which determines the backend.
+            timeout_s: Time limit of a broadcast, in seconds.
         """
         self._device, self._timeout_s = device, timeout_s
         self._backend = "nccl" if device.type == "cuda" else "gloo"
@@ -104,12 +109,12 @@ class BroadcastTransport:
         """Leave the group."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._backend == "nccl" and self._group is not None:
-            # Without it a broadcast that a dead member has left open would keep the device busy.
+            # Otherwise a broadcast left unfinished by a dead member would keep the device busy.
             self._group.abort()
         self._group = None
 
     def send(self, bucket: Bucket, load: Load) -> None:
-        """Broadcast the tensors of a bucket while the servers receive them."""
+        """Broadcast the tensors of a bucket while the servers receive them. Raises EngineError if that fails."""
         description = {
             "names": list(bucket.tensors),
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.tensors.values()],
@@ -127,7 +132,7 @@ class BroadcastTransport:
             ) from None
 
     def _broadcast(self, bucket: Bucket) -> None:
-        """Collective over the group: send the tensors as bytes, since not every backend has every type."""
+        """Collective over the group: send the tensors as bytes, because not every backend supports every type."""
         if self._group is None:
             self._group = self._join()
         for tensor in bucket.tensors.values():
@@ -136,7 +141,7 @@ class BroadcastTransport:
             torch.cuda.synchronize(self._device)
 
     def _join(self) -> Any:
-        """Collective over the group: make it, apart from the world of training."""
+        """Collective over the group: create it, separate from the training world."""
         store, size = PrefixStore(self._key, self._store), self._size
         limit = timedelta(seconds=self._timeout_s)
         if self._backend == "nccl":

@@ -1,4 +1,4 @@
-"""One generating step of the training modules: tokens of many completions in, logits and routes out."""
+"""Decoding step of the training modules: from tokens of many completions to logits and routes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,10 +22,10 @@ from mcore_rl.rl.types import BYTE_EXPERTS
 
 
 class Decoder:
-    """This rank's chunks with a cache a layer, of the layer's kind; its last slot takes what nobody reads.
+    """This rank's chunks with a cache per layer, of the layer's kind. The last slot is scratch space, never read.
 
-    Attention caches keys and values `[slots + 1, S, G, D]`, latent attention those that it makes of its latents, and a
-    gated delta net its state.
+    Attention caches keys and values `[slots + 1, S, G, D]`, latent attention the keys and values expanded from its
+    latents, and a gated delta net its state.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Decoder:
         shape = (num_slots + 1, max_tokens)
         self._caches = [[self._new_cache(a, shape) for a in attentions] for attentions in self._attentions]
         self.moe_layers: list[int] = []
-        """Numbers, in the whole model, of the layers whose routes are recorded here."""
+        """Indices, in the whole model, of this rank's layers with recorded routes."""
         self._routers: list[nn.Module] = []
         if with_routes:
             found = [pair for model in self._models for pair in routers(model)]
@@ -55,11 +55,11 @@ class Decoder:
 
     @property
     def token_multiple(self) -> int:
-        """Number that divides the number of tokens of each step."""
+        """The number of tokens of each step must be a multiple of this number."""
         return self._mesh.tp.size if self._mesh.sequence_parallel else 1
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """Move what slots hold, in order."""
+        """Copy the contents of slots, in order."""
         for source, targets, length in copied_runs(copies):
             for caches in self._caches:
                 for cache in caches:
@@ -67,12 +67,20 @@ class Decoder:
             self._routes[targets, :length] = self._routes[source, :length]
 
     def routes(self, slot: int, length: int) -> Tensor:
-        """Return the experts `[length, l, K]` of a slot's positions, by falling gate, in main memory."""
+        """Return the experts `[length, l, K]` of a slot's positions, in descending order of gate, on the CPU."""
         return self._routes[slot, :length].to("cpu", copy=True)
 
     @torch.no_grad()
     def step(self, tokens: StepTokens, drawing_B: Tensor) -> Tensor | None:
-        """Collective over this model's ranks and its experts': logits `[B, v]` of these tokens on the last stage."""
+        """Collective over the ranks of this replica, and of replicas that share its experts: compute a step.
+
+        Args:
+            tokens: the step's tokens.
+            drawing_B: indices of the tokens to draw from.
+
+        Returns:
+            Logits `[B, v]` of the drawing tokens on the last stage; None on all other stages, or without such tokens.
+        """
         with self._recording() as recorded:
             hidden = None
             for index in range(len(self._models)):
@@ -88,7 +96,7 @@ class Decoder:
         return logits
 
     def _chunk(self, index: int, tokens: StepTokens) -> Tensor | None:
-        """Return the chunk's output for the tokens; None when it has been sent to the next stage."""
+        """Return the chunk's output for the tokens; None if it was sent to the next stage."""
         model, table = self._models[index], self._tables[index]
         is_latent = self._config.multi_latent_attention
         hidden = None
@@ -119,7 +127,7 @@ class Decoder:
         return hidden
 
     def _whole(self, rows: Tensor) -> Tensor:
-        """Gather the rows of all tokens: sequence parallelism leaves each rank a part."""
+        """Collective over tensor parallelism: gather the rows of all tokens, which sequence parallelism splits."""
         if not self._mesh.sequence_parallel:
             return rows
         whole: Tensor = gather_from_sequence_parallel_region(rows.contiguous(), group=self._mesh.tp.group)
@@ -149,7 +157,7 @@ class Decoder:
 
     @contextmanager
     def _recording(self) -> Iterator[list[Tensor]]:
-        """Inside, each router's choices `[t, K]`, in order of layers."""
+        """Context that records each router's choices `[t, K]`, in order of layers."""
         recorded: list[Tensor] = []
         with ExitStack() as hooks:
             for router in self._routers:
@@ -158,23 +166,23 @@ class Decoder:
 
 
 class _RotaryAt(nn.Module):
-    """Replacement of a rotary embedding during a step: the rows of its table at the step's positions."""
+    """Replaces a rotary embedding during a step, and returns the rows of its table at the step's positions."""
 
     def __init__(self, table: Any, positions_T: Tensor) -> None:
         super().__init__()
         self._rows = _rotary_rows(table, positions_T)
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Return 0: Megatron asks for a length before it calls the embedding, which needs none here."""
+        """Return 0: Megatron asks for a length before it calls the embedding, and `forward` ignores it."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Return the embedding's rows at the step's positions, whatever length is asked for."""
+        """Return the embedding's rows at the step's positions; the arguments are ignored."""
         return self._rows
 
 
 def _rotary_rows(table: Any, positions_T: Tensor) -> Any:
-    """Return the rows at `positions_T` of a rotary embedding's result: angles, or angles and a factor."""
+    """Return the rows at `positions_T` of a rotary embedding's result, which is angles, or angles and a factor."""
     if isinstance(table, tuple):
         return table[0][positions_T], *table[1:]
     return table[positions_T]
@@ -184,9 +192,10 @@ def _rotary_rows(table: Any, positions_T: Tensor) -> Any:
 def _attending_over(
     attentions: Sequence[Any], caches: Sequence[LayerCache], latent_table: Any
 ) -> Iterator[None]:
-    """Let these self-attentions attend over the caches inside the context.
+    """Context in which these self-attentions attend over the caches.
 
-    Latent ones embed positions themselves: at the step's positions in `latent_table`, which is None for others.
+    Latent attention embeds positions itself, so its rotary embedding is replaced by `latent_table` at the step's
+    positions; None for other kinds of attention.
     """
     replaced = []
     for attention, cache in zip(attentions, caches, strict=True):
@@ -204,13 +213,13 @@ def _attending_over(
 
 
 def _cached_part(attention: Any) -> Any:
-    """Return the module of a layer's mixer that has the cache."""
+    """Return the module of a layer's mixer that holds the cache."""
     return attention if isinstance(attention, GatedDeltaNet) else attention.core_attention
 
 
 def copied_runs(copies: Iterable[Copy]) -> Iterator[tuple[int, slice, int]]:
-    """Yield source, targets and length: copies of one slot to slots that follow each other, as a prompt's to its group,
-    are one.
+    """Yield (source, targets, length) of merged copies: copies from a slot to consecutive slots, such as from a prompt
+    to its group, become a single copy.
     """
     pending: tuple[int, slice, int] | None = None
     for copy in copies:
@@ -247,7 +256,9 @@ def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
 
 
 def _rotary_table(model: GPTModel, max_tokens: int) -> Any:
-    """Return what the model's rotary embedding gives for the positions up to `max_tokens`, of all context ranks."""
+    """Return the result of the model's rotary embedding for positions 0 ... `max_tokens` - 1, not split over context
+    parallelism.
+    """
     layers = model.decoder.layers
     is_latent = model.config.multi_latent_attention
     rotary = layers[0].self_attention.rotary_pos_emb if is_latent else model.rotary_pos_emb

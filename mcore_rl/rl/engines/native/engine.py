@@ -1,4 +1,4 @@
-"""The native engine: completions by the very modules that train, in their process and on their mesh."""
+"""The native engine generates completions with the training modules, in their process and on their mesh."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,14 +27,14 @@ from mcore_rl.rl.sampling import draw, uniforms
 from mcore_rl.rl.types import Completion, Group, Prompt, single_version
 
 Listener = Callable[[int, int, Sequence[int]], None]
-"""Called for every drawn token with the index of its prompt, its index in the group, and the completion so far."""
+"""Function called for each drawn token with the prompt's index, the index in the group, and the completion so far."""
 
 
 class MegatronEngine(QuietEngine):
-    """Continuous batching over caches of keys and values and of states, on any mesh.
+    """Continuous batching over caches of keys and values, or of states, on any mesh.
 
-    The ranks of one model (its tensor- and pipeline-parallel ones) are given the same requests; each of the other
-    replicas (data- and context-parallel ones) its own, which may be none.
+    The tensor- and pipeline-parallel ranks of a replica get the same requests. Each replica (data- or context-parallel
+    rank) gets its own requests, possibly none.
     """
 
     def __init__(
@@ -48,21 +48,20 @@ class MegatronEngine(QuietEngine):
         gathers_routes: bool = True,
         has_fixed_shapes: bool | None = None,
     ) -> None:
-        """Prepare an engine.
+        """Create the engine.
 
         Args:
             chunks: this rank's part of the model.
             mesh: the mesh.
             model: the model's config.
-            decode: the tokenizer's way from ids to text.
-            config: sizes, and whether CUDA graphs are used.
-            gathers_routes: whether a completion's routes are of all layers; otherwise they are of the layers of this
-                pipeline stage.
-            has_fixed_shapes: whether steps without prompts have the shapes of CUDA graphs; None: where there are
-                graphs. A CPU computes them too, to rehearse a GPU's.
+            decode: function that converts token ids to text.
+            config: sizes, and whether to use CUDA graphs.
+            gathers_routes: whether completions have the routes of all layers, or only of this pipeline stage's layers.
+            has_fixed_shapes: whether steps without prompts use the shapes of CUDA graphs; None: only with CUDA graphs.
+                A CPU can use these shapes too, to rehearse a GPU's steps.
 
         Raises:
-            ConfigError: `config` asks for CUDA graphs, which this model cannot have here.
+            ConfigError: if `config` asks for CUDA graphs, and this model or device does not support them.
         """
         self.mesh, self.model, self.decode = mesh, model, decode
         self.policy_version = 0
@@ -72,19 +71,19 @@ class MegatronEngine(QuietEngine):
         self._gathers_routes = gathers_routes
         self._has_experts = model.moe.num_experts > 0
         self.as_in_training = batch_invariant.is_on()
-        """Whether logprobs are the trainer's, bit for bit."""
-        # Replicas that share experts must step together: an idle one computes a token that nobody reads.
+        """Whether logprobs equal the trainer's bit for bit."""
+        # Replicas that share experts must step together: an idle replica computes a token that is never read.
         spread = mesh.ep.size * mesh.etp.size > 1
         self._in_step = self._has_experts and spread and mesh.dp_cp.size > 1
         against = reason_against_graphs(chunks, mesh, next(chunks[0].parameters()).device)
         if config.cuda_graphs is True and against:
             raise ConfigError(f'rl.engine.cuda_graphs=true, but {against}. Set it to "auto", or false.')
         self.why_no_graphs = "rl.engine.cuda_graphs=false" if config.cuda_graphs is False else against
-        """The reason why steps are not CUDA graphs; None: they are."""
+        """Reason why steps are not CUDA graphs; None if they are."""
         self._has_fixed_shapes = self.why_no_graphs is None if has_fixed_shapes is None else has_fixed_shapes
 
     def describe(self) -> list[str]:
-        """Return the number of slots, and how steps are computed."""
+        """Return a log line with the number of slots and how steps are computed."""
         how = (
             f"step by step: {self.why_no_graphs}"
             if self.why_no_graphs
@@ -94,17 +93,19 @@ class MegatronEngine(QuietEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Abilities of this engine."""
+        """Capabilities of this engine."""
         return Capabilities(max_tokens=self.model.max_position, routes=self._has_experts, seeded=True)
 
     def update_weights(self, policy_version: int) -> None:
-        """Set the version only: the modules are the policy's. No key or value outlives a call of `generate`."""
+        """Only record the version: the modules are the policy's own, and no cache outlives a call of `generate`."""
         self.policy_version = policy_version
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
     ) -> list[Group]:
-        """Collective over the world, or over each model's ranks where no experts are shared; one group per prompt."""
+        """Collective over the world, or over each replica's ranks if replicas share no experts. Returns a group per
+        prompt.
+        """
         check_request(prompts, sampling, seeds_PG, self.capabilities)
         drafts = [
             Draft(group=group, index=index, prompt_T=prompt.tokens_T, seed=seed)
@@ -134,7 +135,7 @@ class MegatronEngine(QuietEngine):
         ]
 
     def _any_busy(self, is_busy: bool, device: torch.device) -> bool:
-        """Whether this model has work, or one that it shares experts with."""
+        """Whether this replica, or any replica that it shares experts with, has unfinished completions."""
         if not self._in_step:
             return is_busy
         flag = torch.tensor(int(is_busy), device=device)
@@ -143,7 +144,7 @@ class MegatronEngine(QuietEngine):
 
 
 class _Run:
-    """State of one call of `generate`."""
+    """State of a call of `generate`."""
 
     def __init__(
         self, engine: MegatronEngine, decoder: Decoder, scheduler: Scheduler, sampling: Sampling
@@ -153,10 +154,10 @@ class _Run:
         self._strings = StopStrings(strings, engine.decode) if strings else None
         self.routes: dict[Draft, Tensor] = {}
         self.static: StaticDecode | None = None
-        """Computes steps without prompts; None: all steps are computed alike."""
+        """Computes steps without prompts in fixed shapes; None: all steps are computed in the same way."""
 
     def step(self) -> None:
-        """Compute one token of every completion that has one to compute, and remove the finished ones."""
+        """Compute a step of the schedule, append the drawn tokens, and remove the finished completions."""
         step = self.scheduler.next_step()
         self._decoder.copy(step.copies)
         if self.static is not None and step.num_decode and not step.spans:
@@ -176,7 +177,7 @@ class _Run:
             self._decoder.copy(self.scheduler.remove(finished))
 
     def completion(self, draft: Draft) -> Completion:
-        """Return the record of a finished draft."""
+        """Return the completion of a finished draft."""
         stopped = draft.tokens_T[-1] in self._sampling.stop_tokens
         return Completion(
             text=self._engine.decode(draft.tokens_T[:-1] if stopped else draft.tokens_T),
@@ -190,7 +191,7 @@ class _Run:
         )
 
     def _add(self, slot: int, numbers: Sequence[Any]) -> bool:
-        """Append a token to the slot's completion, and return whether the completion ends with it."""
+        """Append a token to the slot's completion. Returns whether the completion ends with it."""
         draft = self.scheduler.active[slot]
         token, logprob, untempered, kept = numbers
         draft.tokens_T.append(int(token))
@@ -206,13 +207,13 @@ class _Run:
         return is_finished
 
     def _is_stopped(self, draft: Draft) -> bool:
-        """Return whether the newest token or a string that it completes ends the completion."""
+        """Return whether the newest token, or a stop string that it completes, ends the completion."""
         if draft.tokens_T[-1] in self._sampling.stop_tokens:
             return True
         return self._strings is not None and self._strings.end(draft.tokens_T)
 
     def _tokens(self, step: Step) -> tuple[StepTokens, Tensor, Tensor]:
-        """Return the step's tokens on the device, the indices of those that draw, and the seeds of these."""
+        """Return, on the device, the step's tokens, the indices of the tokens to draw from, and the draws' seeds."""
         active = self.scheduler.active
         spans, drawing, end = [], list(range(step.num_decode)), step.num_decode
         for span in step.spans:
@@ -223,7 +224,7 @@ class _Run:
         multiple = self._decoder.token_multiple
         padding = max(-end % multiple, multiple - end)
         seeds = [active[slot].seed for slot in step.drawing]
-        # One copy to the device. Each part is contiguous: compiled layers read the positions.
+        # A single copy to the device. Each part is contiguous, because compiled layers read the positions.
         fields = *zip(*step.rows, *[(0, -1, 0)] * padding, strict=True), drawing, seeds
         numbers = torch.tensor([number for part in fields for number in part], dtype=torch.int64)
         sizes = [len(part) for part in fields]
@@ -241,8 +242,17 @@ class _Run:
         return tokens, drawing_B, seeds_B
 
     def compute(self, tokens: StepTokens, drawing_B: Tensor, seeds_B: Tensor) -> Tensor:
-        """Collective over this model's ranks, and its experts': the fields of `Drawn`, float64 `[4, B]`, of the tokens
-        that draw. Nothing here reads the device on the host, so that a GPU can capture it.
+        """Collective over the ranks of this replica, and of replicas that share its experts: compute a step and draw.
+
+        Nothing in it waits for the device, so that a CUDA graph can capture it.
+
+        Args:
+            tokens: the step's tokens.
+            drawing_B: indices of the tokens to draw from.
+            seeds_B: seeds of the draws.
+
+        Returns:
+            The fields of `Drawn`, float64 `[4, B]`.
         """
         engine = self._engine
         logits_Bv = self._decoder.step(tokens, drawing_B)
@@ -262,7 +272,7 @@ class _Run:
         return drawn_4B
 
     def _read(self, drawn_4B: Tensor) -> list[list[float]]:
-        """Return the drawn numbers on the host, which waits for them; the only wait of a step."""
+        """Copy the drawn numbers to the host, the only synchronization of a step. Raises EngineError for a NaN."""
         drawn: list[list[float]] = drawn_4B.tolist()
         if any(isnan(number) for numbers in drawn for number in numbers):
             raise EngineError(
@@ -274,7 +284,7 @@ class _Run:
 
 @contextmanager
 def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Put the chunks into evaluation mode inside (no dropout, nothing counted), after waiting for their parameters."""
+    """Context in which the chunks are in evaluation mode (no dropout, no counters), once their weights have settled."""
     modes = [chunk.training for chunk in chunks]
     settle_weights(chunks)
     for chunk in chunks:
@@ -288,10 +298,10 @@ def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def without_capacity(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Lift the experts' capacity while generating.
+    """Context without a limit on the experts' capacity, for generation.
 
-    A capacity counts the tokens of one forward pass. Under it a completion would depend on the requests that happen to
-    be decoded beside it; no served engine drops tokens either.
+    A capacity counts the tokens of a forward pass, so a completion would depend on the requests that happen to be in
+    the same batch. Inference servers do not drop tokens either.
     """
     configs = {id(router.config): router.config for chunk in chunks for _, router in routers(chunk)}
     factors = {key: config.moe_expert_capacity_factor for key, config in configs.items()}

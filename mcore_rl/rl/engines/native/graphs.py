@@ -1,9 +1,9 @@
-"""Steps of fixed shapes, one token of each completion in progress: a GPU replays them as CUDA graphs.
+"""Decoding steps of fixed shapes, with a token of each completion in progress; a GPU replays them as CUDA graphs.
 
-A step of a large model starts thousands of kernels, which for few tokens are shorter than the time that a host takes
-to start them. A graph starts them all at once, from the memory and with the shapes of the step that was captured. So
-the number of completions is filled up to a power of two, and the number of keys that they attend to as well; each such
-bucket has one graph, and all read their tokens from the same buffers.
+A step of a large model launches thousands of kernels, which for few tokens take less time than the host needs to launch
+them. A graph launches all of them at once, with the memory and shapes of the captured step. Therefore the number of
+completions, and the number of keys that they attend to, are padded to powers of two. Each such bucket has a graph, and
+all graphs read their tokens from the same buffers.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from mcore_rl.model.layers.moe import MoELayer
 from mcore_rl.parallel.mesh import Mesh
 
 LEAST_KEYS = 128
-"""Keys of the smallest bucket: fewer would make graphs without making attention faster."""
+"""Number of keys of the smallest bucket: smaller buckets would add graphs without making attention faster."""
 TRASH_SLOT = -1
-"""The slot of the rows that fill a bucket up, the last one of the cache, which no completion has."""
+"""Slot of the padding rows of a bucket: the last slot of the cache, which no completion uses."""
 
 
 class NextToken(NamedTuple):
-    """The token that a completion computes in a step; it draws the one after it."""
+    """The token that a completion computes in a step, in order to draw the next token."""
 
     token: int
     slot: int
@@ -39,10 +39,10 @@ class Bucket(NamedTuple):
 
 
 class StaticDecode:
-    """Computes steps in buckets, from buffers that stay where they are.
+    """Computes steps in buckets, from buffers with fixed addresses.
 
-    On a GPU the first step of a bucket runs as it is written, which makes what kernels make once; the second one is
-    captured, and later ones replay it.
+    On a GPU the first step of a bucket runs eagerly, to warm up the kernels; the second step is captured as a graph,
+    and later steps replay the graph.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class StaticDecode:
         *,
         captures: bool,
     ) -> None:
-        """Make the buffers.
+        """Create the buffers.
 
         Args:
-            compute: the drawn numbers, fields of `Drawn` `[4, B]`, of the tokens of a step, the indices of those that
-                draw `[B]`, and their seeds `[B]`; it reads nothing on the host that a step can change.
-            num_slots: most completions in progress.
-            max_tokens: most tokens of a slot.
+            compute: function from a step's tokens, the indices `[B]` of the tokens to draw from, and their seeds `[B]`,
+                to the drawn numbers, fields of `Drawn` `[4, B]`. It must not depend on host state that a step changes.
+            num_slots: maximum number of completions in progress.
+            max_tokens: maximum number of tokens of a slot.
             device: the device of the model.
-            captures: whether steps become graphs; otherwise each runs as it is written.
+            captures: whether steps are captured as graphs; otherwise they all run eagerly.
         """
         self._compute, self._num_slots, self._max_tokens = compute, num_slots, max_tokens
         self._captures = captures
@@ -75,9 +75,9 @@ class StaticDecode:
         self._memory = torch.cuda.graph_pool_handle() if self._captures else None
 
     def step(self, tokens: Sequence[NextToken]) -> Tensor:
-        """Return the drawn numbers `[4, B]` of these tokens, whose slots are 0 ... B - 1, on the device.
+        """Return the drawn numbers `[4, B]` of these tokens, in slots 0 ... B - 1, on the device.
 
-        They are valid until the next step, which must not begin before they have been read.
+        The result is valid until the next step, which must not begin before the result has been read.
         """
         self._upload(tokens)
         bucket = self.bucket(tokens)
@@ -92,7 +92,7 @@ class StaticDecode:
         return drawn_4B[:, : len(tokens)]
 
     def bucket(self, tokens: Sequence[NextToken]) -> Bucket:
-        """Return the smallest bucket for these tokens."""
+        """Return the smallest bucket that fits these tokens."""
         longest = max(token.position for token in tokens) + 1
         return Bucket(
             min(_power_of_two(len(tokens)), self._num_slots),
@@ -100,7 +100,7 @@ class StaticDecode:
         )
 
     def _upload(self, tokens: Sequence[NextToken]) -> None:
-        """Copy the tokens into the buffers; the last step's copy is over, as its results have been read."""
+        """Copy the tokens into the buffers. The previous copy has finished: its step's results have been read."""
         self._host_4B.zero_()
         self._host_4B[1] = TRASH_SLOT
         self._host_4B[:, : len(tokens)] = torch.tensor(tokens).T
@@ -121,7 +121,7 @@ class StaticDecode:
     def _captured(self, bucket: Bucket) -> Tensor:
         """Capture the bucket's graph and run it for the first time."""
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": threads of loggers and collectives go on while this one captures.
+        # "thread_local": threads of loggers and collectives keep running while this thread captures.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             drawn_4B = self._run(bucket)
         self._graphs[bucket] = graph, drawn_4B
@@ -130,7 +130,7 @@ class StaticDecode:
 
 
 def reason_against_graphs(chunks: Sequence[nn.Module], mesh: Mesh, device: torch.device) -> str | None:
-    """Return why the steps of this model cannot be CUDA graphs here, equal on all ranks; None: they can."""
+    """Return why steps of this model cannot be CUDA graphs, the same on all ranks; None if they can."""
     if device.type != "cuda":
         return "there is no GPU"
     for name, axis in (("tp", mesh.tp), ("pp", mesh.pp), ("ep", mesh.ep), ("etp", mesh.etp)):

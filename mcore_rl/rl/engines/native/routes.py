@@ -1,4 +1,4 @@
-"""Gathering of the experts of all layers from the pipeline's stages."""
+"""Gathering of the routes of all layers from the pipeline stages."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,9 +13,9 @@ from mcore_rl.rl.engines.native.scheduler import Draft
 def gather_layers(
     drafts: Sequence[Draft], routes: Mapping[Draft, Tensor], layers: Sequence[int], pp: Axis
 ) -> dict[Draft, Tensor]:
-    """Collective over `pp`: return the routes `[T, L, K]` of each draft, from `[T, l, K]` of this stage's layers.
+    """Collective over `pp`: return the routes `[T, L, K]` of each draft, given `[T, l, K]` of this stage's layers.
 
-    All stages have the same drafts; they may have different numbers of layers.
+    All stages have the same drafts, but may have different numbers of layers.
     """
     if pp.size == 1 or not drafts:
         return dict(routes)

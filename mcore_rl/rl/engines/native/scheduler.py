@@ -1,6 +1,6 @@
-"""Which tokens of which completions a step computes: continuous batching, without tensors.
+"""Scheduler of continuous batching, which selects the tokens of each step. It uses no tensors.
 
-All ranks of a model make the same schedule by themselves from the same requests and tokens.
+All ranks of a replica compute the same schedule independently, from the same requests and tokens.
 """
 
 from collections import deque
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Draft:
-    """A completion in the making."""
+    """A completion in progress."""
 
     group: int
     index: int
-    """Index among the completions of its group."""
+    """Index of the completion in its group."""
     prompt_T: tuple[int, ...]
     seed: int
     tokens_T: list[int] = field(default_factory=list)
@@ -23,34 +23,34 @@ class Draft:
     untempered_logprobs_T: list[float] = field(default_factory=list)
     kept_logprobs_T: list[float] = field(default_factory=list)
     cached: int = 0
-    """Positions whose keys and values are in its slot."""
+    """Number of positions with keys and values in the draft's slot."""
 
     @property
     def is_read(self) -> bool:
-        """Whether its whole prompt has been computed."""
+        """Whether the whole prompt has been computed."""
         return self.cached >= len(self.prompt_T)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """Positions `start` to `stop` of a slot's prompt, computed in one step."""
+    """Positions from `start` up to, but excluding, `stop` of a slot's prompt, computed in a single step."""
 
     slot: int
     start: int
     stop: int
     followers: tuple[int, ...] = ()
-    """Slots of other completions of the prompt, where the span ends it: they draw from its last token too, and have
-    the prompt's keys and values after the step."""
+    """Slots of other completions of the prompt, if the span ends the prompt: they draw from its last token too, and
+    get the prompt's keys and values after the step."""
 
     @property
     def drawing(self) -> tuple[int, ...]:
-        """The slots that draw from the span's last token, where the span ends a prompt."""
+        """The slots that draw from the span's last token, if the span ends a prompt."""
         return self.slot, *self.followers
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The first `length` positions of a slot become those of another."""
+    """Copy of the first `length` positions of a slot to another slot."""
 
     source: int
     target: int
@@ -63,46 +63,46 @@ class StepToken(NamedTuple):
     token: int
     slot: int
     position: int
-    """Position in the slot, which then holds those up to it."""
+    """Position in the slot; after the step the slot holds all positions up to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Copies first, in order; then one token of each of the slots 0 ... num_decode - 1, then spans; then `branches`."""
+    """A step: first `copies`, in order; then tokens of slots 0 ... num_decode - 1 and the spans; then `branches`."""
 
     copies: tuple[Copy, ...]
     num_decode: int
     spans: tuple[PromptSpan, ...]
     rows: tuple[StepToken, ...]
-    """All of these tokens, in this order."""
+    """All tokens of the step: a token of each decoding slot, then the spans' tokens."""
     drawing: tuple[int, ...]
-    """Slots that draw a token: those that decode, then those whose span ends with their prompt, with its followers."""
+    """Slots that draw a token: the decoding slots, then the `drawing` slots of each span that ends a prompt."""
 
     @property
     def branches(self) -> list[Copy]:
-        """Copies that follow the step: to each follower the prompt that it shares."""
+        """Copies after the step: the shared prompt to each follower."""
         return [Copy(span.slot, follower, span.stop) for span in self.spans for follower in span.followers]
 
 
 class Scheduler:
-    """Slots 0 ... n - 1 hold completions: a dense prefix decodes, and behind it at most one prompt is half-read.
+    """Assigns completions to slots: a dense prefix of slots decodes, followed by at most one partly computed prompt.
 
-    A group's prompt is computed for its first completion, and all that have a slot draw from its last token. Those that
-    get one later copy the prompt and compute its last token again. Slots are kept for them, so that a prompt is rarely
-    gone before all have it; then it is computed anew. Where a slot cannot be cut back to its prompt, those that come
-    later compute the prompt anew, and no slots are kept.
+    A group's prompt is computed for its first completion, and all completions of the group that have a slot draw from
+    its last token. Completions that get a slot later copy the prompt and recompute only its last token. Slots are
+    reserved for them, so that a prompt is rarely dropped before all have copied it; if it is, it is recomputed. If
+    slots cannot be cut back to the prompt (`can_cut`), later completions recompute it, and no slots are reserved.
     """
 
     def __init__(
         self, drafts: Iterable[Draft], num_slots: int, budget_tokens: int, *, can_cut: bool = True
     ) -> None:
-        """Make an empty schedule.
+        """Create the schedule.
 
         Args:
             drafts: All completions.
-            num_slots: Most completions in progress.
-            budget_tokens: Most tokens of a step.
-            can_cut: Whether the first positions of a slot can be copied without those behind them.
+            num_slots: Maximum number of completions in progress.
+            budget_tokens: Maximum number of tokens of a step.
+            can_cut: Whether the first positions of a slot can be copied without the later positions.
         """
         assert 0 < num_slots < budget_tokens, (num_slots, budget_tokens)
         self._waiting: dict[int, deque[Draft]] = {}
@@ -114,11 +114,11 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether completions are unfinished."""
+        """Whether any completion is unfinished."""
         return bool(self._waiting or self.active)
 
     def next_step(self) -> Step:
-        """Return what to compute now; drafts admitted for it have their slots."""
+        """Return the next step, after assigning slots to the drafts that start with it."""
         half = self.active.pop() if self.active and not self.active[-1].is_read else None
         half_slot = len(self.active)
         copies = self._admit_siblings(self._num_slots - (half is not None)) if self._can_cut else []
@@ -146,7 +146,7 @@ class Scheduler:
         return Step(tuple(copies), num_decode, tuple(spans), tuple(rows), tuple(drawing))
 
     def computed(self, step: Step) -> None:
-        """Note that the step's keys and values are in the cache."""
+        """Record that the step's keys and values are in the cache."""
         for draft in self.active[: step.num_decode]:
             draft.cached += 1
         for span in step.spans:
@@ -154,7 +154,7 @@ class Scheduler:
                 self.active[slot].cached = span.stop
 
     def remove(self, slots: Sequence[int]) -> list[Copy]:
-        """Free these slots of finished completions: what to copy, in order, so that the others are dense again."""
+        """Free the slots of finished completions. Returns the copies, in order, that make the remaining slots dense."""
         half = self.active.pop() if not self.active[-1].is_read else None
         half_slot = len(self.active)
         copies = []
@@ -182,14 +182,14 @@ class Scheduler:
         return copies
 
     def _admit_followers(self, group: int) -> tuple[int, ...]:
-        """Give slots to those of a group that wait for its prompt, which ends in this step; return the slots."""
+        """Assign slots to a group's waiting completions in the step that ends its prompt. Returns the slots."""
         begin = len(self.active)
         while group in self._waiting and len(self.active) < self._num_slots:
             self.active.append(self._take(group))
         return tuple(range(begin, len(self.active)))
 
     def _admit_leader(self) -> bool:
-        """Give a slot to the first of a group whose prompt nobody has, if one is free beyond those that are kept."""
+        """Assign a slot to the first completion of a group without a computed prompt, if an unreserved slot is free."""
         groups = {draft.group for draft in self.active} if self._can_cut else set()
         kept = sum(len(self._waiting.get(group, ())) for group in groups)
         group = next((group for group in self._waiting if group not in groups), None)
