@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits whose vocabulary is sliced over the tensor-parallel ranks."""
+"""Sampling of tokens from logits sharded along the vocabulary over the tensor-parallel ranks."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,19 +12,20 @@ from mcore_rl.parallel.mesh import Axis
 from mcore_rl.parallel.vocab import logprobs_and_entropy
 
 BLOCK = 256
-"""Tokens whose probabilities are added up at once: a draw finds its block first, then the token inside it."""
+"""Number of tokens per block of probabilities: a draw finds its block first, then the token in the block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Temperature, and the tokens that may be drawn.
+    """Temperature, and the set of tokens that may be drawn.
 
-    These are the `top_k` likeliest (0: all); of their probability the likeliest that together have `top_p`; of those
-    the ones at least `min_p` times as likely as the likeliest. Tokens as likely as the last one belong to them.
+    The set has the `top_k` likeliest tokens (0: all tokens); of these, the likeliest that together have the fraction
+    `top_p` of their probability; and of these, the tokens at least `min_p` times as likely as the likeliest token.
+    Ties with the last token of a set belong to the set.
     """
 
     temperature: float = 1.0
-    """Divisor of the logits; 0: the likeliest token is drawn, and logprobs are those at temperature 1."""
+    """Divisor of the logits; 0: greedy decoding, with logprobs at temperature 1."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -36,8 +37,8 @@ class Cut:
 
 
 class Drawn(NamedTuple):
-    """A token for each row, its logprob under the whole distribution at the temperature and at temperature 1, and the
-    logprob, at the temperature, that a token of the whole distribution is one that may be drawn.
+    """A token for each row, with its logprobs under the whole distribution at the sampling temperature and at
+    temperature 1, and the log of the probability mass, at the sampling temperature, of the tokens that may be drawn.
     """
 
     tokens_B: Tensor
@@ -47,11 +48,11 @@ class Drawn(NamedTuple):
 
 
 def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """Return numbers in (0, 1), float64, each a hash of its int64 seed and position alone (splitmix64)."""
+    """Return numbers in (0, 1), float64. Each depends only on its int64 seed and position (a splitmix64 hash)."""
     mixed_B = seeds_B * -7046029254386353131 + positions_B * -4658895280553007687
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         mixed_B = (mixed_B ^ _shifted(mixed_B, shift)) * factor
-    # The hash of one position begins that of its row: two rounds, for seeds that follow each other.
+    # A second round of mixing, because seeds may be consecutive.
     mixed_B = (mixed_B ^ _shifted(mixed_B, 32)) * -4658895280553007687
     return (_shifted(mixed_B, 11).double() + 0.5) / 2**53
 
@@ -66,17 +67,17 @@ def draw(
     vocab_size: int,
     as_in_training: bool = False,
 ) -> Drawn:
-    """Collective over `tp`: draw a token for each row, equal on all ranks, by the inverse of the distribution function
-    in order of ids.
+    """Collective over `tp`: draw a token for each row, the same on all ranks, by inverse transform sampling in order of
+    ids.
 
     Args:
-        logits_Bv: the rank's slice of the logits, in any dtype.
+        logits_Bv: this rank's slice of the logits, in any dtype.
         uniforms_B: a number in (0, 1) for each row.
         cut: temperature, and the tokens that may be drawn.
-        tp: the ranks that have the slices.
-        vocab_size: ids from here on pad the vocabulary and are never drawn.
-        as_in_training: whether logprobs at the temperature are computed by the trainer's formula, which rounds
-            otherwise: with batch-invariant products they are then its own, bit for bit.
+        tp: the ranks over which the vocabulary is sharded.
+        vocab_size: number of valid ids; larger ids pad the vocabulary and are never drawn.
+        as_in_training: whether logprobs at the temperature are computed with the trainer's formula, which rounds
+            differently. With batch-invariant products they then equal the trainer's bit for bit.
     """
     first = tp.rank * logits_Bv.shape[1]
     ids_v = torch.arange(first, first + logits_Bv.shape[1], device=logits_Bv.device)
@@ -115,24 +116,24 @@ def draw(
 
 
 def running_sums(values_BN: Tensor) -> Tensor:
-    """Return the sums of the values, none negative, up to each one; torch has none that is deterministic on a GPU."""
+    """Return the cumulative sums of nonnegative values, also with deterministic algorithms on a GPU, unlike torch's."""
     if not (values_BN.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return values_BN.cumsum(1)
     sums_BN, step = values_BN, 1
     while step < values_BN.shape[1]:
-        # Each place has the sum of the `step` values up to it, and takes the one before those.
+        # Each entry is the sum of the last `step` values up to it, and adds the sum of the `step` values before them.
         sums_BN = sums_BN + pad(sums_BN[:, :-step], (step, 0))
         step *= 2
-    # Neighbours are summed in different orders: rounding must not let a sum fall.
+    # Neighbors are summed in different orders: rounding must not make the sums decrease.
     return sums_BN.cummax(1).values
 
 
 def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
-    """Return the lowest score `[B]` of a token that may be drawn; the likeliest token has 0, all others less."""
+    """Return the lowest score `[B]` of the tokens that may be drawn; the likeliest token has score 0."""
     lowest_B = scores_Bv.new_full((len(scores_Bv),), -torch.inf)
     if cut.min_p > 0.0:
-        # As a factor of probabilities min_p does not depend on what else is cut.
-        # Filled on the device: a number that is copied there could not be part of a CUDA graph.
+        # A ratio to the likeliest token does not depend on top-k and top-p.
+        # Filled on the device, because a copy from the host could not be part of a CUDA graph.
         lowest_B = torch.full_like(lowest_B, cut.min_p).log()
     best_BV = scores_Bv
     if cut.top_k:
@@ -142,21 +143,24 @@ def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
     if cut.top_p < 1.0:
         sorted_BV = best_BV if cut.top_k else _gathered(scores_Bv, tp).sort(descending=True).values
         mass_BV = running_sums(sorted_BV.double().exp())
-        # A token belongs to them while those before it do not reach top_p.
+        # A token belongs to the set if the tokens before it have less than top_p together.
         is_in_BV = pad(mass_BV, (1, -1)) < cut.top_p * mass_BV[:, -1:]
         lowest_B = torch.maximum(lowest_B, sorted_BV.masked_fill(~is_in_BV, torch.inf).amin(1))
     return lowest_B
 
 
 def _kept_logprobs(drawable_Bv: Tensor, weights_Bv: Tensor, tp: Axis) -> Tensor:
-    """Return the logprob, float64, of all tokens together that may be drawn, the others of whose weights are 0."""
+    """Return the log of the probability mass that top-k, top-p and min-p keep, float64.
+
+    `drawable_Bv` equals `weights_Bv` for the tokens that may be drawn, and is 0 elsewhere.
+    """
     both_2B = torch.stack([each_Bv.sum(1, dtype=torch.float64) for each_Bv in (drawable_Bv, weights_Bv)])
     both_2B = _reduced(both_2B, dist.ReduceOp.SUM, tp).log()
     return both_2B[0] - both_2B[1]
 
 
 def _inverse_cdf(weights_Bv: Tensor, uniforms_B: Tensor, tp: Axis) -> Tensor:
-    """Return the ids at which the running sum of the weights passes the uniforms' fraction of the total."""
+    """Return the ids at which the running sum of the weights exceeds the fraction `uniforms_B` of the total."""
     rows, width = weights_Bv.shape
     if width % BLOCK:
         weights_Bv = pad(weights_Bv, (0, -width % BLOCK))
@@ -176,16 +180,17 @@ def _inverse_cdf(weights_Bv: Tensor, uniforms_B: Tensor, tp: Axis) -> Tensor:
 
 
 def _passed(weights_BN: Tensor, goals_B1: Tensor) -> Tensor:
-    """Return the index at which the running sum passes the goal; where rounding prevents that, of the last weight."""
+    """Return the index at which the running sum exceeds the goal; the last nonzero weight if rounding prevents that."""
     places_B1 = torch.searchsorted(running_sums(weights_BN), goals_B1, right=True)
     last_B1 = weights_BN.shape[1] - 1 - (weights_BN > 0).flip(1).int().argmax(1, keepdim=True)
     return torch.minimum(places_B1, last_B1)
 
 
 def _logprobs(scores_Bv: Tensor, columns_B: Tensor, tp: Axis, weights_Bv: Tensor | None = None) -> Tensor:
-    """Return the logprob, float64, of each row's token under the softmax over all ranks; one rank has its column.
+    """Return the logprob, float64, of each row's token under the softmax over all ranks.
 
-    `weights_Bv` is exp of the scores, where it is known.
+    `columns_B` is outside of this rank's slice if another rank has the token. `weights_Bv` is exp of the scores, if
+    already computed.
     """
     weights_Bv = scores_Bv.exp() if weights_Bv is None else weights_Bv
     here_B = (columns_B >= 0) & (columns_B < scores_Bv.shape[1])
@@ -210,5 +215,5 @@ def _gathered(local_BN: Tensor, tp: Axis) -> Tensor:
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """Shift right, with zeros from the left."""
+    """Logical shift right: fill with zeros from the left."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)

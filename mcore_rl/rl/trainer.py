@@ -1,4 +1,4 @@
-"""Reinforcement learning: generate and score completions, learn from them, give the engine the new weights."""
+"""Reinforcement learning: generate and score completions, update the policy, and update the engine's weights."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -26,8 +26,10 @@ from mcore_rl.train.step import StepReport
 
 
 class RlTrainer(Trainer):
-    """Training by reinforcement learning. A unit of work is a rollout batch, of which nothing stays but the weights: a
-    run that resumes generates the next one from the same prompts with the same seeds and weights.
+    """Trains a policy by reinforcement learning.
+
+    A unit of work is a rollout batch. Only the weights outlive it, so a resumed run generates the next batch from the
+    same prompts, seeds and weights.
     """
 
     def __init__(
@@ -44,13 +46,13 @@ class RlTrainer(Trainer):
         self.learner = learner
         self.held_out = held_out
         self._was_truncated = False
-        """Whether all completions of the rollout batch before were truncated, which the log has a warning of."""
+        """Whether all completions of the previous rollout batch were truncated; the warning is then not repeated."""
         advantage = config.rl.advantage
         self._learning = LearningWarnings(
             compares_groups=advantage.compares_group or not advantage.is_of_tokens
         )
         self._compares_rewards = advantage.compares_group and not advantage.uses_steps
-        """Whether an advantage is a completion's reward beside those of its group."""
+        """Whether an advantage compares a completion's reward with the rewards of its group."""
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
         self._flops_per_token = train_flops_by_length(config.model, config.lora)
         self._peak_flops = peak_flops(
@@ -58,16 +60,16 @@ class RlTrainer(Trainer):
         )
 
     def run(self) -> None:
-        """Train as `Trainer.run` does; the policy is evaluated before its first update too."""
+        """Train as `Trainer.run` does, and also evaluate the policy before its first update."""
         if self.state.progress.step == 0 and self.config.train.eval_interval:
             self._pause_to_evaluate(is_last=False)
         super().run()
 
     def _step(self) -> None:
-        """Do one rollout batch: as many optimizer steps as it has minibatches, times the epochs."""
+        """Run a rollout batch, with an optimizer step for each minibatch of each epoch."""
         progress, start_s = self.state.progress, time.perf_counter()
 
-        # Prompts, a group of completions for each, and their rewards; with the prompts the cursor moves on.
+        # Prompts, a group of completions for each prompt, and their rewards. The cursor moves past the prompts.
         rollout = self.rollouts.take(progress.consumed_prompts)
         progress.consumed_prompts += rollout.num_prompts
         self._log_samples(rollout)
@@ -81,20 +83,20 @@ class RlTrainer(Trainer):
                 self._learn_from(rollout, start_s)
                 return
             except RefusedCompletionsError as refused:
-                # Nothing has learned from the rollout batch yet: all of its passes are made again without them.
+                # No update has been made yet: repeat all passes over the batch without the refused completions.
                 self._log_lines([f"warning: left out: {reason}" for reason in refused.reasons.values()])
                 rollout = rollout.without(refused.reasons)
 
     def _learn_from(self, rollout: Rollout, start_s: float) -> None:
-        """Make the passes over a rollout batch that began at `start_s`, its updates, and the engine's new weights.
+        """Run the passes and updates of a rollout batch that began at `start_s`, and update the engine's weights.
 
         Raises:
-            RefusedCompletionsError: on all ranks, before anything has learned.
+            RefusedCompletionsError: on all ranks, before any update.
         """
         progress, learner = self.state.progress, self.learner
 
-        # This rank's packed microbatches, after passes without gradient. The routes of these are recorded and imposed
-        # by `learner.routes`. A KL in the reward and a critic make advantages depend on the passes.
+        # This rank's packed microbatches, after the passes without gradients; `learner.routes` records and replays the
+        # routes of the microbatches. With a KL penalty in the reward, or a critic, advantages depend on these passes.
         minibatches = learner.prepared(rollout)
         advantages = learner.advantages(rollout, minibatches)
         metrics = [*advantages.metrics]
@@ -118,7 +120,7 @@ class RlTrainer(Trainer):
                         metrics += update_signal(rollout.rewards_PG, minibatch.loss_weights_N)
                 metrics += learner.routes.take_metrics()
                 if index == len(updates) - 1:
-                    # The next rollout is sampled by the policy as it is now.
+                    # The next rollout is sampled by the updated policy.
                     self.rollouts.update_weights(progress.step)
                     for after_updates in learner.after_updates:
                         metrics += after_updates(minibatches, policy_has_learned=not held)
@@ -145,7 +147,7 @@ class RlTrainer(Trainer):
                 self._report_skip(report, is_critic=True)
 
     def _evaluate(self, *, is_last: bool) -> None:
-        """Log how the policy answers the held-out prompts."""
+        """Evaluate the policy on the held-out prompts and log the metrics."""
         if not self.held_out:
             return
         with self.state.timers.phase("eval"):
@@ -162,11 +164,12 @@ class RlTrainer(Trainer):
                 self._log_lines(evaluation_warnings(name, start, end, interval))
 
     def _first_evaluation(self, name: str) -> float | None:
-        """Return the metric before the first step, on rank 0; None: it was not measured. The log has it also where an
-        earlier process has made that evaluation.
+        """Return the metric's value before the first step, on rank 0; None if it was not measured.
+
+        It is read from the log, because an earlier process of the run may have made that evaluation.
         """
         records = read_records(self.folder.path / FILE_NAME)
-        first = next((one[name] for one in records if one["step"] == 0 and name in one), None)
+        first = next((record[name] for record in records if record["step"] == 0 and name in record), None)
         return float(first) if isinstance(first, int | float) else None
 
     def _log_lines(self, lines: Sequence[str]) -> None:
@@ -174,7 +177,7 @@ class RlTrainer(Trainer):
             self.log.message(line)
 
     def _log_samples(self, rollout: Rollout) -> None:
-        """Write the samples of every `rl.samples.interval`-th rollout batch, and show some of them in the log."""
+        """Write the samples of every `rl.samples.interval`-th rollout batch to a file, and some of them to the log."""
         config, step = self.config.rl.samples, self.state.progress.step
         if not config.interval or step // self.config.updates_per_rollout % config.interval:
             return
@@ -185,7 +188,7 @@ class RlTrainer(Trainer):
                 self.log.message(line)
 
     def _update_metrics(self, minibatch: Minibatch, report: StepReport, update_s: float) -> Iterator[Metric]:
-        """Yield the metrics of one optimizer step."""
+        """Yield the metrics of an optimizer step."""
         state = self.state
         yield Metric("train/lr", report.learning_rate)
         yield Metric("train/skipped_steps", state.progress.skipped_steps)
@@ -207,8 +210,8 @@ class RlTrainer(Trainer):
             yield from staleness_metrics(report.sums)
 
     def _waiting_metrics(self) -> Iterator[Metric]:
-        """Yield the bytes of the models beside the policy that are not trained, where there are any, and those that the
-        trained ones were moved.
+        """Yield the bytes of frozen models between their passes, if there are any, and the bytes and time of moving the
+        trained models between stores.
         """
         learner, models = self.learner, self.rollouts.models
         waiting = [
@@ -216,16 +219,16 @@ class RlTrainer(Trainer):
             *([] if models is None else models.waiting_bytes),
         ]
         if waiting:
-            yield Metric("memory/waiting_device_bytes", sum(one.device for one in waiting))
-            yield Metric("memory/waiting_host_bytes", sum(one.host for one in waiting))
-            yield Metric("memory/waiting_file_bytes", sum(one.file for one in waiting))
+            yield Metric("memory/waiting_device_bytes", sum(model.device for model in waiting))
+            yield Metric("memory/waiting_host_bytes", sum(model.host for model in waiting))
+            yield Metric("memory/waiting_file_bytes", sum(model.file for model in waiting))
         if not self.config.update_store == self.config.critic_store == "device":
             moves = [residence.take_moves() for residence in self.state.residences]
             yield Metric("memory/moved_bytes", sum(num_bytes for num_bytes, _ in moves))
             yield Metric("time/moves_s", sum(seconds for _, seconds in moves))
 
     def _rollout_metrics(self, step_s: float) -> list[Metric]:
-        """Collective over the world: metrics of one rollout batch."""
+        """Collective over the world: return the metrics of a rollout batch."""
         state = self.state
         metrics = [
             Metric("rl/step_s", step_s),

@@ -1,4 +1,4 @@
-"""Records that travel between the stages of an RL step: Problem -> Prompt -> Completion -> Group."""
+"""Records passed between the stages of an RL step: Problem -> Prompt -> Completion -> Group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from mcore_rl.rl.workers.failure import FailedScore
 FinishReason = Literal["stop", "length"]
 EpisodeEnd = Literal["done", "document", "length", "turns", "context", "failed"]
 BYTE_EXPERTS = 256
-"""Largest number of experts of a layer for which a completion's experts are of one byte each, and not of two."""
+"""Maximum number of experts per layer for which a completion's routes are stored in one byte per expert, not two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,20 +20,20 @@ class Problem:
     """Text of a prompt, with its reference answer."""
 
     problem_id: str
-    """Identity that is the same in every run: seed and index in a built-in task, or name and line of a file."""
+    """Id that is the same in every run: seed and index in a task, or name and line of a file."""
     prompt: str
-    """Text of the prompt; of a conversation its last turn."""
+    """Text of the prompt; in a conversation, the text of its last turn."""
     answer: str
-    """Reference answer; empty where the prompt came without one."""
+    """Reference answer; empty if the prompt has none."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """Turns of a conversation, each with "role" and "content"; empty: `prompt` is the user's only turn."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """All other fields that came with the prompt, for reward functions."""
+    """All other fields of the prompt's record, for reward functions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A problem in the model's tokens."""
+    """A problem, encoded as tokens of the model."""
 
     problem: Problem
     tokens_T: tuple[int, ...]
@@ -41,47 +41,47 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens of a completion that the weights of one version sampled."""
+    """Span of a completion's tokens that a single version of the weights sampled."""
 
     version: int
     """Version (optimizer step) of the weights."""
     start: int
-    """Index in the completion of the first of these tokens."""
+    """Index of the span's first token in the completion."""
     end: int
-    """Index after the last of these tokens."""
+    """Index after the span's last token."""
 
 
 def single_version(version: int, num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Return the spans of a completion of `num_tokens` tokens that one version of the weights sampled."""
+    """Return the spans of a completion of `num_tokens` tokens, all sampled by the same version of the weights."""
     return (VersionSpan(version, 0, num_tokens),)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of the policy within a conversation with an environment."""
+    """A turn of the policy in a conversation with an environment."""
 
     start: int
-    """Index in the completion of the first token that was sampled in this turn."""
+    """Index in the completion of the turn's first sampled token."""
     end: int
-    """Index after the last one."""
+    """Index after the turn's last sampled token."""
     reward: float
-    """Reward that the environment gave for it; 0 where the environment failed."""
+    """Reward that the environment gave for the turn; 0 if the environment failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """The conversation with an environment that a completion is."""
+    """A completion's conversation with an environment."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """The whole conversation, with the messages of the prompt."""
+    """The whole conversation, including the messages of the prompt."""
     turns: tuple[Turn, ...]
-    """The policy's answers, in order. Tokens between them are the environment's, and are not trained on."""
+    """The policy's turns, in order. Tokens between them are the environment's, and are not trained on."""
     end: EpisodeEnd
-    """Reason why it ended: `done`: the environment ended it; `document`: the policy ended the document; `length`: a
-    turn reached rl.rollout.max_new_tokens; `turns`: rl.environment.max_turns; `context`: rl.environment.max_tokens had
-    no room for another turn; `failed`: the environment failed."""
+    """Reason for the end. `done`: the environment ended the conversation; `document`: the policy ended the document;
+    `length`: a turn reached rl.rollout.max_new_tokens; `turns`: it reached rl.environment.max_turns; `context`:
+    rl.environment.max_tokens leaves no room for another turn; `failed`: the environment failed."""
     failure: FailedScore | None = None
-    """Failure of the environment; None: it did not fail."""
+    """Failure of the environment; None if it did not fail."""
 
     @property
     def reward(self) -> float:
@@ -90,40 +90,40 @@ class Episode:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """First index and end of the sampled tokens of each turn."""
+        """(start, end) of the sampled tokens of each turn."""
         return tuple((turn.start, turn.end) for turn in self.turns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """Answer of an engine to one prompt. `logprobs_T[t]` belongs to `tokens_T[t]`.
+    """Answer of an engine to a prompt. `logprobs_T[t]` belongs to `tokens_T[t]`.
 
-    With an environment it is all that follows the prompt: the policy's turns, and the environment's between them.
+    With an environment, the completion is everything after the prompt: the policy's turns, and the environment's tokens
+    between them.
     """
 
     text: str
-    """Text of the sampled tokens; in a conversation with an environment that of the policy's last turn."""
+    """Text of the sampled tokens; with an environment, the text of the policy's last turn."""
     tokens_T: tuple[int, ...]
-    """Sampled tokens, with the one that ended the completion, if one did; and those of an environment."""
+    """Sampled tokens, including a stop token that ended the completion, and the environment's tokens."""
     logprobs_T: tuple[float, ...]
-    """Logprobs at the sampling temperature, before top-k, top-p and min-p cut the distribution, in nats; 0 for tokens
-    of an environment."""
+    """Logprobs at the sampling temperature, before top-k, top-p and min-p, in nats; 0 for the environment's tokens."""
     versions: tuple[VersionSpan, ...]
-    """Versions of the weights that sampled the tokens: consecutive spans of rising versions, together all tokens. More
-    than one: the weights were updated while the completion was in progress."""
+    """Versions of the weights that sampled the tokens: consecutive spans of increasing version that cover all tokens.
+    There are several if the weights were updated while the completion was in progress."""
     finish: FinishReason
-    """`stop`: a stop token or string, or the environment, ended it; `length`: it reached the largest number of new
-    tokens or turns."""
+    """`stop`: a stop token, a stop string or the environment ended the completion; `length`: it reached the maximum
+    number of new tokens or turns."""
     untempered_logprobs_T: tuple[float, ...] | None = None
-    """Logprobs at temperature 1; None: the engine does not report them."""
+    """Logprobs at temperature 1, in nats; None if the engine does not report them."""
     kept_logprobs_T: tuple[float, ...] | None = None
-    """For each token the logprob, at the sampling temperature, of all tokens together that top-k, top-p and min-p left
-    to draw from; None: the engine does not report it."""
+    """For each token, the log of the probability mass that top-k, top-p and min-p keep, at the sampling temperature;
+    None if the engine does not report it."""
     experts_TLK: Tensor | None = None
-    """Experts of each token of prompt and completion but the last, which enters no layer, for all layers that route
-    or for those of this pipeline stage. A row of -1: the engine left this token out. None: not asked for."""
+    """Experts of each token of prompt and completion but the last, which enters no layer, for all MoE layers or for
+    this pipeline stage's. A row of -1 is a token without routes. None if routes were not requested."""
     episode: Episode | None = None
-    """The conversation with an environment; None: there was no environment."""
+    """The conversation with an environment; None without an environment."""
 
     def __post_init__(self) -> None:
         assert len(self.tokens_T) == len(self.logprobs_T), (len(self.tokens_T), len(self.logprobs_T))
@@ -135,12 +135,12 @@ class Completion:
 
     @property
     def policy_version(self) -> int:
-        """Version (optimizer step) of the weights that sampled the first token: the oldest one."""
+        """Version (optimizer step) of the weights that sampled the first token, the oldest version."""
         return self.versions[0].version
 
     @property
     def sampled_spans(self) -> tuple[tuple[int, int], ...]:
-        """First index and end of the tokens that the policy sampled; the others are an environment's."""
+        """(start, end) of each span of tokens that the policy sampled; all other tokens are the environment's."""
         return ((0, len(self.tokens_T)),) if self.episode is None else self.episode.spans
 
     @property
@@ -150,26 +150,27 @@ class Completion:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it reached the largest number of new tokens or turns without an end."""
+        """Whether the completion reached the maximum number of new tokens or turns before it ended."""
         return self.finish == "length"
 
 
 def grown_routes(before_TLK: Tensor | None, now_TLK: Tensor, num_before: int) -> Tensor:
-    """Return the routes of a completion, or of a conversation, that an engine has continued.
+    """Return the routes of a completion or conversation after an engine has continued it.
 
-    A logprob belongs to the experts with which it was computed: rows that the engine gave before stay as they are,
-    although it has computed these tokens once more, perhaps with newer weights. For the same reason what it left out
-    then stays without routes.
+    A logprob belongs to the experts that it was computed with. Earlier rows therefore stay as they are, although the
+    engine has computed their tokens again, perhaps with newer weights. For the same reason tokens that were left out
+    earlier stay without routes (-1).
 
     Args:
-        before_TLK: Rows that the engine gave before; None: it gave none.
-        now_TLK: Rows of the whole. The first that is new is that of the last token before: it entered no layer then.
-        num_before: Tokens that had entered a layer before.
+        before_TLK: Rows that the engine returned earlier; None if it returned none.
+        now_TLK: Rows of the whole sequence. The first new row belongs to the last earlier token, which had entered no
+            layer before.
+        num_before: Number of tokens that had entered the layers before.
     """
     num_given = 0 if before_TLK is None else len(before_TLK)
     left_out_TLK = torch.full((num_before - num_given, *now_TLK.shape[1:]), -1, dtype=torch.int16)
     parts, new_TLK = (
-        [one for one in (before_TLK, left_out_TLK) if one is not None and len(one)],
+        [part for part in (before_TLK, left_out_TLK) if part is not None and len(part)],
         now_TLK[num_before:],
     )
     if before_TLK is not None and not (new_TLK < 0).any():
@@ -184,11 +185,11 @@ class Group:
     prompt: Prompt
     completions: tuple[Completion, ...]
     reasons_G: Sequence[Mapping[str, str]] = ()
-    """Remarks of the parts of the reward on each completion, by part; empty before scoring."""
+    """Reasons that the reward parts gave for their score of each completion, by part; empty before scoring."""
 
 
 class WaitingBytes(NamedTuple):
-    """Bytes of models that are not trained, while they wait for their passes."""
+    """Bytes that frozen models occupy between their passes, by location."""
 
     device: int = 0
     host: int = 0
