@@ -1,1 +1,1 @@
-"""Rollout engines: what makes completions of prompts."""
+"""Rollout engines, which generate completions of prompts."""

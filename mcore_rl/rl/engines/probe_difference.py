@@ -50,7 +50,7 @@ class ProbeDifference:
     mean: float
     """Mean of the absolute differences."""
     expert: ExpertDifference | None = None
-    """The expert that stands out most; None if experts are not compared, or none has enough tokens."""
+    """The expert that differs most; None if experts are not compared, or none has enough tokens."""
 
 
 @dataclass(frozen=True, slots=True)

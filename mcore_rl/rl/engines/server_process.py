@@ -190,7 +190,7 @@ class ServerProcess:
             command: Function that returns the command of a server that listens on the given port.
             log: File to which the server's output is appended.
             devices: GPUs of the server; empty: all GPUs visible to this process.
-            port: Port of the server; None: a free port, chosen anew at each start.
+            port: Port of the server; None: a free port, chosen at each start.
         """
         self.log = log
         self._command, self._devices, self._fixed_port = command, tuple(devices), port

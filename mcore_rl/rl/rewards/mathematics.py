@@ -30,8 +30,8 @@ DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:
     """Return 1 if the answer equals the reference, else 0.
 
-    Without `answer_pattern` and `####`, the answer is the one that math-verify extracts from the text: a boxed
-    expression, the text after "answer is", or the last expression.
+    Without `answer_pattern` and `####`, math-verify extracts the answer from the text: a boxed expression, the text
+    after "answer is", or the last expression.
 
     Raises:
         ValueError: if the reference answer cannot be parsed.

@@ -132,7 +132,7 @@ class RewardServer:
 
 
 def _outcome(score: Any, scored: RewardInput) -> Outcome:
-    """Convert a score from a server to an outcome. JSON has no tuples, so [number, text] is read as one."""
+    """Convert a score from a server to an outcome. JSON has no tuples, so [number, text] is read as a tuple."""
     is_reasoned = isinstance(score, list) and len(score) == 2 and isinstance(score[1], str | None)
     try:
         return outcome_of(tuple(score) if is_reasoned else score, len(scored.completion))
