@@ -284,7 +284,7 @@ class _Run:
 
 @contextmanager
 def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Context in which the chunks are in evaluation mode (no dropout, no counters), once their weights have settled."""
+    """Context in which the chunks have the last step's weights and are in evaluation mode (no dropout, no counters)."""
     modes = [chunk.training for chunk in chunks]
     settle_weights(chunks)
     for chunk in chunks:
