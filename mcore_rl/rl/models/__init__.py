@@ -1,1 +1,1 @@
-"""The models beside the policy: reference, teachers, critic."""
+"""Models other than the policy: reference, teachers, critic."""

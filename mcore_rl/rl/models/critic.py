@@ -1,4 +1,4 @@
-"""The critic: a second model, trained on the returns of rollouts, whose values are the baseline of PPO's advantages."""
+"""The critic: a second model, trained on the returns of rollouts. Its values are the baseline of PPO's advantages."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, r
 
 
 class Critic(Pass):
-    """Values by a model with its own optimizer and its own routes. Every method is collective over the world."""
+    """Value model with its own optimizer and its own routes. Every method is collective over the world."""
 
     learns_before_policy = True
 
@@ -48,14 +48,13 @@ class Critic(Pass):
         """Prepare this rank.
 
         Args:
-            state: the model in training, which has a scalar head.
-            policy: the policy in training, whose timers have the critic's phases too.
-            critic: its section.
+            state: the critic in training, a model with a scalar head.
+            policy: the policy in training; its timers also time the critic.
+            critic: `rl.advantage.critic`.
             checkpoint: `checkpoint`.
-            routes: the routes of rl.advantage.critic.replay, made by `critic_routes`; None: its routers choose
-                in every pass.
-            epochs: number of times that it is trained on each completion.
-            updates_per_rollout: optimizer steps of the policy in a rollout batch.
+            routes: routes for `rl.advantage.critic.replay`, from `critic_routes`. None: live routes in every pass.
+            epochs: number of times to train on each completion.
+            updates_per_rollout: optimizer steps of the policy per rollout batch.
         """
         self.state, self._policy = state, policy
         self._routes = routes
@@ -66,10 +65,11 @@ class Critic(Pass):
         self._loss_head = ValueLossHead(critic.clip_value)
 
     def begin(self, policy: Sequence[nn.Module]) -> str:
-        """Give the critic the weights that it starts from and return a line for the log.
+        """Load or copy the critic's initial weights and return a line for the log.
 
         Args:
-            policy: the policy's chunks, which it starts from without `rl.advantage.critic.load`; its head is then new.
+            policy: the policy's chunks. Without `rl.advantage.critic.load` the critic copies their layers and gets a
+                new head.
         """
         with self.state.residence.for_saving():
             return self._begin(policy)
@@ -96,12 +96,12 @@ class Critic(Pass):
         return line
 
     def holds_policy(self) -> str | None:
-        """Reason why the policy waits, in the first rollout batches; None: it does not."""
+        """Reason why the policy is not trained yet, in the first rollout batches; None if it is trained."""
         rollouts = self._policy.progress.step // self._updates_per_rollout
         return "the critic warms up" if rollouts < self._critic.warmup_rollouts else None
 
     def add(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-        """Return the minibatches with values under the weights that the critic has now, and record their routes."""
+        """Return the minibatches with values under the critic's current weights, and record the routes of this pass."""
         with self._policy.timers.phase("values"):
             return self._with_values(rollout, minibatches)
 
@@ -109,25 +109,27 @@ class Critic(Pass):
     def _with_values(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         chunks, valued = self.state.chunks, []
         if self._routes is not None:
-            self._routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+            self._routes.begin(
+                rollout, [microbatch for minibatch in minibatches for microbatch in minibatch.microbatches]
+            )
         with self.state.residence.for_passes():
-            for one in minibatches:
-                if one.num_samples:
+            for minibatch in minibatches:
+                if minibatch.num_samples:
                     with (
                         evaluating(chunks),
-                        self._recording(one.microbatches) as routing,
+                        self._recording(minibatch.microbatches) as routing,
                         self._proving(is_imposed=False),
                     ):
                         outputs = run_pass(
-                            chunks, one.microbatches, self._head, backward=False, routing=routing
+                            chunks, minibatch.microbatches, self._head, backward=False, routing=routing
                         )
-                    one = one.with_numbers("values_T", [output["values"] for output in outputs])
-                valued.append(one)
+                    minibatch = minibatch.with_numbers("values_T", [output["values"] for output in outputs])
+                valued.append(minibatch)
         return valued
 
     def before_updates(self, minibatches: Sequence[Minibatch], advantages: Advantages) -> list[Metric]:
-        """Train the critic towards the returns. Values are of the critic before, so that the policy's updates do not
-        depend on it.
+        """Train the critic on the returns. The advantages use its values from before this training, so the policy's
+        updates do not depend on it.
         """
         start_s = time.perf_counter()
         with self._policy.timers.phase("critic"):
@@ -137,24 +139,24 @@ class Critic(Pass):
         if self._reports:
             flops_per_token = train_flops_by_length(self.state.config.model)
             flops = self._epochs * sum(
-                one.num_positions * flops_per_token(one.mean_length) for one in minibatches
+                minibatch.num_positions * flops_per_token(minibatch.mean_length) for minibatch in minibatches
             )
             size = self.state.mesh.world.size
             metrics.append(Metric("critic/model_tflops_per_rank", flops / 1e12, updates_s * size))
         return metrics
 
     def take_reports(self) -> list[StepReport]:
-        """Return the optimizer steps since the last call."""
+        """Return reports of the optimizer steps since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
     def update(self, minibatches: Sequence[Minibatch], returns: Mapping[int, Tensor]) -> list[StepReport]:
-        """Take an optimizer step towards the returns on each minibatch with a trained token, `critic_epochs` times."""
+        """Take an optimizer step on each minibatch with trained tokens, in every epoch, with `returns` as targets."""
         reports = []
         with self.state.residence.for_updates():
-            for minibatch in [one for one in minibatches if one.totals.num_tokens] * self._epochs:
-                microbatches = [one.with_returns(returns) for one in minibatch.microbatches]
-                # From the config, whatever routing the update was given.
+            for minibatch in [each for each in minibatches if each.totals.num_tokens] * self._epochs:
+                microbatches = [microbatch.with_returns(returns) for microbatch in minibatch.microbatches]
+                # From the config, not from the routing: the proof must not depend on the routing it checks.
                 is_imposed = self._critic.replay == "r2"
                 with self._imposing(microbatches) as routing, self._proving(is_imposed=is_imposed):
                     gradients = compute_gradients(self.state, microbatches, self._loss_head, routing=routing)
@@ -164,13 +166,13 @@ class Critic(Pass):
         return reports
 
     def _routes_metrics(self) -> list[Metric]:
-        """Return how many choices of its routers the updates since the last call would have changed."""
+        """Return the fraction of expert choices that live routing would have changed in updates since the last call."""
         metrics = [] if self._routes is None else self._routes.take_metrics()
         renamed = {"routes/changed_fraction": "critic/routes_changed_fraction"}
-        return [replace(one, name=renamed[one.name]) for one in metrics if one.name in renamed]
+        return [replace(metric, name=renamed[metric.name]) for metric in metrics if metric.name in renamed]
 
     def _proving(self, *, is_imposed: bool) -> AbstractContextManager[None]:
-        """Return a proof that the pass inside imposes routes, or none; dense models need none."""
+        """Context that proves that the pass inside imposes routes, or imposes none; a dense model needs no proof."""
         if not self.state.config.model.is_moe:
             return nullcontext()
         return proving(self.state.chunks, is_imposed=is_imposed)
@@ -187,9 +189,9 @@ class Critic(Pass):
 
 
 def critic_routes(state: TrainState, config: RlRunConfig, critic: CriticConfig) -> PolicyRoutes | None:
-    """Return the routes of the critic `state` for rl.advantage.critic.replay="r2"; None: they are not replayed.
+    """Return the routes of the critic `state` for rl.advantage.critic.replay="r2"; None if routes are not replayed.
 
-    Its pass for values has the part that the pass for old logprobs has for the policy.
+    The critic's pass for values records routes, as the pass for old logprobs does for the policy.
     """
     if critic.replay == "none":
         return None
@@ -198,7 +200,7 @@ def critic_routes(state: TrainState, config: RlRunConfig, critic: CriticConfig) 
     changes = {
         "model": config.model.scored,
         "replay": replay,
-        # Router-shift ratios are of the policy's loss.
+        # The router-shift ratio belongs to the policy's loss only.
         "rl": config.rl.model_copy(update={"update": update, "loss": GrpoLoss()}),
     }
     return PolicyRoutes(state, config.model_copy(update=changes))
@@ -206,7 +208,7 @@ def critic_routes(state: TrainState, config: RlRunConfig, critic: CriticConfig) 
 
 @torch.no_grad()
 def _copy_layers(policy: Sequence[nn.Module], critic: Sequence[nn.Module]) -> None:
-    """Copy weights and the routers' expert biases of all but the head; both models are cut alike over the mesh."""
+    """Copy all weights and expert biases except the head; both models are sharded the same way over the mesh."""
     settle_weights(policy)
     for source, target in zip(map(unwrap, policy), map(unwrap, critic), strict=True):
         theirs = dict(source.named_parameters()) | dict(source.named_buffers())

@@ -1,6 +1,4 @@
-"""A model beside the policy that is not trained: between passes its weights wait in main memory, in a file, or on the
-device.
-"""
+"""A second, frozen model: between passes its weights are stored in main memory, in a file, or on the device."""
 
 import json
 from collections.abc import Iterator
@@ -23,13 +21,12 @@ from mcore_rl.train.random_states import random_states, restore_random_states
 
 
 def model_to_freeze(path: Path, policy: ModelConfig) -> ModelConfig:
-    """Return the model of a complete checkpoint for use beside the policy.
+    """Return the model config of a complete checkpoint, for use along with the policy.
 
-    Its tokens travel to experts as the policy's do, for the mesh and lengths of sequences are the policy's, not those
-    that it was trained on.
+    Its token dispatcher is the policy's, because it runs on the policy's mesh and sequence lengths.
 
     Raises:
-        CheckpointError: where the checkpoint is not complete.
+        CheckpointError: if the checkpoint is not complete.
     """
     stored = ModelConfig.model_validate_json(json.dumps(check(path).model))
     moe = stored.moe.model_copy(update={"dispatcher": policy.moe.dispatcher})
@@ -37,7 +34,7 @@ def model_to_freeze(path: Path, policy: ModelConfig) -> ModelConfig:
 
 
 class FrozenModel:
-    """A model of a checkpoint, cut over the policy's mesh: no gradients, no optimizer, live routing."""
+    """A checkpoint's model, sharded over the policy's mesh: no gradients, no optimizer, live routing."""
 
     def __init__(
         self,
@@ -57,33 +54,33 @@ class FrozenModel:
             model: the model of the checkpoint.
             path: the checkpoint.
             mesh: the policy's mesh.
-            platform: the platform of this rank.
-            settings: the section `platform`, of whose recomputation a model without gradients has none.
+            platform: this rank's platform.
+            settings: the section `platform`; recomputation is ignored, because there are no gradients.
             folder: a folder for the store "file".
-            store: where the weights wait: what is not "device" is on the device in `installed` only.
-            verify_checksums: whether the checkpoint's files are compared with their recorded checksums first.
+            store: where the weights are between passes; unless "device", only `installed` brings them to the device.
+            verify_checksums: whether to compare the checkpoint's files with their recorded checksums first.
         """
         self._store = store
         settings = settings.model_copy(update={"recompute": "none"})
-        # Its weights are drawn before they are loaded, from the states that a resumed run would find otherwise.
+        # Building the model draws random weights; restoring the states keeps them as a resumed run expects them.
         states = random_states()
         self.chunks: list[nn.Module] = build_model(model, mesh, platform, settings)
         restore_random_states(states)
         load_weights(self.chunks, mesh, model, path, verify_checksums=verify_checksums)
         device = platform.device
-        # The weights never change: they are stored once, and what is on the device is then forgotten.
+        # The weights never change: they are stored once, and later only the copy on the device is freed.
         self._memory = WaitingMemory(self._tensors, store_on(device, store), folder, device, changes=False)
         self._memory.leave()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Have the weights on the device inside, wherever they wait."""
+        """Context in which the weights are on the device."""
         with self._memory.present():
             yield
 
     @property
     def waiting_bytes(self) -> WaitingBytes:
-        """Bytes of the weights on this rank while they wait for a pass."""
+        """Bytes of the weights on this rank between passes, by where they are stored."""
         size = sum(tensor.nbytes for tensor in self._tensors())
         return WaitingBytes(**{self._store: size})
 

@@ -1,4 +1,4 @@
-"""The reference policy: other weights for the policy's own modules, their pass, and the KL to them."""
+"""The reference policy: other weights for the policy's modules, their logprobs, and the KL to them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,10 +35,10 @@ from mcore_rl.train.state import TrainState
 
 
 class Reference:
-    """Weights that the policy had, swapped into its modules for a pass: a second model would double the memory of the
-    device, and its routers would be in the way of replay. Every method is collective over the mesh.
+    """Earlier weights of the policy, swapped into its modules for a pass. Every method is collective over the mesh.
 
-    Where the policy is a frozen base with low-rank adapters, these are copied and swapped alone: both have the base.
+    A second model would double the memory on the device, and its routers would interfere with replay. If the policy is
+    a frozen base with low-rank adapters, only the adapters are copied and swapped.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class Reference:
         allowed: tuple[str, ...] = (),
         shares_base: bool = False,
     ) -> None:
-        """Copy the policy's weights as they are now.
+        """Copy the policy's current weights.
 
         Args:
             chunks: The policy's modules on this rank.
             mesh: The mesh.
             model: The model's config.
-            folder: Folder of saved references, from which a run that resumes reads them.
-            checkpoints: Folder of the run's checkpoints: what each of them needs stays.
-            needed_by: The field that asks for it.
-            store: Where the copy waits: "host", page-locked where the device is CUDA's, or "device".
-            allowed: The config's `checkpoint.allow_changes`, for references that an earlier start has saved.
-            shares_base: Whether all that is not trained is the same in the reference, so that it is not copied.
+            folder: Folder of saved references, from which a resumed run reads them.
+            checkpoints: Folder of the run's checkpoints. A reference that one of them needs is not deleted.
+            needed_by: Config field that requires the reference, for error messages.
+            store: Where the copy is between passes: "device", or "host" (page-locked with CUDA).
+            allowed: The config's `checkpoint.allow_changes`, for references that an earlier start of the run saved.
+            shares_base: Whether policy and reference share all frozen weights, which are then not copied.
         """
         self.chunks = list(chunks)
         self._needed_by = needed_by
@@ -77,7 +77,7 @@ class Reference:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Give the modules the reference's weights inside; they must not be trained there."""
+        """Context in which the modules have the reference's weights. They must not be trained inside."""
         settle_weights(self.chunks)
         self._swap()
         try:
@@ -86,17 +86,17 @@ class Reference:
             self._swap()
 
     def set(self, step: int) -> None:
-        """Make the policy as it is now the reference from `step` on, and save it for a run that resumes."""
+        """Make the current policy the reference from `step` on, and save it for resumed runs."""
         settle_weights(self.chunks)
         for stored, tensor in zip(self._weights, self._tensors(), strict=True):
             stored.copy_(tensor.detach())
-        # A run that was killed after this, and resumes from before it, comes here again.
+        # A run that is killed after this and resumes from an earlier step gets here again.
         on_rank_zero(partial(_delete_from, self._folder, step))
         save_weights(self.chunks, self._mesh, self._model, self._folder / _name(step))
         on_rank_zero(partial(forget_references, self._folder, self._checkpoints, step))
 
     def resume(self, step: int) -> Path:
-        """Load the reference that a run at `step` had and return its path; CheckpointError when it is gone."""
+        """Load the reference of a run at `step` and return its path; raises CheckpointError if it is gone."""
         path = on_rank_zero(partial(_newest, self._folder, step, self._needed_by))
         with self.installed():
             load_weights(self.chunks, self._mesh, self._model, path, allowed=self._allowed)
@@ -122,7 +122,7 @@ class Reference:
             stored.copy_(other)
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield the weights, and the buffers that decide the output too: the routers' expert biases."""
+        """Yield the weights, and the buffers that affect the output: the routers' expert biases."""
         for chunk in self.chunks:
             model = unwrap(chunk)
             if self._shares_base:
@@ -133,7 +133,7 @@ class Reference:
 
 
 class ReferencePass(Pass):
-    """Adds logprobs under the reference policy, and changes the coefficient of the KL with rl.loss.kl_target."""
+    """Adds logprobs under the reference policy, and adapts the KL coefficient if rl.loss.kl_target is set."""
 
     def __init__(
         self,
@@ -154,8 +154,8 @@ class ReferencePass(Pass):
             replay: `replay`.
             logprobs: the pass over the policy's modules.
             routes: routing of the policy's passes.
-            state: the policy in training, with the coefficient in its progress.
-            updates_per_rollout: optimizer steps of a rollout batch.
+            state: the policy in training; its progress has the KL coefficient.
+            updates_per_rollout: optimizer steps per rollout batch.
         """
         self._reference, self._loss, self._logprobs, self._routes = reference, loss, logprobs, routes
         self._state, self._updates_per_rollout = state, updates_per_rollout
@@ -166,12 +166,12 @@ class ReferencePass(Pass):
         )
 
     def waiting_bytes(self) -> Sequence[WaitingBytes]:
-        """Bytes of the reference on this rank."""
+        """Bytes of the reference's weights on this rank between passes, by where they are stored."""
         return [self._reference.waiting_bytes]
 
     @property
     def coeff(self) -> float:
-        """Coefficient of the KL in this rollout batch."""
+        """KL coefficient for this rollout batch."""
         controlled = self._state.progress.kl_coeff
         return self._loss.kl_coeff if controlled is None else controlled
 
@@ -180,22 +180,22 @@ class ReferencePass(Pass):
         with self._state.timers.phase("reference"), self._reference.installed():
             return [
                 self._logprobs.added(
-                    one, "reference_logprobs_T", self._routes.reference, is_imposed=self._is_imposed
+                    minibatch, "reference_logprobs_T", self._routes.reference, is_imposed=self._is_imposed
                 )
-                for one in minibatches
+                for minibatch in minibatches
             ]
 
     def in_objective(self, objective: Objective) -> Objective:
-        """Return the terms with the coefficient of this rollout batch."""
+        """Return the terms of the loss with the KL coefficient for this rollout batch."""
         if objective.kl is None:
             return objective
         return replace(objective, kl=objective.kl._replace(coeff=self.coeff))
 
     def after_updates(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
-        """Change the coefficient by the KL of the rollout batch, and make the policy the reference every
+        """Adapt the KL coefficient to the rollout batch's KL, and make the policy the reference every
         `rl.loss.reference_refresh_rollouts` rollout batches.
 
-        While a critic warms up the policy has not learned, and its distance from the reference says nothing yet.
+        The coefficient stays while a critic warms up: the policy has not learned, so its KL is not informative yet.
         """
         metrics = self._control(minibatches, policy_has_learned=policy_has_learned)
         refresh_when_due(
@@ -210,7 +210,7 @@ class ReferencePass(Pass):
         loss = self._loss
         if loss.kl_target is None:
             return []
-        num_completions = sum(one.num_samples for one in minibatches)
+        num_completions = sum(minibatch.num_samples for minibatch in minibatches)
         kl_N = self.sums(len(minibatches[0].loss_weights_N), minibatches)
         kl_nats = kl_N.sum().item() / max(num_completions, 1)
         metrics = [Metric("kl/coeff", self.coeff), Metric("kl/completion", kl_nats)]
@@ -224,24 +224,26 @@ class ReferencePass(Pass):
             )
         return metrics
 
-    def of_tokens(self, one: PolicyMicrobatch) -> Tensor:
-        """Return the KL of the old policy to the reference at each position `[T]` of a microbatch on the last stage."""
-        assert one.old_logprobs_T is not None and one.reference_logprobs_T is not None
-        return kl_estimate(one.old_logprobs_T, one.reference_logprobs_T, self._loss.kl_estimator)
+    def of_tokens(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return KL(old policy || reference) at each position `[T]` of a microbatch, on the last stage."""
+        assert microbatch.old_logprobs_T is not None and microbatch.reference_logprobs_T is not None
+        return kl_estimate(
+            microbatch.old_logprobs_T, microbatch.reference_logprobs_T, self._loss.kl_estimator
+        )
 
     def sums(self, num_samples: int, minibatches: Sequence[Minibatch]) -> Tensor:
         """Collective over the world: return the KL of the old policy to the reference, summed over each completion,
-        trained on or not, float64 `[N]`.
+        whether or not it is trained on, float64 `[N]`.
         """
         mesh, device = self._state.mesh, self._state.platform.device
         sums_N = torch.zeros(num_samples, dtype=torch.float64, device=device)
         if mesh.is_last_stage:
-            for one in (each for minibatch in minibatches for each in minibatch.microbatches):
-                if not one.samples:
+            for microbatch in (each for minibatch in minibatches for each in minibatch.microbatches):
+                if not microbatch.samples:
                     continue
-                kl_T = self.of_tokens(one).where(one.completion_mask_T, 0.0)
-                samples_N = torch.tensor(one.samples, device=device)
-                sums_N.index_add_(0, samples_N[one.sequence_T], kl_T.double())
+                kl_T = self.of_tokens(microbatch).where(microbatch.completion_mask_T, 0.0)
+                samples_N = torch.tensor(microbatch.samples, device=device)
+                sums_N.index_add_(0, samples_N[microbatch.sequence_T], kl_T.double())
             dist.all_reduce(sums_N, group=mesh.dp_cp.group)
         # Only the last stage has logprobs, and every stage needs the same advantages.
         if mesh.pp.size > 1:
@@ -250,7 +252,7 @@ class ReferencePass(Pass):
 
 
 def refresh_when_due(reference: Reference, rollouts: int | None, step: int, updates_per_rollout: int) -> None:
-    """Collective over the mesh: make the policy the reference, every `rollouts` rollout batches; None: never."""
+    """Collective over the mesh: make the policy the reference every `rollouts` rollout batches (None: never)."""
     if rollouts is not None and step % (rollouts * updates_per_rollout) == 0:
         reference.set(step)
 
@@ -279,10 +281,10 @@ def _delete_from(folder: Path, step: int) -> None:
 
 
 def forget_references(folder: Path, checkpoints: Path, step: int) -> None:
-    """Delete the references before that of `step` but for those that a run needs which resumes from a checkpoint."""
+    """Delete references older than `step`, unless a run that resumes from a checkpoint needs them."""
     with checkpoint_errors_explained(checkpoints, "reading"):
         resumable = saved_steps(checkpoints)
     saved = _steps(folder)
-    # A checkpoint needs the newest reference that is not after it.
+    # A checkpoint needs the newest reference that is not later than the checkpoint.
     needed = {max((old for old in saved if old <= at), default=step) for at in resumable}
     delete([folder / _name(old) for old in saved if old < step and old not in needed])

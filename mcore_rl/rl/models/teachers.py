@@ -1,4 +1,4 @@
-"""Teachers of on-policy distillation: their logprobs of the student's completions, by passes on the training ranks."""
+"""Teachers for on-policy distillation: logprobs of the student's completions, from passes on the training ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,14 +25,14 @@ from mcore_rl.train.state import TrainState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherSource:
-    """A teacher that the config names, before it is built."""
+    """A teacher in the config, before its model is built."""
 
     path: Path
     model: ModelConfig
 
 
 class Teachers(Pass):
-    """The teachers of a run, by index, whose routers choose for themselves. Methods are collective over the world."""
+    """The teachers of a run, by index, with live routing. Every method is collective over the world."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class Teachers(Pass):
         """Prepare this rank.
 
         Args:
-            teachers: the teachers in the order of `distill.paths`; the policy's earlier self is a `Reference`.
+            teachers: the teachers in the order of `distill.paths`; an earlier version of the policy is a `Reference`.
             distill: `rl.distill`.
-            logprobs: the head of the policy's logprobs: the same tokens at the same temperature.
+            logprobs: the head of the policy's logprobs; teachers use the same tokens and temperature.
             state: the policy in training.
-            updates_per_rollout: optimizer steps of a rollout batch.
+            updates_per_rollout: optimizer steps per rollout batch.
         """
         self._teachers, self._distill, self._state = teachers, distill, state
         self._head = TeacherHead(logprobs, vocabulary=distill.estimator == "vocabulary")
@@ -59,7 +59,7 @@ class Teachers(Pass):
 
     def waiting_bytes(self) -> Sequence[WaitingBytes]:
         """Bytes of each teacher on this rank between passes."""
-        return [one.waiting_bytes for one in self._teachers]
+        return [teacher.waiting_bytes for teacher in self._teachers]
 
     def add(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Return the minibatches with the logprobs of each sample's teacher."""
@@ -67,24 +67,25 @@ class Teachers(Pass):
             return self._with_logprobs(minibatches, rollout.shapes)
 
     def in_advantages(self, microbatch: PolicyMicrobatch) -> PolicyMicrobatch:
-        """Return the microbatch with coeff x (log teacher - log old policy) added to its advantages, if asked for.
+        """Return the microbatch with coeff x (log teacher - log old policy) added to its advantages, if
+        rl.distill.use="advantage".
 
-        Its mean, times the gradient of the policy's logprob, is minus the gradient of KL(policy || teacher).
+        The mean of this term times the gradient of the policy's logprob is minus the gradient of KL(policy || teacher).
         """
-        one, distill = microbatch, self._distill
-        if one.teacher_logprobs_T is None or distill.use != "advantage":
-            return one
-        assert one.advantages_T is not None and one.old_logprobs_T is not None
-        gap_T = log_difference(one.teacher_logprobs_T, one.old_logprobs_T)
-        gap_T = gap_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).where(one.mask_T, 0.0)
-        return replace(one, advantages_T=one.advantages_T + distill.coeff * gap_T)
+        distill = self._distill
+        if microbatch.teacher_logprobs_T is None or distill.use != "advantage":
+            return microbatch
+        assert microbatch.advantages_T is not None and microbatch.old_logprobs_T is not None
+        gap_T = log_difference(microbatch.teacher_logprobs_T, microbatch.old_logprobs_T)
+        gap_T = gap_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).where(microbatch.mask_T, 0.0)
+        return replace(microbatch, advantages_T=microbatch.advantages_T + distill.coeff * gap_T)
 
     def after_updates(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
-        """Make the policy its own teacher, every `rl.distill.self_refresh_rollouts` rollout batches."""
-        for one in self._teachers:
-            if isinstance(one, Reference):
+        """Make the current policy its own teacher every `rl.distill.self_refresh_rollouts` rollout batches."""
+        for teacher in self._teachers:
+            if isinstance(teacher, Reference):
                 refresh_when_due(
-                    one,
+                    teacher,
                     self._distill.self_refresh_rollouts,
                     self._state.progress.step,
                     self._updates_per_rollout,
@@ -95,9 +96,9 @@ class Teachers(Pass):
     def _with_logprobs(
         self, minibatches: Sequence[Minibatch], shapes: Mapping[int, SampleShape]
     ) -> list[Minibatch]:
-        """Return the minibatches with logprobs; `shapes` are of all samples, the same on all ranks."""
+        """Return the minibatches with teacher logprobs; `shapes` covers all samples and is the same on all ranks."""
         head, found = self._head, list(minibatches)
-        # All ranks take part in the passes of a teacher of any sample: each is a pass over all microbatches.
+        # All ranks run a pass over all microbatches for each teacher that any sample has.
         for index in sorted({shape.teacher for shape in shapes.values()}):
             teacher = self._teachers[index]
             with teacher.installed(), evaluating(teacher.chunks):
@@ -108,27 +109,27 @@ class Teachers(Pass):
                         outputs = run_pass(teacher.chunks, minibatch.microbatches, head, backward=False)
                     if outputs:
                         kept = [
-                            with_outputs_of_teacher(one, output, shapes, index)
-                            for one, output in zip(minibatch.microbatches, outputs, strict=True)
+                            with_outputs_of_teacher(microbatch, output, shapes, index)
+                            for microbatch, output in zip(minibatch.microbatches, outputs, strict=True)
                         ]
                         found[place] = replace(minibatch, microbatches=kept)
         return found
 
 
 def with_outputs_of_teacher(
-    one: PolicyMicrobatch,
+    microbatch: PolicyMicrobatch,
     output: Mapping[str, torch.Tensor],
     shapes: Mapping[int, SampleShape],
     index: int,
 ) -> PolicyMicrobatch:
-    """Return the microbatch with the outputs of teacher `index` at the positions of its own samples."""
-    is_own_N = torch.tensor([shapes[sample].teacher == index for sample in one.samples] or [False])
-    is_own_T = is_own_N.to(one.sequence_T.device)[one.sequence_T]
-    before_T, vocabulary_Nv = one.teacher_logprobs_T, output.get("vocabulary")
+    """Return the microbatch with the outputs of teacher `index` at positions of samples that this teacher has."""
+    is_own_N = torch.tensor([shapes[sample].teacher == index for sample in microbatch.samples] or [False])
+    is_own_T = is_own_N.to(microbatch.sequence_T.device)[microbatch.sequence_T]
+    before_T, vocabulary_Nv = microbatch.teacher_logprobs_T, output.get("vocabulary")
     logprobs_T = output["logprobs"]
     if before_T is not None:
         logprobs_T = logprobs_T.where(is_own_T, before_T)
-    if vocabulary_Nv is not None and one.teacher_vocabulary_Nv is not None:
-        is_own_C = is_own_T[one.completion_mask_T].cpu()
-        vocabulary_Nv = vocabulary_Nv.where(is_own_C[:, None], one.teacher_vocabulary_Nv)
-    return replace(one, teacher_logprobs_T=logprobs_T, teacher_vocabulary_Nv=vocabulary_Nv)
+    if vocabulary_Nv is not None and microbatch.teacher_vocabulary_Nv is not None:
+        is_own_C = is_own_T[microbatch.completion_mask_T].cpu()
+        vocabulary_Nv = vocabulary_Nv.where(is_own_C[:, None], microbatch.teacher_vocabulary_Nv)
+    return replace(microbatch, teacher_logprobs_T=logprobs_T, teacher_vocabulary_Nv=vocabulary_Nv)

@@ -1,1 +1,1 @@
-"""Passes of models over rollout batches: packed microbatches, their routes, and what a pass computes."""
+"""Passes of models over rollout batches: packed microbatches, their routes, and outputs of the passes."""

@@ -24,33 +24,33 @@ class SampleShape:
     """Lengths of a sample (a prompt with one completion), known to all ranks."""
 
     replica_rank: int
-    """Rank, among the data- and context-parallel ones, of the replica that generated the completion."""
+    """Rank, in the data- and context-parallel group, of the replica that generated the completion."""
     num_prompt_tokens: int
     num_completion_tokens: int
     is_trained: bool
     """Whether the completion takes part in the loss."""
     num_stale_tokens: int = 0
-    """First tokens of the completion that older weights sampled than those that train on it."""
+    """Number of leading completion tokens that are stale: weights older than the current weights sampled them."""
     is_truncated: bool = False
-    """Whether the completion reached the largest number of new tokens without an end."""
+    """Whether the completion was cut off at the largest number of new tokens."""
     teacher: int = 0
     """Index of the prompt's teacher in `rl.distill.paths`."""
     sampled_spans: tuple[tuple[int, int], ...] | None = None
-    """First index and end, in the completion, of the tokens that the policy sampled, in order; None: all of them."""
+    """(start, end) in the completion of each run of tokens that the policy sampled, in order; None: all tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of prompt and completion."""
+        """Number of tokens in prompt and completion."""
         return self.num_prompt_tokens + self.num_completion_tokens
 
     @property
     def num_positions(self) -> int:
-        """Number of positions that enter the model: the last token is only a label."""
+        """Number of positions that enter the model; the last token is only a label."""
         return self.num_tokens - 1
 
     @property
     def num_sampled(self) -> int:
-        """Number of the completion's tokens that the policy sampled; the others are an environment's."""
+        """Number of the completion's tokens that the policy sampled; an environment wrote the rest."""
         if self.sampled_spans is None:
             return self.num_completion_tokens
         return sum(end - start for start, end in self.sampled_spans)
@@ -62,7 +62,7 @@ class SampleShape:
 
     @property
     def sampled_positions(self) -> Tensor:
-        """Positions, int64, at which the sampled tokens are predicted, in order."""
+        """Positions at which the sampled tokens are predicted, int64, in order."""
         spans = ((0, self.num_completion_tokens),) if self.sampled_spans is None else self.sampled_spans
         # The first token of the completion is predicted at the last position of the prompt.
         first = self.num_prompt_tokens - 1
@@ -79,17 +79,17 @@ class TrainedSample:
     """int64: tokens of the prompt, then of the completion."""
     num_prompt_tokens: int
     rollout_logprobs_C: Tensor
-    """float32: logprob of each token of the completion when it was sampled."""
+    """float32: logprob of each completion token at the time it was sampled."""
     is_trained: bool
     """Whether the completion takes part in the loss."""
     num_stale_tokens: int = 0
-    """First tokens of the completion that older weights sampled than those that train on it."""
+    """Number of leading completion tokens that are stale: weights older than the current weights sampled them."""
     sampled_spans: tuple[tuple[int, int], ...] | None = None
-    """First index and end, in the completion, of the tokens that the policy sampled; None: all of them."""
+    """(start, end) in the completion of each run of tokens that the policy sampled; None: all tokens."""
 
     @property
     def sampled_C(self) -> Tensor:
-        """bool: which tokens of the completion the policy sampled."""
+        """bool: True for tokens of the completion that the policy sampled."""
         is_sampled_C = torch.full((len(self.rollout_logprobs_C),), self.sampled_spans is None)
         for start, end in self.sampled_spans or ():
             is_sampled_C[start:end] = True
@@ -98,50 +98,50 @@ class TrainedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyMicrobatch(PackedMicrobatch):
-    """One packed sequence of samples: the `T` positions of it that this context-parallel rank has.
+    """One packed sequence of samples, reduced to the `T` positions on this context-parallel rank.
 
-    Index t of a tensor `[T]` belongs to token t + 1, the one predicted at t.
+    Index t of a tensor `[T]` belongs to token t + 1, which is predicted at position t.
     """
 
     samples: tuple[int, ...]
     """Indices in the rollout batch, in the order of the packed sequence."""
     spans: tuple[tuple[int, int], ...]
-    """(positions, positions with padding) of each whole sample; what follows the last one is padding."""
+    """(positions, positions with padding) of each whole sample; everything after the last sample is padding."""
     mask_T: Tensor
     """bool: positions that are trained on."""
     completion_mask_T: Tensor
-    """bool: positions that predict a sampled token of a completion, also of one that is not trained on; tokens of an
-    environment are not among them."""
+    """bool: positions that predict a sampled token of a completion, whether or not the completion is trained on. An
+    environment's tokens are excluded."""
     sequence_T: Tensor
-    """int64: index in `samples` of the sample of each position; any where nothing is trained."""
+    """int64: index in `samples` of each position's sample; arbitrary at positions that are not trained on."""
     lengths_N: Tensor
-    """int64: trained tokens of each whole sample, on all context-parallel ranks together."""
+    """int64: number of trained tokens in each whole sample, summed over context-parallel ranks."""
     rollout_logprobs_T: Tensor
     first_current: tuple[int, ...]
-    """Position in each of `samples` from which on the weights in training have sampled; 0: they sampled all of it."""
+    """First position in each of `samples` that the current weights sampled; 0 if they sampled the whole sample."""
     is_stale_T: Tensor
-    """bool: positions that predict a token which older weights sampled than those that train on it."""
+    """bool: positions that predict a stale token, sampled by weights older than the current weights."""
     old_logprobs_T: Tensor | None = None
-    """Logprobs under the old policy; None: the policy that is updated is the old one, or no stage needs them here."""
+    """Logprobs under the old policy. None if the policy still is the old policy, or if this stage has no logprobs."""
     reference_logprobs_T: Tensor | None = None
     teacher_logprobs_T: Tensor | None = None
-    """Logprobs under each sample's teacher; None: there is none, or no stage needs them here."""
+    """Logprobs under each sample's teacher. None without a teacher, or if this stage has no logprobs."""
     teacher_vocabulary_Nv: Tensor | None = None
-    """Logprobs of all tokens of this rank's slice of the vocabulary under the teacher, at the positions of
-    `completion_mask_T`, in main memory; None: they are not asked for."""
+    """The teacher's logprobs over this rank's slice of the vocabulary at the positions of `completion_mask_T`, in main
+    memory. None unless requested."""
     values_T: Tensor | None = None
-    """The critic's values before its updates; None: there is no critic, or no stage needs them here."""
+    """The critic's values before its updates. None without a critic, or if this stage has no values."""
     returns_T: Tensor | None = None
-    """Numbers that the critic's values are trained towards."""
+    """Targets of the critic's values."""
     advantages_T: Tensor | None = None
     loss_weights_T: Tensor | None = None
 
     def with_advantages(self, advantages: Mapping[int, Tensor], loss_weights_N: Tensor) -> "PolicyMicrobatch":
-        """Return the microbatch with the advantage and the loss weight of each trained position, zeros elsewhere.
+        """Return the microbatch with advantages and loss weights at trained positions and zeros elsewhere.
 
         Args:
-            advantages: for each sample index, the advantages `[positions]` of the whole sample.
-            loss_weights_N: for each sample of the rollout batch, the weight of its tokens in the loss.
+            advantages: advantages `[positions]` of the whole sample, by sample index.
+            loss_weights_N: weight in the loss of the tokens of each sample in the rollout batch.
         """
         if not self.samples:
             zeros_T = torch.zeros_like(self.rollout_logprobs_T)
@@ -154,20 +154,20 @@ class PolicyMicrobatch(PackedMicrobatch):
         )
 
     def with_returns(self, returns: Mapping[int, Tensor]) -> "PolicyMicrobatch":
-        """Return the microbatch with the return of each trained position, zeros elsewhere.
+        """Return the microbatch with returns at trained positions and zeros elsewhere.
 
         Args:
-            returns: for each sample index, the returns `[positions]` of the whole sample.
+            returns: returns `[positions]` of the whole sample, by sample index.
         """
         if not self.samples:
             return replace(self, returns_T=torch.zeros_like(self.rollout_logprobs_T))
         return replace(self, returns_T=self._at_trained_positions(returns))
 
     def _at_trained_positions(self, numbers: Mapping[int, Tensor]) -> Tensor:
-        """Return `[T]`: what `numbers` has, by sample and position, where a position is trained; zeros elsewhere."""
+        """Look up `numbers` by sample and position at trained positions; zeros elsewhere. Returns `[T]`."""
         like = self.rollout_logprobs_T
         table_NP = pad_sequence([numbers[sample] for sample in self.samples], batch_first=True).to(like)
-        # Positions of padding may lie beyond the longest sample; the mask removes what they read.
+        # Padding positions may exceed the longest sample; the mask removes the values that they read.
         positions_T = self.inputs.position_ids_Bs[0].clamp(max=table_NP.shape[1] - 1)
         return table_NP[self.sequence_T, positions_T].where(self.mask_T, 0.0)
 
@@ -179,47 +179,47 @@ class Minibatch:
     microbatches: list[PolicyMicrobatch]
     """This rank's packed sequences."""
     totals: BatchTotals
-    """Trained tokens and sequences of the world."""
+    """Trained tokens and sequences in the world."""
     loss_weights_N: Tensor
     """float64: weight of each sample's tokens in the loss; zero for samples of the rollout in other minibatches."""
     num_samples: int
-    """Samples of the world."""
+    """Samples in the world."""
     num_positions: int
-    """Positions of the world's samples, without padding."""
+    """Positions in the world's samples, without padding."""
     mean_length: float
-    """Mean length that a position sees (sum of squares / sum of lengths), on which attention's FLOPs depend."""
+    """Mean sample length over positions (sum of squared lengths / sum of lengths); attention's FLOPs depend on it."""
     is_on_policy: bool = False
-    """Its only update is made by the old policy itself, whose logprobs no pass has computed before."""
+    """Whether the old policy itself makes its only update, without an earlier pass for old logprobs."""
 
     def with_numbers(self, field: str, numbers: Sequence[Tensor]) -> "Minibatch":
-        """Return the minibatch with a tensor `[T]` of each microbatch, such as logprobs, as its `field`.
+        """Return the minibatch with a tensor `[T]` per microbatch, such as logprobs, stored in `field`.
 
-        Stages before the last pass an empty sequence: they compute no output, and get the same minibatch back.
+        Stages before the last compute no output: they pass an empty sequence and get the same minibatch back.
         """
         if not numbers:
             return self
         fields: list[dict[str, Any]] = [{field: numbers_T} for numbers_T in numbers]
         paired = zip(self.microbatches, fields, strict=True)
-        return replace(self, microbatches=[replace(one, **values) for one, values in paired])
+        return replace(self, microbatches=[replace(microbatch, **values) for microbatch, values in paired])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advantages:
     """Advantages of the samples that this rank trains on.
 
-    Index t of a tensor `[positions]` belongs to token t + 1 of the sample, the one predicted at t.
+    Index t of a tensor `[positions]` belongs to token t + 1 of the sample, which is predicted at position t.
     """
 
     of_samples: Mapping[int, Tensor]
-    """Advantages `[positions]` by the sample's index."""
+    """Advantages `[positions]` by sample index."""
     returns: Mapping[int, Tensor] = field(default_factory=dict)
-    """Returns `[positions]` by the sample's index, towards which the critic is trained; empty without a critic."""
+    """Returns `[positions]` by sample index, the critic's targets; empty without a critic."""
     metrics: Sequence[Metric] = ()
     """Statistics of values, returns and advantages over the world; empty without a critic."""
 
 
 def at_positions(numbers_C: Tensor, shape: SampleShape) -> Tensor:
-    """Return numbers of a completion's sampled tokens as numbers of the sample's positions: zeros at the others."""
+    """Scatter numbers of a completion's sampled tokens to the sample's positions, with zeros elsewhere."""
     numbers_P = numbers_C.new_zeros(shape.num_positions)
     numbers_P[shape.sampled_positions] = numbers_C[: shape.num_sampled]
     return numbers_P
@@ -227,7 +227,14 @@ def at_positions(numbers_C: Tensor, shape: SampleShape) -> Tensor:
 
 def samples_of(minibatches: Sequence[Minibatch]) -> list[int]:
     """Return the indices of all samples that this rank trains on, in order."""
-    return sorted({index for one in minibatches for each in one.microbatches for index in each.samples})
+    return sorted(
+        {
+            index
+            for minibatch in minibatches
+            for microbatch in minibatch.microbatches
+            for index in microbatch.samples
+        }
+    )
 
 
 def make_microbatch(
@@ -237,7 +244,7 @@ def make_microbatch(
     cp: Axis,
     device: torch.device,
 ) -> PolicyMicrobatch:
-    """Pack the samples with these indices end to end; without any, return a microbatch of padding only."""
+    """Pack the samples with these indices end to end; without indices, return a microbatch of padding only."""
     chosen = [samples[index] for index in indices]
     sizes = [len(sample.tokens_T) - 1 for sample in chosen]  # the last token is only a label
     spans = [(size, padded(size, limits.sample_multiple)) for size in sizes]
@@ -245,28 +252,30 @@ def make_microbatch(
     length = min(limits.max_tokens, padded(max(num_filled, 1), limits.multiple))
     if limits.is_fixed:
         length = limits.max_tokens
-    # What is left over is a span of its own, so that no sample attends to it.
+    # The remainder is a span of its own, so that no sample attends to it.
     lengths = [span for _, span in spans] + ([length - num_filled] if num_filled < length else [])
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     sequence_S, positions_S = _groups(torch.tensor(lengths))
     sequence_S[num_filled:] = 0  # the index of a sample, which may be the only one
     begin_N = bounds[: len(chosen)].long()
-    # All samples at once: an operation of torch for each takes longer than what it does.
+    # All samples at once: the overhead of a torch call per sample would exceed its work.
     size_N = torch.tensor(sizes, dtype=torch.int64)
     all_tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(sample.tokens_T for sample in chosen)])
     which_t, offset_t = _groups(size_N)
     here_t = begin_N[which_t] + offset_t
-    source_t = torch.arange(len(which_t)) + which_t  # each sample before has a token more than inputs
+    source_t = torch.arange(len(which_t)) + which_t  # each earlier sample has one more token than inputs
     tokens_S, labels_S = torch.zeros(2, length, dtype=torch.int64)
     tokens_S[here_t], labels_S[here_t] = all_tokens[source_t], all_tokens[source_t + 1]
     is_padding_S = torch.ones(length, dtype=torch.bool)
     is_padding_S[here_t] = False
     # The first token of the completion is predicted at the last position of the prompt.
-    columns = [(one.num_prompt_tokens - 1, one.is_trained, one.num_stale_tokens) for one in chosen]
+    columns = [
+        (sample.num_prompt_tokens - 1, sample.is_trained, sample.num_stale_tokens) for sample in chosen
+    ]
     first_N, is_trained_N, num_stale_N = torch.tensor(columns, dtype=torch.int64).view(-1, 3).unbind(1)
     which_c, offset_c = _groups(size_N - first_N)
     completion_c = (begin_N + first_N)[which_c] + offset_c
-    sampled_c = torch.cat([torch.zeros(0, dtype=torch.bool), *(one.sampled_C for one in chosen)])
+    sampled_c = torch.cat([torch.zeros(0, dtype=torch.bool), *(sample.sampled_C for sample in chosen)])
     mask_S, completion_mask_S, stale_S, rollout_logprobs_S = torch.zeros(4, length)
     in_loss_c = sampled_c & (is_trained_N[which_c] > 0)
     num_trained_N = torch.zeros(max(len(chosen), 1), dtype=torch.int64).index_add_(
@@ -275,7 +284,7 @@ def make_microbatch(
     mask_S[completion_c], completion_mask_S[completion_c] = in_loss_c.float(), sampled_c.float()
     stale_S[completion_c] = (offset_c < num_stale_N[which_c]).float()
     rollout_logprobs_S[completion_c] = torch.cat(
-        [torch.zeros(0), *(one.rollout_logprobs_C for one in chosen)]
+        [torch.zeros(0), *(sample.rollout_logprobs_C for sample in chosen)]
     )
     inputs = localize(
         Microbatch(
@@ -312,7 +321,7 @@ def make_microbatch(
 
 
 def _groups(count_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for groups of so many elements that follow each other, the group of each element and its index there."""
+    """Return each element's group, and its index in the group, for consecutive groups of `count_N` elements."""
     group_t = torch.arange(len(count_N)).repeat_interleave(count_N)
     return group_t, torch.arange(len(group_t)) - (count_N.cumsum(0) - count_N)[group_t]
 
@@ -328,7 +337,7 @@ def exchange_samples(
 
     Args:
         generated: this replica's samples, by index.
-        shapes: shapes of all samples, equal on all ranks, so that no sizes have to be sent.
+        shapes: shapes of all samples, the same on all ranks, so that no sizes are sent.
         wanted: sample indices for every rank of `dp_cp`.
 
     Returns:
@@ -343,7 +352,7 @@ def exchange_samples(
     ]
 
     def num_words(index: int) -> int:
-        # In words of 4 bytes: all tokens, and a float32 logprob of each token of the completion.
+        # In words of 4 bytes: all tokens, and a float32 logprob per completion token.
         return shapes[index].num_tokens + shapes[index].num_completion_tokens
 
     sent = [

@@ -1,4 +1,4 @@
-"""Heads of a pass over the policy or the critic: logprobs or values of the completions' tokens, or an update's loss."""
+"""Output heads of passes over the policy or critic: logprobs or values of completion tokens, or an update's loss."""
 
 from collections.abc import Callable
 
@@ -23,9 +23,9 @@ from mcore_rl.rl.passes.batch import PolicyMicrobatch
 
 
 class LogprobHead(ReadsDeferredLogits):
-    """Keeps `logprobs` `[T]` of the completions' tokens at the sampling temperature, in nats; zeros elsewhere.
+    """Outputs `logprobs` `[T]` of completion tokens at the sampling temperature, in nats; zeros elsewhere.
 
-    They include completions that are not trained on, which pay a KL in the reward like the others of their group.
+    Completions that are not trained on are included: a KL in the reward applies to every completion of a group.
     """
 
     wants_losses = False
@@ -39,8 +39,8 @@ class LogprobHead(ReadsDeferredLogits):
     def logprobs_and_entropy(
         self, microbatch: PolicyMicrobatch, output: Logits, mask_T: Tensor
     ) -> TokenStatistics:
-        """Collective over the tensor-parallel ranks: logprobs and entropy `[T]` from logits `[1, T, v]` where the mask
-        is true, zeros elsewhere.
+        """Collective over the tensor-parallel ranks: compute logprobs and entropy `[T]` from logits `[1, T, v]` where
+        the mask is True; zeros elsewhere.
         """
         targets_T = microbatch.inputs.labels_Bs[0].where(mask_T, IGNORED_TARGET)
         return logprobs_and_entropy(
@@ -53,8 +53,8 @@ class LogprobHead(ReadsDeferredLogits):
         )
 
     def vocabulary(self, microbatch: PolicyMicrobatch, output: Logits) -> Tensor:
-        """Collective over the tensor-parallel ranks: logprobs `[N, v]`, float32 in main memory, of this rank's slice of
-        the vocabulary where a token of a completion is predicted.
+        """Collective over the tensor-parallel ranks: compute logprobs `[N, v]` over this rank's slice of the vocabulary
+        at positions that predict a sampled completion token, float32 in main memory.
         """
         rows_N = microbatch.completion_mask_T.nonzero().flatten()
         return vocabulary_logprobs(
@@ -67,8 +67,8 @@ class LogprobHead(ReadsDeferredLogits):
         ).cpu()
 
     def teacher_kl(self, microbatch: PolicyMicrobatch, output: Logits) -> Tensor | None:
-        """Collective over the tensor-parallel ranks: KL(policy || teacher) over the vocabulary, `[T]` with gradient;
-        None where the teacher's logprobs of the vocabulary are not there.
+        """Collective over the tensor-parallel ranks: compute KL(policy || teacher) over the vocabulary, `[T]` with
+        gradient; None if the microbatch has no `teacher_vocabulary_Nv`.
         """
         if microbatch.teacher_vocabulary_Nv is None:
             return None
@@ -97,12 +97,12 @@ class LogprobHead(ReadsDeferredLogits):
 
 
 class TeacherHead(ReadsDeferredLogits):
-    """Keeps a teacher's `logprobs` `[T]` of the completions' tokens, and with `vocabulary` those of all tokens."""
+    """Outputs a teacher's `logprobs` `[T]` of completion tokens and, if asked, its logprobs over the `vocabulary`."""
 
     wants_losses = False
 
     def __init__(self, logprobs: LogprobHead, *, vocabulary: bool) -> None:
-        """Take the head of the policy's logprobs: the same tokens at the same temperature."""
+        """Take the head of the policy's logprobs, for the same tokens and temperature."""
         self._logprobs = logprobs
         self._vocabulary = vocabulary
 
@@ -121,7 +121,7 @@ class TeacherHead(ReadsDeferredLogits):
 class PolicyHead(ReadsDeferredLogits):
     """Computes the policy's loss from the logprobs of `LogprobHead`.
 
-    A microbatch without old logprobs is on-policy: its ratios are 1, with the policy's gradient.
+    A microbatch without old logprobs is on-policy: its ratios are 1, with the gradient of the policy.
     """
 
     wants_losses = False
@@ -136,10 +136,10 @@ class PolicyHead(ReadsDeferredLogits):
         """Prepare the head.
 
         Args:
-            logprobs: the head of logprobs.
+            logprobs: the head that computes logprobs.
             mesh: the mesh.
             objective: the terms of the loss.
-            router_shift: returns the router-shift ratio `[T]` of one microbatch after the other; None: it is 1.
+            router_shift: returns the router-shift ratio `[T]` of the next microbatch at each call; None: it is 1.
         """
         self._logprobs = logprobs
         self._mesh = mesh
@@ -151,7 +151,7 @@ class PolicyHead(ReadsDeferredLogits):
         return microbatch.mask_T.sum().to(torch.int)
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
-        """Return the loss of one microbatch, and output the sums and maxima of `update_statistics`."""
+        """Return the loss of one microbatch, with the sums and maxima of `update_statistics` as outputs."""
         assert microbatch.advantages_T is not None and microbatch.loss_weights_T is not None
         logprobs_T, entropy_T = self._logprobs.logprobs_and_entropy(microbatch, output, microbatch.mask_T)
         old_logprobs_T = microbatch.old_logprobs_T
@@ -179,10 +179,10 @@ class PolicyHead(ReadsDeferredLogits):
 
 
 class MixedHead(ReadsDeferredLogits):
-    """Computes the policy's loss on completions and, on the texts after them, their cross entropy (PTX).
+    """Computes the policy's loss on completions and the cross entropy on the texts that follow them (PTX).
 
-    Each is divided by its own number of tokens: the schedule divides by that of the completions, so that the sum of the
-    texts is multiplied by the ratio of the two.
+    Each loss is averaged over its own tokens. The schedule divides both by the number of completion tokens, so the sum
+    over the texts is first multiplied by the ratio of the two numbers.
     """
 
     wants_losses = False
@@ -201,9 +201,9 @@ class MixedHead(ReadsDeferredLogits):
         Args:
             policy: the policy's loss.
             mesh: the mesh.
-            vocab_size: number of ids that the tokenizer has; larger ones have no probability.
-            chunk_tokens: positions whose logits are in fp32 at a time.
-            weight: rl.ptx.coeff, times the world's trained tokens of completions over those of texts.
+            vocab_size: size of the tokenizer's vocabulary; larger ids have no probability.
+            chunk_tokens: number of positions with logits in fp32 at a time.
+            weight: rl.ptx.coeff x completion tokens / text tokens, trained tokens of the world.
         """
         self._policy = policy
         self._mesh = mesh
@@ -213,13 +213,13 @@ class MixedHead(ReadsDeferredLogits):
         self._without_completions: dict[str, Tensor] = {}
 
     def count(self, microbatch: PolicyMicrobatch | LocalMicrobatch) -> Tensor:
-        """Return the number of trained tokens of completions."""
+        """Return the number of trained completion tokens."""
         if isinstance(microbatch, PolicyMicrobatch):
             return self._policy.count(microbatch)
         return microbatch.loss_mask_Bs.new_zeros((), dtype=torch.int)
 
     def __call__(self, microbatch: PolicyMicrobatch | LocalMicrobatch, output: Logits) -> HeadOutput:
-        """Return the loss of one microbatch; output what `PolicyHead` does, and sum and count of the cross entropy."""
+        """Return the loss of one microbatch, with `PolicyHead`'s outputs and the sum and count of the cross entropy."""
         if isinstance(microbatch, PolicyMicrobatch):
             result = self._policy(microbatch, output)
             self._without_completions = {
@@ -239,13 +239,13 @@ class MixedHead(ReadsDeferredLogits):
             chunk_tokens=self._chunk_tokens,
         )
         loss = -(logprobs_T * mask_T).sum()
-        # The first microbatches of a rank are of completions, whose statistics texts have none of.
+        # A rank's first microbatches are completions; their statistics are zero (or -inf for maxima) for texts.
         outputs = self._without_completions | {"ptx_loss": loss.detach(), "ptx_count": mask_T.sum()}
         return HeadOutput(loss=self._weight * loss, count=self.count(microbatch), outputs=outputs)
 
 
 class ValueHead:
-    """Keeps `values` `[T]`, float32: the critic's score at each position, before the token predicted there is seen."""
+    """Outputs `values` `[T]`, float32: the critic's score at each position, before it sees the predicted token."""
 
     wants_losses = False
 
@@ -260,7 +260,7 @@ class ValueHead:
 
 
 class ValueLossHead:
-    """Computes the clipped squared error of the critic's values, a mean over all trained tokens."""
+    """Computes the clipped squared error of the critic's values, averaged over all trained tokens."""
 
     wants_losses = False
 
@@ -273,7 +273,7 @@ class ValueLossHead:
         return microbatch.mask_T.sum().to(torch.int)
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
-        """Return the loss of one microbatch from scores `[1, T, 1]`; output it and the number of clipped tokens."""
+        """Return the loss of one microbatch from scores `[1, T, 1]`, with the loss and clipped tokens as outputs."""
         assert microbatch.values_T is not None and microbatch.returns_T is not None
         values_T = output[0, :, 0].float()
         loss_T, is_clipped_T = clipped_value_loss(

@@ -1,4 +1,4 @@
-"""Routing of every pass over a rollout batch: which passes record, impose or observe routes, and from which cache."""
+"""Routing of the passes over a rollout batch: which of them record, impose or observe routes, and in which cache."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -28,18 +28,18 @@ from mcore_rl.train.state import TrainState
 
 
 class RefusedCompletionsError(Exception):
-    """Raised on all ranks before anything has learned from a rollout batch: some of its completions have to be left out
-    because of their routes, and its passes made again without them.
+    """Raised on all ranks before any model has learned from a rollout batch: some of its completions have unusable
+    routes, and its passes must be repeated without them.
     """
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
-        """Take a sentence for each sample that is refused."""
+        """Take a sentence for each refused sample, by sample index."""
         super().__init__("; ".join(reasons.values()))
         self.reasons = reasons
 
 
 class PolicyRoutes:
-    """Routing of the passes over rollout batches; in a dense model every pass routes freely.
+    """Routing of the passes over rollout batches. Passes of a dense model route freely.
 
     | replay.kind | pass for old logprobs             | updates                           | reference pass           |
     |-------------|-----------------------------------|-----------------------------------|--------------------------|
@@ -47,14 +47,13 @@ class PolicyRoutes:
     | r2          | records                           | recorded routes imposed           | free, or as the updates  |
     | r3          | the rollout engine's imposed      | the rollout engine's imposed      | free, or as the updates  |
 
-    The first update of a rollout may have no pass for old logprobs before it (`is_old_policy`): its weights are those
-    of the old policy, so that its free routes are the old policy's by definition. With R3 it too is imposed.
+    The first update of a rollout batch may have no pass for old logprobs before it (`is_old_policy`): its weights are
+    the old policy's, and so are its free routes, by definition. With R3 its routes are imposed as well.
 
-    Where ratios are multiplied by the router-shift ratio (`rl.loss.router_shift`), passes for old logprobs record the
-    routers' scores too, and updates compare theirs.
+    If ratios are multiplied by the router-shift ratio (`rl.loss.router_shift`), passes for old logprobs also record the
+    routers' scores, and updates compare their own scores with them.
 
-    A recording pass is compared with the rollout engine's routes where the engine returns them
-    (`replay.observe_rollout`).
+    A recording pass is compared with the rollout engine's routes if the engine returns them (`replay.observe_rollout`).
 
     Every method is collective over the world.
     """
@@ -62,28 +61,28 @@ class PolicyRoutes:
     def __init__(self, state: TrainState, config: RlRunConfig) -> None:
         """Create empty caches."""
         self._state, self._replay = state, config.replay
-        # Sampled logprobs save the pass for old logprobs, and with it the record that updates are compared with.
+        # With rollout logprobs there is no pass for old logprobs, and no record to compare updates with.
         self._is_recorded = config.rl.update.old_logprobs == "trainer"
         self._metrics: list[Metric] = []
-        # One list, which the limit fills and each checkpoint saves.
+        # The limit fills this list, and each checkpoint saves it.
         self._limit = DisagreementLimit(
             config.replay, config.model.moe.top_k, state.progress.disagreement_limits
         )
         self.stale = StaleRoutes(config.model.moe.top_k)
-        """The engine's routes of tokens that older weights sampled."""
+        """Agreement of the engine's routes with live routes, for stale tokens and for current tokens."""
         self._version = 0
-        # A critic is updated before the policy, whose first update is then too late for leaving completions out.
+        # A critic learns before the policy's first update, which is then too late to leave completions out.
         is_late = config.critic is not None and not self._is_recorded
         self._max_refused_fraction = 0.0 if is_late else config.replay.max_refused_fraction
         self._num_completions = self._num_refused = 0
         self._compared: list[RouteTotals] = []
-        """Passes since the last call of `settle` in which the engine's routes were compared with the live choice."""
+        """Totals of passes since the last `settle` that compared the engine's routes with the live choice."""
         self._faulty: dict[int, str] = {}
-        """Sentence on each sample of these passes whose routes are wrong, on the ranks that train on it."""
+        """A sentence for each sample with wrong routes in these passes, on the ranks that train on it."""
         self._recorded: RoutingCache | None = None
         self._from_rollout: RoutingCache | None = None
         self._shift: RouterShift | None = None
-        # For passes of which some layers are routed live: the routes of a live pass, and those that are imposed.
+        # For passes with live routes in some layers: routes of a fully live pass, and the mixture to impose.
         self._live: RoutingCache | None = None
         self._mixed: RoutingCache | None = None
         if config.model.is_moe:
@@ -99,14 +98,14 @@ class PolicyRoutes:
                 self._shift = RouterShift(state.chunks, state.mesh, config.model, config.replay)
 
     def begin(self, rollout: Rollout, microbatches: Sequence[PolicyMicrobatch]) -> None:
-        """Forget the rollout batch before, and fetch the engine's routes of this one from the ranks that generated it.
+        """Forget the previous rollout batch and fetch the engine's routes for `rollout` from the ranks that have them.
 
         Args:
             rollout: the completions that this rank's model generated.
-            microbatches: all microbatches in which this rank trains on the rollout batch.
+            microbatches: all of this rank's microbatches of the rollout batch.
 
         Raises:
-            RefusedCompletionsError: on all ranks, when completions have no routes of some tokens, with
+            RefusedCompletionsError: on all ranks, if completions lack routes for some tokens and
                 replay.missing="refuse".
         """
         self._metrics, self._compared, self._faulty = [], [], {}
@@ -137,7 +136,7 @@ class PolicyRoutes:
             )
 
     def _given(self, prompt: Prompt, completion: Completion, group: int) -> RolloutRoutes | None:
-        """Return the routes of a completion; of one that came without them rows of -1 where tokens may be without."""
+        """Return a completion's routes; if the engine gave none and replay.missing="live", rows of -1."""
         if completion.experts_TLK is not None or self._replay.missing != "live":
             return routes_of(prompt, completion, group)
         assert self._from_rollout is not None
@@ -146,9 +145,9 @@ class PolicyRoutes:
         return routes_of(prompt, replace(completion, experts_TLK=without_TLK), group)
 
     def _incomplete(self, routes: Mapping[int, RolloutRoutes | None]) -> Iterator[tuple[int, str]]:
-        """Yield each sample that has no routes of some tokens, with a sentence."""
+        """Yield each sample that lacks routes for some tokens, with a sentence for the error."""
         assert self._from_rollout is not None
-        # A pipeline stage without experts has rows of no layer, in which nothing can be missing.
+        # On a pipeline stage without experts, rows cover no layer and nothing can be missing.
         for sample, found in routes.items() if self._from_rollout.layers else ():
             if found is None:
                 yield sample, f"sample {sample}: the engine returned no routes"
@@ -161,18 +160,18 @@ class PolicyRoutes:
 
     @property
     def judges_updates(self) -> bool:
-        """Whether the first update of a rollout batch may be the pass in which the engine's routes are compared with
-        the live choice.
+        """Whether the first update of a rollout batch may be the pass that compares the engine's routes with the live
+        choice.
         """
         return self._replay.kind == "r3" and self._replay.max_disagreement is not None
 
     def settle(self) -> None:
-        """Collective over the world, before anything learns: judge the engine's routes by the passes since the last
+        """Collective over the world, before any model learns: check the engine's routes by the passes since the last
         call that compared them with the live choice under the same weights.
 
         Raises:
-            RefusedCompletionsError: on all ranks, when the routes of single completions are wrong.
-            RoutingError: on all ranks, when those of too many are, or those of a layer.
+            RefusedCompletionsError: on all ranks, if the routes of single completions are wrong.
+            RoutingError: on all ranks, if the routes of too many completions or of a layer are wrong.
         """
         if not self._compared:
             return
@@ -185,7 +184,7 @@ class PolicyRoutes:
         self._compared = []
 
     def _refuse(self, faulty: Mapping[int, str]) -> None:
-        """Raise the error of `faulty` samples, with a sentence on each, the same on all ranks; none of no sample."""
+        """Raise an error if any sample is `faulty`; `faulty` has a sentence per sample, the same on all ranks."""
         if not faulty:
             return
         num_refused = self._num_refused + len(faulty)
@@ -202,7 +201,7 @@ class PolicyRoutes:
 
     @contextmanager
     def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> Iterator[Routing]:
-        """Return the routing of a pass for old logprobs."""
+        """Context for a pass for old logprobs. Yields its routing."""
         with ExitStack() as stack:
             routing = stack.enter_context(self._old_policy(microbatches))
             if self._shift is not None:
@@ -220,17 +219,21 @@ class PolicyRoutes:
     def update(
         self, microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch], *, is_old_policy: bool
     ) -> Iterator[Routing]:
-        """Return the routing of an optimizer step.
+        """Context for an optimizer step. Yields its routing.
 
         Args:
-            microbatches: this rank's microbatches of the step, with texts that are mixed in.
-            is_old_policy: the weights are the old policy's, and no pass for old logprobs was made.
+            microbatches: this rank's microbatches of the step, including texts that are mixed in.
+            is_old_policy: whether the weights are the old policy's and there was no pass for old logprobs.
         """
         with ExitStack() as stack:
             routing = stack.enter_context(self._update(microbatches, is_old_policy=is_old_policy))
             if self._shift is not None and not is_old_policy:
-                # Texts follow the completions, and have no old scores.
-                layouts = [layout_of(one) for one in microbatches if isinstance(one, PolicyMicrobatch)]
+                # Texts come after the completions and have no old scores.
+                layouts = [
+                    layout_of(microbatch)
+                    for microbatch in microbatches
+                    if isinstance(microbatch, PolicyMicrobatch)
+                ]
                 compared, plain = stack.enter_context(self._shift.comparing(layouts, routing)), routing
 
                 def mixed(chunk: nn.Module, index: int) -> AbstractContextManager[None]:
@@ -242,8 +245,8 @@ class PolicyRoutes:
 
     @property
     def next_router_shift(self) -> Callable[[], Tensor] | None:
-        """Function that returns the router-shift ratio `[T]` of one microbatch of an update after the other, on the
-        last stage; None: it is not used.
+        """Function that returns the router-shift ratio `[T]` of an update's next microbatch at each call, on the last
+        stage. None if the ratio is not used.
         """
         return None if self._shift is None else self._shift.take
 
@@ -251,7 +254,7 @@ class PolicyRoutes:
         self, microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch], *, is_old_policy: bool
     ) -> AbstractContextManager[Routing]:
         if self._replay.kind == "r3":
-            # Sampled logprobs of the old policy save the passes before the first update, whose weights are its.
+            # With rollout logprobs there was no earlier pass, and the first update has the old policy's weights.
             is_first = not self._is_recorded and self._state.progress.step == self._version
             name = "rollout_routes" if is_old_policy or is_first else "routes"
             return self._taped(microbatches, RoutingTape.impose, self._from_rollout, name)
@@ -261,36 +264,36 @@ class PolicyRoutes:
         return self._taped(microbatches, start, self._recorded, "routes")
 
     def reference(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
-        """Return the routing of a pass of the reference policy."""
+        """Context for a pass of the reference policy. Yields its routing."""
         if self._replay.reference == "live":
             return nullcontext(free_routing)
         return self.of_old_policy(microbatches)
 
     @property
     def has_engine_routes(self) -> bool:
-        """Whether the rollout engine's routes of the rollout batch are here."""
+        """Whether the rollout engine's routes of the rollout batch are cached."""
         return self._from_rollout is not None
 
     @property
     def has_old_routes(self) -> bool:
-        """Whether passes for old logprobs leave routes here: those that they recorded, or those that R3 imposed."""
+        """Whether the old policy's routes are cached: recorded by the pass for old logprobs, or imposed by R3."""
         return self._recorded is not None and (self._is_recorded or self._replay.kind == "r3")
 
     def live(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
-        """Return the routing of a pass in which the routers choose for themselves."""
+        """Context for a pass with live routes in all layers. Yields its routing."""
         return nullcontext(free_routing)
 
     def of_rollout(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
-        """Return the routing of a pass with the rollout engine's routes."""
+        """Context for a pass that imposes the rollout engine's routes. Yields its routing."""
         return self._taped(microbatches, RoutingTape.impose, self._from_rollout, None)
 
     def of_old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
-        """Return the routing of a pass with the routes of the pass for old logprobs."""
+        """Context for a pass that imposes the routes of the pass for old logprobs. Yields its routing."""
         cache = self._from_rollout if self._replay.kind == "r3" else self._recorded
         return self._taped(microbatches, RoutingTape.impose, cache, None)
 
     def recorded_live(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
-        """Return the routing of a pass like `live`, whose routes `live_before` imposes until the next such pass."""
+        """Context for a pass like `live` that records its routes for `live_before`, until the next such pass."""
         assert self._live is not None, "replay.split_layers is not set"
         self._live.drop(self._version)
         return self._taped(microbatches, RoutingTape.record, self._live, None)
@@ -299,8 +302,8 @@ class PolicyRoutes:
     def live_before(
         self, microbatches: Sequence[PolicyMicrobatch], layer: int, *, of_rollout: bool
     ) -> Iterator[Routing]:
-        """Return the routing of a pass in which the routers of the layers before `layer` choose for themselves, as they
-        did in the pass of `recorded_live`, and the others get the routes of `of_rollout` or `of_old_policy`.
+        """Context for a pass with live routes before `layer`, as recorded by `recorded_live`, and from `layer` on the
+        routes of `of_rollout` or `of_old_policy`. Yields its routing.
         """
         given = self._from_rollout if of_rollout or self._replay.kind == "r3" else self._recorded
         assert given is not None and self._live is not None and self._mixed is not None
@@ -313,7 +316,7 @@ class PolicyRoutes:
         self._mixed.drop(self._version)
 
     def take_metrics(self) -> list[Metric]:
-        """Return the metrics of the passes since the last call."""
+        """Return metrics of the passes since the last call."""
         metrics, self._metrics = self._metrics, []
         return metrics
 
@@ -326,14 +329,14 @@ class PolicyRoutes:
         name: str | None,
         against: RoutingCache | None = None,
     ) -> Iterator[Routing]:
-        """Arm a tape with `start` on entry, and check its accounts on exit.
+        """Start a tape on entry and check its accounts on exit. Yields the routing.
 
         Args:
             microbatches: this rank's microbatches of the pass.
-            start: `RoutingTape.record`, `impose` or `observe`.
-            cache: what is recorded into or imposed from; None: the model is dense, and routing is free.
-            name: first part of the metrics' names; None: the metrics are not reported.
-            against: cache that a recording pass is compared with.
+            start: `RoutingTape.record`, `impose` or `observe`, which makes the routing.
+            cache: cache to record into or impose from. None if the model is dense: routing is then free.
+            name: prefix of the metrics' names; None: no metrics.
+            against: cache to compare a recording pass with.
         """
         if cache is None:
             yield free_routing
@@ -357,10 +360,10 @@ class PolicyRoutes:
 
 
 def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool = False) -> MicrobatchLayout:
-    """Return where the samples of a packed microbatch are; what is left of its row is padding. A text, which has no
-    routes to replay and is routed live, is padding altogether.
+    """Return the layout of a packed microbatch: the spans of its samples, then padding.
 
-    With `of_engine` for routes of the rollout engine, of which the first may be of older weights.
+    A text counts as padding: it has no routes to replay and is routed live. With `of_engine`, for the rollout engine's
+    routes, spans mark leading positions with routes of older weights.
     """
     row_length = microbatch.shape[1]
     if isinstance(microbatch, LocalMicrobatch):
@@ -375,7 +378,7 @@ def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool
 
 
 def routes_of(prompt: Prompt, completion: Completion, group: int | None = None) -> RolloutRoutes | None:
-    """Return the routes that the engine returned for a completion of `group`; None when it returned none.
+    """Return the engine's routes of a completion of `group`; None if it returned none.
 
     The last token is left out: it enters no layer, in generation as in training.
     """

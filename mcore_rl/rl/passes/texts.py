@@ -1,4 +1,4 @@
-"""Texts that are mixed into the policy's updates: this rank's microbatches of each optimizer step."""
+"""Texts mixed into the policy's updates: this rank's microbatches for each optimizer step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from mcore_rl.train.state import TrainState
 
 
 class Texts(Pass):
-    """Sequences by optimizer step alone, so that a run that resumes reads on where it was."""
+    """Adds texts to each update. They depend only on the optimizer step, so a resumed run continues where it was."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class Texts(Pass):
             dataset: sequences for all steps of the run.
             ptx: `rl.ptx`.
             state: the policy in training.
-            vocab_size: number of ids that the tokenizer has; larger ones have no probability.
-            chunk_tokens: positions whose logits are in fp32 at a time.
+            vocab_size: size of the tokenizer's vocabulary; larger ids have no probability.
+            chunk_tokens: number of positions with logits in fp32 at a time.
         """
         self._state, self._mesh, self._device = state, state.mesh, state.platform.device
         self._source = BatchSource(
@@ -49,7 +49,7 @@ class Texts(Pass):
         microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch],
         num_tokens: int,
     ) -> tuple[Head[Any], Sequence[PolicyMicrobatch | LocalMicrobatch]]:
-        """Return the head of both losses, and the microbatches with those of the texts after them."""
+        """Return a head that computes both losses, and the microbatches followed by the texts' microbatches."""
         texts = self.microbatches(self._state.progress.step)
         mixed = MixedHead(
             head,
@@ -61,13 +61,13 @@ class Texts(Pass):
         return mixed, [*microbatches, *texts]
 
     def microbatches(self, step: int) -> list[LocalMicrobatch]:
-        """Return this rank's microbatches of optimizer step `step`, counted from 0."""
+        """Return this rank's microbatches of texts for optimizer step `step`, counted from 0."""
         size = self._ptx.sequences
         batch = self._source.microbatches(step * size, size)
-        return [localize(one, self._mesh.cp, self._device) for one in batch]
+        return [localize(microbatch, self._mesh.cp, self._device) for microbatch in batch]
 
     def num_tokens(self, microbatches: Sequence[LocalMicrobatch]) -> float:
-        """Collective over the data- and context-parallel ranks: return the tokens that count in the cross entropy."""
-        total = torch.stack([one.loss_mask_Bs.double().sum() for one in microbatches]).sum()
+        """Collective over the data- and context-parallel ranks: count the tokens in the cross entropy."""
+        total = torch.stack([microbatch.loss_mask_Bs.double().sum() for microbatch in microbatches]).sum()
         dist.all_reduce(total, group=self._mesh.dp_cp.group)
         return total.item()

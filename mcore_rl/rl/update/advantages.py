@@ -1,4 +1,4 @@
-"""Advantages of a rollout batch, by the kind of rl.advantage."""
+"""Advantages of a rollout batch, by `rl.advantage.kind`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,12 +21,12 @@ from mcore_rl.rl.update.objective import group_estimate
 from mcore_rl.rl.update.token_advantages import token_advantages
 
 Estimator = Callable[[Rollout, Sequence[Minibatch]], Advantages]
-"""Function from a rollout batch and this rank's minibatches of it to the advantages of its samples. Collective over the
+"""Function from a rollout batch and this rank's minibatches of it to the samples' advantages. Collective over the
 world."""
 
 
 def estimator_of(advantage: AnyAdvantage, kl: RewardKl | None, mesh: Mesh, device: torch.device) -> Estimator:
-    """Return the estimator of a kind; `kl` is what rewards pay for the distance from the reference, None: nothing."""
+    """Return the estimator for `rl.advantage`; `kl` is the KL penalty on rewards, None without a penalty."""
     if isinstance(advantage, DiscountedAdvantage):
         return partial(token_advantages, advantage, kl, mesh=mesh, device=device)
     if isinstance(advantage, DividedAdvantage) and advantage.kind == "steps":
@@ -55,7 +55,7 @@ def _of_completions(
     *,
     spares_equal_others: bool,
 ) -> Advantages:
-    """Return advantages that all tokens of a completion share."""
+    """Return advantages that are equal for all tokens of a completion."""
     rewards_PG = rollout.rewards_PG
     kl_PG = None if kl is None else kl.sums(rewards_PG.numel(), minibatches).view_as(rewards_PG)
     coeff = 0.0 if kl is None else kl.coeff

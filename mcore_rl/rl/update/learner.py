@@ -1,4 +1,4 @@
-"""The way from a rollout to updates: microbatches, old and reference logprobs, advantages, optimizer steps."""
+"""Turns a rollout batch into updates: microbatches, old and reference logprobs, advantages, optimizer steps."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,11 +33,11 @@ from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, refuse_no_gradient
 
 CPU_LENGTH_MULTIPLE = 8
-"""Packed sequences are padded to a multiple of this on a CPU, where padding costs time alone."""
+"""On a CPU packed sequences are padded to a multiple of this many tokens; more padding would only cost time."""
 
 
 class Learner:
-    """Makes a policy learn from rollouts. Every method is collective over the world."""
+    """Trains a policy on rollout batches. Every method is collective over the world."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Learner:
             config: the run's config.
             routes: routing of the policy's passes.
             logprobs: the pass over the policy's modules.
-            passes: what the run has beside the policy's own passes.
+            passes: optional parts of the step, in addition to the policy's own passes.
         """
         self.state = state
         self.config = config
@@ -67,13 +67,13 @@ class Learner:
             methods_of(passes, name)
             for name in ("before_updates", "after_updates", "waiting_bytes", "take_reports")
         )
-        """Methods of the passes, of those that have them, which the trainer calls."""
-        self._needs_old_logprobs = any(one.needs_old_logprobs for one in passes)
-        self._learns_before_policy = any(one.learns_before_policy for one in passes)
+        """Methods that the trainer calls, of the passes that override them."""
+        self._needs_old_logprobs = any(part.needs_old_logprobs for part in passes)
+        self._learns_before_policy = any(part.learns_before_policy for part in passes)
         self._logprobs = logprobs
         mesh = state.mesh
         self._objective = policy_objective(config.rl.loss, config.rl.distill)
-        kl = next((one.reward_kl for one in passes if one.reward_kl is not None), None)
+        kl = next((part.reward_kl for part in passes if part.reward_kl is not None), None)
         self.advantages = estimator_of(config.rl.advantage, kl, mesh, state.platform.device)
         self._limits = PackingLimits(
             max_tokens=config.packed_length,
@@ -85,12 +85,12 @@ class Learner:
             is_fixed=mesh.pp.size > 1,
         )
         self._dp_ranks = [0] * mesh.dp_cp.size
-        """Data-parallel rank of each rank of dp_cp: a sample goes to all context-parallel ranks of its dp rank."""
+        """Data-parallel rank of each dp_cp rank: a sample goes to all context-parallel ranks of its dp rank."""
         dist.all_gather_object(self._dp_ranks, mesh.dp.rank, group=mesh.dp_cp.group)
 
     def minibatches(self, rollout: Rollout) -> list[Minibatch]:
-        """Cut the rollout into the minibatches of its optimizer steps, each sample on one data-parallel rank, and bring
-        this rank its samples.
+        """Divide the rollout batch into minibatches, one minibatch per optimizer step and each sample on a single
+        data-parallel rank, and fetch this rank's samples.
         """
         config, mesh, device = self.config, self.state.mesh, self.state.platform.device
         shapes = rollout.shapes
@@ -127,21 +127,24 @@ class Learner:
         return minibatches
 
     def with_old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-        """Return the minibatches with logprobs under the old policy, which is the policy as it is now.
+        """Return the minibatches with logprobs under the old policy, which is the current policy.
 
-        The first minibatch is left on-policy where its own update can give them: it is made by the old policy itself.
+        The first minibatch stays on-policy, without old logprobs, if nothing needs them outside its own update: the old
+        policy itself makes that update.
 
         Raises:
-            RefusedCompletionsError: on all ranks, when completions have the engine's routes of others.
+            RefusedCompletionsError: on all ranks, if the engine's routes belong to other completions.
         """
         if self.config.rl.update.old_logprobs == "rollout":
             return [
-                one.with_numbers("old_logprobs_T", [each.rollout_logprobs_T for each in one.microbatches])
-                for one in minibatches
+                minibatch.with_numbers(
+                    "old_logprobs_T", [microbatch.rollout_logprobs_T for microbatch in minibatch.microbatches]
+                )
+                for minibatch in minibatches
             ]
         is_imposed = self.config.replay.kind == "r3"
         num_on_policy = 1 if self._first_is_on_policy else 0
-        on_policy = [replace(one, is_on_policy=True) for one in minibatches[:num_on_policy]]
+        on_policy = [replace(minibatch, is_on_policy=True) for minibatch in minibatches[:num_on_policy]]
         with self.state.timers.phase("old_logprobs"):
             passed = [
                 self._logprobs.added(
@@ -153,9 +156,11 @@ class Learner:
         return on_policy + passed
 
     def prepared(self, rollout: Rollout) -> list[Minibatch]:
-        """Return the minibatches of a rollout batch after all passes without gradient."""
+        """Return the minibatches of a rollout batch, with the outputs of all passes without gradient."""
         minibatches = self.minibatches(rollout)
-        self.routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+        self.routes.begin(
+            rollout, [microbatch for minibatch in minibatches for microbatch in minibatch.microbatches]
+        )
         minibatches = self.with_old_logprobs(minibatches)
         for add in self._add:
             minibatches = add(rollout, minibatches)
@@ -163,41 +168,41 @@ class Learner:
 
     @property
     def holds_policy(self) -> str | None:
-        """Reason why the policy is not trained on the rollout batch that begins at this step; None: it is."""
+        """Reason why the policy is not trained on the rollout batch that begins at this step; None if it is trained."""
         return next((reason for holds in self._holds if (reason := holds())), None)
 
     def optimizer_state_on_device(self) -> AbstractContextManager[None]:
-        """Keep gradients and optimizer state on the device inside, so that they are moved once for all updates."""
+        """Context that keeps gradients and optimizer state on the device, to move them only once for all updates."""
         residence = self.state.residence
         return residence.for_updates() if residence.moves and not self.holds_policy else nullcontext()
 
     def skip_step(self) -> None:
-        """Count an optimizer step in which the policy stays as it is."""
+        """Advance the step counter without an update."""
         self.state.progress.step += 1
 
     def update(self, minibatch: Minibatch, advantages: Advantages) -> StepReport | None:
         """Take one optimizer step on `minibatch`.
 
         Returns:
-            What the step did. None where there is no token to train on (dynamic sampling has found no group with a
-            signal, or all completions are truncated and masked): the step is counted and changes nothing.
+            A report of the step. None if there is no token to train on (dynamic sampling found no group with a signal,
+            or all completions are truncated and masked): the step is counted but changes nothing.
 
         Raises:
-            RefusedCompletionsError: on all ranks, when completions have the engine's routes of others; the policy is as
-                before.
+            RefusedCompletionsError: on all ranks, if the engine's routes belong to other completions; the policy is
+                unchanged.
         """
         progress = self.state.progress
         if not minibatch.totals.num_tokens:
             self.skip_step()
             return None
         microbatches = [
-            one.with_advantages(advantages.of_samples, minibatch.loss_weights_N)
-            for one in minibatch.microbatches
+            microbatch.with_advantages(advantages.of_samples, minibatch.loss_weights_N)
+            for microbatch in minibatch.microbatches
         ]
         kind = self.config.replay.kind
         is_imposed = kind == "r3" or (kind == "r2" and not minibatch.is_on_policy)
         for in_advantages in self._in_advantages:
-            microbatches = [in_advantages(each) for each in microbatches]
+            microbatches = [in_advantages(microbatch) for microbatch in microbatches]
         objective = self._objective
         for in_objective in self._in_objective:
             objective = in_objective(objective)
@@ -229,11 +234,11 @@ class Learner:
 
     @property
     def _first_is_on_policy(self) -> bool:
-        """Whether nothing needs the first minibatch's old logprobs (or routes) before or after its only update."""
+        """Whether the first minibatch has a single update and nothing else needs its old logprobs or routes."""
         return (
             self.config.rl.update.epochs == 1
             and not self._needs_old_logprobs
-            # What learns first must not learn from completions that the policy's update would refuse.
+            # A critic that learns first must not learn from completions that the policy's update would refuse.
             and not (self._learns_before_policy and self.routes.judges_updates)
         )
 

@@ -1,4 +1,4 @@
-"""From the sections `rl.loss` and `rl.advantage` to the functions and numbers that they name."""
+"""Functions and coefficients that the sections `rl.loss` and `rl.advantage` select."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ from mcore_rl.rl.objectives.policy_tokens import PolicyTokens, TokenLoss
 
 
 def policy_objective(loss: AnyLoss, distill: DistillConfig | None = None) -> Objective:
-    """Return the terms of the policy's loss; without `distill` there is no teacher."""
+    """Return the terms of the policy's loss; without `distill` it has no teacher term."""
     has_kl = loss.kl_coeff and loss.kl_in == "loss"
     has_teacher = distill is not None and distill.use == "loss"
     return Objective(
@@ -78,7 +78,7 @@ def _token_loss(loss: AnyLoss) -> TokenObjective:
 
 
 def group_estimate(advantage: AnyAdvantage) -> Estimate:
-    """Return the function that compares the rewards of a prompt's completions."""
+    """Return the function that maps rewards `[P, G]` of groups to advantages."""
     if isinstance(advantage, OwnAdvantage):
         return partial(_own_advantages, advantage)
     if isinstance(advantage, ZscoreAdvantage):

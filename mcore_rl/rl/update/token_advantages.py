@@ -1,4 +1,4 @@
-"""From values and logprobs that lie in parts on the ranks to an advantage of each token, and the critic's returns."""
+"""Advantages of tokens and returns for the critic, from values and logprobs that are distributed over the ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -39,28 +39,28 @@ def token_advantages(
     mesh: Mesh,
     device: torch.device,
 ) -> Advantages:
-    """Collective over the world: return the advantages of each token: by a critic, or discounted sums of rewards, with
-    the mean of each prompt's rewards as baseline or without.
+    """Collective over the world: return each token's advantage, by a critic or as a discounted sum of rewards, with or
+    without each prompt's mean reward as the baseline.
 
     Args:
         advantage: the section `rl.advantage`.
-        kl: the KL to the reference that is taken from the reward; None: there is none.
+        kl: the KL to the reference that is subtracted from rewards; None without such a penalty.
         rollout: the rollout batch with its rewards.
-        minibatches: this rank's samples, on the last stage with old and reference logprobs where there is a KL in the
-            reward, and with values where there is a critic.
+        minibatches: this rank's samples; on the last stage with old and reference logprobs if `kl` is given, and with
+            values if there is a critic.
         mesh: the mesh.
-        device: device for the reductions.
+        device: device of the reductions.
     """
     gae = advantage if isinstance(advantage, GaeAdvantage) else None
     has_kl, has_critic = kl is not None, gae is not None
 
-    def numbers(one: PolicyMicrobatch) -> list[Tensor]:
+    def numbers(microbatch: PolicyMicrobatch) -> list[Tensor]:
         found = []
         if kl is not None:
-            found.append(kl.of_tokens(one))
+            found.append(kl.of_tokens(microbatch))
         if has_critic:
-            assert one.values_T is not None
-            found.append(one.values_T)
+            assert microbatch.values_T is not None
+            found.append(microbatch.values_T)
         return found
 
     samples = samples_of(minibatches)
@@ -87,7 +87,7 @@ def token_advantages(
     )
     ends_N = torch.zeros(len(samples), dtype=torch.float64)
     if gae is not None and gae.bootstrap_truncated:
-        # The last token enters no layer: the state before it is the last one that has a value.
+        # The last token does not enter the model: the state before it is the last state with a value.
         last_N = values_NC.gather(1, (lengths_N - 1).clamp(min=0)[:, None])[:, 0]
         ends_N = last_N.where(torch.tensor([shape.is_truncated for shape in shapes], dtype=torch.bool), 0.0)
 
@@ -105,9 +105,9 @@ def token_advantages(
         rows = zip(samples, shapes, numbers_NC.float(), strict=True)
         return {index: at_positions(row_C, shape) for index, shape, row_C in rows}
 
-    # Without values, lambda 1 makes a return-to-go of an advantage.
+    # Without values, an advantage with lambda 1 is the return-to-go.
     advantages_NC = estimated(1.0 if gae is None else gae.gae_lambda)
-    # Every rank of a model's replica has the same numbers: data-parallel ranks alone have others.
+    # All ranks of a model replica have the same numbers; only data-parallel ranks differ.
     moments = world_moments(advantages_NC[is_token_NC].to(device), mesh.dp)
     policy_NC = advantages_NC
     if gae is None or gae.whiten:
@@ -127,7 +127,7 @@ def token_advantages(
         Metric("values/returns_std", returns.std(0)),
         Metric("values/advantages_std", moments.std(0)),
     ]
-    # Returns are sums of values and rewards: of equal rewards they are equal but for the rounding of these.
+    # Returns are sums of values and rewards: for equal rewards they differ only by rounding.
     if not returns.are_equal(returns.size + values.size):
         metrics.append(Metric("values/explained_variance", 1.0 - errors.squares / returns.squares))
     return Advantages(of_samples=by_sample(policy_NC), returns=by_sample(returns_NC), metrics=metrics)
@@ -141,9 +141,13 @@ def _tables_of_completions(
     mesh: Mesh,
     device: torch.device,
 ) -> Tensor:
-    """Collective over the context- and pipeline-parallel ranks: return what `numbers` gives on the last stage, `[T]`
-    each, as `[tables, N, C]` by sample and sampled token of the completion: float64 on the CPU, with zeros in the
-    padding. Tokens of an environment have no column: the state after a turn is the one before the next.
+    """Collective over the context- and pipeline-parallel ranks: gather the tensors `[T]` that `numbers` returns on the
+    last stage into tables by sample and sampled token.
+
+    An environment's tokens have no column: the state after a turn is the state before the next turn.
+
+    Returns:
+        Tables `[tables, N, C]`, float64 on the CPU, with zeros in the padding.
     """
     samples = samples_of(minibatches)
     longest = max((shapes[index].num_sampled for index in samples), default=0)
@@ -152,15 +156,18 @@ def _tables_of_completions(
         return tables_FNC.cpu()
     row_of = {index: row for row, index in enumerate(samples)}
     if mesh.is_last_stage:
-        for one in (each for minibatch in minibatches for each in minibatch.microbatches if each.samples):
-            rows_N = torch.tensor([row_of[index] for index in one.samples], device=device)
-            column_NP = pad_sequence([_columns(shapes[index]) for index in one.samples], batch_first=True)
-            here_T = one.completion_mask_T
-            sequence_T = one.sequence_T[here_T]
-            columns_T = column_NP.to(device)[sequence_T, one.inputs.position_ids_Bs[0][here_T]]
-            for table_NC, numbers_T in zip(tables_FNC, numbers(one), strict=True):
+        microbatches = (each for minibatch in minibatches for each in minibatch.microbatches if each.samples)
+        for microbatch in microbatches:
+            rows_N = torch.tensor([row_of[index] for index in microbatch.samples], device=device)
+            column_NP = pad_sequence(
+                [_columns(shapes[index]) for index in microbatch.samples], batch_first=True
+            )
+            here_T = microbatch.completion_mask_T
+            sequence_T = microbatch.sequence_T[here_T]
+            columns_T = column_NP.to(device)[sequence_T, microbatch.inputs.position_ids_Bs[0][here_T]]
+            for table_NC, numbers_T in zip(tables_FNC, numbers(microbatch), strict=True):
                 table_NC[rows_N[sequence_T], columns_T] = numbers_T[here_T].double()
-        # Each context-parallel rank has filled its own positions.
+        # Each context-parallel rank filled its own positions.
         if mesh.cp.size > 1:
             dist.all_reduce(tables_FNC, group=mesh.cp.group)
     # Only the last stage has logits and values, and every stage needs the same advantages.
@@ -170,7 +177,7 @@ def _tables_of_completions(
 
 
 def _columns(shape: SampleShape) -> Tensor:
-    """Return for each position of a sample the index, among its sampled tokens, of the one predicted there."""
+    """Return, at each position that predicts a sampled token, the token's index among the sampled tokens; else 0."""
     column_P = torch.zeros(shape.num_positions, dtype=torch.int64)
     column_P[shape.sampled_positions] = torch.arange(shape.num_sampled)
     return column_P
