@@ -1,1 +1,1 @@
-"""Measurements of a policy that no update needs."""
+"""Measurements of a policy that are not part of its updates."""

@@ -1,16 +1,16 @@
-"""A conformance kit for routing replay: whether an engine or a trainer records and imposes routes as it should.
+"""A conformance kit for routing replay: does an engine or trainer record and impose routes correctly?
 
-It knows nothing of the program under test but one function, which runs passes over a batch of the program's choice on a
-mesh of its choice (`RunPasses`). From it `conformance` makes a table of
+The kit needs a single function of the program under test, which runs passes over a fixed batch on a named mesh
+(`RunPasses`). `conformance` uses it to make a table of
 
-- formats: what is recorded has a row of K different experts, in range, for each token and layer, and not one stale row;
-- meshes: every mesh records the routes of the first one, imposing them on the weights that recorded them changes
-  nothing, and imposing them on other weights gives the first mesh's logprobs and gradients, the routers' among them;
-- damage: routes that no router could have chosen are refused, routes of other tokens or layers are imposed as they are
-  or refused, and the order of a token's experts does not matter;
-- faults: variants of the program with a fault put in by hand end in an error, or change no number.
+- formats: recorded routes have K different experts, in range, for each token and layer, and no stale rows;
+- meshes: every mesh records the same routes as the first mesh; imposing them on the weights that recorded them changes
+  nothing; imposing them on other weights gives the first mesh's logprobs and gradients, including the routers';
+- damage: routes that no router could have chosen are refused, routes of other tokens or layers are imposed as given or
+  refused, and the order of a token's experts does not matter;
+- faults: variants of the program with a deliberate fault end in an error, or change no number.
 
-docs/replay.md has an example; tests/parallel/test_conformance.py runs it on this package.
+docs/replay.md has an example, and tests/parallel/test_conformance.py runs the kit on this package.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,56 +21,56 @@ import torch
 from torch import Tensor
 
 Routes = tuple[Tensor, ...]
-"""Experts of each sample, integers `[T, L, K]`; L counts the layers that have a router."""
+"""Expert ids of each sample, integers `[T, L, K]`; L counts the layers that have a router."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedModel:
-    """Numbers of the model under test."""
+    """Dimensions of the model under test."""
 
     num_layers: int
-    """Layers that have a router."""
+    """Number of layers that have a router."""
     num_experts: int
     top_k: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayPass:
-    """One pass over the whole batch that the program is asked for."""
+    """A pass over the whole batch, requested from the program."""
 
     kind: Literal["record", "impose", "live"]
     weights: Literal["old", "new"]
-    """`old`: some weights; `new`: others, with which a good part of the tokens would choose other experts."""
+    """`old`: some weights; `new`: different weights, with which many tokens would choose other experts."""
     routes: Routes | None = None
     """Routes to impose."""
     backward: bool = False
-    """Whether gradients are wanted, with recomputation if the program has any."""
+    """Whether to compute gradients, with recomputation if the program supports it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayResult:
-    """Result of a pass, of all ranks together."""
+    """Result of a pass, gathered from all ranks."""
 
     logprobs: Routes = ()
-    """Logprobs of each sample, float `[T]`, or another number for each token that depends on every layer."""
+    """Logprobs of each sample, float `[T]`, or another number per token that depends on every layer."""
     routes: Routes = ()
-    """Routes that a recording pass recorded."""
+    """Routes from a recording pass."""
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
-    """Gradients of whole parameters, by a name that does not depend on the mesh."""
+    """Gradients of whole (unsharded) parameters, by a name that does not depend on the mesh."""
     error: str | None = None
-    """Message of the error in which the pass ended, on every rank; None: it did not. Later passes run all the same."""
+    """Message of the error that ended the pass, on every rank; None if it succeeded. Later passes run regardless."""
 
 
 RunPasses = Callable[[str, Sequence[ReplayPass]], Sequence[ReplayResult]]
-"""Runs passes one after the other on the mesh of this name, over the same samples each time: at least two of them, of
-different lengths, and two of one length to have them exchanged."""
+"""Runs passes in order on the mesh of this name, always over the same samples: at least two samples of different
+lengths, and two of equal length to test their exchange."""
 
 Verdict = Literal["ok", "refused", "harmless", "FAILED"]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table."""
+    """A row of the table."""
 
     group: str
     case: str
@@ -81,13 +81,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Conformance:
-    """Result of the kit."""
+    """Result of `conformance`."""
 
     rows: tuple[Row, ...]
 
     @property
     def failures(self) -> tuple[Row, ...]:
-        """Rows that show a mistake."""
+        """Rows of failed checks."""
         return tuple(row for row in self.rows if row.verdict == "FAILED")
 
     def table(self) -> str:
@@ -109,18 +109,18 @@ def conformance(
     max_changed: float = 0.01,
     is_router: Callable[[str], bool] = lambda name: "router" in name,
 ) -> Conformance:
-    """Run the kit; each mesh is started once, and the first one twice.
+    """Run the kit. It starts each mesh once, and the first mesh twice.
 
     Args:
         run: the program under test.
-        model: numbers of its model.
-        meshes: names that `run` knows; the first one is that with which the others are compared, as a rule one rank.
+        model: dimensions of its model.
+        meshes: mesh names for `run`. All meshes are compared with the first, usually a single rank.
         imposes: whether the program can impose routes; a rollout engine may only record them.
-        faults: variants of the program with a fault each, which run on the last mesh; none: no such rows.
-        tolerance: largest relative difference of logprobs that is rounding.
-        gradient_tolerance: largest difference of a gradient, relative to its norm, that is rounding.
-        max_changed: largest share of recorded experts in which meshes may differ by rounding.
-        is_router: whether the parameter of this name is a router's.
+        faults: variants of the program, each with a fault, to run on the last mesh; None: no such rows.
+        tolerance: largest relative difference of logprobs that counts as rounding.
+        gradient_tolerance: largest difference of a gradient, relative to its norm, that counts as rounding.
+        max_changed: largest fraction of recorded experts in which meshes may differ because of rounding.
+        is_router: whether the parameter of this name belongs to a router.
     """
     (first,) = run(meshes[0], [ReplayPass(kind="record", weights="old")])
     problems = [first.error] if first.error else list(format_problems(first.routes, model))
@@ -136,7 +136,7 @@ def conformance(
             ReplayPass(kind="impose", weights="old", routes=first.routes),
             ReplayPass(kind="impose", weights="new", routes=first.routes, backward=True),
             ReplayPass(kind="live", weights="new", backward=True),
-            *(ReplayPass(kind="impose", weights="old", routes=one.routes) for one in damages),
+            *(ReplayPass(kind="impose", weights="old", routes=damage.routes) for damage in damages),
         ]
     reference: Sequence[ReplayResult] = ()
     for mesh in meshes:
@@ -155,7 +155,7 @@ def conformance(
 
 
 def format_problems(routes: Routes, model: RoutedModel) -> Iterator[str]:
-    """Yield a sentence for everything that shows without any other pass that routes are not a router's."""
+    """Yield a sentence for each sign, found without further passes, that routes do not come from a router."""
     for index, experts_TLK in enumerate(routes):
         where, shape = f"sample {index}", tuple(experts_TLK.shape)
         if len(shape) != 3 or shape[1:] != (model.num_layers, model.top_k):
@@ -184,12 +184,13 @@ def format_problems(routes: Routes, model: RoutedModel) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """Routes that are not those that were recorded."""
+    """Routes that differ from the recorded routes."""
 
     name: str
     routes: Routes
     kind: Literal["impossible", "foreign", "reordered"]
-    """No router could have chosen them; they are of other tokens, layers or samples; or the same in another order."""
+    """`impossible`: no router could have chosen them; `foreign`: from other tokens, layers or samples; `reordered`: the
+    same experts in another order."""
 
 
 def damaged(routes: Routes, model: RoutedModel) -> list[Damage]:
@@ -375,8 +376,8 @@ def _fault(
 
 
 def largest_change(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Return the largest difference of a token's number, relative to it where it is above 1e-2; inf for other shapes
-    and for NaN.
+    """Return the largest difference over tokens, relative to the wanted number or to 1e-2 if that is larger; inf for
+    NaN and for different shapes.
     """
     if [tuple(x.shape) for x in found] != [tuple(x.shape) for x in wanted]:
         return float("inf")
@@ -389,9 +390,9 @@ def largest_change(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def gradient_change(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Return the largest norm of a gradient's difference, relative to its own norm; inf where a name is missing.
+    """Return the largest norm of a gradient's difference, relative to the gradient's norm; inf if a name is missing.
 
-    A gradient whose norm is below a millionth of the largest one's is measured against that.
+    The norm to divide by is at least a millionth of the largest gradient norm.
     """
     if found.keys() != wanted.keys():
         return float("inf")

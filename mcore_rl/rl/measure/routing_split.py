@@ -1,17 +1,17 @@
-"""The shares of routing and staleness in two mismatches: of rollout engine and trainer, and of old and new policy.
+"""Contributions of routing and staleness to two mismatches: rollout engine vs. trainer, and old vs. new policy.
 
-Two passes over the same completions and with the same weights differ in their routes only: in one the routers choose,
-in the other they get the routes that the completions have from the engine or from the old policy. The KL with the same
-routes is what gates, other weights and rounding do; the KL with live routes less that one is what routing does. The
-variance of the ratio of the logprobs is divided likewise.
+Two passes over the same completions with the same weights differ only in their routes: live routes, or the given routes
+of the engine or the old policy. The KL with the given routes comes from gates, other weights and rounding. The KL with
+live routes minus this KL is the contribution of routing. The variance of the ratio of probabilities is split the same
+way.
 
-By layer (`replay.split_layers`): further passes have live routes in the layers before some layer and the given ones
-from it on. What a pass has more than the one before is the part of the layers between; these parts add up to all that
-routing does.
+By layer (`replay.split_layers`): further passes have live routes up to some layer and the given routes after it. The
+increase from a pass to the next is the contribution of the layers in between; all increases add up to the contribution
+of routing.
 
-By age (`rl.rollout.max_staleness`): tokens that the weights in training sampled are told apart from those of older
-weights, whose KL also has what the updates in between did. KL over all tokens = same routes + routing (both of the
-tokens of present weights) + staleness.
+By age (`rl.rollout.max_staleness`): current tokens, sampled by the weights in training, are counted apart from stale
+tokens, sampled by older weights. The KL of stale tokens also includes the updates in between: KL over all tokens =
+given routes + routing (both for current tokens) + staleness.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,41 +40,41 @@ Age = Literal["all", "current", "stale"]
 
 @dataclass(frozen=True, slots=True)
 class RatioSums:
-    """Sums over tokens of the world of which logprobs before and after are compared."""
+    """World-wide sums over the tokens of a minibatch that compare logprobs before and after."""
 
     kl: float
-    """KL(before || after), estimator k3, in nats."""
+    """Sum of KL(before || after), estimator k3, in nats."""
     ratio_minus_1: float
     ratio_minus_1_squared: float
     count: float
 
     @property
     def mean_kl(self) -> float:
-        """KL in nats a token."""
+        """KL in nats per token."""
         return self.kl / self.count
 
     @property
     def variance(self) -> float:
-        """Variance of the ratio after / before over the tokens."""
+        """Variance over tokens of the probability ratio after / before."""
         return self.ratio_minus_1_squared / self.count - (self.ratio_minus_1 / self.count) ** 2
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingSplit:
-    """Sums of the passes over one minibatch, by the age of the tokens."""
+    """Sums for each pass over a minibatch, by the age of tokens."""
 
     same: dict[Age, RatioSums]
-    """With the given routes imposed in all layers."""
+    """Sums with the given routes imposed in all layers."""
     live: dict[Age, RatioSums]
-    """With routes that the routers choose."""
+    """Sums with live routes in all layers."""
     between: list[tuple[tuple[int, ...], dict[Age, RatioSums]]]
-    """For each group of layers, from the first one: its layers, and the sums with live routes up to its last layer and
-    the given ones behind it."""
+    """For each group of layers in order: its layers, and the sums with live routes up to its last layer and the given
+    routes after it."""
 
     def by_layer(self, age: Age, value: Callable[[RatioSums], float]) -> Iterator[tuple[int, float]]:
-        """Yield each layer with its part of the value of live routes less that of the given ones.
+        """Yield each layer with its contribution to the difference of `value` between live and given routes.
 
-        The part of a group of layers is divided evenly among them.
+        The contribution of a group is divided evenly among its layers.
         """
         before = value(self.same[age])
         for layers, sums in self.between:
@@ -85,7 +85,7 @@ class RoutingSplit:
 
 
 class RoutingSplits(Pass):
-    """Divides both mismatches of every `replay.split_interval`-th rollout batch."""
+    """Splits both mismatches of every `replay.split_interval`-th rollout batch."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class RoutingSplits(Pass):
             routes: routing of the policy's passes.
             replay: `replay`.
             state: the policy in training.
-            updates_per_rollout: optimizer steps of a rollout batch.
+            updates_per_rollout: optimizer steps per rollout batch.
             is_ahead: whether older weights may have sampled (rl.rollout.max_staleness).
         """
         self._logprobs, self._routes, self._replay, self._state = logprobs, routes, replay, state
@@ -112,9 +112,9 @@ class RoutingSplits(Pass):
         self._is_due = False
 
     def before_updates(self, minibatches: Sequence[Minibatch], advantages: Advantages) -> list[Metric]:
-        """Divide KL(rollout policy || trainer) of the first minibatch.
+        """Split KL(rollout policy || trainer) of the first minibatch.
 
-        No metric where the engine's routes are not here, or where there is no token to train on.
+        Returns no metrics without the engine's routes or without tokens to train on.
         """
         rollouts = self._state.progress.step // self._updates_per_rollout
         self._is_due = rollouts % (self._replay.split_interval or 1) == 0
@@ -127,9 +127,9 @@ class RoutingSplits(Pass):
         return rollout_split_metrics(split, is_ahead=self._is_ahead)
 
     def after_updates(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
-        """Divide KL(old policy || policy) of the last minibatch.
+        """Split KL(old policy || policy) of the last minibatch.
 
-        No metric where no pass has recorded the old policy's logprobs and routes, as before an on-policy update.
+        Returns no metrics if no pass recorded the old policy's logprobs and routes, as for an on-policy update.
         """
         minibatch = minibatches[-1]
         is_recorded = self._routes.has_old_routes and not minibatch.is_on_policy
@@ -160,7 +160,7 @@ class RoutingSplits(Pass):
 
 
 def rollout_split_metrics(split: RoutingSplit, *, is_ahead: bool) -> list[Metric]:
-    """Return the metrics of the split of KL(rollout policy || trainer); `is_ahead`: older weights may have sampled."""
+    """Return the metrics of the split of KL(rollout policy || trainer); `is_ahead`: tokens may be stale."""
     metrics = []
     current, stale = split.live["current"].count, split.live["stale"].count
     passes = (("same", split.same), ("live", split.live))
@@ -194,14 +194,14 @@ def policy_split_metrics(split: RoutingSplit) -> list[Metric]:
 
 
 def layer_groups(layers: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    """Return the layers in order in at most `most` groups of neighbours, whose sizes differ by at most 1."""
+    """Divide the layers, in order, into at most `most` groups of neighbours with sizes that differ by at most 1."""
     count = min(most, len(layers))
     edges = [index * len(layers) // count for index in range(count + 1)]
     return [tuple(layers[edges[index] : edges[index + 1]]) for index in range(count)]
 
 
 def _given(logprobs_T: Tensor | None, otherwise_T: Tensor) -> Tensor:
-    """Return logprobs that only the last stage has; the others' are not looked at."""
+    """Return `logprobs_T`, or on stages before the last, which have none, unused numbers."""
     return otherwise_T if logprobs_T is None else logprobs_T
 
 
@@ -209,13 +209,16 @@ def _given(logprobs_T: Tensor | None, otherwise_T: Tensor) -> Tensor:
 def _sums(
     mesh: Mesh, minibatch: Minibatch, before: list[Tensor], after: list[Tensor]
 ) -> dict[Age, RatioSums]:
-    """Collective over the world: compare logprobs over the trained tokens, by their age."""
+    """Collective over the world: compare logprobs of trained tokens, by the tokens' age."""
     device = minibatch.microbatches[0].mask_T.device
     sums_24 = torch.zeros(2, 4, dtype=torch.float64, device=device)
     # Tensor-parallel ranks have the same logprobs, and stages before the last have none.
     if mesh.is_last_stage and mesh.tp.rank == 0:
-        for one, before_T, after_T in zip(minibatch.microbatches, before, after, strict=True):
-            masks = (one.mask_T & ~one.is_stale_T, one.mask_T & one.is_stale_T)
+        for microbatch, before_T, after_T in zip(minibatch.microbatches, before, after, strict=True):
+            masks = (
+                microbatch.mask_T & ~microbatch.is_stale_T,
+                microbatch.mask_T & microbatch.is_stale_T,
+            )
             sums_24 += torch.stack([ratio_sums(before_T, after_T, mask_T) for mask_T in masks])
     dist.all_reduce(sums_24, group=mesh.world.group)
     current_4, stale_4 = sums_24
@@ -227,7 +230,7 @@ def _sums(
 
 
 def ratio_sums(before_T: Tensor, after_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Return, float64 `[4]`, sums over the tokens of a mask: KL (k3), ratio - 1 and its square, and their number."""
+    """Return sums over the tokens of a mask, float64 `[4]`: KL (k3), ratio - 1, its square, and the token count."""
     ratio_minus_1_T = log_difference(after_T, before_T).double().clamp(max=LOG_RATIO_LIMIT).expm1()
     values_3T = [kl_estimate(before_T, after_T, "k3"), ratio_minus_1_T, ratio_minus_1_T.square()]
     of_mask_3 = [values_T.double().where(mask_T, 0.0).sum() for values_T in values_3T]

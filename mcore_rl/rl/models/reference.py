@@ -61,7 +61,7 @@ class Reference:
             mesh: The mesh.
             model: The model's config.
             folder: Folder of saved references, from which a resumed run reads them.
-            checkpoints: Folder of the run's checkpoints. A reference that one of them needs is not deleted.
+            checkpoints: Folder of the run's checkpoints. References that a checkpoint needs are kept.
             needed_by: Config field that requires the reference, for error messages.
             store: Where the copy is between passes: "device", or "host" (page-locked with CUDA).
             allowed: The config's `checkpoint.allow_changes`, for references that an earlier start of the run saved.

@@ -1,1 +1,1 @@
-"""Advantages, policy losses and their aggregation: the mathematics of an RL update."""
+"""The mathematics of an RL update: advantages, policy losses and their aggregation."""

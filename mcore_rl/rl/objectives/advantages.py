@@ -1,4 +1,4 @@
-"""Advantages from rewards: how much better a completion is than the others of its prompt."""
+"""Advantages from rewards: how much better a completion is than other completions of the same prompt."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 from mcore_rl.errors import ConfigError
 
 ROUNDING = 1e-12
-"""Relative difference below which numbers are equal: they are sums in float64, whose last bits their order changes."""
+"""Relative difference below which float64 sums count as equal: their last bits depend on the order of summation."""
 
 
 Estimate = Callable[[Tensor], Tensor]
@@ -17,10 +17,10 @@ Estimate = Callable[[Tensor], Tensor]
 
 
 def group_advantages(rewards_PG: Tensor, estimate: Estimate) -> Tensor:
-    """Return the advantages `[P, G]` that `estimate` gives; groups of equal rewards have zeros.
+    """Return the advantages `[P, G]` from `estimate`, with zeros for groups of equal rewards.
 
-    A reward of NaN stands for none, because its score failed: the advantage is zero, and those of the others are what
-    they would be in a group without that completion.
+    NaN marks a completion without a reward, because scoring failed: its advantage is zero, and the rest of the group
+    gets the advantages of a group without this completion.
     """
     assert not rewards_PG.isinf().any(), "a reward is not finite; scoring counts such as failed"
     counts_P = (~rewards_PG.isnan()).sum(dim=1)
@@ -28,9 +28,9 @@ def group_advantages(rewards_PG: Tensor, estimate: Estimate) -> Tensor:
     for count in sorted(set(counts_P.tolist()) - {0, 1}):
         of_count_P = counts_P == count
         chosen_PG = of_count_P[:, None] & ~rewards_PG.isnan()
-        # Rows of one count are a matrix again, without the completions that have no reward.
+        # Rows with the same count form a matrix again, without the completions that have no reward.
         complete_PG = rewards_PG[chosen_PG].view(-1, count)
-        # Exact zeros: a mean of equal numbers may differ from them in the last bit, which eps would magnify.
+        # Exact zeros: a mean of equal numbers may differ from them in the last bit, and eps would amplify that.
         found_PG = estimate(complete_PG).masked_fill(constant_groups(complete_PG)[:, None], 0.0)
         if not found_PG.isfinite().all():
             raise ConfigError(
@@ -42,15 +42,16 @@ def group_advantages(rewards_PG: Tensor, estimate: Estimate) -> Tensor:
 
 
 def constant_groups(rewards_PG: Tensor) -> Tensor:
-    """Return which groups, bool `[P]`, have rewards that are all equal, or fewer than two that are not NaN: nothing can
-    be learned from them.
+    """Return a mask of groups without a learning signal, bool `[P]`: all rewards that are not NaN are equal, or there
+    are fewer than two.
     """
     return _are_equal(rewards_PG)
 
 
 def _are_equal(rewards_XN: Tensor) -> Tensor:
-    """Return where the rewards of the last axis that are not NaN are equal, or fewer than two. Rounding makes no
-    difference: 0.1 + 0.2 for two parts is not quite 0.3 for a third.
+    """Return where the rewards of the last axis, without NaN, are equal up to rounding or fewer than two.
+
+    Rounding matters: 0.1 + 0.2 for two parts of a reward is not exactly 0.3.
     """
     has_none_XN = rewards_XN.isnan()
     largest_X = rewards_XN.masked_fill(has_none_XN, -torch.inf).amax(dim=-1)
@@ -59,8 +60,8 @@ def _are_equal(rewards_XN: Tensor) -> Tensor:
 
 
 def groups_to_train_on(scores_PG: Tensor, num_groups: int) -> list[int]:
-    """Return the indices of the first `num_groups` groups whose scores differ; fewer when there are not as many
-    (dynamic sampling, arXiv 2503.14476, which asks whether answers are right).
+    """Return the indices of the first `num_groups` groups with unequal scores, or of fewer if there are not enough
+    (dynamic sampling, arXiv 2503.14476; the paper's score is whether the answer is correct).
     """
     indices: list[int] = (~constant_groups(scores_PG)).nonzero().flatten().tolist()
     return indices[:num_groups]
@@ -72,8 +73,8 @@ def group_centered(rewards_PG: Tensor) -> Tensor:
 
 
 def above_group_mean(rewards_PG: Tensor) -> Tensor:
-    """Subtract each prompt's mean over the rewards that are not NaN (REINFORCE++-Baseline, arXiv 2501.03262); NaN stays
-    NaN, and groups of equal rewards have exact zeros.
+    """Subtract each prompt's mean reward, ignoring NaN (REINFORCE++-Baseline, arXiv 2501.03262). NaN stays NaN, and
+    groups of equal rewards get exact zeros.
     """
     centered_PG = rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)
     return centered_PG.masked_fill(constant_groups(rewards_PG)[:, None] & ~rewards_PG.isnan(), 0.0)
@@ -85,25 +86,25 @@ def group_zscore(rewards_PG: Tensor, *, ddof: int, eps: float) -> Tensor:
 
 
 def leave_one_out(rewards_PG: Tensor) -> Tensor:
-    """Subtract from each reward the mean of the others of its prompt (RLOO, arXiv 2402.14740)."""
+    """Subtract from each reward the mean reward of the prompt's other completions (RLOO, arXiv 2402.14740)."""
     group_size = rewards_PG.shape[1]
     # r - (sum - r) / (G - 1) = (r - mean) G / (G - 1)
     return group_centered(rewards_PG) * (group_size / (group_size - 1))
 
 
 def leave_one_out_zscore(rewards_PG: Tensor, *, ddof: int, eps: float) -> Tensor:
-    """Divide `leave_one_out` by the others' standard deviation + eps, except where the others are all equal."""
+    """Divide `leave_one_out` by the standard deviation of the other rewards + eps, unless those are all equal."""
     spread_PG = _others(rewards_PG).std(dim=2, correction=ddof) + eps
     return leave_one_out(rewards_PG) / spread_PG.masked_fill(others_are_equal(rewards_PG), 1.0)
 
 
 def others_are_equal(rewards_PG: Tensor) -> Tensor:
-    """Return of which completions, bool `[P, G]`, the others of the prompt that have a reward all have the same."""
+    """Return a mask, bool `[P, G]`: True where all other scored completions of the prompt have the same reward."""
     return _are_equal(_others(rewards_PG))
 
 
 def _others(rewards_PG: Tensor) -> Tensor:
-    """Return for each completion the rewards of the others of its prompt, `[P, G, G - 1]`."""
+    """Return, for each completion, the rewards of the prompt's other completions, `[P, G, G - 1]`."""
     group_size = rewards_PG.shape[1]
     off_diagonal = ~torch.eye(group_size, dtype=torch.bool, device=rewards_PG.device)
     others_PGO = rewards_PG[:, None, :].expand(-1, group_size, -1)[:, off_diagonal]
@@ -111,8 +112,8 @@ def _others(rewards_PG: Tensor) -> Tensor:
 
 
 class StepReward(NamedTuple):
-    """Reward of a step of a completion; `end` is the index of the step's last token among those sampled in the
-    completion.
+    """Reward of a step of a completion; `end` is the index of the step's last token among the completion's sampled
+    tokens.
     """
 
     end: int
@@ -122,12 +123,12 @@ class StepReward(NamedTuple):
 def step_advantages(
     steps_GI: Sequence[Sequence[StepReward]], lengths_G: Sequence[int], *, ddof: int, eps: float
 ) -> list[Tensor]:
-    """Return the advantages `[tokens]`, float32, of each completion of one prompt: at a token, the sum of the z-scores
-    of the steps that end there or later (arXiv 2402.03300, process supervision).
+    """Return the advantages `[tokens]`, float32, of each completion of one prompt: at each token the sum of the
+    z-scores of the steps that end there or later (arXiv 2402.03300, process supervision).
 
     Args:
-        steps_GI: steps of each completion; mean and deviation are taken over all of the group.
-        lengths_G: sampled tokens of each completion.
+        steps_GI: steps of each completion; mean and deviation are taken over all steps of the group.
+        lengths_G: number of sampled tokens of each completion.
     """
     values_I = torch.tensor([step.value for steps in steps_GI for step in steps], dtype=torch.float64)
     assert values_I.isfinite().all(), "a step's reward is not finite"
@@ -145,8 +146,8 @@ def step_advantages(
 
 
 def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
-    """Return what is added to each reward: 0 up to max - buffer tokens, then falling linearly to -penalty at max
-    (DAPO, arXiv 2503.14476).
+    """Return the penalty to add to each reward: 0 up to max - buffer tokens, then falling linearly to -penalty at max
+    tokens (DAPO, arXiv 2503.14476).
     """
     excess_N = lengths_N - (max_tokens - buffer_tokens)
     return -penalty * (excess_N / buffer_tokens).clamp(0.0, 1.0)
@@ -157,10 +158,10 @@ def kl_penalised_advantages(
 ) -> Tensor:
     """Return the advantages `[P, G]` of the rewards minus `coeff` times each completion's summed KL to the reference.
 
-    Groups whose rewards are all equal before the KL have zeros, as without it: there is no task to trade the KL for,
-    and a division by the deviation of the KL alone would make advantages of size 1 of a penalty of any size. For the
-    same reason `leave_one_out_zscore` (`spares_equal_others`) does not divide where the others' rewards are all equal
-    before the KL.
+    Groups with equal rewards before the KL get zeros, as without the KL: there is no task signal to trade off, and
+    dividing by the deviation of the KL terms would scale any penalty, however small, to advantages of size 1. For the
+    same reason `leave_one_out_zscore` (`spares_equal_others`) does not divide where the prompt's other rewards are all
+    equal before the KL.
     """
     penalised_PG = rewards_PG - coeff * kl_sums_PG
     advantages_PG = group_advantages(penalised_PG, estimate)
@@ -171,8 +172,8 @@ def kl_penalised_advantages(
 
 
 def above_greedy(rewards_PG: Tensor, greedy_P: Tensor) -> Tensor:
-    """Subtract the reward of each prompt's greedy completion (ReMax, arXiv 2310.10505, algorithm 2); zeros where both
-    differ by rounding alone, and where a reward is NaN, because there is none.
+    """Subtract the reward of each prompt's greedy completion (ReMax, arXiv 2310.10505, algorithm 2). The result is 0
+    where the two differ only by rounding, and where a reward is NaN (missing).
     """
     greedy_PG = greedy_P[:, None].expand_as(rewards_PG)
     is_equal_PG = _are_equal(torch.stack([rewards_PG, greedy_PG], dim=-1))

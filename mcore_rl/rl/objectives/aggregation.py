@@ -1,4 +1,4 @@
-"""Aggregation of token losses to one number that no cut of the batch into ranks and microbatches can change."""
+"""Aggregation of token losses, independent of how the batch is divided into ranks and microbatches."""
 
 from typing import NamedTuple
 
@@ -11,20 +11,20 @@ from mcore_rl.parallel.mesh import Axis
 
 
 class BatchTotals(NamedTuple):
-    """Totals of one optimizer step over the world."""
+    """World-wide totals of one optimizer step."""
 
     num_tokens: int
     """Trained tokens."""
     num_sequences: int
-    """Sequences with a trained token."""
+    """Sequences with at least one trained token."""
 
 
 def loss_weights(
     lengths_N: Tensor, totals: BatchTotals, aggregation: Aggregation, *, norm_tokens: int
 ) -> Tensor:
-    """Return the loss weight of every token of each sequence, float64 `[N]`; 0 for sequences without a trained token.
+    """Return the loss weight of each sequence's tokens, float64 `[N]`; 0 for sequences without a trained token.
 
-    The world's sum of weighted losses, divided once by `totals.num_tokens`, is then the mean that `aggregation` names.
+    The world's sum of weighted losses divided by `totals.num_tokens` is then the mean that `aggregation` names.
 
     Args:
         lengths_N: trained tokens of each sequence.
@@ -43,9 +43,9 @@ def loss_weights(
 
 @torch.no_grad()
 def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int, cp: Axis) -> Tensor:
-    """Collective over `cp`: the sum over each whole sequence, of which this rank may have a part; no gradient.
+    """Collective over `cp`: return the sum over each whole sequence, of which a rank may have a part; no gradient.
 
-    Sums are float64 `[N]`, so that they do not depend on how the sequence is cut.
+    Sums are float64 `[N]`, so that they do not depend on how the sequence is divided.
     """
     sums_N = torch.zeros(num_sequences, dtype=torch.float64, device=values_T.device)
     sums_N.index_add_(0, sequence_T, values_T.double())
@@ -55,10 +55,10 @@ def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int, cp: 
 
 
 def anchored_means(values_T: Tensor, sequence_T: Tensor, lengths_N: Tensor, cp: Axis) -> Tensor:
-    """Collective over `cp`: at each token the mean of its whole sequence, with the gradient of the token itself.
+    """Collective over `cp`: return at each token the mean of its whole sequence, with the gradient of the token itself.
 
-    For a function f of a sequence's mean, the sum over its tokens of f(anchored mean) / length has f's value and, as
-    each token contributes its own part, f's gradient: the backward needs no collective.
+    For a function f of a sequence's mean, the sum over its tokens of f(anchored mean) / length has f's value and also
+    f's gradient, because each token contributes its own part. The backward pass needs no collective.
     """
     means_N = sequence_sums(values_T, sequence_T, len(lengths_N), cp) / lengths_N.clamp(min=1)
     return means_N[sequence_T].to(values_T.dtype) + (values_T - values_T.detach())

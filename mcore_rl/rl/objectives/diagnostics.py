@@ -1,4 +1,4 @@
-"""Statistics of a policy update: how far the policy moved from the old one and the reference, and what was clipped."""
+"""Statistics of a policy update: distance from the old policy and the reference, and clipped tokens."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,17 +18,17 @@ from mcore_rl.rl.objectives.policy_tokens import (
 
 
 def kl_estimate(logprobs_T: Tensor, other_T: Tensor, estimator: str) -> Tensor:
-    """Return an estimate of KL(p || q) for each token that p sampled, with d = log q / p: k1 = -d, k2 = d^2 / 2,
-    k3 = e^d - 1 - d (http://joschu.net/blog/kl-approx.html). k3 is computed with d at most LOG_RATIO_LIMIT.
+    """Return an estimate of KL(p || q) at each token sampled from p, with d = log(q / p): k1 = -d, k2 = d^2 / 2,
+    k3 = e^d - 1 - d (http://joschu.net/blog/kl-approx.html). For k3, d is limited to at most LOG_RATIO_LIMIT.
     """
     difference_T = log_difference(other_T, logprobs_T)
     if estimator == "k1":
         return -difference_T
     if estimator == "k2":
         return difference_T.square() / 2
-    # One bound for both terms: with e^d alone bounded, the gradient beyond it would point the other way.
+    # Both terms have the same bound: if only e^d were bounded, the gradient beyond it would change sign.
     difference_T = difference_T.clamp(max=LOG_RATIO_LIMIT)
-    # expm1(d) - d: e^d - 1 would lose the small differences of a policy that has hardly moved.
+    # expm1, because e^d - 1 would lose the small differences of a policy that has hardly moved.
     return difference_T.expm1() - difference_T
 
 
@@ -36,18 +36,18 @@ def kl_estimate(logprobs_T: Tensor, other_T: Tensor, estimator: str) -> Tensor:
 def update_statistics(
     tokens: PolicyTokens, token_loss: TokenLoss, correction_T: Tensor | None, cp: Axis
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Collective over `cp`: statistics of one microbatch on this rank.
+    """Collective over `cp`: return statistics of one microbatch on this rank.
 
     Args:
-        correction_T: importance-sampling weights that correct for the rollout engine; None: there is no correction.
+        correction_T: importance-sampling weights that correct for the rollout engine; None without a correction.
 
     Returns:
-        Sums over trained tokens, to be added up over the world, and values whose maximum over the world is wanted.
+        Sums over trained tokens, to be summed over the world, and values to be maximised over the world.
     """
-    # In float64 the square of the largest ratio, e^40, loses nothing in the sum.
+    # In float64, because the square of the largest ratio is e^40.
     ratio_minus_1_T = tokens.log_ratio_T.double().clamp(max=LOG_RATIO_LIMIT).expm1()
     beyond_T = is_beyond_limit(tokens.logprobs_T, tokens.old_logprobs_T)
-    # A sequence counts 1 / length for each of its tokens, so that it may lie on several ranks.
+    # Each token counts 1 / length of its sequence, because a sequence may be spread over several ranks.
     share_T = 1.0 / tokens.lengths_N.clamp(min=1)[tokens.sequence_T].double()
     sums = {
         "count": tokens.mask_T.sum(),
@@ -65,7 +65,7 @@ def update_statistics(
     untrained_T = torch.where(tokens.mask_T, 0.0, -torch.inf)
     maxima = {
         "log_ratio": (tokens.log_ratio_T + untrained_T).max(),
-        # A minimum as the maximum of the negative, because the world's reduction knows sums and maxima only.
+        # A minimum as the maximum of the negative: the world's reduction supports only sums and maxima.
         "minus_log_ratio": (untrained_T - tokens.log_ratio_T).max(),
     }
     if tokens.reference_logprobs_T is not None:
@@ -83,7 +83,7 @@ def update_statistics(
         mismatch_T = kl_estimate(tokens.rollout_logprobs_T, tokens.old_logprobs_T, "k3")
         sums["mismatch_kl"] = tokens.total(mismatch_T)
         if tokens.is_stale_T is not None:
-            # Weights of one version on both sides: what the engine does otherwise, without staleness.
+            # Engine and trainer with the same weights: the difference of the engines, without staleness.
             sums["mismatch_kl_current"] = tokens.total(mismatch_T.where(~tokens.is_stale_T, 0.0))
             sums["mismatch_abs"] = tokens.total(difference_T.abs())
             sums["mismatch_abs_current"] = tokens.total(difference_T.abs().where(~tokens.is_stale_T, 0.0))
@@ -97,9 +97,9 @@ def update_statistics(
 
 @torch.no_grad()
 def router_shift_statistics(tokens: PolicyTokens, floor: float) -> dict[str, Tensor]:
-    """Return the sums over trained tokens of the router-shift ratio, and of those below `floor`."""
+    """Return the sum of the router-shift ratio over trained tokens, and the number of ratios below `floor`."""
     shift_T = tokens.router_shift_T
-    if shift_T is None:  # the policy is the old one
+    if shift_T is None:  # the policy still is the old policy
         shift_T = torch.ones_like(tokens.logprobs_T)
     return {
         "router_shift": tokens.total(shift_T.double()),
@@ -122,11 +122,11 @@ TOKEN_MEANS = {
     "mismatch_kl": "rollout/mismatch_kl_nats",
     "correction_masked": "rollout/importance_sampling_masked_fraction",
 }
-"""Metric of each sum that is reported as a mean over trained tokens."""
+"""Metric name of each sum that is reported as a mean over trained tokens."""
 
 
 def update_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield the metrics of an update from its statistics over the world and all microbatches."""
+    """Yield the metrics of an update from its statistics, reduced over the world and all microbatches."""
     count, sequences = sums["count"], sums["sequences"]
     for name, metric in TOKEN_MEANS.items():
         if name in sums:
@@ -137,7 +137,7 @@ def update_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> It
         yield Metric(f"policy/clip_ratio_{side}_sequences", sums[f"clipped_{side}_sequences"], sequences)
     mean = sums["ratio_minus_1"] / count
     yield Metric("policy/ratio_mean", count + sums["ratio_minus_1"], count)
-    # Moments about 1, so that the small variance of numbers near 1 is not lost in rounding.
+    # Moments about 1, so that rounding does not swamp the small variance of ratios near 1.
     yield Metric("policy/ratio_variance", max(0.0, sums["ratio_minus_1_squared"] - count * mean**2), count)
     yield Metric("policy/log_ratio_max", maxima["log_ratio"])
     yield Metric("policy/log_ratio_min", -maxima["minus_log_ratio"])
@@ -146,7 +146,7 @@ def update_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> It
 
 
 def staleness_metrics(sums: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield, from the same statistics, which tokens older weights sampled, and the mismatch of the others."""
+    """Yield, from the same statistics, the fraction of stale tokens and the mismatch of current tokens."""
     num_current = sums["count"] - sums["stale"]
     yield Metric("rollout/stale_fraction", sums["stale"], sums["count"])
     if num_current:

@@ -1,7 +1,8 @@
-"""Objectives of the policy, to be minimised: a weighted sum over tokens, and a count.
+"""Policy losses: each returns a weighted sum over tokens, to be minimised, and a count.
 
-Each is the closed form of the paper that config/rl/loss.py names. The ratio r of a token is its probability under the
-policy over that under the old policy, which the completions come from; A is its advantage, sg stops the gradient.
+Each loss is the closed form in the paper that config/rl/loss.py cites. The ratio r of a token is its probability under
+the policy divided by its probability under the old policy, which sampled the completions. A is the token's advantage,
+and sg stops the gradient.
 """
 
 import math
@@ -26,25 +27,25 @@ from mcore_rl.rl.objectives.policy_tokens import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """Loss of one microbatch on this rank, and what is reported of it."""
+    """Loss of one microbatch on this rank, with statistics for metrics."""
 
     loss: Tensor
     """Weighted sum over the trained tokens, with gradient."""
     count: Tensor
-    """int32: trained tokens, by whose number over the world the sum is divided once."""
+    """int32: number of trained tokens; the sum is divided once, by the world's total."""
     sums: dict[str, Tensor]
-    """Statistics to be added up over the world."""
+    """Statistics to be summed over the world."""
     maxima: dict[str, Tensor]
-    """Statistics whose maximum over the world is wanted."""
+    """Statistics to be maximised over the world."""
 
 
 TokenObjective = Callable[[PolicyTokens, Axis], TokenLoss]
-"""Function from the tokens of a microbatch and the context-parallel ranks to the loss of each token. Collective over
-these ranks, in the forward only."""
+"""Function from a microbatch's tokens and the context-parallel axis to the loss of each token. Collective over this
+axis, in the forward pass only."""
 
 
 class KlTerm(NamedTuple):
-    """KL to the reference policy that is added to the loss."""
+    """KL to the reference policy, as a term of the loss."""
 
     coeff: float
     estimator: str
@@ -57,19 +58,19 @@ class Objective:
 
     token_loss: TokenObjective
     shift_floor: float | None = None
-    """Least router-shift ratio with which `token_loss` multiplies ratios; None: it does not."""
+    """Lower bound of the router-shift ratio, by which `token_loss` multiplies ratios. None: it is not used."""
     correction: Correction | None = None
-    """Importance-sampling correction of `token_loss` for other logprobs of the rollout engine; None: there is none."""
+    """Importance-sampling correction of `token_loss` for the rollout-training mismatch. None: no correction."""
     kl: KlTerm | None = None
     teacher_coeff: float | None = None
-    """Coefficient of the KL to a teacher, of tokens that have one; None: it is not in the loss."""
+    """Coefficient of the KL to a teacher, at tokens with teacher logprobs. None: no such term."""
     entropy_coeff: float = 0.0
-    """Coefficient of the entropy, which is raised."""
+    """Coefficient of the entropy bonus."""
 
 
 def policy_loss(tokens: PolicyTokens, objective: Objective, cp: Axis) -> PolicyLoss:
-    """Collective over `cp` (in the forward only): the loss of the tokens, corrected for a rollout engine whose logprobs
-    differ, plus the KL penalty, plus the KL to a teacher, minus the entropy bonus.
+    """Collective over `cp` (in the forward pass only): return the policy's loss: the token loss, corrected for the
+    rollout-training mismatch, plus the KL penalty, plus the KL to a teacher, minus the entropy bonus.
     """
     token_loss = objective.token_loss(tokens, cp)
     correction_T = None
@@ -99,14 +100,14 @@ def policy_loss(tokens: PolicyTokens, objective: Objective, cp: Axis) -> PolicyL
 
 
 def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip, *, dual_clip: float | None) -> TokenLoss:
-    """-min(r A, clip(r) A) (PPO, arXiv 1707.06347); with `dual_clip`, where A < 0, at most -dual_clip A
+    """Return -min(r A, clip(r) A) (PPO, arXiv 1707.06347); with `dual_clip`, at most -dual_clip A where A < 0
     (arXiv 1912.09729).
     """
     ratio_T = bounded_exp(log_ratio_T)
     objective_T = torch.minimum(
         ratio_T * advantages_T, ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T
     )
-    # The minimum takes the clipped side, which has no gradient, only where the ratio has moved with the advantage.
+    # The minimum picks the clipped side, which has no gradient, only if the ratio moved with the advantage.
     low_T = (ratio_T < 1 - clip.low) & (advantages_T < 0)
     high_T = (ratio_T > 1 + clip.high) & (advantages_T > 0)
     if dual_clip:
@@ -117,11 +118,11 @@ def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip, *, dual_clip:
 
 
 def weighted_logprob(log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, clip: Clip) -> TokenLoss:
-    """-sg[clip(r)] A log p: a token outside the clip weighs less but keeps its gradient."""
+    """Return -sg[clip(r)] A log p: a clipped token has a bounded weight but keeps its gradient."""
     ratio_T = bounded_exp(log_ratio_T.detach())
     finite_T = logprobs_T.masked_fill(logprobs_T == -torch.inf, 0.0)
     loss_T = -ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T * finite_T
-    # A token without an advantage has no gradient that a clip could change.
+    # A token with zero advantage has no gradient for the clip to change.
     has_signal_T = advantages_T != 0
     return TokenLoss(
         loss_T, (ratio_T < 1 - clip.low) & has_signal_T, (ratio_T > 1 + clip.high) & has_signal_T
@@ -129,7 +130,7 @@ def weighted_logprob(log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tens
 
 
 def squared_error(log_ratio_of_sequence_T: Tensor, advantages_T: Tensor, *, tau: float) -> TokenLoss:
-    """(A - tau R)^2 with the log-ratio R of the whole sequence; nothing is clipped."""
+    """Return (A - tau R)^2 with the log-ratio R of the whole sequence; nothing is clipped."""
     never_T = torch.zeros_like(advantages_T, dtype=torch.bool)
     return TokenLoss((advantages_T - tau * log_ratio_of_sequence_T).square(), never_T, never_T)
 
@@ -137,8 +138,8 @@ def squared_error(log_ratio_of_sequence_T: Tensor, advantages_T: Tensor, *, tau:
 def clipped_geometric_mean(
     log_ratio_T: Tensor, sequence_T: Tensor, lengths_N: Tensor, advantages_T: Tensor, clip: Clip, cp: Axis
 ) -> TokenLoss:
-    """Collective over `cp`: -A times the geometric mean over a sequence of its ratios, each of them clipped on the side
-    to which the advantage pushes it (GMPO, arXiv 2507.20673).
+    """Collective over `cp`: return -A times the geometric mean of a sequence's ratios, each clipped on the side to
+    which the advantage pushes it (GMPO, arXiv 2507.20673).
     """
     log_low, log_high = math.log1p(-clip.low), math.log1p(clip.high)
     low_T = (log_ratio_T < log_low) & (advantages_T < 0)
@@ -149,7 +150,7 @@ def clipped_geometric_mean(
 
 
 def log_ratio_in_use(tokens: PolicyTokens, shift_floor: float | None) -> Tensor:
-    """Return log r, or log(r sg[max(gamma, floor)]) with the router-shift ratio gamma; 0 where nothing is trained."""
+    """Return log r, or log(r sg[max(gamma, floor)]) with the router-shift ratio gamma; 0 at untrained positions."""
     if shift_floor is None or tokens.router_shift_T is None:
         return tokens.log_ratio_T
     factor_T = tokens.router_shift_T.detach().clamp(min=shift_floor)
@@ -159,7 +160,7 @@ def log_ratio_in_use(tokens: PolicyTokens, shift_floor: float | None) -> Tensor:
 def grpo(
     tokens: PolicyTokens, cp: Axis, *, clip: Clip, dual_clip: float | None, shift_floor: float | None
 ) -> TokenLoss:
-    """Clipped ratios of tokens; PPO differs in the aggregation alone."""
+    """GRPO: clipped token ratios. PPO differs only in its default aggregation."""
     log_ratio_T = log_ratio_in_use(tokens, shift_floor)
     return clipped(log_ratio_T, tokens.advantages_T, clip, dual_clip=dual_clip)
 
@@ -167,9 +168,9 @@ def grpo(
 def gspo_token(
     tokens: PolicyTokens, cp: Axis, *, clip: Clip, dual_clip: float | None, shift_floor: float | None
 ) -> TokenLoss:
-    """s_t = sg[s] p_t / sg[p_t]: the sequence's ratio, with each token's own gradient and advantage.
+    """GSPO-token: clipped ratios s_t = sg[s] p_t / sg[p_t], the sequence's ratio with each token's own gradient.
 
-    With one advantage for each sequence, this is GSPO in value and gradient.
+    With a single advantage per sequence this equals GSPO, in value and gradient.
     """
     log_ratio_T = anchored_means(
         log_ratio_in_use(tokens, shift_floor), tokens.sequence_T, tokens.lengths_N, cp
@@ -178,7 +179,7 @@ def gspo_token(
 
 
 def rspo(tokens: PolicyTokens, cp: Axis, *, clip: Clip, shift_floor: float | None) -> TokenLoss:
-    """GMPO with ratios that are multiplied by the router-shift ratio before the clip."""
+    """RSPO: GMPO with ratios multiplied by the router-shift ratio before the clip."""
     log_ratio_T = log_ratio_in_use(tokens, shift_floor)
     return clipped_geometric_mean(
         log_ratio_T, tokens.sequence_T, tokens.lengths_N, tokens.advantages_T, clip, cp
@@ -186,20 +187,20 @@ def rspo(tokens: PolicyTokens, cp: Axis, *, clip: Clip, shift_floor: float | Non
 
 
 def kimi_k2(tokens: PolicyTokens, cp: Axis, *, tau: float) -> TokenLoss:
-    """Mean over sequences of (A - tau R)^2, to which each token contributes 1 / length."""
+    """Kimi K2: mean over sequences of (A - tau R)^2, to which each token contributes 1 / length."""
     means_T = anchored_means(tokens.log_ratio_T, tokens.sequence_T, tokens.lengths_N, cp)
-    # The sum R is the mean times the length; the aggregation divides the gradient by the length again.
+    # R, a sum, is the mean times the length; the aggregation divides the gradient by the length again.
     log_ratio_of_sequence_T = means_T * tokens.lengths_N[tokens.sequence_T]
     return squared_error(log_ratio_of_sequence_T, tokens.advantages_T, tau=tau)
 
 
 def cispo(tokens: PolicyTokens, cp: Axis, *, clip: Clip) -> TokenLoss:
-    """Logprobs weighted by clipped ratios of tokens."""
+    """CISPO: logprobs weighted by clipped token ratios."""
     return weighted_logprob(tokens.log_ratio_T, tokens.logprobs_T, tokens.advantages_T, clip)
 
 
 def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, estimator: str, gradient: str) -> Tensor:
-    """Return KL(policy || reference) at sampled tokens: the value of `estimator`, with its own gradient or k2's."""
+    """Return KL(policy || reference) at sampled tokens: the value of `estimator`, with its own or k2's gradient."""
     value_T = kl_estimate(logprobs_T, reference_T, estimator)
     if gradient == "estimator":
         return value_T
@@ -209,11 +210,11 @@ def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, estimator: str, gradient
 
 @torch.no_grad()
 def importance_sampling_weights(tokens: PolicyTokens, correction: Correction, cp: Axis) -> Tensor:
-    """Collective over `cp`: weight of each token that corrects for a rollout engine whose logprobs are not those of
-    the old policy, by the ratio of the two.
+    """Collective over `cp`: return each token's weight that corrects for the rollout-training mismatch, from the ratio
+    of its probabilities under the old policy and the rollout engine.
 
-    `truncate` caps the weights (truncated importance sampling), `mask` sets those outside the bounds to 0 (masked
-    importance sampling); both take a token's ratio, or with `sequence_` the geometric mean of its sequence.
+    `truncate` caps the weights (truncated importance sampling); `mask` sets weights outside the bounds to 0 (masked
+    importance sampling). Both use the token's ratio, or with `sequence_` the geometric mean over its sequence.
     """
     assert tokens.rollout_logprobs_T is not None, "rl.loss.importance_sampling needs the rollout's logprobs"
     log_weight_T = log_difference(tokens.old_logprobs_T, tokens.rollout_logprobs_T).where(tokens.mask_T, 0.0)

@@ -1,12 +1,12 @@
-"""The router-shift ratio of RSPO (arXiv 2510.23027): how far the routers moved between the old policy and the policy.
+"""The router-shift ratio of RSPO (arXiv 2510.23027): how far routers moved between the old policy and the policy.
 
-For a token with the K experts that the old policy used in each of L layers it is
+For a token routed to K experts in each of L layers by the old policy, it is
 
     gamma = exp(-1/L sum_l 1/K sum_k |log r_l(e_k) - log r_old,l(e_k)|),
 
 where r are a router's scores before any bias or normalisation over the chosen experts: the softmax over all experts, or
-their sigmoids. The pass for old logprobs records log r_old, the forward pass of the update compares with it. Whether
-routes are imposed in either makes no difference to what is compared.
+their sigmoids. The pass for old logprobs records log r_old, and the update's forward pass compares its scores with it.
+The comparison is the same whether or not routes are imposed in these passes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,16 +27,16 @@ from mcore_rl.replay.storage import RouteStorage
 from mcore_rl.replay.witness import OnCall, RouterWatch
 
 EXPERT_BYTES, SCORE_BYTES = 2, 4
-"""Bytes of a recorded expert (int16) and of its score (float32)."""
+"""Bytes of a recorded expert id (int16) and of its score (float32)."""
 UNUSED = -1
-"""Expert of a choice that was dropped for want of room, and is not compared."""
+"""Expert id that marks a choice dropped for lack of capacity, which is not compared."""
 
 Samples = tuple[int, ...]
-"""Samples of a microbatch, which name it: a rank has each sample of a rollout batch in one microbatch."""
+"""Samples of a microbatch, as its key: each sample of a rollout batch is in only one microbatch of a rank."""
 
 
 def log_scores(router: TopKRouter, logits_tE: Tensor) -> Tensor:
-    """Return the logarithms, float32 `[t, E]`, of the scores that a router gives to all experts; no gradient."""
+    """Return the logarithm of a router's scores for all experts, float32 `[t, E]`, without gradient."""
     logits_tE = logits_tE.detach().float()
     if router.score_function == "softmax":
         return logits_tE.log_softmax(1)
@@ -45,12 +45,12 @@ def log_scores(router: TopKRouter, logits_tE: Tensor) -> Tensor:
 
 
 def layer_shift(old_tK: Tensor, experts_tK: Tensor, scores_tE: Tensor) -> Tensor:
-    """Return 1/K sum_k |log r(e_k) - log r_old(e_k)| of each token in one layer, `[t]`.
+    """Return 1/K sum_k |log r(e_k) - log r_old(e_k)| for each token in one layer, `[t]`.
 
     Args:
-        old_tK: logarithms of the old router's scores of the experts that were used.
-        experts_tK: these experts; UNUSED ones do not count.
-        scores_tE: logarithms of the present router's scores of all experts.
+        old_tK: log scores of the old router for the experts that it used.
+        experts_tK: ids of these experts; UNUSED entries do not count.
+        scores_tE: log scores of the current router for all experts.
     """
     is_used_tK = experts_tK != UNUSED
     moved_tK = (scores_tE.gather(1, experts_tK.long().clamp_min(0)) - old_tK).abs() * is_used_tK
@@ -58,10 +58,11 @@ def layer_shift(old_tK: Tensor, experts_tK: Tensor, scores_tE: Tensor) -> Tensor
 
 
 class RouterShift:
-    """Scores of the old policy's routers on a rollout batch, and the shift of the routers in its updates.
+    """Records the old policy's router scores on a rollout batch, and computes the routers' shift in its updates.
 
-    Scores stay on the rank that recorded them: an update runs the microbatches of the pass for old logprobs. Each
-    pipeline stage sums the shifts in its layers, and sends the sums to the last one, which computes the loss.
+    Scores stay on the rank that recorded them, because an update runs the same microbatches as the pass for old
+    logprobs. Each pipeline stage sums the shifts over its layers and sends the sums to the last stage, which computes
+    the loss.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class RouterShift:
             chunks: this rank's pipeline chunks.
             mesh: the mesh that trains.
             model: the whole model.
-            config: where scores are stored: where routes are.
+            config: `replay`; scores are stored where routes are (`replay.store`).
         """
         self._chunks, self._mesh = list(chunks), mesh
         self._layers = {chunk: routed_layers([chunk]) for chunk in chunks}
@@ -85,25 +86,25 @@ class RouterShift:
         self._device = next(chunks[0].parameters()).device
         self._storage = RouteStorage(config.store, self._device)
         self._blocks: dict[tuple[Samples, int], int] = {}
-        """Storage block by microbatch and index of the chunk."""
+        """Storage block by microbatch and chunk index."""
         self._calls: dict[int, tuple[Tensor, Tensor]] = {}
         """Experts and old scores `[t, K]` of the running chunk, by layer."""
         self._running: int | None = None
-        """Microbatch whose forward pass is in progress; None in recomputation."""
+        """Index of the microbatch in its forward pass; None during recomputation."""
         self._sums: dict[int, Tensor] = {}
-        """Sum over this stage's layers, `[t]`, by microbatch, until it is sent or taken."""
+        """Shift summed over this stage's layers, `[t]`, by microbatch, until the update ends or the sum is sent."""
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
         self._num_taken = 0
 
     def forget(self) -> None:
-        """Forget the scores of the rollout batch, and free their memory."""
+        """Drop the scores of the rollout batch and free their memory."""
         for block in self._blocks.values():
             self._storage.drop(block)
         self._blocks.clear()
 
     @contextmanager
     def recording(self, layouts: Sequence[MicrobatchLayout], routing: Routing) -> Iterator[Routing]:
-        """Yield `routing` for a pass that records the scores of the experts that its routers use."""
+        """Context for a pass that records the scores of the experts its routers use. Yields its routing."""
 
         def on_call(layer: int, router: TopKRouter, logits: Tensor, gates: Tensor, used_tE: Tensor) -> None:
             if self._running is not None:
@@ -128,9 +129,9 @@ class RouterShift:
 
     @contextmanager
     def comparing(self, layouts: Sequence[MicrobatchLayout], routing: Routing) -> Iterator[Routing]:
-        """Yield `routing` for an update that compares the scores of its routers with the recorded ones.
+        """Context for an update that compares its routers' scores with the recorded scores. Yields its routing.
 
-        Its head calls `take` for each microbatch, in order.
+        The update's head calls `take` for each microbatch, in order.
         """
         mesh, self._num_taken = self._mesh, 0
 
@@ -149,7 +150,7 @@ class RouterShift:
                 yield
             assert not self._calls, f"no router of layers {sorted(self._calls)} was asked"
             if chunk is self._chunks[-1] and not mesh.is_last_stage:
-                # The last stage ends this microbatch later than this one does, and never waits for the message.
+                # The last stage finishes this microbatch later than this stage, so the message never delays it.
                 shift_t = self._sums.pop(index)
                 last = dist.get_global_rank(mesh.pp.group, mesh.pp.size - 1)
                 self._sent.append((dist.isend(shift_t, last, tag=index), shift_t))
@@ -163,19 +164,19 @@ class RouterShift:
         self._sums.clear()
 
     def take(self) -> Tensor:
-        """Collective over the tensor-parallel ranks of the last stage: return gamma, float32 `[T]`, of the next
-        microbatch, for the positions of this context-parallel rank; it is 1 at padding.
+        """Collective over the tensor-parallel ranks of the last stage: return gamma of the next microbatch, float32
+        `[T]`, at this context-parallel rank's positions; 1 at padding.
         """
         mesh, index, self._num_taken = self._mesh, self._num_taken, self._num_taken + 1
-        # Not popped: the routing of the last chunk, inside which a schedule may call the head, still has it.
+        # Not popped: a schedule may call the head inside the last chunk's routing, which still uses the sum.
         sum_t = self._sums[index]
         for stage in range(mesh.pp.size - 1):
             part_t = torch.empty_like(sum_t)
-            # Through the world's group: between two ranks, no message of the pipeline's own is in the way.
+            # Through the world's group, so that the pipeline's own messages between two ranks do not interfere.
             dist.recv(part_t, dist.get_global_rank(mesh.pp.group, stage), tag=index)
             sum_t = sum_t + part_t
         if mesh.sequence_parallel:
-            # Each rank's routers see one contiguous part of the positions.
+            # Each rank's routers see a contiguous part of the positions.
             sum_T = sum_t.new_empty(len(sum_t) * mesh.tp.size)
             dist.all_gather_into_tensor(sum_T, sum_t, group=mesh.tp.group)
         else:
@@ -201,12 +202,12 @@ class RouterShift:
             self._calls.clear()
 
     def _num_tokens(self, layout: MicrobatchLayout) -> int:
-        """Return the number of tokens of a microbatch that this rank's routers see."""
+        """Return the number of a microbatch's tokens that this rank's routers see."""
         parts = self._mesh.tp.size if self._mesh.sequence_parallel else 1
         return layout.row_length * len(layout.rows) // self._mesh.cp.size // parts
 
     def _recorded(self, chunk: nn.Module, layout: MicrobatchLayout) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the recorded experts and scores of a microbatch, by layer of a chunk; none where it has no sample."""
+        """Return a microbatch's recorded experts and scores by layer of a chunk; empty without samples or routers."""
         samples, layers = _samples(layout), self._layers[chunk]
         if not samples or not layers:
             return {}
@@ -227,7 +228,7 @@ def _samples(layout: MicrobatchLayout) -> Samples:
 
 
 def _encoded(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the experts and then the scores of all layers of a chunk as bytes, uint8 `[t, w]`."""
+    """Return the experts, then the scores, of all layers of a chunk as bytes, uint8 `[t, w]`."""
     experts, scores = zip(*calls, strict=True)
     parts = [torch.cat(experts, 1).to(torch.int16), torch.cat(scores, 1)]
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)

@@ -1,1 +1,1 @@
-"""Processes that run functions of the user's own: rewards, environments, tools."""
+"""Worker processes for user-defined functions: rewards, environments, tools."""

@@ -1,4 +1,4 @@
-"""Failures of functions of the user's own, as records that can be counted, shown, and sent between processes."""
+"""Failures of user-defined functions, as records that can be counted, shown, and sent between processes."""
 
 import traceback
 from dataclasses import dataclass
@@ -6,26 +6,26 @@ from types import FrameType, TracebackType
 from typing import Literal, Self
 
 MAX_TEXT = 2000
-"""Characters of an error's text or of a reason that leave a worker; what is longer is cut in the middle."""
+"""Longest error text or reason that a worker sends, in characters; longer text is cut in the middle."""
 MAX_TRACEBACK = 8000
-"""Characters of a traceback that leave a worker."""
+"""Longest traceback that a worker sends, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedScore:
-    """Reason why a function, or an environment, gave no number."""
+    """Reason why a function or environment returned no usable number."""
 
     kind: Literal["raised", "not_finite", "bad_steps", "bad_reply", "template", "timeout", "died"]
     text: str
-    """One sentence: class and text of an exception, or what was returned or happened."""
+    """One sentence: class and text of the exception, or a description of the problem."""
     error: str = ""
-    """Name of the exception's class; empty where none was raised."""
+    """Class name of the exception; empty if none was raised."""
     traceback: str = ""
-    """Traceback of the exception from the function on; empty where none was raised."""
+    """Traceback, starting at the user's function; empty if no exception was raised."""
 
 
 class CaughtException:
-    """Catches an exception of any kind inside: it comes from the user's code, and is counted."""
+    """Context that catches any `Exception` from the user's code inside, to be counted as a failure."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -40,12 +40,12 @@ class CaughtException:
         return isinstance(error, Exception)
 
     def failure(self, own_file: str) -> FailedScore:
-        """Return the failure that was caught, with its traceback from the first frame that is not of `own_file`."""
+        """Return the caught failure, with its traceback from the first frame outside `own_file`."""
         error = self.error
         assert error is not None
         frames = error.__traceback__
         while frames is not None and _file(frames.tb_frame) == own_file:
-            frames = frames.tb_next  # our own, above the function
+            frames = frames.tb_next  # our own frames, above the user's function
         name = type(error).__name__
         text, shown = f"{name}, whose text cannot be made", ""
         with CaughtException():
@@ -55,7 +55,7 @@ class CaughtException:
 
 
 def cut(text: str, most: int) -> str:
-    """Return `text`, or where it is longer than `most` characters its beginning, a note, and its end."""
+    """Return `text`; if longer than `most` characters, its beginning, a note, and its end."""
     if len(text) <= most:
         return text
     end = most // 4

@@ -1,4 +1,4 @@
-"""A pool of processes for functions of the user's own: one that hangs, crashes or raises costs one job, not the run."""
+"""Process pool for user-defined functions: a function that hangs, crashes or raises costs one job, not the run."""
 
 import gc
 import logging
@@ -24,21 +24,21 @@ from mcore_rl.processes.process_tree import END_TREE, REQUESTS, supervise
 from mcore_rl.rl.workers.failure import FailedScore
 
 GRACE_S = 1.0
-"""Seconds after its time-out at which a worker that has not ended itself is killed."""
+"""Seconds after its timeout at which a worker that has not exited is killed."""
 PATIENCE_S = 5.0
-"""Seconds that a dying process is given to end, so that its exit status is known."""
+"""Seconds to wait for a dying process to exit, so that its exit status is known."""
 MAX_HANDED = 16
-"""Most jobs that a process is handed at a time: a message for each takes longer than many a reward."""
+"""Most jobs sent to a process at a time: a message per job would take longer than many rewards do."""
 ENDING_S = 10.0
-"""Seconds that a process is given to end its descendants and itself; then it is killed."""
+"""Seconds that a process has to end its descendants and itself before it is killed."""
 Work = Callable[[Any], Any]
-"""Function from a job to its outcome, both of which can be pickled."""
+"""Function from a job to its outcome; both must be picklable."""
 
 
 class WorkerPool:
-    """Forked processes that share jobs; a process whose job takes longer than `timeout_s` is replaced.
+    """Forked processes that share jobs. A process is replaced if a job takes longer than `timeout_s`.
 
-    With a process ends everything that it has started: see `process_tree.supervise`.
+    When a process ends, everything that it started ends too (`process_tree.supervise`).
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class WorkerPool:
         """Start the processes.
 
         Args:
-            work: what a process does with a job; an exception in it ends the process.
+            work: function that a process runs on each job; an exception in it ends the process.
             workers: number of processes.
-            timeout_s: seconds for one job.
-            max_memory_gib: GiB of address space that a process may take beyond what it inherits; None: no limit.
-            grace_s: seconds after `timeout_s` until a process that has not ended itself is killed.
+            timeout_s: time limit of a job in seconds.
+            max_memory_gib: GiB of address space that a process may use beyond its size at the start; None: no limit.
+            grace_s: seconds after `timeout_s` at which a process that has not exited is killed.
         """
         self._work = work
         self._grace_s = grace_s
         self._max_memory_gib = max_memory_gib
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        """Lock of the two below, and of starts: a process that two threads fork at a time would have both pipes."""
+        """Guards the fields below, and starts: if two threads forked at once, a process would inherit both pipes."""
         self._is_closed = False
         self._num_workers = workers
         self._idle = [self._start() for _ in range(workers)]
@@ -76,7 +76,7 @@ class WorkerPool:
         self.close()
 
     def close(self) -> None:
-        """End the processes; those that other threads are waiting for end with their jobs."""
+        """End the processes; a process that another thread waits for ends after its jobs."""
         with self._changed:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -84,34 +84,35 @@ class WorkerPool:
             worker.stop(PATIENCE_S)
 
     def run(self, jobs: Sequence[Any]) -> list[Any]:
-        """Return what `work` returned for each job, in order; a FailedScore for one that took too long or whose process
-        died. Several threads may call it at the same time: the processes are shared between them.
+        """Return the outcome of each job in order, or a FailedScore if the job took too long or its process died.
+
+        Several threads may call this at the same time and share the processes.
         """
         outcomes: list[Any] = [FailedScore("died", "not done")] * len(jobs)
         waiting = deque(range(len(jobs)))
         busy: dict[Connection, _Busy] = {}
         while waiting or busy:
-            # With jobs of its own in progress a thread waits for these, without any for a process.
+            # A thread with jobs in progress waits for them; a thread without any waits for an idle process.
             while waiting and (idle := self._take(waits=not busy)) is not None:
-                # Ever fewer: those behind a slow one wait for it while other processes may be idle.
+                # Ever smaller batches: jobs behind a slow job wait for it while other processes may be idle.
                 count = max(1, min(MAX_HANDED, len(waiting) // (4 * self._num_workers)))
                 handed = deque(waiting.popleft() for _ in range(count))
                 worker = self._hand(idle, [jobs[index] for index in handed])
                 busy[worker.pipe] = _Busy(worker, handed, self._deadline())
-            patience = max(0.0, min(one.deadline for one in busy.values()) - time.monotonic())
+            patience = max(0.0, min(batch.deadline for batch in busy.values()) - time.monotonic())
             ready = set(wait(list(busy), timeout=patience))
-            for pipe, one in list(busy.items()):
-                is_late = time.monotonic() >= one.deadline
-                if (pipe in ready or is_late) and self._collect(one, outcomes, is_late):
+            for pipe, batch in list(busy.items()):
+                is_late = time.monotonic() >= batch.deadline
+                if (pipe in ready or is_late) and self._collect(batch, outcomes, is_late):
                     del busy[pipe]
-                    waiting.extendleft(reversed(one.handed))
+                    waiting.extendleft(reversed(batch.handed))
         return outcomes
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s + self._grace_s
 
     def _take(self, *, waits: bool) -> "_Worker | None":
-        """Return an idle worker; None where there is none and `waits` is false."""
+        """Return an idle worker; if all are busy, wait for a worker if `waits`, else return None."""
         with self._changed:
             if waits:
                 self._changed.wait_for(lambda: self._idle)
@@ -126,7 +127,7 @@ class WorkerPool:
         worker.stop(PATIENCE_S)
 
     def _hand(self, worker: "_Worker", jobs: list[Any]) -> "_Worker":
-        """Give jobs to a worker and return the worker; one that died since its last job is replaced."""
+        """Send jobs to a worker and return it, or its replacement if it died since its last job."""
         try:
             worker.pipe.send(jobs)
         except OSError:
@@ -135,16 +136,16 @@ class WorkerPool:
             worker.pipe.send(jobs)
         return worker
 
-    def _collect(self, one: "_Busy", outcomes: list[Any], is_late: bool) -> bool:
-        """Take the outcomes that are there out of what `one` was handed, and return whether it does no more.
+    def _collect(self, batch: "_Busy", outcomes: list[Any], is_late: bool) -> bool:
+        """Store the outcomes that the worker has sent, and return whether it will send no more of the batch.
 
-        A worker without an outcome, late or dead, is replaced; what it was handed behind that job stays there.
+        A worker that is late or died is replaced, and its current job fails; later jobs stay in `batch.handed`.
         """
-        worker, handed = one.worker, one.handed
+        worker, handed = batch.worker, batch.handed
         try:
             while handed and worker.has_outcome():
                 outcomes[handed.popleft()] = worker.pipe.recv()
-                one.deadline, is_late = self._deadline(), False
+                batch.deadline, is_late = self._deadline(), False
             if not handed:
                 self._give_back(worker)
                 return True
@@ -169,9 +170,9 @@ class WorkerPool:
                 target=_start_serving, args=(serve, theirs, ours, os.getpid()), daemon=True
             )
             collects = gc.isenabled()
-            gc.disable()  # until the child has set aside what it inherits, perhaps tensors on a GPU
+            gc.disable()  # until the child has frozen the objects it inherits, perhaps tensors on a GPU
             with warnings.catch_warnings():
-                # Python 3.12 warns of locks that other threads may hold; a worker takes none of theirs.
+                # Python 3.12 warns about locks of other threads; a worker takes none of them.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
             if collects:
@@ -186,13 +187,13 @@ class _Worker:
     pipe: Connection
 
     def has_outcome(self) -> bool:
-        """Return whether there is something to be read: an outcome, or the end. Connection.poll takes far longer."""
+        """Return whether an outcome or the end of the pipe can be read. Connection.poll is far slower."""
         poll = select.poll()
         poll.register(self.pipe, select.POLLIN)
         return bool(poll.poll(0))
 
     def stop(self, patience_s: float) -> int | None:
-        """Close the pipe, end the process and its descendants if it has not ended after `patience_s`, and return its
+        """Close the pipe, end the process and its descendants if it has not exited after `patience_s`, and return the
         exit status.
         """
         self.pipe.close()
@@ -209,13 +210,13 @@ class _Worker:
 class _Busy:
     worker: _Worker
     handed: deque[int]
-    """Indices of the jobs that it was handed and has not done, in its order."""
+    """Indices of the jobs that were sent to the worker and are not done, in order."""
     deadline: float
-    """Time at which the first of them is late."""
+    """Time (monotonic, in seconds) at which the first of them is late."""
 
 
 def _start_serving(serve: "partial[None]", theirs: Connection, ours: Connection, parent: int) -> None:
-    """Work in a process of its own, under this one; only the worker itself has its end of the pipe then."""
+    """Serve in a child process; this supervising process then closes its copy of the worker's end of the pipe."""
     ours.close()
     gc.freeze()
     supervise(serve, parent, after_start=theirs.close)
@@ -227,13 +228,13 @@ def _serve(
     timeout_s: float,
     max_memory_gib: float | None,
 ) -> None:
-    """Work until the other end is closed, by the parent or by its death."""
+    """Serve jobs until the parent closes its end of the pipe or dies."""
     gc.enable()
-    torch.set_num_threads(1)  # OpenMP's threads were not copied: a function of the user's may compute
+    torch.set_num_threads(1)  # a forked process has no OpenMP threads, and user code may compute
     for number in REQUESTS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, even inside C code
-    # It warns that its time-outs are off: ours is on.
+    # It warns that its own timeouts are off; ours are on.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     if max_memory_gib is not None:
         _limit_memory(max_memory_gib)
@@ -250,7 +251,7 @@ def _serve(
 
 
 def _limit_memory(max_memory_gib: float) -> None:
-    """Limit the address space of this process, and of each that it starts, to what it has now and so much more."""
+    """Limit the address space of this process and its children to its current size plus `max_memory_gib`."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = psutil.Process().memory_info().vms + int(max_memory_gib * 2**30)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
