@@ -1,4 +1,4 @@
-"""The losses that Megatron's modules add and record by themselves: balance, router z, multi-token prediction."""
+"""Losses that Megatron's modules add and record: load balancing, router z-loss, multi-token prediction."""
 
 import torch
 import torch.distributed as dist
@@ -11,17 +11,17 @@ from mcore_rl.train.state import TrainState
 
 
 def take_auxiliary_losses(state: TrainState) -> list[Metric]:
-    """Collective over the world: the losses since the last call; clears their records.
+    """Collective over the world: return the losses since the last call and clear their records.
 
     Returns:
-        Balance and z-loss as means over tokens and layers, the loss of multi-token prediction as the mean over tokens
-        and depths; losses that no training pass has computed are left out.
+        Balancing and z-loss as means over tokens and layers, and multi-token-prediction loss as the mean over tokens
+        and depths. Losses that no training pass has computed are left out.
     """
     return [*_router_losses(state), *_mtp_losses(state)]
 
 
 def _router_losses(state: TrainState) -> list[Metric]:
-    """Collective over the world: means over tokens, then over layers."""
+    """Collective over the world: return means over tokens, then over layers."""
     model = state.config.model
     has_balance = model.moe.balance != "none" and model.moe.aux_loss_coeff > 0
     if not (model.is_moe and (has_balance or model.moe.z_loss_coeff)):
@@ -34,7 +34,7 @@ def _router_losses(state: TrainState) -> list[Metric]:
             sums_3 = take_loss_sums(router)
             if sums_3 is not None:
                 sums_L3[layer] += sums_3
-    # Every rank has recorded its own tokens in its own layers.
+    # Every rank recorded its own tokens in its own layers.
     dist.all_reduce(sums_L3, group=state.mesh.world.group)
     sums_L3 = sums_L3[sums_L3[:, 2] > 0]
     if not len(sums_L3):
@@ -45,7 +45,7 @@ def _router_losses(state: TrainState) -> list[Metric]:
 
 
 def _mtp_losses(state: TrainState) -> list[Metric]:
-    """Collective over the world: cross entropy per token, the mean over the depths."""
+    """Collective over the world: return the cross entropy per token, averaged over depths."""
     depth = state.config.model.mtp_layers
     if not depth:
         return []
@@ -54,7 +54,7 @@ def _mtp_losses(state: TrainState) -> list[Metric]:
         if hasattr(chunk, "mtp_sums"):  # the chunk with the last stage's head, once it has trained
             totals += chunk.mtp_sums
             chunk.mtp_sums.zero_()
-    # Tensor-parallel ranks all hold the same sums and counts: their ratio does not change.
+    # All tensor-parallel ranks have the same sums and counts, which does not change the ratio.
     dist.all_reduce(totals, group=state.mesh.world.group)
     losses, counts = totals.unbind(1)
     if not counts.any():

@@ -1,4 +1,4 @@
-"""Translation of a training state to shards that are saved, and back."""
+"""Conversion of a training state to shards for a checkpoint, and back."""
 
 from dataclasses import asdict
 from typing import Any
@@ -47,7 +47,7 @@ def full_state(state: TrainState) -> dict[str, Any]:
 
 
 def _sharded(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Collective over the mesh: return the weights and the optimizer's state of one model as they are, as shards."""
+    """Collective over the mesh: return one model's weights and optimizer state as shards, without copying."""
     settle_weights(state.chunks)
     initialize_moments(state.optimizer)
     weights = weights_state(state.chunks, state.mesh)
@@ -64,9 +64,7 @@ def _sharded(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _critic_state(critic: TrainState) -> dict[str, Any]:
-    """Collective over the mesh: return the part of the critic that a resumed run needs, under keys that begin with
-    CRITIC.
-    """
+    """Collective over the mesh: return the critic's state for a resumed run, under keys that begin with CRITIC."""
     weights, moments = _sharded(critic)
     entries: dict[str, Any] = weights | {"optimizer": moments}
     add_prefix_for_sharding(entries, CRITIC)
@@ -77,7 +75,7 @@ def _critic_state(critic: TrainState) -> dict[str, Any]:
 
 
 def _wanted(state: TrainState, stored: StoredCheckpoint) -> dict[str, Any]:
-    """Collective over the mesh: return the weights' and the optimizer's shards to be filled from a checkpoint."""
+    """Collective over the mesh: return the shards of weights and optimizer to fill from a checkpoint."""
     initialize_moments(state.optimizer)
     wanted = without_absent_extras(weights_state(state.chunks, state.mesh), stored)
     wanted["optimizer"] = state.optimizer.sharded_state_dict(
@@ -90,7 +88,7 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
     """Collective over the mesh: load a checkpoint into `state`.
 
     Returns:
-        Lines for the log on differences from the run that was saved.
+        Log lines about differences from the saved run.
     """
     assert stored.marker is not None
     is_same_mesh = stored.marker.mesh == describe_mesh(state.mesh)
@@ -130,10 +128,10 @@ def _refuse_without_critic(stored: StoredCheckpoint) -> None:
 
 
 def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
-    """Load moments, main weights, step count and position in the schedule; settings come from the config."""
+    """Load moments, main weights, step count and schedule position. Settings come from the config."""
     inner = state.optimizer.chained_optimizers
     parts = _parts(state, loaded["optimizer"])
-    # Megatron would take rates, betas and decay from the checkpoint's parameter groups, or fail to find its own there.
+    # Megatron would take rates, betas and decay from the checkpoint's parameter groups, or fail if they do not match.
     groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
     steps = [{"step": group["step"]} for group in groups if "step" in group]
     step = steps[0] if steps else {}  # none before the first step
@@ -150,7 +148,7 @@ def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
 
 
 def _parts(state: TrainState, optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return the states of the optimizers that Megatron chains, one for each; it does not number a single optimizer."""
+    """Return the state of each optimizer in Megatron's chain. A single optimizer's state is not numbered."""
     count = len(state.optimizer.chained_optimizers)
     return [optimizer] if count == 1 else [optimizer[index] for index in range(count)]
 

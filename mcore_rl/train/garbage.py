@@ -1,13 +1,13 @@
-"""Python's garbage, collected by all ranks at the same time."""
+"""Python garbage collection at the same time on all ranks."""
 
 import gc
 from types import TracebackType
 
 
 class TimedGarbage:
-    """Collects garbage between units of work, and never within one, while it is entered.
+    """Context in which garbage is collected only between units of work, not within them.
 
-    Python collects when it has counted enough objects, on each rank at another time, and all ranks then wait for that
+    Python collects after a number of allocations, on each rank at a different time, and all ranks then wait for that
     rank in the next collective.
     """
 
@@ -39,6 +39,6 @@ class TimedGarbage:
             gc.collect()
 
     def collect(self) -> None:
-        """Collect where all ranks stop anyway."""
+        """Collect now, at a point where all ranks stop anyway."""
         if self._interval is not None:
             gc.collect()

@@ -1,4 +1,4 @@
-"""The loop that all trainings share: steps, evaluations, checkpoints, a clean stop; and training on given sequences."""
+"""The training loop: steps, evaluations, checkpoints, a clean stop; and training on a given data set."""
 
 import time
 from abc import ABC, abstractmethod
@@ -30,7 +30,7 @@ from mcore_rl.train.stop import StopRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run that is set up on this rank at the step from which it trains; made by mcore_rl.run.programs.open_run."""
+    """A run on this rank, set up at the step where training begins; made by mcore_rl.run.programs.open_run."""
 
     state: TrainState
     folder: RunFolder
@@ -42,11 +42,11 @@ class Run:
     request: StopRequest
 
     def stop_reason(self) -> str | None:
-        """Collective over the world, between steps: why the run ends at this step, the same on all ranks; None: it
-        does not.
+        """Collective over the world, between steps: return why the run ends at this step, the same on all ranks; None
+        if it does not end.
 
         Raises:
-            CheckpointError: where another attempt has become the writer of the folder.
+            CheckpointError: if another attempt has become the writer of the folder.
         """
         self.watchdog.begin("step")
         if self.state.platform.rank == 0:
@@ -55,7 +55,7 @@ class Run:
 
 
 class Trainer(ABC):
-    """Training on this rank: units of work, evaluations, checkpoints. Every method is collective over the world."""
+    """Trains on this rank: units of work, evaluations, checkpoints. Every method is collective over the world."""
 
     def __init__(self, run: Run) -> None:
         self.state = run.state
@@ -68,14 +68,14 @@ class Trainer(ABC):
 
     @abstractmethod
     def _step(self) -> None:
-        """Do one unit of work, which is one optimizer step or more, and log it."""
+        """Do a unit of work, at least one optimizer step, and log it."""
 
     @abstractmethod
     def _evaluate(self, *, is_last: bool) -> None:
-        """Log the measurements of every `train.eval_interval` steps and, with `is_last`, after all steps."""
+        """Evaluate and log the metrics, every `train.eval_interval` steps and, with `is_last`, after the last step."""
 
     def run(self) -> None:
-        """Train until all steps are done, which the folder then records, or a stop is asked for; save in both cases."""
+        """Train until all steps are done, which the folder then records, or a stop is requested; save in both cases."""
         progress, train = self.state.progress, self.state.config.train
         with self._garbage:
             while progress.step < train.steps:
@@ -93,7 +93,7 @@ class Trainer(ABC):
 
     def _evaluate_and_save_when_due(self) -> None:
         config, step = self.state.config, self.state.progress.step
-        # The last step's evaluation and checkpoint follow the loop.
+        # The evaluation and checkpoint of the last step come after the loop.
         if step < config.train.steps:
             if config.train.eval_interval and step % config.train.eval_interval == 0:
                 self._pause_to_evaluate(is_last=False)
@@ -102,7 +102,7 @@ class Trainer(ABC):
         self._log_saving(self.checkpoints.poll())
 
     def _pending_metrics(self) -> list[Metric]:
-        """Collective over the world: metrics that are gathered less often than every step, since they were last."""
+        """Collective over the world: return metrics that are gathered less often than every step."""
         return []
 
     def _pause_to_evaluate(self, *, is_last: bool) -> None:
@@ -122,13 +122,13 @@ class Trainer(ABC):
         self._log_saving(self.checkpoints.finish())
 
     def _log_saving(self, lines: Sequence[str]) -> None:
-        """Log `lines`, which came from `checkpoints`, and the metrics of saves that are complete."""
+        """Log `lines` from `checkpoints`, and the metrics of completed saves."""
         for line in lines:
             self.log.message(line)
         self.log.write_now(self.state.progress.step, self.checkpoints.take_metrics())
 
     def _report_skip(self, report: StepReport, *, is_critic: bool = False) -> None:
-        """Log a skipped step; TrainingError when more than `train.max_skipped` were skipped in a row."""
+        """Log a skipped step. Raises TrainingError after more than `train.max_skipped` consecutive skipped steps."""
         step, allowed = self.state.progress.step, self.state.config.train.max_skipped
         trained = self.state.critic if is_critic else self.state
         assert trained is not None
@@ -146,7 +146,7 @@ class Trainer(ABC):
             )
 
     def _refuse_unfinished_skips(self) -> None:
-        """Raise a TrainingError when the run ends with skipped steps: it is not known to be sound, and not done."""
+        """Raise a TrainingError if the run ends with skipped steps: its state may be bad, and it is not done."""
         progress = self.state.progress
         if progress.skipped_in_a_row:
             raise TrainingError(
@@ -157,21 +157,21 @@ class Trainer(ABC):
 
 
 class GivenDataTrainer(Trainer):
-    """Training on data that is given, not generated: a unit of work is one optimizer step."""
+    """Trains on given, not generated, data: a unit of work is an optimizer step."""
 
     def __init__(self, run: Run, seq_length: float) -> None:
         """Prepare this rank to train.
 
         Args:
             run: The run, open on all ranks.
-            seq_length: Positions of a sequence, on which attention's FLOPs depend; of packed sequences the mean that
-                a token attends to.
+            seq_length: Sequence length for attention's FLOPs; with packed sequences, the mean over tokens of the length
+                of their sequence.
         """
         super().__init__(run)
         state, config = run.state, run.state.config
         self._load = RouterLoad(state.chunks) if config.model.is_moe else None
         self._gathered_step = state.progress.step
-        """Step up to which the experts' load and the auxiliary losses are gathered."""
+        """Step up to which expert load and auxiliary losses have been gathered."""
         self._flops_per_token = train_flops_per_token(config.model, seq_length, config.lora)
         self._peak_flops = peak_flops(
             state.platform.device, config.platform.precision, config.log.peak_tflops
@@ -186,7 +186,7 @@ class GivenDataTrainer(Trainer):
         num_tokens: int,
         step_s: float,
     ) -> None:
-        """Log a step on `num_samples` samples with `num_tokens` tokens of the world; `metrics` only if it was taken."""
+        """Log a step on `num_samples` samples and `num_tokens` tokens of the world; `metrics` only if not skipped."""
         state, progress = self.state, self.state.progress
         logged = [
             Metric("train/lr", report.learning_rate),
@@ -217,7 +217,7 @@ class GivenDataTrainer(Trainer):
 
 
 class SupervisedTrainer(GivenDataTrainer):
-    """Training on given sequences by a loss per token: pretraining, fine-tuning."""
+    """Trains on given sequences with a loss per token: pretraining, fine-tuning."""
 
     def __init__(
         self,
@@ -234,11 +234,11 @@ class SupervisedTrainer(GivenDataTrainer):
         Args:
             run: The run, open on all ranks.
             head: The training objective.
-            train: Samples of all steps, by index; every rank reads its data-parallel share.
-            seq_length: Positions of a sequence, on which attention's FLOPs depend; of packed sequences the mean that
-                a token attends to.
-            valid: Samples of every evaluation, if any.
-            test: Samples of the evaluation after the last step, if any.
+            train: Samples for all steps, by index; every rank reads its data-parallel share.
+            seq_length: Sequence length for attention's FLOPs; with packed sequences, the mean over tokens of the length
+                of their sequence.
+            valid: Samples for every evaluation, if any.
+            test: Samples for the evaluation after the last step, if any.
         """
         super().__init__(run, seq_length)
         self._head = head

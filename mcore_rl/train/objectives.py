@@ -8,12 +8,12 @@ from mcore_rl.parallel.schedule import HeadOutput
 
 
 class NextTokenHead:
-    """Cross entropy of the next token, summed over the tokens that the loss mask counts."""
+    """Cross entropy of the next token, summed over tokens in the loss mask."""
 
     wants_losses = True
 
     def count(self, microbatch: LocalMicrobatch) -> Tensor:
-        """Return the number of tokens that the loss mask counts."""
+        """Return the number of tokens in the loss mask."""
         return microbatch.loss_mask_Bs.sum().to(torch.int)
 
     def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:

@@ -1,4 +1,4 @@
-"""Memory of models that are needed in some phases of a step only: between them it leaves the device."""
+"""Memory of models that are needed only in some phases of a step, and leave the device between them."""
 
 import os
 import tempfile
@@ -19,19 +19,19 @@ from mcore_rl.files import disk_errors_explained
 from mcore_rl.model.build import settle_weights
 
 PART_BYTES = 2**26
-"""Bytes that are copied to or from a file at a time."""
+"""Bytes to copy to or from a file at a time."""
 
 
 def store_on(device: torch.device, store: Store) -> Store:
-    """Return the store in use: a CPU's memory is main memory, so that "host" moves nothing there."""
+    """Return the store to use: on a CPU, device memory is main memory and "host" moves nothing."""
     return "device" if store == "host" and device.type == "cpu" else store
 
 
 class WaitingMemory:
-    """Memory of some tensors that is on the device inside `present` only.
+    """Memory of tensors that is on the device only inside `present`.
 
-    The tensors' storages stay and lose their bytes, so that all their views stay valid: of one flat buffer Megatron has
-    a view for each weight, and one for the optimizer's part of it.
+    Storages are resized to 0 bytes but kept, so that all their views stay valid: Megatron has views of a flat buffer
+    for each weight and for the optimizer's part of it.
     """
 
     def __init__(
@@ -47,28 +47,28 @@ class WaitingMemory:
         """Prepare; nothing moves before `leave`.
 
         Args:
-            tensors: the tensors as they are now. Tensors on another device, and empty tensors, are left alone.
-            store: where the bytes wait.
-            folder: a folder for "file"; the file has no name and ends with this process.
+            tensors: returns the current tensors. Tensors on another device and empty tensors are left alone.
+            store: where to store the bytes.
+            folder: folder for "file"; the file has no name and disappears with this process.
             device: the device that the bytes leave.
-            changes: whether the tensors may change while they are present; otherwise they are stored once.
-            is_scratch: whether the bytes are forgotten, because whoever comes next writes them before reading.
+            changes: whether the tensors may change while present; otherwise they are stored only once.
+            is_scratch: whether to discard the bytes, because they are always written before they are read.
         """
         self._tensors, self._folder, self._device = tensors, folder, device
         self._store: Store = store
         self._changes, self._is_scratch = changes, is_scratch
         self._num_users = 0
         self._away: list[tuple[UntypedStorage, int]] | None = None
-        """Storages without bytes, with their sizes; None: they are on the device."""
+        """Emptied storages with their sizes; None if they are on the device."""
         self._host: list[Tensor] = []
         self._file: IO[bytes] | None = None
         self.moved_bytes = 0
-        """Bytes that were copied from or to the device since the start."""
+        """Bytes copied from or to the device since the start."""
         self.moves_s = 0.0
-        """Seconds that this took; on CUDA those that the host took to queue copies of page-locked memory."""
+        """Seconds that this took; on CUDA only the host's time to queue copies of page-locked memory."""
 
     def leave(self) -> None:
-        """Store the bytes and free their memory on the device, unless they are in use or away."""
+        """Store the bytes and free their device memory, unless they are in use or already away."""
         if self._store == "device" or self._away is not None or self._num_users:
             return
         start_s = time.perf_counter()
@@ -82,7 +82,7 @@ class WaitingMemory:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Have the bytes on the device inside; it may be entered inside itself."""
+        """Context in which the bytes are on the device; it can be nested."""
         if self._away is not None:
             self._come_back(self._away)
         self._num_users += 1
@@ -106,7 +106,7 @@ class WaitingMemory:
         self.moved_bytes += sum(sizes)
         if self._store == "host":
             if [buffer.nbytes for buffer in self._host] != sizes:
-                self._host = []  # frees the old ones first
+                self._host = []  # frees the old bytes first
                 self._host = [_host_bytes(size, self._device) for size in sizes]
             for storage, copy_n in zip(storages, self._host, strict=True):
                 copy_n.copy_(_bytes_of(storage), non_blocking=True)
@@ -118,7 +118,7 @@ class WaitingMemory:
                 self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115  # until the end
             offset = 0
             for part_n in _parts_of(storages):
-                # A copy on CPUs too: a storage of which numpy has a view cannot be resized any more.
+                # A copy on CPUs too: a storage with a numpy view can no longer be resized.
                 rest = torch.empty_like(part_n, device="cpu").copy_(part_n).numpy().data
                 while rest:
                     written = os.pwrite(self._file.fileno(), rest, offset)
@@ -147,9 +147,9 @@ class WaitingMemory:
 
 
 class Residence:
-    """The memory of a model in training: which of its weights, gradients and optimizer state are on the device.
+    """Decides which of a trained model's weights, gradients and optimizer state are on the device.
 
-    Gradients are not stored: each step begins by setting them to zero.
+    Gradients are not stored, because each step begins by zeroing them.
     """
 
     def __init__(
@@ -162,19 +162,19 @@ class Residence:
         *,
         weights_stay: bool,
     ) -> None:
-        """Let all of it leave the device, unless `store` is "device".
+        """Move all of it off the device, unless `store` is "device".
 
         Args:
             chunks: the model's parts on this rank.
             optimizer: its optimizer.
-            store: where weights and optimizer state wait.
-            folder: a folder for the store "file".
+            store: where to store weights and optimizer state.
+            folder: folder for the store "file".
             device: the device.
             weights_stay: whether the weights stay on the device, because most phases read them.
         """
         store = store_on(device, store)
         self.moves = store != "device"
-        """Whether something of it leaves the device at all; otherwise the contexts below do nothing."""
+        """Whether anything leaves the device; otherwise the contexts below do nothing."""
         self._chunks, self._settles = chunks, not weights_stay and self.moves
 
         def weights() -> Iterator[Tensor]:
@@ -196,33 +196,33 @@ class Residence:
         self._weights = WaitingMemory(weights, "device" if weights_stay else store, folder, device)
         self._state = WaitingMemory(state, store, folder, device)
         self._gradients = WaitingMemory(gradients, store, folder, device, is_scratch=True)
-        # The state first: it knows by the weights what is not its own.
+        # The state before the weights, which it compares with to find its own tensors.
         for part in (self._gradients, self._state, self._weights):
             part.leave()
 
     @contextmanager
     def for_passes(self) -> Iterator[None]:
-        """Have the weights on the device inside."""
+        """Context in which the weights are on the device."""
         with self._weights.present():
             yield
 
     @contextmanager
     def for_saving(self) -> Iterator[None]:
-        """Have weights and optimizer state on the device inside."""
+        """Context in which weights and optimizer state are on the device."""
         with self._weights.present(), self._state.present():
             yield
 
     @contextmanager
     def for_updates(self) -> Iterator[None]:
-        """Have weights, gradients and optimizer state on the device inside. Collective over the data-parallel ranks."""
+        """Collective over the data-parallel ranks: context with weights, gradients and optimizer state on device."""
         with self._weights.present(), self._state.present(), self._gradients.present():
             yield
             if self._settles:
-                # Weights that Megatron would gather in the next forward pass must be there before they leave.
+                # Weights that Megatron would gather in the next forward pass must be complete before they leave.
                 settle_weights(self._chunks)
 
     def take_moves(self) -> tuple[int, float]:
-        """Return the bytes that were moved since the last call, and the seconds that it took."""
+        """Return the bytes moved since the last call and the seconds that this took."""
         parts = (self._weights, self._state, self._gradients)
         moves = sum(part.moved_bytes for part in parts), sum(part.moves_s for part in parts)
         for part in parts:
@@ -232,7 +232,7 @@ class Residence:
 
 @contextmanager
 def all_present(residences: Iterable[Residence]) -> Iterator[None]:
-    """Have weights and optimizer state of several models on the device inside, to save or load them."""
+    """Context with several models' weights and optimizer state on the device, to save or load them."""
     with ExitStack() as stack:
         for residence in residences:
             stack.enter_context(residence.for_saving())
@@ -250,7 +250,7 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Untyp
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yield the weights that the optimizer changes, and its state of them."""
+    """Yield the weights that the optimizer updates, and its state."""
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -259,16 +259,16 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _parts_of(storages: Iterable[UntypedStorage]) -> Iterator[Tensor]:
-    """Yield the bytes of the storages in order, at most PART_BYTES at a time, uint8 that shares their memory."""
+    """Yield the bytes of the storages in order, at most PART_BYTES at a time, as uint8 views of their memory."""
     for storage in storages:
         yield from _bytes_of(storage).split(PART_BYTES)
 
 
 def _host_bytes(size: int, device: torch.device) -> Tensor:
-    """Return so many bytes of main memory, uint8, page-locked where the device is CUDA's."""
+    """Return `size` bytes of main memory, uint8, page-locked for a CUDA device."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
-    """Return the storage's bytes as a tensor, uint8, that shares its memory."""
+    """Return the storage's bytes as a uint8 tensor that shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

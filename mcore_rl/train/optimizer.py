@@ -21,13 +21,13 @@ EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
 QK_NORMS = ("q_layernorm.", "k_layernorm.")
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRECISION_AWARE = ("master_weights", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad")
-"""Arguments of an Adam that takes moments in 16 bits: TransformerEngine's since 2.1, and ours."""
+"""Arguments of an Adam that supports 16-bit moments: TransformerEngine's since 2.1, and ours."""
 
 
 def build_optimizer(
     config: OptimConfig, platform: Platform, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Collective over the world: build AdamW over `chunks`, its state sharded over the data-parallel ranks."""
+    """Collective over the world: build AdamW for `chunks`, with its state sharded over the data-parallel ranks."""
     settings = OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -36,7 +36,7 @@ def build_optimizer(
         adam_beta1=config.beta1,
         adam_beta2=config.beta2,
         adam_eps=config.eps,
-        clip_grad=config.clip_grad or 0.0,  # Megatron clips nothing at 0
+        clip_grad=config.clip_grad or 0.0,  # 0 turns clipping off in Megatron
         bf16=platform.dtype == torch.bfloat16,
         params_dtype=platform.dtype,
         use_distributed_optimizer=True,
@@ -44,9 +44,9 @@ def build_optimizer(
         optimizer_cpu_offload=config.offload_fraction > 0,
         optimizer_offload_fraction=config.offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=config.offload_overlap,
-        # Without it the fp32 weights stay on the device, beside their copies in main memory.
+        # Without it the fp32 weights stay on the device, in addition to their copies in main memory.
         use_precision_aware_optimizer=config.offload_fraction > 0,
-        # A constant scale of 1 changes no gradient; it turns on Megatron's check for gradients that are not finite.
+        # A constant scale of 1 changes no gradient, but turns on Megatron's check for non-finite gradients.
         loss_scale=1.0,
     )
     if config.is_precision_aware:
@@ -56,7 +56,7 @@ def build_optimizer(
     )
     overrides = {ParamKey(with_name_predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
     optimizer = get_megatron_optimizer(settings, list(chunks), config_overrides=overrides)
-    # Where experts alone are trained, Megatron chains a stub for the rest, on which it cannot save or load itself.
+    # If only experts are trained, Megatron chains a stub for the rest, which it cannot save or load.
     optimizer.chained_optimizers = [
         part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
     ]
@@ -64,11 +64,11 @@ def build_optimizer(
 
 
 def _be_precision_aware(settings: OptimizerConfig, config: OptimConfig) -> None:
-    """Set the fields of Megatron's precision-aware optimizer. Its own check, which these pass by, takes no Adam but
-    TransformerEngine's.
+    """Set the fields of Megatron's precision-aware optimizer, bypassing its check, which accepts only
+    TransformerEngine's Adam.
 
     Raises:
-        ConfigError: The Adam that Megatron uses on this machine has fp32 moments only.
+        ConfigError: The Adam that Megatron uses on this machine supports only fp32 moments.
     """
     if not set(PRECISION_AWARE) <= inspect.signature(megatron_optimizer.Adam).parameters.keys():
         raise ConfigError(
@@ -79,7 +79,7 @@ def _be_precision_aware(settings: OptimizerConfig, config: OptimConfig) -> None:
     values: dict[str, Any] = {
         "use_precision_aware_optimizer": True,
         "use_precision_aware_optimizer_no_fp8_or_ds_fp8": True,
-        # Of an fp32 weight in two halves, the bf16 one and the rest, Megatron would save the rest as the weight.
+        # With fp32 weights split into a bf16 half and a remainder, Megatron would save the remainder as the weight.
         "store_param_remainders": False,
         "exp_avg_dtype": STATE_DTYPES[config.exp_avg_dtype],
         "exp_avg_sq_dtype": STATE_DTYPES[config.exp_avg_sq_dtype],
@@ -90,8 +90,8 @@ def _be_precision_aware(settings: OptimizerConfig, config: OptimConfig) -> None:
 
 
 def initialize_moments(optimizer: MegatronOptimizer) -> None:
-    """Make zero moments where no step has made any: Megatron cannot save moments that do not exist, and would step with
-    random gradients to make the moments of an offloaded optimizer.
+    """Create zero moments where no step has created any: Megatron cannot save missing moments, and would take a step
+    with random gradients to create an offloaded optimizer's moments.
     """
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -100,7 +100,7 @@ def initialize_moments(optimizer: MegatronOptimizer) -> None:
             for group in part.optimizer.param_groups:
                 for param in group["params"]:
                     if not part.optimizer.state[param]:
-                        # Megatron's own call has an argument less than TransformerEngine takes.
+                        # Megatron's own call has one argument fewer than TransformerEngine expects.
                         part.optimizer.initialize_state(param, part.config.store_param_remainders)
         else:
             part.init_state_fn(part.optimizer, part.config)
@@ -119,15 +119,15 @@ def _initialize_offloaded(optimizer: HybridDeviceOptimizer) -> None:
 
 
 def saved_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer as a checkpoint holds them: without the classes that a hybrid
-    optimizer has among its settings.
+    """Return an optimizer's parameter groups as stored in a checkpoint: without the classes among a hybrid optimizer's
+    settings.
     """
     return [{name: value for name, value in group.items() if not isinstance(value, type)} for group in groups]
 
 
 def settle_loaded_step(optimizer: MegatronOptimizer) -> None:
-    """Leave the count of steps after a load to the optimizers that count: a hybrid one gives its groups' count to its
-    parts at every step, so that a loaded one would never grow on the device.
+    """Move a hybrid optimizer's loaded step count to the groups of its device part: in its own groups it would
+    overwrite the device part's count at every step, which would then never grow.
     """
     for part in optimizer.chained_optimizers:
         if not isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -139,27 +139,26 @@ def settle_loaded_step(optimizer: MegatronOptimizer) -> None:
 
 
 def decays(config: OptimConfig, param: torch.Tensor, name: str) -> bool:
-    """Return whether weight decay applies: to matrices always, to embeddings and query/key norms by the config.
+    """Return whether weight decay applies: always to matrices, and to embeddings and query/key norms by the config.
 
     Args:
         config: The config of the optimizer.
-        param: The parameter, whole or a rank's part of it; experts may be stacked in one tensor.
+        param: The parameter, or a rank's part of it; experts may be stacked in a tensor.
         name: Its name in the chunk.
     """
     if any(norm in name for norm in QK_NORMS):
         return config.decay_qk_norms
     if name.endswith(EMBEDDINGS):
         return config.decay_embeddings
-    # By name, as stacked biases of experts have two axes; TransformerEngine numbers them (bias0, bias1).
+    # By name, because stacked expert biases have two axes; TransformerEngine numbers them (bias0, bias1).
     return param.dim() > 1 and not name.rpartition(".")[2].startswith("bias")
 
 
 def build_schedule(config: OptimConfig, optimizer: MegatronOptimizer, steps: int) -> OptimizerParamScheduler:
-    """Build the learning rate of every step: linear warm-up, then the schedule, in optimizer steps.
+    """Build the learning-rate schedule: linear warm-up, then the configured shape, in optimizer steps.
 
-    Step t = 1, 2, ... of a warm-up over W has lr t / W, so that the first step learns. Megatron counts from 0 and
-    gives step t its rate of t - 1 of `lr_warmup_steps`: from `init_lr` = lr / W, the full rate is reached after W -
-    1.
+    Step t = 1, 2, ... of a warm-up over W steps has rate lr x t / W, so that the first step learns. Megatron counts
+    from 0: it starts at `init_lr` = lr / W and reaches the full rate after `lr_warmup_steps` = W - 1.
     """
     wsd_decay_steps = max(1, steps // 10) if config.wsd_decay_steps == "auto" else config.wsd_decay_steps
     return OptimizerParamScheduler(
@@ -176,7 +175,7 @@ def build_schedule(config: OptimConfig, optimizer: MegatronOptimizer, steps: int
         wd_incr_style="constant",
         wsd_decay_steps=wsd_decay_steps,
         lr_wsd_decay_style=config.wsd_shape,
-        # A resumed run keeps the position in the schedule, but the shape is what the config says now.
+        # A resumed run keeps its position in the schedule, but takes the shape from its current config.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

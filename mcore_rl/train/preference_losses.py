@@ -1,4 +1,4 @@
-"""Losses on pairs of answers: DPO and its family, by one head."""
+"""Losses on pairs of answers: DPO and its family, in a single head."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from mcore_rl.parallel.vocab import Logits
 from mcore_rl.train.preferences import AnswerLogprobHead, PreferenceMicrobatch
 
 LARGEST_LOGPROB = -(2.0**-24)
-"""Largest logprob of which odds are computed: a probability nearer to 1 is 1 in float32, and its odds are infinite."""
+"""Largest logprob for which odds are computed: a larger probability is 1 in float32, with infinite odds."""
 
 
 def sigmoid_loss(distance_P: Tensor) -> Tensor:
@@ -51,23 +51,23 @@ def expected_loss(
     Args:
         loss: The loss f of a pair with the better answer first.
         difference_P: Difference d of the two rewards.
-        target_P: Margin t that the better answer should have.
-        probability_P: Probability p that the first answer is the better one; outside 0 ... 1 it removes a bias.
+        target_P: Desired margin t of the better answer.
+        probability_P: Probability p that the first answer is better; may be outside 0 ... 1 to remove a bias.
     """
     right_P, wrong_P = loss(difference_P - target_P), loss(-difference_P - target_P)
     return probability_P * right_P + (1 - probability_P) * wrong_P
 
 
 def smoothed_probability(probability_P: Tensor, flipped: float) -> Tensor:
-    """Return the probability that the first answer is better when the label of a pair is wrong with probability
-    `flipped`: cDPO's label smoothing.
+    """Return the probability that the first answer is better if a pair's label is wrong with probability `flipped`:
+    cDPO's label smoothing.
     """
     return (1 - flipped) * probability_P + flipped * (1 - probability_P)
 
 
 def unbiased_probability(probability_P: Tensor, flipped: float) -> Tensor:
-    """Return the weight that undoes labels flipped with probability `flipped` in expectation (arXiv
-    2403.00409): `smoothed_probability` of it is the probability itself. It may be above 1.
+    """Return the weight that, in expectation, undoes labels flipped with probability `flipped` (arXiv 2403.00409): its
+    `smoothed_probability` is the original probability. It may be above 1.
     """
     return (probability_P - flipped) / (1 - 2 * flipped)
 
@@ -75,7 +75,7 @@ def unbiased_probability(probability_P: Tensor, flipped: float) -> Tensor:
 def log_odds(mean_logprobs_N: Tensor) -> Tensor:
     """Return log(p / (1 - p)) of p = e^x, the geometric mean of an answer's probabilities (arXiv 2403.07691)."""
     bounded_N = mean_logprobs_N.clamp(max=LARGEST_LOGPROB)
-    # 1 - e^x is 0 in float32 for an x above -6e-8, which expm1 keeps.
+    # expm1, because 1 - e^x is 0 in float32 for x above -6e-8.
     return bounded_N - torch.log(-torch.expm1(bounded_N))
 
 
@@ -99,15 +99,15 @@ def pair_losses(
     probabilities_P: Tensor,
     config: DPOSection,
 ) -> PairLosses:
-    """Return the loss that `config` names for each pair.
+    """Return the loss of each pair that `config` selects.
 
     Args:
         logprobs_N: Logprob of each whole answer under the model, in nats.
-        reference_logprobs_N: The same under the reference; None with a loss that has none.
-        lengths_N: Tokens of each answer.
-        pairs_P2: Answers of each pair, chosen and rejected.
+        reference_logprobs_N: The same under the reference; None for losses without a reference.
+        lengths_N: Number of tokens of each answer.
+        pairs_P2: Chosen and rejected answer of each pair.
         margins_P: Margin of each pair in the data.
-        probabilities_P: Probability that the chosen answer of a pair is the better one.
+        probabilities_P: Probability that a pair's chosen answer is better.
         config: The loss and its constants.
     """
     assert config.uses_reference == (reference_logprobs_N is not None), config.loss
@@ -115,7 +115,7 @@ def pair_losses(
     if config.is_length_normalised:
         gained_N = gained_N / lengths_N
     rewards_N = config.beta * gained_N
-    # The number whose difference the loss is a function of: IPO's has no beta, ORPO's is the log odds.
+    # The loss is a function of the difference of these numbers: without beta for IPO, the log odds for ORPO.
     compared_N = {"ipo": gained_N}.get(config.loss, rewards_N)
     if config.loss == "orpo":
         compared_N = log_odds(gained_N)
@@ -138,7 +138,7 @@ def pair_losses(
 
 
 class DPOHead(ReadsDeferredLogits):
-    """Computes the loss that the section `dpo` names, from the logprobs of whole answers."""
+    """Computes the loss that the section `dpo` selects, from the logprobs of whole answers."""
 
     wants_losses = False
 
@@ -148,11 +148,11 @@ class DPOHead(ReadsDeferredLogits):
         self._config = config
 
     def count(self, microbatch: PreferenceMicrobatch) -> Tensor:
-        """Return the number of pairs, on the first of the context-parallel ranks."""
+        """Return the number of pairs on the first context-parallel rank, and 0 on the rest."""
         return microbatch.num_pairs(self._mesh.cp)
 
     def __call__(self, microbatch: PreferenceMicrobatch, output: Logits) -> HeadOutput:
-        """Return the loss of one microbatch, and output sums over its pairs."""
+        """Return the loss of one microbatch, with sums over its pairs as outputs."""
         logprobs_N = self._logprobs.answer_logprobs(microbatch, output)
         pairs = pair_losses(
             logprobs_N,
@@ -172,13 +172,13 @@ class DPOHead(ReadsDeferredLogits):
             "chosen_reward": pairs.chosen_P,
             "rejected_reward": pairs.rejected_P,
             "decided": is_decided_P,
-            # Equal rewards, as at the start, are right by half.
+            # Equal rewards, as at the start, count as half correct.
             "right": is_decided_P * (0.5 + 0.5 * (pairs.chosen_P - pairs.rejected_P).sign()),
             "chosen_logprob": logprobs_N[chosen_P],
             "rejected_logprob": logprobs_N[rejected_P],
             "chosen_tokens": lengths_P,
         }
-        # All context-parallel ranks have the same pairs: the first one reports them.
+        # All context-parallel ranks have the same pairs: only the first rank reports them.
         share = float(self._mesh.cp.rank == 0)
         outputs = {name: values_P.detach().double().sum() * share for name, values_P in sums.items()}
         outputs |= signal_of(logprobs_N)

@@ -1,4 +1,4 @@
-"""Training on preferences: pairs of answers as microbatches of this rank, and the loop over their batches."""
+"""Training on preferences: pairs of answers as this rank's microbatches, and the loop over batches."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +30,10 @@ from mcore_rl.train.step import refuse_no_gradient, train_step, world_sums
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceMicrobatch(PackedMicrobatch):
-    """One packed sequence of `N` prompts with an answer, and `P` pairs of these; the `T` positions of it that this
-    context-parallel rank has. Every context-parallel rank has all pairs. N and P may be 0.
+    """One packed sequence of `N` prompts with an answer, and `P` pairs of these sequences, reduced to the `T` positions
+    on this context-parallel rank. Every context-parallel rank has all pairs. N and P may be 0.
 
-    Index t of a tensor `[T]` belongs to token t + 1, which is predicted at t, but for `is_last_T`.
+    Index t of a tensor `[T]` belongs to token t + 1, which is predicted at position t, except in `is_last_T`.
     """
 
     mask_T: Tensor
@@ -41,31 +41,31 @@ class PreferenceMicrobatch(PackedMicrobatch):
     sequence_T: Tensor
     """int64: sequence (0 ... N - 1) of each position; 0 at padding."""
     is_last_T: Tensor
-    """bool: the position of each sequence's last token, where a score is read."""
+    """bool: True at each sequence's last token, where the score is read."""
     answer_lengths_N: Tensor
-    """int64: tokens of each whole answer."""
+    """int64: number of tokens in each whole answer."""
     pairs_P2: Tensor
-    """int64: sequences of the chosen and of the rejected answer."""
+    """int64: chosen and rejected sequence of each pair."""
     margins_P: Tensor
-    """float32: margin by which the chosen answer is better, of the data."""
+    """float32: margin by which the chosen answer is better, from the data."""
     probabilities_P: Tensor
-    """float32: probability that the chosen answer is the better one; a half for a tie."""
+    """float32: probability that the chosen answer is better; 0.5 for a tie."""
     sequences: tuple[int, ...]
-    """Index in the Preferences of each sequence."""
+    """Index of each sequence in the Preferences."""
     reference_logprobs_N: Tensor | None = None
-    """float64: logprob of each whole answer under the reference model, in nats; None: no reference is used."""
+    """float64: logprob of each whole answer under the reference model, in nats; None without a reference."""
     labels_T: Tensor | None = None
-    """float32: probability that a step is right, at the position of its last token, NaN elsewhere; None: no steps are
-    labelled."""
+    """float32: probability that a step is correct, at the step's last token, and NaN elsewhere. None without step
+    labels."""
 
     def sequence_sums(self, values_T: Tensor, cp: Axis) -> Tensor:
-        """Collective over `cp` (in the forward only): sum `[T]` over each whole sequence, float64 `[N]`.
+        """Collective over `cp` (in the forward pass only): sum `[T]` over each whole sequence, float64 `[N]`.
 
-        Every rank of `cp` gets the whole sum and the gradient of its own part of it: a loss that all
-        ranks compute from the sums then has, added up over the ranks, the gradient of a single rank.
+        Every rank of `cp` gets the whole sum, with the gradient of its own part. If all ranks compute a loss from the
+        sums, its gradients added up over the ranks equal the gradient on a single rank.
         """
-        # Padding belongs to sequence 0, with values of 0. Without sequences a first one takes them: a microbatch of
-        # padding alone has sums of no sequence, and a graph that leads back to the model.
+        # Padding belongs to sequence 0, with values of 0. Without sequences a dummy sequence takes it: a microbatch of
+        # only padding has no sums, but still a graph that leads back to the model.
         sums_N = values_T.new_zeros(max(1, len(self.sequences)), dtype=torch.float64)
         sums_N = sums_N.index_add(0, self.sequence_T, values_T.double())[: len(self.sequences)]
         if cp.size == 1:
@@ -75,7 +75,7 @@ class PreferenceMicrobatch(PackedMicrobatch):
         return whole_N + (sums_N - sums_N.detach())
 
     def num_pairs(self, cp: Axis) -> Tensor:
-        """Return the number of pairs that this rank counts, int: all on the first rank of `cp`, none elsewhere."""
+        """Return the number of pairs that this rank counts: all pairs on the first rank of `cp`, 0 on the rest."""
         return torch.tensor(
             len(self.pairs_P2) if cp.rank == 0 else 0, dtype=torch.int, device=self.mask_T.device
         )
@@ -84,14 +84,14 @@ class PreferenceMicrobatch(PackedMicrobatch):
 def localize_preferences(
     packed: PackedPreferences, cp: Axis, device: torch.device, reference_logprobs: Tensor | None = None
 ) -> PreferenceMicrobatch:
-    """Return the part of a packed microbatch that this rank's model reads.
+    """Return this rank's part of a packed microbatch.
 
     Args:
         packed: The whole microbatch, on the CPU.
-        cp: The context-parallel ranks, between which each sequence is cut.
+        cp: The context-parallel axis, over which each sequence is divided.
         device: Device of the model.
-        reference_logprobs: float64, logprob of each sequence of the Preferences under the reference; None: there is
-            no reference.
+        reference_logprobs: float64, logprob of each sequence of the Preferences under the reference. None without a
+            reference.
     """
     spans = packed.microbatch.packed
     assert spans is not None, "preferences are packed"
@@ -120,7 +120,7 @@ def localize_preferences(
 
 
 def packing_limits(config: PreferenceRunConfig) -> PackingLimits:
-    """Return the lengths of the packed sequences of a training on preferences."""
+    """Return the limits of packed sequences for training on preferences."""
     return PackingLimits(
         max_tokens=config.packed_length,
         multiple=lcm(config.packed_multiple, LENGTH_MULTIPLE),
@@ -131,7 +131,7 @@ def packing_limits(config: PreferenceRunConfig) -> PackingLimits:
 
 
 class PreferenceSource:
-    """A source of this rank's microbatches of any groups; every rank makes the same plan, from lengths alone."""
+    """Source of this rank's microbatches for any groups. Every rank makes the same plan, from lengths only."""
 
     def __init__(
         self,
@@ -146,8 +146,8 @@ class PreferenceSource:
         Args:
             preferences: The data.
             config: The run's config.
-            pad_id: Token at padding.
-            weights: Weight of each file in the mixture; none: every group once an epoch.
+            pad_id: Padding token.
+            weights: Weight of each file in the mixture; empty: every group once per epoch.
         """
         self.preferences = preferences
         self.order = PreferenceOrder(preferences, seed=config.train.seed, weights=weights)
@@ -158,7 +158,7 @@ class PreferenceSource:
     def microbatches(
         self, groups: Sequence[int], mesh: Mesh, device: torch.device
     ) -> list[PreferenceMicrobatch]:
-        """Return this rank's microbatches of these groups; every data-parallel rank has as many."""
+        """Return this rank's microbatches for these groups; the number is the same on every data-parallel rank."""
         plan = plan_batch(self.preferences, groups, mesh.dp.size, self._limits)
         return [
             localize_preferences(
@@ -171,7 +171,7 @@ class PreferenceSource:
         ]
 
     def batches_for_evaluation(self, num_batches: int, global_batch: int) -> Iterator[list[int]]:
-        """Yield the groups of up to `num_batches` batches, the same at every call, and no group twice."""
+        """Yield the groups of up to `num_batches` batches: the same at every call, and no group twice."""
         cursor, num_pairs = 0, self.preferences.num_pairs
         for _ in range(num_batches):
             if cursor >= num_pairs:
@@ -181,25 +181,25 @@ class PreferenceSource:
             yield groups
 
     def num_tokens(self, groups: Sequence[int]) -> int:
-        """Return the tokens of all sequences of these groups."""
+        """Return the number of tokens in all sequences of these groups."""
         starts_N, first_G = self.preferences.starts_N, self.preferences.sequence_starts_G
         return sum(int(starts_N[first_G[group + 1]] - starts_N[first_G[group]]) for group in groups)
 
     def with_reference(self, reference_logprobs: Tensor) -> "PreferenceSource":
-        """Return the source with the logprob of each sequence under the reference, float64 on the CPU."""
+        """Return the source with each sequence's logprob under the reference, float64 on the CPU."""
         source = copy(self)
         source._reference_logprobs = reference_logprobs
         return source
 
     @property
     def mean_length(self) -> float:
-        """Length of the sequence that a token sees, averaged over tokens: sum of squares / sum."""
+        """Sequence length averaged over tokens: sum of squared lengths / sum of lengths."""
         lengths_N = self.preferences.lengths_N.astype("float64")
         return float((lengths_N**2).sum() / lengths_N.sum())
 
 
 class PreferenceHead(Head[PreferenceMicrobatch], Protocol):
-    """An objective on pairs with outputs that are sums over pairs."""
+    """An objective on pairs that outputs sums over pairs."""
 
     def metrics(self, sums: dict[str, float]) -> list[Metric]:
         """Return the metrics of a training step or an evaluation from the world's sums of the outputs, `pairs/*`."""
@@ -207,7 +207,7 @@ class PreferenceHead(Head[PreferenceMicrobatch], Protocol):
 
 
 class PreferenceTrainer(GivenDataTrainer):
-    """Training on pairs: DPO and its family, reward models. `progress.consumed_samples` counts pairs."""
+    """Trains on pairs: DPO and its family, reward models. `progress.consumed_samples` counts pairs."""
 
     def __init__(
         self, run: Run, head: PreferenceHead, *, train: PreferenceSource, valid: PreferenceSource | None
@@ -217,8 +217,8 @@ class PreferenceTrainer(GivenDataTrainer):
         Args:
             run: The run, open on all ranks.
             head: The objective.
-            train: Pairs to train on.
-            valid: Pairs of every evaluation, if any.
+            train: Training pairs.
+            valid: Evaluation pairs, if any.
         """
         super().__init__(run, train.mean_length)
         self._head, self._train, self._valid = head, train, valid
@@ -247,7 +247,7 @@ class PreferenceTrainer(GivenDataTrainer):
             self._report_skip(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
-        """Log the metrics of the head on held-out pairs, the same pairs each time."""
+        """Log the head's metrics on held-out pairs, the same pairs each time."""
         state, train = self.state, self.state.config.train
         if self._valid is None or not train.eval_batches:
             return
@@ -281,8 +281,8 @@ def pair_sums(
     num_batches: int,
     global_batch: int,
 ) -> dict[str, float]:
-    """Collective over the mesh: the outputs of `head`, summed over up to `num_batches` batches of `global_batch` pairs
-    of `source`, without dropout.
+    """Collective over the mesh: return the outputs of `head`, summed over up to `num_batches` batches of `global_batch`
+    pairs from `source`, without dropout.
     """
     totals: dict[str, float] = {}
     for chunk in chunks:
@@ -297,7 +297,7 @@ def pair_sums(
 
 
 class AnswerLogprobHead(ReadsDeferredLogits):
-    """Keeps `logprobs` `[N]`: the logprob of each whole answer in nats, float64; there is no loss."""
+    """Outputs `logprobs` `[N]`: the logprob of each whole answer in nats, float64; there is no loss."""
 
     wants_losses = False
 
@@ -307,7 +307,7 @@ class AnswerLogprobHead(ReadsDeferredLogits):
         self._chunk_tokens = chunk_tokens
 
     def token_logprobs(self, microbatch: PreferenceMicrobatch, output: Logits) -> Tensor:
-        """Collective over the tensor-parallel ranks: logprobs `[T]` of the answers' tokens from logits `[1, T, v]`,
+        """Collective over the tensor-parallel ranks: return logprobs `[T]` of answer tokens from logits `[1, T, v]`;
         zeros elsewhere.
         """
         targets_T = microbatch.inputs.labels_Bs[0].where(microbatch.mask_T, IGNORED_TARGET)
@@ -321,7 +321,7 @@ class AnswerLogprobHead(ReadsDeferredLogits):
         ).logprobs_T
 
     def answer_logprobs(self, microbatch: PreferenceMicrobatch, output: Logits) -> Tensor:
-        """Collective over the tensor- and context-parallel ranks: logprob of each whole answer, float64 `[N]`."""
+        """Collective over the tensor- and context-parallel ranks: return each whole answer's logprob, float64 `[N]`."""
         return microbatch.sequence_sums(self.token_logprobs(microbatch, output), self._mesh.cp)
 
     def count(self, microbatch: PreferenceMicrobatch) -> Tensor:
@@ -344,13 +344,13 @@ def answer_logprobs(
     groups_at_a_time: int,
     before_each: Callable[[], None],
 ) -> Tensor:
-    """Collective over the world: the logprob of every answer of `source` under the weights that the modules have now.
+    """Collective over the world: return the logprob of every answer in `source` under the current weights.
 
     Args:
         state: The model.
         source: The data.
         head: The head of the passes.
-        groups_at_a_time: Groups of one pass, over all ranks.
+        groups_at_a_time: Number of groups in a pass, over all ranks.
         before_each: Called before each pass.
 
     Returns:
@@ -368,7 +368,7 @@ def answer_logprobs(
         for microbatch, output in zip(
             microbatches, outputs, strict=False
         ):  # no outputs before the last stage
-            # Every context-parallel rank has the whole sums: they are added up below.
+            # Every context-parallel rank has the whole sums, and they are added up below.
             if mesh.cp.rank == 0:
                 logprobs[list(microbatch.sequences)] = output["logprobs"]
     for chunk in state.chunks:

@@ -10,11 +10,11 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from mcore_rl.parallel.mesh import seed_ranks
 
 SEED_DISTANCE = 1_000_003
-"""Distance between the seeds of two steps; more than between the ranks of one start, so that none meet."""
+"""Distance between the seeds of two steps; larger than the seeds' range over ranks, so that no seeds coincide."""
 
 
 def random_states() -> dict[str, Any]:
-    """Return copies of the states of all generators that training may use, as tensors and plain values."""
+    """Return copies of the states of all random generators that training may use, as tensors and plain values."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -26,7 +26,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore what `random_states` returned on the same rank of the same mesh."""
+    """Restore states that `random_states` returned on the same rank of the same mesh."""
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["torch"])
     get_cuda_rng_tracker().set_states(states["tracker"])
@@ -36,5 +36,5 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def reseed(seed: int, step: int) -> None:
-    """Seed a mesh for which the checkpoint of `step` has no states, from the seed and the step alone."""
+    """Seed a mesh from the seed and the step only, if the checkpoint of `step` has no states for it."""
     seed_ranks(seed + SEED_DISTANCE * (step + 1))

@@ -1,4 +1,4 @@
-"""The logprobs of answers under a reference model, computed once and cached next to the run."""
+"""Logprobs of answers under a reference model, computed once and cached next to the run."""
 
 import hashlib
 import io
@@ -20,12 +20,12 @@ from mcore_rl.processes.imports import checkpoint_of
 from mcore_rl.train.run_folder import RunFolder
 
 RECORD = "reference.json"
-"""File in the run's folder that names the reference, which stays the same when the run resumes."""
+"""File in the run's folder that names the reference; a resumed run keeps this reference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceOrigin:
-    """The weights of a run's reference model."""
+    """Origin of the weights of a run's reference model."""
 
     setting: str
     """`dpo.reference` of the run's first start; empty: the weights that the run started from."""
@@ -36,12 +36,12 @@ class ReferenceOrigin:
 
 
 def find_origin(config: DPOConfig, folder: RunFolder) -> ReferenceOrigin:
-    """Return the reference of the run: of its first start when it resumes, otherwise
-    the config's, which is recorded. To be called by the writer of the folder.
+    """Return the reference of the run: the recorded reference if the run resumes, otherwise the config's, which is
+    recorded. Only the writer of the folder may call this.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or the record of a run that resumes is gone.
-        ConfigError: A run that resumes names another reference than at its first start.
+        CheckpointError: There is no such checkpoint, or the record of a resumed run is missing.
+        ConfigError: A resumed run names a different reference than at its first start.
     """
     record = folder.path / RECORD
     setting = config.dpo.reference or ""
@@ -83,9 +83,7 @@ def fingerprint(checkpoint: Path) -> str:
 
 
 def refuse_changed_origin(origin: ReferenceOrigin) -> None:
-    """Raise a CheckpointError when the checkpoint of the reference is no longer the reference of the run's first
-    start.
-    """
+    """Raise a CheckpointError if the reference's checkpoint has changed since the run's first start."""
     if not origin.checkpoint:
         raise CheckpointError(
             "the run began from random weights, whose logprobs are gone with its cache (dpo.reference_cache), so that "
@@ -102,7 +100,7 @@ def refuse_changed_origin(origin: ReferenceOrigin) -> None:
 
 
 def cache_path(config: DPOConfig, origin: ReferenceOrigin, preferences: Preferences, folder: Path) -> Path:
-    """Return the file of these logprobs: its name is a digest of all that decides them."""
+    """Return the cache file of these logprobs; its name is a digest of everything that determines them."""
     parts = {
         "reference": origin.fingerprint,
         "data": preferences.digest,
@@ -115,13 +113,13 @@ def cache_path(config: DPOConfig, origin: ReferenceOrigin, preferences: Preferen
 
 
 def read_cached(path: Path, num_sequences: int) -> tuple[Tensor | None, str]:
-    """Return the logprobs of a cache, float64 `[sequences]`, or None where there is none or it is damaged; and a
-    sentence on the latter, or "".
+    """Return the cached logprobs, float64 `[sequences]`, or None if the file is missing or damaged; and a sentence
+    about the damage, or "".
     """
     if not path.exists():
         return None, ""
     try:
-        # The archive has a CRC-32 of its content, which numpy compares.
+        # The archive has a CRC-32 of its content, which numpy checks.
         with numpy.load(path, allow_pickle=False) as archive:
             logprobs = archive["logprobs"]
         if logprobs.shape != (num_sequences,) or logprobs.dtype != numpy.float64:
@@ -132,7 +130,7 @@ def read_cached(path: Path, num_sequences: int) -> tuple[Tensor | None, str]:
 
 
 def write_cached(path: Path, logprobs: Tensor) -> None:
-    """Write the logprobs; CheckpointError when the folder cannot be written."""
+    """Write the logprobs. Raises CheckpointError if the folder is not writable."""
     content = io.BytesIO()
     numpy.savez(content, logprobs=logprobs.numpy())
     with checkpoint_errors_explained(path, "writing"):

@@ -1,4 +1,4 @@
-"""Reward models: the loss of pairs by the model of Bradley and Terry, its metrics, and the training."""
+"""Reward models: the Bradley-Terry loss of pairs, its metrics, and the trainer."""
 
 import math
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from mcore_rl.train.preferences import (
 from mcore_rl.train.state import TrainState
 
 NUM_BINS = 5
-"""Bins of equal width for the confidence of predictions, which lies between 0.5 and 1."""
+"""Number of equal bins for the confidence of predictions, which is between 0.5 and 1."""
 
 
 def pair_losses(
@@ -39,12 +39,12 @@ def pair_losses(
 
     Args:
         chosen_P: Score of the chosen answer.
-        rejected_P: Score of the rejected one.
-        margins_P: Number by which the score of the better one should be larger.
-        probabilities_P: Probability that the chosen answer is the better one; a half for a tie.
-        label_smoothing: Probability that a label is the wrong way round.
-        centering_coeff: Weight of (chosen + rejected)^2, which fixes the mean that differences leave open
-            (arXiv 2312.09244).
+        rejected_P: Score of the rejected answer.
+        margins_P: Margin by which the better answer's score should be larger.
+        probabilities_P: Probability that the chosen answer is better; 0.5 for a tie.
+        label_smoothing: Probability that a label is flipped.
+        centering_coeff: Weight of (chosen + rejected)^2, which fixes the mean of the scores, because score differences
+            do not (arXiv 2312.09244).
     """
     difference_P = chosen_P - rejected_P
     is_right_P = (1 - label_smoothing) * probabilities_P + label_smoothing * (1 - probabilities_P)
@@ -56,19 +56,19 @@ def pair_losses(
 def pair_statistics(
     rewards_N: Tensor, pairs_P2: Tensor, probabilities_P: Tensor, lengths_N: Tensor
 ) -> dict[str, Tensor]:
-    """Return the sums from which `reward_metrics` computes, float64 scalars.
+    """Return the sums for `reward_metrics`, float64 scalars.
 
     Args:
         rewards_N: Score of each sequence, float64.
-        pairs_P2: Sequences of each pair, chosen and rejected.
-        probabilities_P: Probability that the chosen answer is the better one; ties have no right order.
-        lengths_N: Tokens of each answer.
+        pairs_P2: Chosen and rejected sequence of each pair.
+        probabilities_P: Probability that the chosen answer is better; ties have no correct order.
+        lengths_N: Number of tokens of each answer.
     """
     chosen_P, rejected_P = pairs_P2.unbind(1)
     lengths_N = lengths_N.double()
     differences_P = rewards_N[chosen_P] - rewards_N[rejected_P]
     is_decided_P = probabilities_P > 0.5
-    # Equal scores are right by half, so that a constant model has the accuracy of a coin.
+    # Equal scores count as half correct, so that a constant model has accuracy 0.5.
     right_P = ((differences_P > 0).double() + 0.5 * (differences_P == 0)) * is_decided_P
     longer_P = (lengths_N[chosen_P] - lengths_N[rejected_P]).sign()
     differs_P = longer_P != 0
@@ -88,7 +88,7 @@ def pair_statistics(
         "length_squares": lengths_N.square().sum(),
         "reward_times_length": (rewards_N * lengths_N).sum(),
     }
-    # The model calls the answer with the higher score the better one, with this probability.
+    # Probability with which the model prefers the answer with the higher score.
     confidence_P = torch.sigmoid(differences_P.abs())
     bin_P = ((confidence_P - 0.5) * 2 * NUM_BINS).long().clamp(max=NUM_BINS - 1)
     for index in range(NUM_BINS):
@@ -100,7 +100,7 @@ def pair_statistics(
 
 
 def reward_metrics(sums: dict[str, float]) -> Iterator[Metric]:
-    """Yield the metrics `pairs/*` of the sums that a `RewardHead` outputs; none where there is no pair."""
+    """Yield the metrics `pairs/*` from the sums that a `RewardHead` outputs; nothing without pairs."""
     pairs, answers, decided = sums["count"], sums["answers"], sums["decided"]
     if not pairs:
         return
@@ -124,7 +124,7 @@ def reward_metrics(sums: dict[str, float]) -> Iterator[Metric]:
 
 
 def calibration_table(sums: dict[str, float]) -> list[dict[str, float]]:
-    """Return for each bin of the confidence that holds pairs its bounds, pairs, mean confidence and accuracy."""
+    """Return bounds, number of pairs, mean confidence and accuracy of each confidence bin that has pairs."""
     width = 0.5 / NUM_BINS
     return [
         {
@@ -140,12 +140,12 @@ def calibration_table(sums: dict[str, float]) -> list[dict[str, float]]:
 
 
 def step_losses(scores_T: Tensor, labels_T: Tensor, *, label_smoothing: float) -> Tensor:
-    """Return the cross entropy of each step's label in nats, `[T]`: of the probability sigmoid(score) that the step is
-    right (arXiv 2305.20050); 0 where the label is NaN.
+    """Return the cross entropy of each step's label in nats, `[T]`, where sigmoid(score) is the predicted probability
+    that the step is correct (arXiv 2305.20050); 0 where the label is NaN.
 
     Args:
         scores_T: Score at each position.
-        labels_T: Probability that the step which ends there is right; NaN where none ends.
+        labels_T: Probability that the step that ends at a position is correct; NaN where no step ends.
         label_smoothing: Probability that a label is wrong.
     """
     # A NaN must not reach the product: its gradient would be NaN too.
@@ -157,7 +157,7 @@ def step_losses(scores_T: Tensor, labels_T: Tensor, *, label_smoothing: float) -
 
 
 def step_statistics(scores_T: Tensor, labels_T: Tensor) -> dict[str, Tensor]:
-    """Return the sums from which `StepRewardHead.metrics` computes, float64 scalars; `labels_T` as in `step_losses`."""
+    """Return the sums for `StepRewardHead.metrics`, float64 scalars; `labels_T` as in `step_losses`."""
     is_step_T = ~labels_T.isnan()
     scores, labels = scores_T[is_step_T].double(), labels_T[is_step_T].double()
     is_decided, is_right = labels != 0.5, labels > 0.5
@@ -176,12 +176,12 @@ def step_statistics(scores_T: Tensor, labels_T: Tensor) -> dict[str, Tensor]:
 def _std(total: float, squares: float, count: float) -> float:
     mean = total / count
     variance = squares / count - mean * mean
-    # Rounding of the two terms, which a constant would else get as its spread.
+    # Otherwise rounding of the two terms would show as the spread of a constant.
     return math.sqrt(variance) if variance > 1e-14 * max(squares / count, 1e-300) else 0.0
 
 
 class RewardHead:
-    """Computes the pairs' loss from the score at the last token of each sequence."""
+    """Computes the loss of pairs from the score at the last token of each sequence."""
 
     wants_losses = False
 
@@ -190,12 +190,12 @@ class RewardHead:
         self._config = config
 
     def count(self, microbatch: PreferenceMicrobatch) -> Tensor:
-        """Return the number of pairs, on the first of the context-parallel ranks."""
+        """Return the number of pairs on the first context-parallel rank, and 0 on the rest."""
         return microbatch.num_pairs(self._cp)
 
     def __call__(self, microbatch: PreferenceMicrobatch, output: Tensor) -> HeadOutput:
-        """Collective over the context-parallel ranks: return the loss from scores `[1, T, 1]` of one microbatch, and
-        output sums over its pairs and sequences.
+        """Collective over the context-parallel ranks: return the loss of one microbatch from scores `[1, T, 1]`, with
+        sums over pairs and sequences as outputs.
         """
         rewards_N = self.rewards(microbatch, output)
         chosen_P, rejected_P = rewards_N[microbatch.pairs_P2].unbind(1)
@@ -214,7 +214,7 @@ class RewardHead:
             microbatch.answer_lengths_N,
         )
         sums |= {"loss": losses_P.detach().sum(), "count": torch.ones_like(losses_P).sum()}
-        # All context-parallel ranks have the same pairs: the first one reports them.
+        # All context-parallel ranks have the same pairs: only the first rank reports them.
         share = float(self._cp.rank == 0)
         outputs = {name: value * share for name, value in sums.items()} | signal_of(rewards_N)
         return HeadOutput(loss=losses_P.sum(), count=self.count(microbatch), outputs=outputs)
@@ -229,7 +229,7 @@ class RewardHead:
 
 
 class StepRewardHead:
-    """Computes the cross entropy of the labels of steps from the score at the last token of each."""
+    """Computes the cross entropy of step labels from the score at the last token of each step."""
 
     wants_losses = False
 
@@ -242,7 +242,7 @@ class StepRewardHead:
         return (~microbatch.labels_T.isnan()).sum().to(torch.int)
 
     def __call__(self, microbatch: PreferenceMicrobatch, output: Tensor) -> HeadOutput:
-        """Return the loss from scores `[1, T, 1]` of one microbatch, and output sums over its steps."""
+        """Return the loss of one microbatch from scores `[1, T, 1]`, with sums over steps as outputs."""
         assert microbatch.labels_T is not None
         scores_T = output[0, :, 0].double()
         losses_T = step_losses(
@@ -270,12 +270,12 @@ class StepRewardHead:
 
 
 def reward_head(mesh: Mesh, config: RewardModelConfig) -> RewardHead | StepRewardHead:
-    """Return the head of the loss that the config's data is for: pairs, or labelled steps."""
+    """Return the head for the config's data: pairs, or labelled steps."""
     return StepRewardHead(config.rm) if config.data.has_steps else RewardHead(mesh, config.rm)
 
 
 class RewardModelTrainer(PreferenceTrainer):
-    """Training of a reward model, which shifts the scores after the last step."""
+    """Trains a reward model; scores are shifted after the last step."""
 
     def __init__(
         self,
@@ -290,14 +290,14 @@ class RewardModelTrainer(PreferenceTrainer):
         self._shifts = config.shifts_scores
 
     def run(self) -> None:
-        """Train as `Trainer.run` does. Scores are not shifted during training, also where a run is prolonged."""
+        """Train like `Trainer.run`. Scores are not shifted during training, even if the run is extended."""
         if self.state.progress.step < self.state.config.train.steps:
             set_shift(self.state, 0.0)
         super().run()
 
     def _evaluate(self, *, is_last: bool) -> None:
         if is_last and self._shifts:
-            # A run that was killed after its last save begins here, with the shift that it saved.
+            # A run that was killed after its last save starts with the shift that it saved.
             set_shift(self.state, 0.0)
             state, train = self.state, self.state.config.train
             sums = pair_sums(
@@ -319,12 +319,12 @@ class RewardModelTrainer(PreferenceTrainer):
 
 
 def score_layers(state: TrainState) -> list[ScoreLayer]:
-    """Return the head of the model where this rank has it, on the last stage."""
+    """Return the model's scalar head in a list; empty if this rank has none."""
     layers = [getattr(unwrap(chunk), "output_layer", None) for chunk in state.chunks]
     return [layer for layer in layers if isinstance(layer, ScoreLayer)]
 
 
 def set_shift(state: TrainState, shift: float) -> None:
-    """Set the number that is subtracted from every score."""
+    """Set the number to subtract from every score."""
     for layer in score_layers(state):
         layer.shift.fill_(shift)

@@ -1,11 +1,11 @@
-"""Folder of a run, which has one writer at a time.
+"""Folder of a run, which has a single writer at a time.
 
 config.toml, metrics.jsonl ...      files of the training
 run.json                            every start: see obs/attempts_file.py
 checkpoints/                        complete checkpoints: see folders/checkpoint.py
-writer.json                         the attempt that may write to the folder, the fence
-STOP                                a request by anybody to finish the step, save and end
-DONE                                the record that all steps are done
+writer.json                         the attempt that may write to the folder (the fence)
+STOP                                request, by anybody, to finish the step, save and end
+DONE                                record that all steps are done
 """
 
 import json
@@ -27,7 +27,7 @@ from mcore_rl.processes.attempt import Attempt, this_attempt
 from mcore_rl.processes.failures import note_writer
 
 REPLACED = ("config.toml", "metrics.jsonl", "run.json")
-"""Files that a run replaces from its start on."""
+"""Files that a run replaces from its start."""
 
 
 class RunFolder:
@@ -42,7 +42,7 @@ class RunFolder:
         self._fence: Fence | None = None
 
     def done(self) -> str | None:
-        """Collective over the world: return the message of a start after the last step; None: the run is not done."""
+        """Collective over the world: return a message if all steps are done; None if the run is not done."""
 
         def read() -> str | None:
             with checkpoint_errors_explained(self._done, "reading"):
@@ -52,7 +52,7 @@ class RunFolder:
         return on_rank_zero(read)
 
     def mark_done(self, step: int) -> None:
-        """Collective over the world, by the writer: record that all steps are done and saved."""
+        """Collective over the world, for the writer: record that all steps are done and saved."""
 
         def write() -> None:
             assert self._fence is not None, "claim the folder first"
@@ -74,12 +74,14 @@ class RunFolder:
         return aside
 
     def claim(self) -> "Fence":
-        """Collective over the world: make this run the one writer of the folder, and delete an earlier STOP.
+        """Collective over the world: make this run the only writer of the folder, and delete an earlier STOP.
 
-        CheckpointError when a living process of this host is the writer, or a later attempt of the same Slurm
-        job, of which this attempt is then an orphan. An earlier attempt is taken over wherever it is; so is a process
-        of another host, which cannot be asked. Who was taken over notices after the step at hand. CheckpointError,
-        too, where the folder is no run's and has files that a run would replace.
+        An earlier attempt of the same Slurm job is taken over wherever it runs, and so is a process on another host,
+        which cannot be checked. A writer that was taken over notices after its current step.
+
+        Raises:
+            CheckpointError: the writer is a live process on this host, or a later attempt of the same Slurm job (this
+                attempt is then an orphan); or the folder belongs to no run and has files that a run would replace.
         """
         self._fence = Fence(self._writer, on_rank_zero(self._claim))
         return self._fence
@@ -106,7 +108,7 @@ class RunFolder:
         return me
 
     def _refuse(self, me: Attempt, writer: Attempt) -> None:
-        """Raise CheckpointError where `me` may not take the folder over from `writer`."""
+        """Raise CheckpointError if `me` may not take the folder over from `writer`."""
         if writer.supersedes(me):
             raise CheckpointError(
                 f"{self.path} is written by {writer.describe()}, and this is {me.describe()}: an orphan of an earlier "
@@ -120,18 +122,18 @@ class RunFolder:
 
 
 class Fence:
-    """Right to write to a run's folder, which is lost when another attempt claims it."""
+    """Right to write to a run's folder; lost when another attempt claims the folder."""
 
     def __init__(self, path: Path, me: Attempt) -> None:
         self._path = path
         self._me = me
 
     def check(self) -> None:
-        """Collective over the world: raise CheckpointError on all ranks when this run is no longer the writer."""
+        """Collective over the world: raise CheckpointError on all ranks if this run is no longer the writer."""
         on_rank_zero(self.check_here)
 
     def check_here(self) -> None:
-        """Raise CheckpointError on this rank when this run is not the writer; for rank 0 where it acts for all."""
+        """Raise CheckpointError on this rank if this run is not the writer; for rank 0, when it acts for all ranks."""
         with checkpoint_errors_explained(self._path, "reading"):
             writer = read_writer(self._path)
         if writer != self._me:
@@ -153,7 +155,7 @@ class Fence:
 
 
 def read_writer(path: Path) -> Attempt | None:
-    """Read the attempt in a fence's file; None when there is no file."""
+    """Read the attempt in a fence's file; None if there is no file."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved while training continues, complete or not at all, resumed exactly."""
+"""Checkpoints of a run: saved in the background, complete or not at all, and resumed exactly."""
 
 import gc
 import shutil
@@ -47,24 +47,24 @@ WAIT_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Save:
-    """Save that is being written."""
+    """A save in progress."""
 
     step: int
     plan: SavePlan
     started: float
     skipped: int
-    """Steps skipped in a row when it was made."""
+    """Number of consecutive skipped steps when the save was made."""
     writing: ForkedCall[WrittenFiles] | None = None
-    """Background process that writes this rank's part; None: this process writes it."""
+    """Background process that writes this rank's part; None if this process writes it."""
     waited_s: float | None = None
-    """Time for which training waited; None: for the whole save."""
+    """Seconds that training waited; None if it waited for the whole save."""
 
     def is_running(self) -> bool:
         """Return whether this rank's part is still being written."""
         return self.writing is not None and self.writing.is_running()
 
     def written(self) -> WrittenFiles:
-        """Write this rank's part, or wait for it; CheckpointError when that failed."""
+        """Write this rank's part, or wait for it. Raises CheckpointError on failure."""
         try:
             return self.writing.result() if self.writing else self.plan.write()
         except ForkedCallError as error:
@@ -75,21 +75,21 @@ class _Save:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """The state that a run starts from."""
+    """Description of the state that a run starts from."""
 
     source: Path | None = None
-    """Checkpoint that was loaded; None: there was none."""
+    """Checkpoint that was loaded, if any."""
     changes: tuple[str, ...] = ()
     """Settings in which the run differs from the saved run."""
     warnings: tuple[str, ...] = ()
-    """Damaged checkpoints of the run that were passed over."""
+    """Warnings about damaged checkpoints of the run that were skipped."""
 
 
 class Checkpoints:
-    """Saving and resuming of one run. Every method but the constructor is a collective over the world.
+    """Saves and resumes a run. Every method except the constructor is collective over the world.
 
-    A CheckpointError of `save`, `poll` and `finish` leaves the training state, this object and earlier checkpoints as
-    they were: training may continue, and a later save succeed.
+    A CheckpointError from `save`, `poll` or `finish` leaves the training state, this object and earlier checkpoints
+    unchanged: training may continue, and a later save may succeed.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Checkpoints:
         fence: Fence,
         inputs: Mapping[str, dict[str, str]] = MappingProxyType({}),
     ) -> None:
-        """Take the run's state, the folder of its checkpoints, its right to write there, and its inputs, which are
-        recorded, and compared in a resume (checks/inputs.py).
+        """Take the run's state, its checkpoint folder, its right to write there, and its inputs, which are recorded and
+        compared on resume (checks/inputs.py).
         """
         self._state = state
         self._inputs = inputs
@@ -112,20 +112,20 @@ class Checkpoints:
         self._deleting: ForkedCall[None] | None = None
         self._lines: list[str] = []
         self._metrics: list[Metric] = []
-        # Megatron collects garbage twice in every save: 80 % of the time that training waits for a small one. What
-        # lives as long as the run need not be looked at, and forked writers then share its memory.
+        # Megatron collects garbage twice in every save: 80 % of the time that training waits for a small save. Objects
+        # that live as long as the run need no collection, and forked writers then share their memory.
         gc.freeze()
 
     def save(self) -> None:
-        """Save the state as it is now; when asynchronous, `poll` and `finish` make the checkpoint complete.
+        """Save the current state. With asynchronous saving, `poll` or `finish` completes the checkpoint.
 
-        A state that is saved already is not saved again; a save that is still being written is waited for.
+        A state that is already saved is not saved again. A save in progress is awaited first.
         """
         step = self._state.progress.step
         if step == self._saved_step or (self._pending is not None and step == self._pending.step):
             return
         self._wait_for_pending()
-        # What leaves the device at the end stays in the memory of a forked writer.
+        # Memory that leaves the device at the end stays in a forked writer's memory.
         with all_present(self._state.residences):
             self._refuse_non_finite()
             started = time.monotonic()
@@ -138,9 +138,9 @@ class Checkpoints:
                 self._complete(save)
 
     def poll(self, *, blocking: bool = False) -> list[str]:
-        """Complete, between steps, a save that all ranks have written; return lines for the log.
+        """Complete a save that all ranks have written and return log lines; called between steps.
 
-        Costs one all-reduce while a save is being written, nothing otherwise.
+        Costs one all-reduce while a save is in progress, and nothing otherwise.
         """
         pending = self._pending
         if pending is not None:
@@ -152,7 +152,7 @@ class Checkpoints:
         return lines
 
     def finish(self) -> list[str]:
-        """Wait until the last save is complete and superseded checkpoints are deleted; return lines for the log."""
+        """Wait until the last save is complete and superseded checkpoints are deleted; return log lines."""
         lines = self.poll(blocking=True)
         on_rank_zero(self._wait_for_deletion)
         return lines + self.poll()
@@ -163,13 +163,13 @@ class Checkpoints:
         return metrics
 
     def resume(self) -> Resumption:
-        """Load this run's last checkpoint, else config.checkpoint.load; return which, and the differences from it.
+        """Load this run's last checkpoint, or else config.checkpoint.load; return which, and the differences from it.
 
         Raises:
-            CheckpointError: What should be loaded is not complete, damaged, foreign, or of another model. Of the run's
-                own checkpoints, `checkpoint.on_damaged` = "previous" passes over damaged checkpoints.
-            ConfigError: The run's settings differ from its checkpoint's where
-                they decide the data or random numbers, and `checkpoint.allow_changes` does not name it.
+            CheckpointError: The checkpoint is incomplete, damaged, foreign, or of another model. With
+                `checkpoint.on_damaged` = "previous", damaged checkpoints of the run itself are skipped.
+            ConfigError: Settings that decide the data or random numbers differ from the checkpoint's, and
+                `checkpoint.allow_changes` does not name them.
         """
         config = self._state.config.checkpoint
         self._lines += on_rank_zero(self._clean)
@@ -186,7 +186,7 @@ class Checkpoints:
         return resumption
 
     def _resume_own(self, newest: Path) -> Resumption:
-        """Load the newest checkpoint of the run or, where it is damaged and the config says so, one before it."""
+        """Load the run's newest checkpoint or, if it is damaged and the config allows it, an earlier checkpoint."""
         path, warnings = newest, []
         while True:
             try:
@@ -205,7 +205,7 @@ class Checkpoints:
             return Resumption(source=path, changes=tuple(map(str, changes)), warnings=tuple(warnings))
 
     def _step_back(self, damaged: Path, error: DamagedCheckpointError) -> tuple[Path, str]:
-        """Return the checkpoint before a damaged one, which is renamed, and a warning; raise `error` without one."""
+        """Rename a damaged checkpoint and return the previous checkpoint and a warning; raise `error` without any."""
 
         def rename() -> tuple[Path, Path] | None:
             self._fence.check_here()
@@ -224,12 +224,12 @@ class Checkpoints:
         return earlier, warning
 
     def _given(self, load: str) -> Path:
-        """Return the checkpoint that `checkpoint.load` means, on all ranks alike."""
+        """Return the checkpoint that `checkpoint.load` refers to, the same on all ranks."""
         config = self._state.config
         return on_rank_zero(partial(checkpoint_of, load, config.model, Path(config.run_dir)))
 
     def _load_given(self, source: Path) -> Resumption:
-        """Load `checkpoint.load`: the whole training state, or the weights where they alone are asked for or fit."""
+        """Load `checkpoint.load`: the whole training state, or only weights if so configured or of another program."""
         config = self._state.config
         stored = self._inspect(source)
         refuse_other_adapters(stored, config.lora)
@@ -262,14 +262,14 @@ class Checkpoints:
                 f"{stored.path} has no low-rank adapters: its optimizer state is of the weights, which are not trained "
                 "here. Set checkpoint.load_optimizer=false to start from its weights with new adapters"
             )
-        # Another run's state in a new run: other data is what the user asked for.
+        # Another run's state in a new run: the user asked for other data.
         changes = self._changes(stored)
         self._load_all(stored)
         self._log_changes(changes)
         return Resumption(source=stored.path, changes=tuple(map(str, changes)))
 
     def _is_new_head(self, stored: StoredCheckpoint) -> bool:
-        """Return whether the model has a scalar head, and the checkpoint none."""
+        """Return whether the model has a scalar head and the checkpoint has none."""
         return self._state.config.model.head == "score" and not stored.has_scores
 
     def _inspect(self, path: Path) -> StoredCheckpoint:
@@ -280,7 +280,7 @@ class Checkpoints:
         self._lines.append(f"resumed from {stored.path}, step {self._state.progress.step}")
 
     def _accepted_changes(self, stored: StoredCheckpoint) -> list[ConfigChange]:
-        """Return the changes since a checkpoint of this run; ConfigError when it could not be resumed exactly."""
+        """Return changes since a checkpoint of this run. Raises ConfigError if it cannot be resumed exactly."""
         config, marker = self._state.config, stored.marker
         assert marker is not None
         kind = kind_of_config(config)
@@ -305,13 +305,13 @@ class Checkpoints:
         return changes
 
     def _changes(self, stored: StoredCheckpoint) -> list[ConfigChange]:
-        """Return the fields in which the run differs from the saved run, as far as that is recorded."""
+        """Return the fields that differ from the saved run, as far as they are recorded."""
         config, marker = self._state.config, stored.marker
         assert marker is not None
         if marker.program == kind_of_config(config):
             changes = config_changes(marker.settings, config)
             changes += content_changes(marker.inputs, self._inputs)
-        else:  # an earlier version recorded the model alone
+        else:  # an earlier version recorded only the model
             changes = config_changes(marker.model, config.model, "model.")
         precision, trains_mtp = config.platform.precision, config.trains_mtp
         optims = [config.optim] if config.critic_optim is None else [config.optim, config.critic_optim]
@@ -326,7 +326,7 @@ class Checkpoints:
         self._lines += [f"not as in the checkpoint: {change}" for change in changes]
 
     def _refuse_non_finite(self) -> None:
-        """Raise a TrainingError on all ranks when weights are not finite: they are never saved."""
+        """Raise a TrainingError on all ranks if weights are not finite; such weights are never saved."""
         critic = self._state.critic
         chunks = {"": self._state.chunks} | ({} if critic is None else {CRITIC: critic.chunks})
         for of_model in chunks.values():
@@ -367,7 +367,7 @@ class Checkpoints:
         ]
 
     def _hand_over(self, save: _Save) -> _Save:
-        """Start the background processes that write `save`; return it without the data."""
+        """Start the background processes that write `save`; return the save without its data."""
         try:
             writing = on_every_rank(partial(_in_background, save.plan))
         except CheckpointError as error:
@@ -376,7 +376,7 @@ class Checkpoints:
         return replace(save, plan=save.plan.without_data(), writing=writing, waited_s=waited_s)
 
     def _complete(self, save: _Save) -> None:
-        """Make a checkpoint of the ranks' files; on failure delete them all."""
+        """Make a checkpoint from the ranks' files; on failure delete all of them."""
         self._pending = None
         config = self._state.config
         try:
@@ -398,9 +398,7 @@ class Checkpoints:
         self._lines.append(line)
 
     def _publish(self, save: _Save, marker: Marker | None) -> str:
-        """Give the checkpoint its name, on rank 0, and start to delete superseded checkpoints; return a line for the
-        log.
-        """
+        """Give the checkpoint its name, on rank 0; start deleting superseded checkpoints, and return a log line."""
         assert marker is not None
         self._fence.check_here()
         final = path_of_step(self._folder, save.step)
@@ -427,9 +425,7 @@ class Checkpoints:
         )
 
     def _wait_for_deletion(self) -> None:
-        """Wait, on rank 0, for the deletion of old checkpoints; a folder that could not be deleted is logged and
-        left.
-        """
+        """Wait, on rank 0, for the deletion of old checkpoints. A folder that cannot be deleted is logged and left."""
         if self._deleting is None:
             return
         call, self._deleting = self._deleting, None
@@ -439,7 +435,7 @@ class Checkpoints:
             self._lines.append(f"old checkpoints could not be deleted: {error}")
 
     def _make_room(self) -> Path:
-        """Make, on rank 0, an empty folder to write to, under a name that no other attempt uses."""
+        """Create, on rank 0, an empty folder to write to, with a name that no other attempt uses."""
         self._fence.check_here()
         path = self._folder / f"{WRITING}{self._state.progress.step:07d}_{time.time_ns():x}"
         with checkpoint_errors_explained(path, "making"):
@@ -452,12 +448,12 @@ class Checkpoints:
         return CheckpointError(f"step {save.step} is not saved: {error}. {last}")
 
     def _discard(self, path: Path) -> str:
-        """Delete a failed save, on rank 0; return a sentence on the last complete checkpoint."""
+        """Delete a failed save, on rank 0; return a sentence about the last complete checkpoint."""
         shutil.rmtree(path, ignore_errors=True)
         return self._last_complete()
 
     def _last_complete(self) -> str:
-        """Return a sentence on the last complete checkpoint, on rank 0."""
+        """Return a sentence about the last complete checkpoint, on rank 0."""
         complete = complete_in(self._folder)
         return (
             f"The last complete checkpoint is {complete[-1]}"

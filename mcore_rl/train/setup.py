@@ -37,14 +37,14 @@ from mcore_rl.train.state import Progress, TrainState
 
 
 def set_up(config: RunConfig, platform: Platform) -> TrainState:
-    """Collective over the world: build mesh, model with random weights, optimizer and schedule, at step 0; the same for
-    a critic where the config has one.
+    """Collective over the world: build mesh, model with random weights, optimizer and schedule, at step 0; and the same
+    for a critic, if configured.
     """
     mesh = build_mesh(config.mesh)
     if config.mesh.overlap_tp and platform.layers == "te":
         allocate_user_buffers(user_buffer_shape(config), mesh)
     seed_ranks(config.train.seed)
-    # What waits elsewhere has left the device before the next model is built.
+    # Memory that is stored elsewhere leaves the device before the next model is built.
     state = _set_up_model(
         config, platform, mesh, config.train.steps, store=config.update_store, weights_stay=True
     )
@@ -59,10 +59,10 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
 
 
 def allocate_user_buffers(shape: list[int], mesh: Mesh) -> None:
-    """Collective over the world: allocate the buffers in which messages of tensor parallelism travel beside products,
+    """Collective over the world: allocate the buffers that overlap tensor-parallel communication with matrix products,
     before any layer that uses them is built; `shape` is [tokens, hidden size] of a microbatch.
     """
-    # Megatron leaves this to its scripts, and TransformerEngine is not everywhere.
+    # Megatron leaves this to its scripts, and TransformerEngine is not installed everywhere.
     base = importlib.import_module("transformer_engine.pytorch.module.base")
     base.initialize_ub(
         shape=shape,
@@ -74,7 +74,7 @@ def allocate_user_buffers(shape: list[int], mesh: Mesh) -> None:
 
 
 def user_buffer_shape(config: RunConfig) -> list[int]:
-    """Return [tokens, hidden size] of a microbatch on the tensor-parallel ranks together, in every step the same."""
+    """Return [tokens, hidden size] of a microbatch on all tensor-parallel ranks together, the same in every step."""
     seq_length = program_of(config).seq_length(config)
     return [config.train.micro_batch * seq_length // config.mesh.cp, config.model.hidden_size]
 
@@ -87,8 +87,8 @@ def speed_flags_of(config: RunConfig, platform: Platform) -> SpeedFlags:
 def _set_up_model(
     config: RunConfig, platform: Platform, mesh: Mesh, steps: int, *, store: Store, weights_stay: bool
 ) -> TrainState:
-    """Collective over the world: build a model on the mesh with its optimizer, and a schedule over `steps`; its memory
-    then waits in `store`.
+    """Collective over the world: build a model on the mesh, its optimizer, and a schedule over `steps`, and move its
+    memory to `store`.
     """
     bare = build_model(config.model, mesh, platform, config.platform)
     freeze(bare, trains_routers=not config.freezes_router, trains_mtp=config.trains_mtp)
@@ -115,11 +115,11 @@ def _set_up_model(
 
 
 def freeze(chunks: Sequence[nn.Module], *, trains_routers: bool, trains_mtp: bool) -> None:
-    """Keep out of training, before the optimizer is built, what this program does not train.
+    """Freeze the parts of the model that are not trained, before the optimizer is built.
 
-    These are the routers, if the config says so: their weights, and their expert biases, which Megatron moves after
-    each step by the load. And layers of multi-token prediction that no pass goes through: an optimizer would decay
-    them, and an overlapped reduction would wait for their gradients.
+    These are the routers, if so configured: their weights, and their expert biases, which Megatron updates from the
+    load after each step. And multi-token-prediction layers that no pass uses: an optimizer would decay them, and an
+    overlapped reduction would wait for their gradients.
     """
     for chunk in map(unwrap, chunks):
         if not trains_routers:
@@ -131,14 +131,14 @@ def freeze(chunks: Sequence[nn.Module], *, trains_routers: bool, trains_mtp: boo
 
 
 def refuse_partly_frozen(chunks: Sequence[nn.Module], mesh: Mesh) -> None:
-    """Collective over the world: raise a ConfigError on all ranks where a tensor of the checkpoint would be trained in
-    part, such as the tensor of all layers' routers where one layer's is frozen: its moments could not be saved.
+    """Collective over the world: raise a ConfigError on all ranks if only part of a checkpoint's tensor would be
+    trained, such as the tensor of all layers' routers with a single frozen layer: its moments could not be saved.
     """
     trained: dict[str, set[bool]] = {}
     for shard in nested_values(weights_state(chunks, mesh)):
         if isinstance(shard, ShardedTensor | ShardedTensorFactory) and isinstance(shard.data, nn.Parameter):
             trained.setdefault(shard.key, set()).add(shard.data.requires_grad)
-    # Nearly always everything is trained, which one number says.
+    # Nearly always everything is trained, and a single number shows it.
     if not world_max(int({False} in trained.values() or {False, True} in trained.values())):
         return
     of_ranks: list[dict[str, set[bool]]] = [{} for _ in range(mesh.world.size)]
@@ -159,29 +159,29 @@ def refuse_partly_frozen(chunks: Sequence[nn.Module], mesh: Mesh) -> None:
 def wrap_for_data_parallelism(
     chunks: Sequence[nn.Module], flags: SpeedFlags, mesh: Mesh, main_grads_dtype: State
 ) -> list[DistributedDataParallel]:
-    """Collective over the world: wrap chunks so that gradients are summed in a number format over microbatches and
-    data-parallel ranks.
+    """Collective over the world: wrap chunks so that gradients are summed over microbatches and data-parallel ranks, in
+    the given number format.
     """
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=main_grads_dtype == "fp32",  # else in the weights' own
+        grad_reduce_in_fp32=main_grads_dtype == "fp32",  # otherwise in the weights' dtype
         use_distributed_optimizer=True,
         overlap_grad_reduce=flags.overlap_grad_reduce,
         overlap_param_gather=flags.overlap_param_gather,
     )
-    # The backward pass of the first chunk is the last one: only its reduction gains from buckets that start early.
+    # The backward pass ends with the first chunk: only its reduction gains from buckets that start early.
     wrapped = [
         DistributedDataParallel(unwrap(chunk).config, settings, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
     if mesh.world.size > 1:
         for chunk in wrapped:
-            # Random states differ between ranks that must start with the same weights.
+            # Random states differ between ranks, which must start with the same weights.
             chunk.broadcast_params()
     return wrapped
 
 
 def connect(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Set in the chunks' config how Megatron's schedules finish gradients, and when they must not reduce them."""
+    """Tell Megatron's schedules, in the chunks' config, how to finish gradients and when not to reduce them."""
     config = unwrap(chunks[0]).config
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

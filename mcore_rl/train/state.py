@@ -18,23 +18,23 @@ class Progress:
     """Progress of the run; saved with every checkpoint."""
 
     step: int = 0
-    """Optimizer steps, taken or skipped."""
+    """Number of optimizer steps, taken or skipped."""
     consumed_samples: int = 0
-    """Sequences read from the training set, the cursor of the data."""
+    """Sequences read from the training set: the position in the data."""
     consumed_tokens: int = 0
     """Tokens that counted in the loss."""
     consumed_prompts: int = 0
-    """Prompts that rollouts took, the cursor of reinforcement learning."""
+    """Prompts used by rollouts: the position in the prompts for reinforcement learning."""
     skipped_steps: int = 0
     """Steps skipped because a loss or gradient was not finite."""
     skipped_in_a_row: int = 0
-    """Skipped steps since the last step that was taken."""
+    """Consecutive skipped steps until now."""
     kl_coeff: float | None = None
-    """Coefficient of the KL to the reference that rl.loss.kl_target has led to; None: it is the config's."""
+    """Coefficient of the KL to the reference, as adapted by rl.loss.kl_target; None: use the config's."""
     reward_moments: dict[str, list[float]] = field(default_factory=dict)
-    """Count, mean and sum of squared differences of the scores that each reward model has given."""
+    """Count, mean and sum of squared differences of each reward model's scores."""
     disagreement_limits: list[float] = field(default_factory=list)
-    """Limit of each layer that replay.max_disagreement="auto" has measured; empty: it has measured none yet."""
+    """Limit of each layer, measured by replay.max_disagreement="auto"; empty before the measurement."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,11 +53,10 @@ class TrainState:
     residence: Residence
     """Which of the model's buffers are on the device."""
     critic: "TrainState | None" = None
-    """Model of values that is trained together with this model on the same mesh, and saved with it, if
-    any. Its `progress` counts its own optimizer steps.
-    """
+    """Critic that is trained together with this model on the same mesh and saved with it, if any. Its `progress` counts
+    its own optimizer steps."""
 
     @property
     def residences(self) -> list[Residence]:
-        """Memory of this model, and of the critic if any."""
+        """Memory of this model and, if any, of the critic."""
         return [self.residence, *([] if self.critic is None else [self.critic.residence])]

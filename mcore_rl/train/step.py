@@ -1,4 +1,4 @@
-"""One optimizer step, and one evaluation: the same pass with and without a backward."""
+"""Optimizer step and evaluation: the same pass, with and without a backward."""
 
 import math
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ class StepReport:
     """Result of one optimizer step, equal on all ranks."""
 
     loss: float
-    """Mean loss over the world's counted tokens; not finite when the step was skipped because of it."""
+    """Mean loss over the world's counted tokens; not finite if that is why the step was skipped."""
     count: int
-    """Number of counted tokens of the world."""
+    """Number of counted tokens in the world."""
     sums: dict[str, float]
     """Outputs of the head, reduced over the world's microbatches by `world_sums`."""
     grad_norm: float
@@ -33,27 +33,27 @@ class StepReport:
     learning_rate: float
     """Learning rate of the step."""
     skipped: bool
-    """True when the gradient was not finite: weights, expert biases, optimizer and schedule are as before."""
+    """Whether the gradient was not finite: weights, expert biases, optimizer and schedule are then unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradients:
-    """Gradients of a batch in the buffers of the model, before its optimizer step."""
+    """Gradients of a batch in the model's buffers, before the optimizer step."""
 
     outputs: Sequence[dict[str, Tensor]]
     """Outputs of the head for each microbatch, scalars; [] before the last pipeline stage."""
     biases: Sequence[tuple[Tensor, Tensor]]
-    """Each expert bias of this rank, with its values before the pass: Megatron moves biases by the load of the experts
-    before the optimizer looks at the gradient."""
+    """Each expert bias of this rank, with its values before the pass: Megatron updates biases from the experts' load
+    before the optimizer checks the gradient."""
 
     def discard(self) -> None:
-        """Make the model what it was before the pass, where no optimizer step is taken on its gradients."""
+        """Restore the model to its state before the pass, to take no optimizer step on these gradients."""
         for bias, before in self.biases:
             bias.copy_(before)
 
 
 def train_step(state: TrainState, microbatches: Sequence[Input], head: Head[Input]) -> StepReport:
-    """Collective over the mesh: do one optimizer step.
+    """Collective over the mesh: take one optimizer step.
 
     Args:
         state: The model in training; weights, optimizer, schedule and `progress.step` change.
@@ -70,13 +70,13 @@ def compute_gradients(
     *,
     routing: Routing = free_routing,
 ) -> Gradients:
-    """Collective over the mesh: run a batch forward and backward, for an `optimizer_step` or to be discarded.
+    """Collective over the mesh: run a batch forward and backward. Pass the result to `optimizer_step`, or discard it.
 
     Args:
         state: The model in training.
         microbatches: This data-parallel rank's share of the batch, the same number on every rank.
         head: The objective.
-        routing: Context of each chunk's forward, which may impose the experts of a rollout.
+        routing: Context for each chunk's forward pass, which may impose the experts of a rollout.
     """
     for chunk in state.chunks:
         chunk.train()
@@ -94,11 +94,11 @@ def compute_gradients(
 
 
 def optimizer_step(state: TrainState, gradients: Gradients) -> StepReport:
-    """Collective over the mesh: change weights, optimizer, schedule and `progress.step` by the gradients."""
+    """Collective over the mesh: update weights, optimizer, schedule and `progress.step` from the gradients."""
     learning_rate = current_learning_rate(state)
     with state.timers.phase("optimizer"):
         updated, grad_norm, _ = state.optimizer.step()
-    # A skipped step moves no schedule: the next one uses the same learning rate.
+    # A skipped step does not advance the schedule: the next step uses the same learning rate.
     if updated:
         state.schedule.step(1)
     else:
@@ -139,14 +139,14 @@ def world_sums(outputs: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.d
     Args:
         outputs: Outputs of the head for each microbatch, scalars; [] before the last pipeline stage.
         mesh: The mesh.
-        device: Device for the reductions.
+        device: Device of the reductions.
 
     Returns:
-        For each name the sum in float64, for names that begin with MAX the largest; the same on all ranks.
+        The sum for each name in float64, or the maximum for names that begin with MAX; the same on all ranks.
     """
     values: dict[str, float] = {}
     if mesh.is_last_stage:
-        # Sorted: a collective adds by position, and a dict's order may differ between ranks.
+        # Sorted: a collective reduces by position, and the dict's order may differ between ranks.
         names = sorted(outputs[0])
         sums = [name for name in names if not name.startswith(MAX)]
         maxima = [name for name in names if name.startswith(MAX)]
@@ -166,10 +166,10 @@ def world_sums(outputs: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.d
 
 
 def refuse_no_gradient(report: StepReport, step: int) -> None:
-    """Raise a TrainingError when a loss that says how to change the model has no gradient: nothing would be trained.
+    """Raise a TrainingError if the gradient is zero although the loss has a signal: nothing would be trained.
 
-    A cross entropy always says it; a loss with the output SIGNAL where that is not 0: without advantages, or with all
-    tokens clipped, a policy's gradient is 0 as it should be.
+    A cross entropy always has a signal. A loss with the output SIGNAL has a signal where this is not 0: without
+    advantages, or with all tokens clipped, a policy's gradient is rightly 0.
     """
     if report.grad_norm == 0 and report.sums.get(SIGNAL, report.loss):
         raise TrainingError(

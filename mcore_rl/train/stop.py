@@ -1,4 +1,4 @@
-"""Requests to end a run early, on which all ranks agree after the same step."""
+"""Requests to stop a run early. All ranks agree to stop after the same step."""
 
 import signal
 from collections.abc import Callable
@@ -14,15 +14,16 @@ from mcore_rl.processes.launcher import STOPPING, TRAINING, note_stage
 BEFORE_TRAINING = (signal.SIGTERM, signal.SIGUSR1)
 SIGNALS = (*BEFORE_TRAINING, signal.SIGINT)
 FILE_FOUND = 1
-"""Value that ranks exchange for the file; 0 stands for no request, larger values are numbers of signals."""
+"""Value that ranks exchange for the file; 0 means no request, and larger values are signal numbers."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopRequest:
-    """Context in which SIGTERM, SIGUSR1 and SIGINT are recorded and end nothing; a file is a request too.
+    """Context in which SIGTERM, SIGUSR1 and SIGINT are recorded as requests instead of ending the process; a file is a
+    request too.
 
-    SIGINT, which is Ctrl-C, is recorded from the first step on: before, nothing could be lost, and the user waits.
+    SIGINT (Ctrl-C) is recorded only from the first step on: before it nothing can be lost, and the user is waiting.
     """
 
     def __init__(self, file: Path) -> None:
@@ -43,7 +44,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def agreed(self) -> str | None:
-        """Collective over the world, between steps: return why to stop, the same on all ranks; None: no request."""
+        """Collective over the world, between steps: return why to stop, or None; the same on all ranks."""
         if not self._request and dist.get_rank() == 0 and self._file.exists():
             self._request = FILE_FOUND
         if not self._is_training:
