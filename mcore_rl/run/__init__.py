@@ -1,1 +1,1 @@
-"""The programs: `mcore-rl` and the programs that it starts. Each is short; the work is done on the floors below."""
+"""The programs: `mcore-rl` and the programs that it starts. Each is short; the packages below do the work."""

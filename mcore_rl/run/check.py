@@ -9,7 +9,7 @@ from mcore_rl.convert.copying.progress import readable_bytes
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print a line for each file and return the exit status: 0, or 1 when a file is damaged or not understood."""
+    """Print a line for each file and return the exit status: 0, or 1 if a file is damaged or not understood."""
     console = Console()
 
     def show(line: str) -> None:

@@ -1,4 +1,4 @@
-"""`mcore-rl <command>`. What a command needs is imported when it runs, and not before, so that help is quick."""
+"""`mcore-rl <command>`. The modules of a command are imported only when it runs, so that help is quick."""
 
 import argparse
 import difflib
@@ -25,17 +25,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script.
 
     Returns:
-        The exit status, as EXIT_STATUSES in errors.py explains it; of ranks, the first to fail's.
+        The exit status, explained by EXIT_STATUSES in errors.py; if ranks fail, the status of the first to fail.
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    # As standard error does: a name with a letter that the terminal's encoding lacks is shown by its code.
+    # Like standard error, show letters that the terminal's encoding lacks by their code.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             return run(arguments)
         finally:
-            sys.stdout.flush()  # here, where a reader that is gone is caught, and not at the interpreter's end
+            sys.stdout.flush()  # now, where a missing reader is caught, and not at the interpreter's exit
     except McoreRlError as error:
         sys.stderr.write(error_text(error) + "\n")
         return REFUSED_STATUS
@@ -45,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
-        # What is left in the buffer would fail again, with a traceback, when the interpreter ends.
+        # The rest of the buffer would fail again, with a traceback, when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED_STATUS
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command that begins `arguments` and return its exit status; McoreRlError for errors that the user can
-    mend.
+    """Run the command that `arguments` begin with and return its exit status; raise McoreRlError for errors that the
+    user can fix.
     """
     if arguments[0] in ("-h", "--help"):
         sys.stdout.write(overview())
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the name in COMMANDS that begins `arguments`, which has one word or two, and the words that follow it."""
+    """Split `arguments` into a command's name in COMMANDS, one or two words, and the remaining words."""
     members = _members(arguments[0])
     num_words = 2 if members else 1
     name = " ".join(arguments[:num_words])
@@ -85,7 +85,7 @@ def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def overview(names: Sequence[str] = ()) -> str:
-    """Return the help of all commands, or of `names`, the commands of one group."""
+    """Return the help for all commands, or for `names`, the commands of one group."""
     shown = {name: COMMANDS[name] for name in names or COMMANDS}
     group = f" {names[0].split()[0]}" if names else ""
     width = max(map(len, shown))
@@ -99,7 +99,7 @@ def overview(names: Sequence[str] = ()) -> str:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Return the parser of a command; where it has a config, the help ends in the config's fields."""
+    """Return the parser of a command; if it has a config, the help ends with the config's fields."""
     command = COMMANDS[name]
     parser = argparse.ArgumentParser(
         prog=f"mcore-rl {name}",
@@ -124,12 +124,12 @@ def _as_field(word: str) -> str:
 def _reader_is_gone() -> bool:
     """Return whether standard output is a pipe and its reader, such as `head`, has ended."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # errors are reported always
+    poll.register(sys.stdout.fileno(), 0)  # errors are always reported
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _members(group: str) -> list[str]:
-    """Return the names of the commands of a group, such as `data`; none where it is a command or nothing."""
+    """Return the names of the commands in a group, such as `data`; empty if `group` is not a group."""
     return [name for name in COMMANDS if name.startswith(f"{group} ")]
 
 

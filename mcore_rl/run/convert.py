@@ -1,4 +1,4 @@
-"""`mcore-rl convert`: checkpoints from Hugging Face's format to Megatron's and back, on one machine without a GPU."""
+"""`mcore-rl convert`: checkpoints from Hugging Face's format to Megatron's and back, without a GPU."""
 
 import argparse
 import importlib
@@ -37,13 +37,13 @@ from mcore_rl.folders.huggingface import is_hf, read_config
 from mcore_rl.folders.model import read_run, run_of_checkpoint
 
 LOGITS_BYTES = 2 << 30
-"""Largest import of which logits are compared without being asked: a minute at most on two cores."""
+"""Largest import for which logits are compared by default: at most a minute on two cores."""
 MAX_LINES = 100
-"""Most differences that are listed."""
+"""Largest number of differences to list."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run an action and return the exit status: 0, or 1 when `verify` finds a difference."""
+    """Run an action and return the exit status: 0, or 1 if `verify` finds a difference."""
     _check(args)
     _check_log(args)
     settings = CopySettings(workers=args.workers, max_ram_bytes=args.max_ram, overwrite=args.overwrite)
@@ -86,7 +86,7 @@ def _import(source: Path, output: Path, args: argparse.Namespace, settings: Copy
 
 
 def _wants_logits(args: argparse.Namespace, conversion: Conversion, progress: ByteProgress) -> bool:
-    """Return whether the outputs of an import are compared: as the user says, else where it costs little."""
+    """Return whether to compare the outputs of an import: as the user says, or by default if it costs little."""
     if args.check_logits is not None:
         return bool(args.check_logits)
     if conversion.num_bytes > LOGITS_BYTES or args.max_ram is not None:
@@ -103,12 +103,12 @@ def _wants_logits(args: argparse.Namespace, conversion: Conversion, progress: By
 
 
 def _logits() -> ModuleType:
-    """Import the comparison of outputs, with transformers: a second of work that only these commands need."""
+    """Import the comparison of outputs, with transformers; this takes a second, which only these commands need."""
     return importlib.import_module("mcore_rl.convert.logits")
 
 
 def _check_logits(args: argparse.Namespace, progress: ByteProgress, folder: Path) -> None:
-    """Raise a CheckpointError when an import computes other logits than transformers does with its source."""
+    """Raise a CheckpointError if an import's logits differ from transformers' logits of its source."""
     dtype = OUTPUT_DTYPES.get(args.dtype)
     distance = _logits().largest_distance(args.paths[0], folder, None, progress, mtp=args.mtp, dtype=dtype)
     found = f"logits differ from transformers' by at most {distance.logits:.3g}"
@@ -142,7 +142,7 @@ def _export(source: Path, output: Path, args: argparse.Namespace, settings: Copy
 
 
 def _text(args: argparse.Namespace, run: Path | None) -> ModelText | None:
-    """Return the tokenizer of an export: the user's, the run's; None: the reference's, or none is wanted.
+    """Return the tokenizer of an export: the user's or the run's; None for the reference's, or if none is wanted.
 
     Raises:
         ConfigError: There is none, or the run's and the reference's differ.
@@ -202,7 +202,7 @@ def _upcycle(source: Path, output: Path, args: argparse.Namespace, settings: Cop
 
 
 def _check_upcycled(args: argparse.Namespace, progress: ByteProgress, folder: Path) -> None:
-    """Report how far a mixture's logits are from the dense model's; CheckpointError where only rounding should be."""
+    """Report how far a mixture's logits are from the dense model's; CheckpointError if they should agree and do not."""
     dtype = OUTPUT_DTYPES.get(args.dtype)
     distance = _logits().largest_distance(args.paths[0], folder, None, progress, dtype=dtype)
     found = f"logits differ from the dense model's by at most {distance.logits:.3g}"
@@ -238,7 +238,7 @@ def _show_plan(args: argparse.Namespace, settings: CopySettings, progress: ByteP
 
 
 def _bytes_by_rank(args: argparse.Namespace) -> list[str]:
-    """Return the bytes of weights by pipeline stage, of the model as training loads it."""
+    """Return the bytes of weights by pipeline stage, for the model as training loads it."""
     source, mesh = args.paths[0], MeshConfig(**args.mesh)
     if is_hf(source):
         hf_model = open_hf_model(source, mtp=args.mtp, vocab_multiple=args.vocab_multiple, family=args.family)
@@ -246,7 +246,7 @@ def _bytes_by_rank(args: argparse.Namespace) -> list[str]:
         tensors = {target.name: (target.shape, target.dtype.itemsize) for target in targets}
         return list(mesh_lines(hf_model.model, tensors, mesh))
     dist_model = open_dist_model(source, args.reference, mtp=args.mtp)
-    # Both maps have the same blocks in the same order, so that a canonical key finds the stored tensor of its elements.
+    # Both maps have the same blocks in the same order, so a canonical key finds its stored tensor.
     itemsizes = {
         block.mcore_key: dist_model.dtype(stored.mcore_key).itemsize
         for block, stored in zip(dist_model.canonical.blocks, dist_model.weights.blocks, strict=True)
@@ -256,7 +256,7 @@ def _bytes_by_rank(args: argparse.Namespace) -> list[str]:
 
 
 def _verify(args: argparse.Namespace, progress: ByteProgress) -> int:
-    """Compare two checkpoints, with --logits also their outputs; return 1 when they differ."""
+    """Compare two checkpoints, with --logits also their outputs; return 1 if they differ."""
     one, other = args.paths
     differs = report_differences(one, other, args, progress) > 0
     if args.logits:
@@ -270,7 +270,7 @@ def _verify(args: argparse.Namespace, progress: ByteProgress) -> int:
 
 
 def _check_log(args: argparse.Namespace) -> None:
-    """Raise a ConfigError for a log in a folder that is read or written, or in the place of a file that is no log."""
+    """Raise a ConfigError for a log in a folder that is read or written, or in place of a file that is not a log."""
     if args.log is None:
         return
     paths = [(str(path), path) for path in args.paths]
@@ -282,7 +282,7 @@ def _check_log(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise a ConfigError for folders and options that the action does not take: every option is used or refused."""
+    """Raise a ConfigError for folders and options that the action does not use: every option is used or refused."""
     wanted = (1, 2) if args.action == "plan" else (2,)
     if len(args.paths) not in wanted:
         raise ConfigError(

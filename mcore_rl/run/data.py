@@ -49,7 +49,7 @@ def _preprocess(args: argparse.Namespace) -> int:
         document_format=DocumentFormat(
             kind=args.format or format_of_endings(find_input_files(args.inputs)),
             key=args.key,
-            # An empty separator is a blank line; None makes a file one document.
+            # An empty separator is a blank line; with None a file is a single document.
             separator="" if args.split_blank_lines else args.document_separator,
         ),
         workers=args.workers,

@@ -1,5 +1,5 @@
 """One rank of `mcore-rl eval`: how well a checkpoint answers the held-out prompts of an RL config, or how well a reward
-model orders the held-out pairs of its own.
+model orders its held-out pairs.
 """
 
 import json
@@ -138,8 +138,8 @@ def loaded(
     source: Path,
     allowed: tuple[str, ...],
 ) -> tuple[list[nn.Module], StoredCheckpoint]:
-    """Collective over the world: return the chunks of the config's model, low-rank adapters included, with the weights
-    of a checkpoint, and that checkpoint.
+    """Collective over the world: return the chunks of the config's model, including low-rank adapters, with the weights
+    of a checkpoint, and the checkpoint.
     """
     chunks = build_model(model, mesh, platform, settings)
     if lora.is_on:
@@ -158,11 +158,11 @@ def _complain(text: str) -> None:
 def checkpoint_to_evaluate(
     load: str | None, run_dir: str, tokenizer: TokenizerConfig, model: ModelConfig
 ) -> Path:
-    """Return the folder of the run's own checkpoints where it has some, else checkpoint.load.
+    """Return the folder of the run's own checkpoints if it has any, or else checkpoint.load.
 
     Raises:
-        ConfigError: where there is neither.
-        DataError: where the run in run_dir was trained with another tokenizer.
+        ConfigError: if there is neither.
+        DataError: if the run in run_dir was trained with another tokenizer.
     """
     own = Path(run_dir) / "checkpoints"
     if own.is_dir() and any(own.iterdir()):

@@ -17,7 +17,7 @@ from mcore_rl.planner.exact import Exact
 
 
 def main(argv: Sequence[str]) -> int:
-    """Build the ranks that the arguments ask for, and write as JSON an Exact, or the refusals."""
+    """Build the ranks that the arguments ask for, and write an Exact, or the refusals, as JSON."""
     args = _arguments().parse_args(argv)
     try:
         config = load_run_config(PROGRAMS[args.program].config, args.config, args.overrides)

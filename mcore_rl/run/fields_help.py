@@ -1,4 +1,4 @@
-"""The help on the fields of a config."""
+"""Help for the fields of a config."""
 
 import functools
 import shutil
@@ -9,7 +9,7 @@ from mcore_rl.config.kinds import KINDS
 
 
 def fields_help(kind: str) -> str:
-    """Return the help on every field of a config, of a name in KINDS, by section: key, default, type, meaning."""
+    """Return help for every field of the config `kind`, a name in KINDS, by section: key, default, type, meaning."""
     width = min(max(shutil.get_terminal_size().columns, 60), 110)
     wrap = functools.partial(textwrap.wrap, width=width, break_on_hyphens=False)
     paragraphs = ["The fields of CONFIG, with their defaults:"]

@@ -20,12 +20,14 @@ from mcore_rl.planner.search import Choice, Place, changes, search, shortlist
 from mcore_rl.planner.text import choice_text, search_lines
 
 LARGEST = 4096
-"""Number of GPUs up to which a size that fits is looked for."""
+"""Largest number of GPUs to try."""
 
 
 def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
-    """Print whether `kind` of the model in `folder` fits on the GPUs, in one line, then how; ConfigError where it does
-    not, with the smallest number that it fits on.
+    """Print in one line whether training `kind` of the model in `folder` fits on the GPUs, and then how.
+
+    Raises:
+        ConfigError: it does not fit; with the smallest number of GPUs that it fits on.
     """
     program = PROGRAMS[kind]
     config, place, shown, lines = _tried(folder, gpus, program, overrides)
@@ -44,7 +46,7 @@ def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
         larger = Gpus(larger.count * 2, gpus.device)
         config, place, found, _ = _tried(folder, larger, program, overrides)
     if not found:
-        program.check(config, larger.count)  # raises where the fields are refused, whatever the mesh
+        program.check(config, larger.count)  # raises if the fields are refused with any mesh
     remedy = f"It does not on {LARGEST} either: shorten the sequences, or choose larger GPUs."
     if found:
         remedy = f"It does on {larger} ({choice_text(found[0], found, place)})."
@@ -54,7 +56,7 @@ def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
 
 
 def fitting_fields(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of the fastest mesh on which a training of the model fits; ConfigError where it does not."""
+    """Return the fields of the fastest mesh on which training the model fits; ConfigError if it fits on none."""
     config, _, shown, _ = _tried(folder, gpus, PROGRAMS[kind], overrides)
     if not shown:
         raise ConfigError(
@@ -78,13 +80,11 @@ def _tried(
 
 
 def _usual(program: Program, folder: Path, gpus: Gpus, max_position: int) -> Iterator[str]:
-    """Yield the fields of a training of which nothing is known but its model: the answer depends on these fields
-    alone.
-    """
+    """Yield the fields of a training run for which only the model is known; the answer depends only on these fields."""
     yield from ("platform.precision=bf16", "mesh.dp=auto", f"model.path={folder}", "checkpoint.load=none")
-    # Names of files that are not read, for the checks.
+    # File names for the checks; the files are not read.
     yield from ("data.tokenizer.kind=huggingface", f"data.tokenizer.path={folder}")
-    # At least as many sequences as ranks, so that no mesh is refused for a batch that it cannot divide.
+    # At least as many sequences as ranks, so that no mesh is refused because it cannot divide the batch.
     if program is PROGRAMS["rl"]:
         prompts, most = max(16, gpus.count // 8), min(1024, max_position // 2)
         yield from (f"rl.prompts.max_tokens={most}", f"rl.rollout.max_new_tokens={most}")
@@ -102,7 +102,7 @@ def _usual(program: Program, folder: Path, gpus: Gpus, max_position: int) -> Ite
 
 
 def size_of(model: ModelConfig) -> str:
-    """Return the number of parameters, of a mixture of experts those at work for a token too."""
+    """Return the number of parameters and, for a mixture of experts, of parameters active per token, as text."""
     (weights,) = weights_by_stage(model, MeshConfig())
     text = f"{weights.total / 1e9:.3g} B parameters"
     if model.is_moe:

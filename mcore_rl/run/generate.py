@@ -1,4 +1,4 @@
-"""`mcore-rl generate`: texts of a trained model, on one process, whatever mesh it was trained on."""
+"""`mcore-rl generate`: texts from a trained model, in a single process, whatever mesh it was trained on."""
 
 import argparse
 import math
@@ -32,7 +32,7 @@ from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Problem, Prompt
 
 MAX_REQUESTS = 64
-"""Requests of a server at a time."""
+"""Largest number of requests to a server at a time."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -69,16 +69,16 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A prompt in tokens, and how completions of it become text."""
+    """A prompt in tokens, and how to turn its completions into text."""
 
     tokenizer: Tokenizer
     prompt_T: tuple[int, ...]
     shown: str
-    """Text that is printed before a completion: the prompt that it continues; empty in a chat."""
+    """Text to print before a completion: the prompt that it continues; empty in a chat."""
     is_whole: bool
-    """Whether the completion is a text of its own, and not the rest of a text."""
+    """Whether the completion is a complete text, not the continuation of a text."""
     ends: frozenset[int]
-    """Tokens that end a completion, and are no part of its text."""
+    """Tokens that end a completion and are not part of its text."""
 
     def text_of(self, tokens_T: Sequence[int]) -> str:
         """Return the text of a completion, or of its first tokens."""
@@ -86,22 +86,22 @@ class Request:
         alone = self.tokenizer.decode(said_T)
         if self.is_whole:
             return alone
-        # The first piece of a text loses its space when it is decoded without what comes before it (sentencepiece).
+        # The first piece of a text loses its space when decoded without its context (sentencepiece).
         before, whole = self.tokenizer.decode(self.prompt_T), self.tokenizer.decode((*self.prompt_T, *said_T))
         return whole[len(before) :] if whole.startswith(before) else alone
 
 
 def opening_turns(args: argparse.Namespace) -> tuple[Message, ...]:
-    """Return the turns that the arguments give: the system's, the user's, and the beginning of the answer."""
+    """Return the turns in the arguments: the system's, the user's, and the beginning of the answer."""
     given = (("system", args.system), ("user", args.prompt or None), ("assistant", args.answer))
     return tuple({"role": role, "content": content} for role, content in given if content is not None)
 
 
 def request_of(args: argparse.Namespace, trained: ModelFolder, messages: Sequence[Message] = ()) -> Request:
-    """Return the request that the arguments, or the turns of a chat so far, make of the model.
+    """Return the request to the model for the arguments, or for the turns of a chat so far.
 
     Raises:
-        ConfigError: --chat, and the model has no chat template.
+        ConfigError: --chat is given and the model has no chat template.
     """
     tokenizer, path = load_tokenizer(trained.tokenizer), trained.tokenizer.path
     template = trained.chat_template
@@ -128,13 +128,13 @@ def request_of(args: argparse.Namespace, trained: ModelFolder, messages: Sequenc
 
 
 def is_interactive(args: argparse.Namespace) -> bool:
-    """Return whether the arguments ask for a chat in a terminal, turn by turn."""
+    """Return whether the arguments ask for an interactive chat in a terminal."""
     asks = bool(args.chat) and not args.prompt and args.url is None and args.n == 1
     return asks and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def chat(args: argparse.Namespace, trained: ModelFolder, weights: Path) -> None:
-    """Chat in the terminal until the end of the input; Ctrl-C ends an answer, and at the prompt the chat."""
+    """Chat in the terminal until the end of the input. Ctrl-C ends an answer or, at the prompt, the chat."""
     import readline  # noqa: F401 - gives input() the keys of a shell
 
     engine = open_engine(trained, weights, load_tokenizer(trained.tokenizer), args.seed)
@@ -166,11 +166,11 @@ class StreamedText:
     def __init__(self, request: Request) -> None:
         self._request = request
         self.shown = ""
-        """Text that has been printed of the completion."""
+        """Printed part of the completion's text."""
         self._write(request.shown)
 
     def __call__(self, prompt: int, index: int, tokens_T: Sequence[int]) -> None:
-        """Print what `tokens_T`, all tokens of the completion so far, adds to the text (the engine calls this)."""
+        """Print the new text of `tokens_T`, all tokens of the completion so far; called by the engine."""
         if tokens_T[-1] not in self._request.ends:
             self._show(self._request.text_of(tokens_T))
 
@@ -179,8 +179,8 @@ class StreamedText:
         self._write(text[len(self.shown) :] + "\n" if text.startswith(self.shown) else f"\n{text}\n")
 
     def _show(self, text: str) -> None:
-        # A character of several tokens decodes to a replacement character until its last token is there; that token
-        # may also change the text before it, so only a text that continues what is shown is shown.
+        # A character of several tokens decodes to a replacement character until its last token arrives, which may also
+        # change earlier text. So show a text only if it continues the shown text.
         if text.startswith(self.shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self._write(text[len(self.shown) :])
             self.shown = text
@@ -193,16 +193,16 @@ class StreamedText:
 def served_continuations(
     args: argparse.Namespace, trained: ModelFolder, request: Request
 ) -> tuple[ServedCompletion, ...]:
-    """Return `args.n` continuations as `continuations` does, by the server at `args.url` with its own weights."""
+    """Return `args.n` continuations like `continuations`, from the server at `args.url` with its own weights."""
     engine = SERVED[args.kind](urls=(args.url,), api_key_env=args.api_key_env, ca_file=args.ca_file)
     api, sampling = server_apis(engine, trained.model)(args.url), sampling_of_arguments(args, request)
     beyond = [token for token in request.prompt_T if token >= trained.model.vocab_size]
-    if beyond:  # a server would end by it
+    if beyond:  # a server would crash
         raise DataError(
             f"--prompt has the id {beyond[0]}, and the model has the ids 0 to {trained.model.vocab_size - 1}. Name the "
             "model's own run."
         )
-    name = secrets.token_hex(4)  # also of the cache of prefixes: the weights may be others than a moment ago
+    name = secrets.token_hex(4)  # also for the prefix cache: the weights may have changed
     with ThreadPoolExecutor(min(args.n, MAX_REQUESTS)) as pool:
         return tuple(
             pool.map(
@@ -215,7 +215,7 @@ def served_continuations(
 
 
 def sampling_of_arguments(args: argparse.Namespace, request: Request) -> Sampling:
-    """Return the rules of sampling that the arguments give."""
+    """Return the sampling settings from the arguments."""
     return Sampling(
         max_new_tokens=args.tokens,
         cut=Cut(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p),
@@ -225,7 +225,7 @@ def sampling_of_arguments(args: argparse.Namespace, request: Request) -> Samplin
 
 
 def model_of_arguments(args: argparse.Namespace) -> tuple[ModelFolder, Path]:
-    """Return the model that the arguments name, and the checkpoint with its weights."""
+    """Return the model in the arguments, and the checkpoint with its weights."""
     if args.model is not None:
         folder = read_model_folder(find_model(args.model, "--model"))
         ensure_imported(args.model, folder.model, None)
@@ -237,7 +237,7 @@ def model_of_arguments(args: argparse.Namespace) -> tuple[ModelFolder, Path]:
 
 def open_engine(trained: ModelFolder, weights: Path, tokenizer: Tokenizer, seed: int) -> MegatronEngine:
     """Return a rollout engine in this process with the weights of a checkpoint."""
-    # The engine caches keys and values in our own attention, not in TransformerEngine's; the weights are the same.
+    # The engine's KV cache works with our own attention, not TransformerEngine's; the weights are the same.
     ours = {"recompute": "none", "layers": "auto", "fp8": "none", "bf16_products": False}
     settings = trained.platform.model_copy(update=ours)
     mesh_config = MeshConfig()
@@ -252,7 +252,7 @@ def open_engine(trained: ModelFolder, weights: Path, tokenizer: Tokenizer, seed:
 def continuations(
     args: argparse.Namespace, engine: MegatronEngine, request: Request, listener: Listener | None
 ) -> tuple[Completion, ...]:
-    """Return `args.n` continuations, each to one of the request's end tokens or `args.tokens` tokens."""
+    """Return `args.n` continuations, each until an end token of the request or `args.tokens` tokens."""
     engine.listener = listener
     problem = Problem(problem_id="--prompt", prompt=args.prompt, answer="")
     prompt = Prompt(problem=problem, tokens_T=request.prompt_T)

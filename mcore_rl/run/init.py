@@ -1,4 +1,4 @@
-"""`mcore-rl init FOLDER`: a short config for a training of a model, on the GPUs named or on this machine."""
+"""`mcore-rl init FOLDER`: a short config for training a model, on the given GPUs or on this machine."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ Line = tuple[str, Any, str]
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the config; ConfigError where the folder is no model, or nothing fits on the GPUs."""
+    """Print the config. Raises ConfigError if the folder has no model, or if nothing fits on the GPUs."""
     kind, folder = args.program or "sft", find_model(args.folder, "FOLDER")
     gpus = parse_gpus(args.gpus) if args.gpus else _gpus_here()
     head = ["model.head=score"] if kind == "rm" else []
@@ -103,8 +103,8 @@ def _rl(model: ModelConfig, ranks: int) -> Iterator[Line]:
 
 
 def _gpus_here() -> Gpus | None:
-    """Return the GPUs of this machine; None where it has none, or of a kind with unknown memory."""
-    import torch  # a second or two, which other commands do not wait for
+    """Return the GPUs of this machine; None if it has none, or if their memory is unknown."""
+    import torch  # takes a second or two, which other commands need not wait for
 
     if not torch.cuda.is_available():
         return None

@@ -10,7 +10,7 @@ from mcore_rl.run.convert import report_differences
 
 
 def main(args: argparse.Namespace) -> int:
-    """List a checkpoint and return the exit status: 0, or 1 when --diff finds a difference."""
+    """List a checkpoint and return the exit status: 0, or 1 if --diff finds a difference."""
     with ByteProgress(Console()) as progress:
         if args.diff is None:
             for line in contents(args.path).lines():

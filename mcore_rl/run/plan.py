@@ -1,4 +1,4 @@
-"""`mcore-rl plan`: memory of a config on a cluster, meshes that fit, and seconds of a step. It starts no rank."""
+"""`mcore-rl plan`: memory of a config on a cluster, meshes that fit, and seconds per step. It starts no rank."""
 
 import argparse
 import json
@@ -52,15 +52,15 @@ from mcore_rl.processes.without_gpus import run_without_gpus
 from mcore_rl.run.fit import fit
 
 MAX_RANKS = 1_000_000
-"""Largest world that is planned: ranks are computed individually."""
+"""Largest world to plan, because ranks are computed individually."""
 PLAN_MARK = "written by mcore-rl plan"
-"""In the files of --json and --timeline, by which an earlier file is known."""
+"""Marks files of --json and --timeline, so that an earlier file is recognised."""
 DRAWN_GROUPS = 3
-"""Microbatches of a picture, as a multiple of the stages: warm-up, steady state and end."""
+"""Number of microbatches in a picture, as a multiple of the stages: warm-up, steady state and end."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the plan that the arguments ask for; ConfigError, with the nearest meshes that fit, where the config
+    """Print the plan that the arguments ask for. Raises ConfigError, with the nearest meshes that fit, if the config
     cannot run.
     """
     _check(args)
@@ -135,7 +135,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    """Answer for the folder of a model whether a training of it fits."""
+    """Print whether training the model in a folder fits."""
     if args.gpus is None or args.nodes or args.world or args.search or args.exact or args.rank is not None:
         raise ConfigError(
             f"{args.config} is a folder: `mcore-rl plan {args.config} --gpus 8xH100` says whether a training of the "
@@ -145,7 +145,7 @@ def _fit(args: argparse.Namespace) -> int:
 
 
 def _cluster(args: argparse.Namespace) -> ClusterConfig:
-    """Return the cluster that the arguments name; of --gpus with its nodes as --nodes."""
+    """Return the cluster in the arguments; with --gpus, its number of nodes becomes --nodes."""
     if args.gpus is None:
         cluster = load_config(ClusterConfig, args.cluster)
     else:
@@ -157,7 +157,7 @@ def _cluster(args: argparse.Namespace) -> ClusterConfig:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise a ConfigError for a file that the other arguments do not write, and for a world beyond all machines."""
+    """Raise a ConfigError for an output file that the other arguments do not produce, and for too large a world."""
     if args.gpus is not None and (args.nodes or args.world or args.calibrate is not None):
         raise ConfigError("--gpus names all GPUs. Give it without --nodes, --world and --calibrate.")
     of_one_plan = args.calibrate is None and not args.world and not args.search
@@ -195,7 +195,7 @@ def _write_file(option: str, path: Path, content: str) -> None:
 
 
 def _place(cluster: ClusterConfig, world_size: int, args: argparse.Namespace) -> Place:
-    """Return so many ranks of a cluster with the arguments' servers, completions and experts."""
+    """Return `world_size` ranks of a cluster with the servers, completions and experts in the arguments."""
     return place_of(
         cluster,
         world_size,
@@ -206,7 +206,7 @@ def _place(cluster: ClusterConfig, world_size: int, args: argparse.Namespace) ->
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Print the rates of a cluster from a finished run on it, and the run's predicted and measured step."""
+    """Print the rates of a cluster from a finished run on it, and the run's predicted and measured step time."""
     run_dir: Path = args.calibrate
     attempts = read_attempts(run_dir)
     if not attempts or not (run_dir / "config.toml").is_file():
@@ -229,7 +229,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         text = dump_config(found)
 
         def edited(path: Path) -> str | None:
-            # A cluster's file is one that people go on writing: an earlier output is replaced by the same text alone.
+            # People edit cluster files, so an earlier output is replaced only if its text is unchanged.
             return None if path.read_bytes() == text.encode() else "has another text"
 
         _refuse_replacing(args, args.output, edited)
@@ -239,7 +239,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def checked_estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
-    """Return the estimate of a config that passes the checks; ConfigError with the nearest that does otherwise."""
+    """Return the estimate of a config that passes the checks, or raise ConfigError with the nearest that does."""
     try:
         program.check(config, place.world_size)
         refuse(placement(config.model, config.mesh, place.ranks_per_node, place.world_size).refused)
@@ -251,9 +251,7 @@ def checked_estimate(config: RunConfig, program: Program, place: Place) -> Estim
 
 
 def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
-    """Return the memory of Megatron's own modules of `--rank`, or of the first, middle and last stage; it needs
-    torch.
-    """
+    """Return the memory of Megatron's own modules on `--rank`, or on the first, middle and last stage; needs torch."""
     pp, world = plan.config.mesh.pp, plan.place.world_size
     ranks = [args.rank]
     if args.rank is None:
@@ -268,7 +266,7 @@ def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
             words.append("--layers")
         if pp > 1 and args.rank is None:
             shown = recorded_microbatches(plan.config.mesh, plan.num_microbatches)
-            # A picture has the recorded passes: as many as can be told apart.
+            # A picture shows the recorded passes, as many as can be distinguished.
             words += ["--microbatches", _drawn(plan) if args.timeline else shown]
         run_without_gpus("mcore_rl.run.exact", words)
         values = json.loads(output.read_text())
@@ -278,7 +276,7 @@ def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
 
 
 def _timeline(plan: Estimate, recorded: RecordedSchedule | None) -> str:
-    """Return the picture of the schedule: as it was recorded, otherwise as planned."""
+    """Return the picture of the schedule, as recorded or else as planned."""
     mesh, shown = plan.config.mesh, _drawn(plan)
     title = f"pp {mesh.pp} x vpp {mesh.vpp}: {shown} of {plan.num_microbatches} microbatches, time in {_unit(plan)}"
     if recorded is not None:
@@ -291,7 +289,7 @@ def _marked(svg: str) -> str:
 
 
 def _drawn(plan: Estimate) -> int:
-    """Return the number of microbatches of a picture that shows all parts of the schedule."""
+    """Return the number of microbatches for a picture that shows all parts of the schedule."""
     return min(plan.num_microbatches, DRAWN_GROUPS * plan.config.mesh.pp)
 
 
@@ -308,7 +306,7 @@ def _nearest(config: RunConfig, program: Program, place: Place) -> str:
 
 
 def _refusal(config: RunConfig, program: Program, place: Place) -> str:
-    """Return why nothing was found: the checks refuse the config itself, or all meshes are too large."""
+    """Return why nothing was found: the checks refuse the config, or all meshes need too much memory."""
     try:
         program.check(config, place.world_size)
     except ConfigError as error:
@@ -319,7 +317,7 @@ def _refusal(config: RunConfig, program: Program, place: Place) -> str:
 def _world_lines(
     config: RunConfig, program: Program, cluster: ClusterConfig, args: argparse.Namespace
 ) -> Iterator[str]:
-    """Yield one line for each doubling of the world: whether the mesh fits, its speed, hours of the whole run."""
+    """Yield a line for each doubling of the world: whether the mesh fits, its speed, hours of the whole run."""
     yield from world_header(config, _place(cluster, args.world[0], args))
     world, largest = args.world
     while world <= largest:

@@ -1,4 +1,4 @@
-"""`mcore-rl probe`: whether a server has the weights of a checkpoint, and which part of them it lacks."""
+"""`mcore-rl probe`: check whether a server has a checkpoint's weights, and which part of them it lacks."""
 
 import argparse
 import re
@@ -38,15 +38,15 @@ GROUPS: Mapping[str, re.Pattern[str]] = {
     "attention": re.compile(r"\.self_attention\."),
     "mlp": re.compile(r"\.mlp\."),
 }
-"""Groups of weights by the keys of Megatron's tensors; the first group that fits counts."""
+"""Groups of weights by the keys of Megatron's tensors; the first match counts."""
 TIMEOUT_S = 120.0
 NUDGE = 1.01
-"""Factor on a group's weights that shows the probe's sensitivity to it, without an older checkpoint."""
+"""Factor on a group's weights to measure the probe's sensitivity to it, without an older checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLine:
-    """One group of weights, replaced by other weights in the checkpoint's model."""
+    """A group of weights that is replaced by other weights in the checkpoint's model."""
 
     name: str
     moved: ProbeDifference
@@ -54,11 +54,11 @@ class GroupLine:
     group.
     """
     server: ProbeDifference
-    """Difference of the server to the model with the replaced group."""
+    """Difference between the server and the model with the replaced group."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the differences and return the exit status: 0 when the server has the checkpoint's weights, otherwise 1."""
+    """Print the differences and return the exit status: 0 if the server has the checkpoint's weights, otherwise 1."""
     with rank_guard():
         trained = read_run(args.run)
         if trained.model.head == "score":
@@ -120,7 +120,7 @@ def _groups(
     theirs: Sequence[Sequence[float]],
     replaced: Sequence[Tensor] | None,
 ) -> Iterator[GroupLine]:
-    """Yield a line for each group that the model has, with the weights `replaced` in it, or nudged weights."""
+    """Yield a line for each group that the model has, with its weights `replaced` or nudged."""
     keys = [shard.key for shard in local_shards(chunks)]
     for name in dict.fromkeys(_group_of(key) for key in keys):
         chosen = [index for index, key in enumerate(keys) if _group_of(key) == name]
@@ -139,7 +139,7 @@ def _group_of(key: str) -> str:
 def _replaced(
     chunks: Sequence[nn.Module], chosen: Sequence[int], replaced: Sequence[Tensor] | None
 ) -> Iterator[None]:
-    """Put other weights into the shards with the indices `chosen` inside."""
+    """Context with other weights in the shards with indices `chosen`."""
     shards = list(local_shards(chunks))
     kept = {index: shards[index].data.detach().clone() for index in chosen}
     for index in chosen:
@@ -191,7 +191,7 @@ def _text(
 
 
 def _expert_lines(found: ProbeDifference, *, is_shown: bool) -> list[str]:
-    """Return the line on the expert that stands out most, where experts are compared."""
+    """Return the line about the expert that stands out most, if experts are compared."""
     expert = found.expert
     if not is_shown:
         return []

@@ -1,4 +1,4 @@
-"""`mcore-rl problems`: a built-in task's problems with their answers as JSON lines, to fine-tune on or to read."""
+"""`mcore-rl problems`: a built-in task's problems with answers as JSON lines, for fine-tuning or for reading."""
 
 import argparse
 import json
@@ -18,9 +18,9 @@ from mcore_rl.rl.rollouts.prompts import TaskProblems, held_out_problems
 from mcore_rl.rl.types import Problem
 
 FIRST_INDEX = 2**32
-"""Index of the first problem; reinforcement learning counts its problems from 0, so that these differ."""
+"""Index of the first problem. Reinforcement learning counts from 0, so the problems differ."""
 FIRST_VALID_INDEX = 2**33
-"""Index of the first problem to validate on."""
+"""Index of the first validation problem."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
         )
     held_out = frozenset(problem.prompt for problem in held_out_problems(config.rl.eval, prompts, seed))
     kind = "pairs of answers to problems" if args.preferences else "problems"
-    # The problems to validate on are chosen first, and none of the others has their text.
+    # Validation problems are chosen first, and no training problem has the text of any of them.
     valid = TaskProblems(config=prompts, seed=seed, held_out=held_out)
     to_validate = [valid[index] for index in range(FIRST_VALID_INDEX, FIRST_VALID_INDEX + args.valid)]
     problems = TaskProblems(
@@ -69,17 +69,17 @@ def main(args: argparse.Namespace) -> int:
 
 
 def valid_path(output: Path) -> Path:
-    """Return the file next to `output` with the problems to validate on: pairs_valid.jsonl for pairs.jsonl."""
+    """Return the file for validation problems next to `output`: pairs_valid.jsonl for pairs.jsonl."""
     return output.with_stem(f"{output.stem}_valid")
 
 
 def line_of_problem(problem: Problem, seed: int, cut_fraction: float) -> dict[str, str]:
-    """Return a problem as a line to fine-tune on: its answer, and the response to imitate.
+    """Return a problem as a line for fine-tuning: its answer, and the response to imitate.
 
     Args:
         problem: The problem.
-        seed: Seed of the run, on which it depends which responses are cut.
-        cut_fraction: Probability that the last character of the response is left out.
+        seed: Seed of the run, which decides which responses are cut.
+        cut_fraction: Probability of leaving out the last character of the response.
     """
     is_cut = random.Random(f"{seed}/{problem.problem_id}").random() < cut_fraction
     response = problem.answer[:-1] if is_cut else problem.answer
@@ -87,12 +87,12 @@ def line_of_problem(problem: Problem, seed: int, cut_fraction: float) -> dict[st
 
 
 def line_of_pair(problem: Problem, seed: int, faults: str) -> dict[str, str]:
-    """Return a problem as a line with its answer and a wrong one, which depends on `seed`.
+    """Return a problem as a line with its answer and a wrong answer, which depends on `seed`.
 
     Args:
-        problem: A problem with a digit or a small letter in its answer; DataError without one.
+        problem: A problem with a digit or lowercase letter in its answer; otherwise raises DataError.
         seed: Seed of the run.
-        faults: "character": one character of the wrong answer is another; "any": a kind of FAULTS, each as often.
+        faults: "character": replace one character of the answer; "any": choose among FAULTS with equal probability.
     """
     generator = random.Random(f"{seed}/{problem.problem_id}")
     if faults == "character":
@@ -105,7 +105,7 @@ def line_of_pair(problem: Problem, seed: int, faults: str) -> dict[str, str]:
 
 
 def _refuse_other(path: Path, lines: Sequence[dict[str, str]], config: Path) -> None:
-    """Raise a ConfigError where there is a file with other lines: nobody can tell whether they are the user's own."""
+    """Raise a ConfigError if the file exists with other lines, because they might be the user's own."""
 
     def other(path: Path) -> str | None:
         with path.open("rb") as file:
@@ -129,20 +129,20 @@ def _write(path: Path, lines: Sequence[dict[str, str]]) -> None:
 
 
 def replaced(answer: str, generator: random.Random) -> str:
-    """Return the answer with one of its digits or letters replaced by another of its kind."""
+    """Return the answer with a digit or letter replaced by another of its kind."""
     place = _place(answer, generator)
     other = generator.choice([character for character in _kind(answer[place]) if character != answer[place]])
     return answer[:place] + other + answer[place + 1 :]
 
 
 def left_out(answer: str, generator: random.Random) -> str:
-    """Return the answer without one of its digits or letters; a single character stays."""
+    """Return the answer with a digit or letter removed; a single character stays."""
     place = _place(answer, generator)
     return answer[:place] + answer[place + 1 :] or answer
 
 
 def added(answer: str, generator: random.Random) -> str:
-    """Return the answer with a digit or letter more."""
+    """Return the answer with a digit or letter added."""
     place = _place(answer, generator)
     return answer[:place] + generator.choice(_kind(answer[place])) + answer[place:]
 
@@ -154,7 +154,7 @@ def swapped(answer: str, generator: random.Random) -> str:
 
 
 def random_text(answer: str, generator: random.Random) -> str:
-    """Return up to twice as many characters as the answer has, of the kind of one of its digits or letters."""
+    """Return up to twice as many random characters as the answer has, of the kind of a digit or letter in it."""
     kind = _kind(answer[_place(answer, generator)])
     return "".join(generator.choices(kind, k=generator.randint(1, 2 * len(answer))))
 
@@ -172,5 +172,5 @@ def _place(answer: str, generator: random.Random) -> int:
 
 
 def _kind(character: str) -> str:
-    """Return the digits or the small letters, whichever the character is one of."""
+    """Return all digits for a digit, all lowercase letters for a lowercase letter, else an empty string."""
     return next((kind for kind in (string.digits, string.ascii_lowercase) if character in kind), "")

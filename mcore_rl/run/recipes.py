@@ -1,4 +1,4 @@
-"""`mcore-rl recipes`: the configs that are shipped, by the names under which every command takes them."""
+"""`mcore-rl recipes`: the configs that are included, by the names that every command accepts."""
 
 import argparse
 import shutil
@@ -11,7 +11,7 @@ MIN_WIDTH = 60
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print every recipe with its summary; `args` are none, as `mcore-rl recipes` declares them."""
+    """Print every recipe with its summary; `mcore-rl recipes` has no arguments."""
     found = recipes()
     indent = max(len(recipe.name) for recipe in found) + 2
     width = max(shutil.get_terminal_size().columns, MIN_WIDTH)

@@ -9,7 +9,7 @@ from mcore_rl.report.page import write_report
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the page and print its path and the number of warnings; `args` as `mcore-rl report` declares them."""
+    """Write the page and print its path and the number of warnings; `args` from `mcore-rl report`."""
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         found = write_report(args.runs, args.output)

@@ -1,4 +1,4 @@
-"""`mcore-rl reward`: scores of an RL config's reward for completions of its own prompts, without a model."""
+"""`mcore-rl reward`: score completions of an RL config's prompts with its reward, without a model."""
 
 import argparse
 from pathlib import Path
@@ -15,16 +15,16 @@ from mcore_rl.rl.rewards.trial import ANSWER, refuse_failing_trial, trial_groups
 from mcore_rl.run.programs.rollouts import load_prompts
 
 SHOWN = 400
-"""Characters of a prompt or a reference that are shown."""
+"""Number of characters to show of a prompt or reference."""
 FAILED_STATUS = 1
-"""Exit status where a score failed."""
+"""Exit status if a score failed."""
 
 
 def main(args: argparse.Namespace) -> int:
     """Score completions of the first `args.sample` prompts and print them with prompt and reference.
 
     Returns:
-        0; 1 where a score failed. A part that always fails is a TrainingError.
+        0, or 1 if a score failed. A part that always fails raises TrainingError.
     """
     config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
     check_rl(config, config.mesh.smallest_world)

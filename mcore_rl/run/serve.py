@@ -1,4 +1,4 @@
-"""`mcore-rl serve`: the inference servers of an RL config on this machine, started anew when they end."""
+"""`mcore-rl serve`: run the inference servers of an RL config on this machine, and restart servers that exit."""
 
 import argparse
 import signal
@@ -21,9 +21,9 @@ GPU_DEVICE = Path("/dev/nvidiactl")
 EVERYWHERE = "0.0.0.0"
 LOOK_S = 1.0
 QUICK_S = 60.0
-"""A server that ends sooner than this after its start has not served."""
+"""A server that exits sooner than this after its start counts as failed to start."""
 MAX_QUICK_ENDS = 5
-"""Such ends of a server in a row after which it is given up."""
+"""Number of consecutive failed starts after which to give up on a server."""
 
 
 class StopRequested(Exception):  # noqa: N818  # no error
@@ -31,7 +31,7 @@ class StopRequested(Exception):  # noqa: N818  # no error
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns 0 then, and 1 when a server was given up."""
+    """Serve until SIGTERM or Ctrl-C. Returns 0 then, or 1 after giving up on a server."""
     config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
     engine = config.served
     if engine is None:
@@ -57,7 +57,7 @@ def _start(config: RlRunConfig, engine: ServedConfig, index: int, port: int) -> 
     host, folder = socket.gethostname(), servers_folder(config.run_dir)
     on_gpu = config.platform.device == "cuda" or (config.platform.device == "auto" and GPU_DEVICE.exists())
     size = engine.tensor_parallel
-    # Servers of several machines share the folder, and each writes its own files there.
+    # Servers on several machines share the folder, and each writes its own files there.
     of_host = folder / host
     return ServerProcess(
         partial(server_command, config, of_host, host=EVERYWHERE, on_gpu=on_gpu),
@@ -68,7 +68,7 @@ def _start(config: RlRunConfig, engine: ServedConfig, index: int, port: int) -> 
 
 
 def _watch(folder: Path, servers: list[ServerProcess]) -> int:
-    """Start servers anew that end, or whose weights the training could not prove; returns 1 when one is given up."""
+    """Restart servers that exit or that the training asks to restart; return 1 after giving up on a server."""
     quick_ends = dict.fromkeys(range(len(servers)), 0)
     since_s = time.time()
     while True:

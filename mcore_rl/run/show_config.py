@@ -13,7 +13,7 @@ from mcore_rl.folders.run_config import with_origins
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the config as TOML, each set value with its place; ConfigError when a check fails."""
+    """Print the config as TOML, with the origin of each set value. Raises ConfigError if a check fails."""
     path = Path(args.config)
     kind = args.program or kind_of(path, args.overrides)
     if kind not in PROGRAMS:

@@ -1,4 +1,4 @@
-"""`mcore-rl data show`: the first training examples of a config, as the model will read them."""
+"""`mcore-rl data show`: show the first training examples of a config as the model reads them."""
 
 import argparse
 import json
@@ -38,16 +38,16 @@ from mcore_rl.run.programs.sft import describe_data, packed_train
 from mcore_rl.run.trained_model import load_matching_tokenizer
 
 SHOWN_OF_STEP = 40
-"""Characters that are shown before the end of a labelled step."""
+"""Number of characters to show before the end of a labelled step."""
 TRAINED = ("⟦", "⟧")
-"""Signs around the tokens that a loss is computed for, where it is not for all."""
+"""Marks around tokens with a loss, if some tokens have none."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the first `args.num` training examples of the config, or records of a file of data, by their shape.
+    """Print the first `args.num` training examples of the config, or records of a data file by their format.
 
     Raises:
-        ConfigError: the config is no training's.
+        ConfigError: the config is not for training.
     """
     path = Path(args.config)
     if is_table(args.config) or (path.is_file() and path.suffix != ".toml"):
@@ -62,12 +62,12 @@ def main(args: argparse.Namespace) -> int:
         )
     config, _ = PROGRAMS[kind].checked_config(path, args.overrides, None)
     for line in _lines(config, args.num):
-        sys.stdout.write(escaped(f"{line}\n"))  # as it is: a rich console would make spaces of tabs
+        sys.stdout.write(escaped(f"{line}\n"))  # unchanged: a rich console would turn tabs into spaces
     return 0
 
 
 def _records(name: str, count: int) -> Iterator[str]:
-    """Yield the first records of a file of data as they are recognised by their keys, without tokens."""
+    """Yield the first records of a data file, with the format recognised from their keys, without tokens."""
     for record in islice(read_records(name), count):
         keys = ", ".join(record.entry or ())
         yield f"--- {name}:{record.line}: keys {keys}"
@@ -78,7 +78,7 @@ def _records(name: str, count: int) -> Iterator[str]:
 
 
 def _recognised(record: Record) -> Iterator[str]:
-    """Yield the shape and the turns of a record; a DataError where it is none that is known."""
+    """Yield the format and the turns of a record. Raises DataError if the format is unknown."""
     entry = record.entry
     if entry is None:
         raise DataError(record.problem)
@@ -118,7 +118,7 @@ def _lines(config: RunConfig, count: int) -> Iterator[str]:
 
 
 def _sequences(config: PretrainConfig, count: int) -> Iterator[str]:
-    """Yield the first sequences of pretraining, decoded where the config names a tokenizer."""
+    """Yield the first sequences of pretraining, decoded if the config has a tokenizer."""
     counts = sample_counts(config)
     plan = plan_data(
         config.data,
@@ -135,7 +135,7 @@ def _sequences(config: PretrainConfig, count: int) -> Iterator[str]:
         folder = config.data.cache_dir
         cache_dir = Path(config.run_dir, "index_cache") if folder == "auto" else Path(folder)
         if folder == "auto" and not cache_dir.is_dir():
-            # Only a run makes its folder.
+            # Only a run creates its folder.
             cache_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mcore_rl_index_")))
         train = build_datasets(plan, seed=config.train.seed, cache_dir=cache_dir).train
         shown = min(count, len(train))
@@ -171,7 +171,7 @@ def _conversations(config: SFTConfig, count: int) -> Iterator[str]:
 
 
 def _members(packed: PackedSequences, count: int) -> Iterator[tuple[int, int]]:
-    """Yield the first `count` conversations of the training, each with the index of its packed sequence."""
+    """Yield the first `count` training conversations, each with the index of its packed sequence."""
     for sequence in range(len(packed)):
         for member in packed.members(sequence):
             if count == 0:
@@ -224,7 +224,7 @@ def marked(tokenizer: Tokenizer, ids: Sequence[int], trained: Sequence[bool]) ->
     text, end = "", 0
     for is_trained, run in groupby(trained):
         begin, end = end, end + len(list(run))
-        # With what stands before: the first piece of a text loses its space when it is decoded alone (sentencepiece).
+        # With the preceding text: the first piece of a text loses its space when decoded without it (sentencepiece).
         before, whole = readable(tokenizer, ids[:begin]), readable(tokenizer, ids[:end])
         part = whole[len(before) :] if whole.startswith(before) else readable(tokenizer, ids[begin:end])
         text += f"{TRAINED[0]}{part}{TRAINED[1]}" if is_trained else part
@@ -232,7 +232,7 @@ def marked(tokenizer: Tokenizer, ids: Sequence[int], trained: Sequence[bool]) ->
 
 
 def readable(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the text of `ids`, in which special tokens that decode to nothing are seen by name."""
+    """Return the text of `ids`, with special tokens that decode to nothing shown by name."""
     text = ""
     for is_special, group in groupby(ids, key=tokenizer.special_ids.__contains__):
         run = list(group)

@@ -1,4 +1,4 @@
-"""The start of a training's ranks by the command line."""
+"""Start of a training's ranks from the command line."""
 
 import argparse
 import importlib
@@ -18,7 +18,7 @@ from mcore_rl.run.log_folders import next_log_dir
 
 
 def start_ranks(command: Command, args: argparse.Namespace) -> int:
-    """Be one rank of `command` under a launcher; without a launcher, start its ranks on this machine and wait for
+    """Run as a rank of `command` under a launcher. Without a launcher, start its ranks on this machine and wait for
     them.
     """
     name, overrides = command.given(args)
@@ -42,7 +42,7 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
 
 
 def _program_of(command: Command, config: Path, overrides: Sequence[str]) -> str:
-    """Return the name in PROGRAMS of the training that the command starts with this config."""
+    """Return the name in PROGRAMS of the training program that the command starts with this config."""
     assert command.program is not None
     if not command.other_programs:
         return command.program

@@ -1,4 +1,4 @@
-"""The tokenizer of a training that starts from a model: the tokenizer that the model was trained with."""
+"""The tokenizer for training that starts from a model: the tokenizer that the model was trained with."""
 
 from pathlib import Path
 
@@ -10,15 +10,15 @@ from mcore_rl.folders.model import read_run, run_of_checkpoint
 
 
 def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpoint: str | None) -> Tokenizer:
-    """Load the tokenizer of a training that starts from a model.
+    """Load the tokenizer for training that starts from a model.
 
     Args:
         config: The tokenizer, `data.tokenizer`.
         model: The model; its vocabulary must hold all tokens.
-        checkpoint: The checkpoint from which the training starts, if any.
+        checkpoint: The checkpoint that training starts from, if any.
 
     Raises:
-        DataError: when the vocabulary is too small, or the checkpoint was trained with another tokenizer.
+        DataError: if the vocabulary is too small, or the checkpoint was trained with another tokenizer.
     """
     tokenizer = load_tokenizer(config)
     if tokenizer.vocab_size > model.vocab_size:
@@ -33,10 +33,10 @@ def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpo
 def refuse_other_tokenizer(
     tokenizer: Tokenizer, checkpoint: str | None, field: str = "checkpoint.load"
 ) -> None:
-    """Raise a DataError when the run that wrote `checkpoint`, which `field`
-    names, used another tokenizer: ids would mean other text.
+    """Raise a DataError if the run that wrote `checkpoint`, named in `field`, used another tokenizer: ids would mean
+    different text.
 
-    Nothing is known, and nothing refused, without a checkpoint, or when it was converted or its tokenizer is gone.
+    Nothing is refused without a checkpoint, or if it was converted or its tokenizer is gone, because nothing is known.
     """
     folder = run_of_checkpoint(Path(checkpoint)) if checkpoint else None
     if folder is None or not (folder / "checkpoints").is_dir():

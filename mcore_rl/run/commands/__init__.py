@@ -1,1 +1,1 @@
-"""The commands of `mcore-rl`: `table` has all, the other files their arguments by topic."""
+"""The commands of `mcore-rl`: `table` lists all of them, and the other files define their arguments by topic."""

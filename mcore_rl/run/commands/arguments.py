@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments shared by several commands."""
 
 import argparse
 
@@ -9,7 +9,7 @@ CONFIG_HELP = "the config: a .toml file, or the name of a recipe (`mcore-rl reci
 
 
 def config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a config file, fields that override it, and the number of local ranks."""
+    """Declare a config file, fields to override, and the number of local ranks."""
     parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     add_overrides(parser)
     add_ranks(parser)
@@ -20,7 +20,7 @@ def no_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Declare fields that override the config's."""
+    """Declare fields that override the config file's."""
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
 
 
@@ -30,7 +30,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """Declare the training that the config is for."""
+    """Declare the training program that the config is for."""
     parser.add_argument(
         "--program", choices=TRAININGS, help="whose config it is (default: the program that has its fields)"
     )

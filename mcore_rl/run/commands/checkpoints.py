@@ -13,7 +13,7 @@ MESH_FIELDS = ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last
 
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare an action, its folders, and how to go about it."""
+    """Declare an action, its folders, and its options."""
     meanings = {
         "plan": "what import (of a Hugging Face folder) or export (of a checkpoint) would do and would refuse",
         "import": "HF_DIR CKPT_DIR: safetensors to CKPT_DIR/iter_0000000, which loads on every mesh",
@@ -170,7 +170,7 @@ def check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def num_bytes(text: str) -> int:
-    """Return the number of bytes that `8G`, `500M` or `1.5T` means."""
+    """Parse a number of bytes such as `8G`, `500M` or `1.5T`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size. Write 8G, or 500M.")
@@ -178,7 +178,7 @@ def num_bytes(text: str) -> int:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Return the sizes that `tp=2,ep=8` means."""
+    """Parse mesh sizes such as `tp=2,ep=8`."""
     sizes = {}
     for part in text.split(","):
         name, _, size = part.partition("=")

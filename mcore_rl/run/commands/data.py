@@ -1,4 +1,4 @@
-"""Arguments of the commands that make, show and score data."""
+"""Arguments of the commands that create, show and score data."""
 
 import argparse
 from pathlib import Path
@@ -32,7 +32,7 @@ def tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def preprocess_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a corpus and the dataset to make of it."""
+    """Declare a corpus and the dataset to create from it."""
     parser.set_defaults(data_command="preprocess")
     _corpus(parser)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Arguments of `mcore-rl eval`: a config, or a model, questions and rewards in its place."""
+"""Arguments of `mcore-rl eval`: a config, or else a model, questions and rewards."""
 
 import argparse
 
@@ -10,7 +10,7 @@ RECIPE = "any_model/eval"
 
 
 def eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a config as `config_arguments` does, or a model, data and rewards."""
+    """Declare a config like `config_arguments`, or a model, data and rewards."""
     parser.add_argument("config", metavar="CONFIG", nargs="?", help=CONFIG_HELP)
     add_overrides(parser)
     add_ranks(parser)
@@ -29,7 +29,7 @@ def eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def eval_config(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """Return the config and the fields that the arguments of `mcore-rl eval` mean; ConfigError where they clash."""
+    """Return the config and the overrides for the arguments of `mcore-rl eval`. Raises ConfigError if they conflict."""
     config, words = args.config, list(args.overrides)
     if args.model is None:
         if config is None or args.data or args.reward:
@@ -42,7 +42,7 @@ def eval_config(args: argparse.Namespace) -> tuple[str, list[str]]:
     if not args.data:
         raise ConfigError("--model needs questions. Give --data FILE, JSON lines with question and answer.")
     if config is not None:
-        words.insert(0, config)  # a field, which the parser took for the config
+        words.insert(0, config)  # an override that the parser took for the config
     files = toml_value(args.data)
     given = [f"model.path={args.model}", f"rl.eval.files={files}", f"rl.prompts.files={files}"]
     if args.reward:

@@ -1,4 +1,4 @@
-"""Arguments of the commands that answer with a trained model, and serve it."""
+"""Arguments of the commands that generate with, probe and serve a trained model."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Arguments of the commands that plan a training, and write a config for it."""
+"""Arguments of the commands that plan training and write a config for it."""
 
 import argparse
 import math
@@ -10,7 +10,7 @@ from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides, add_prog
 
 
 def init_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the folder of a model, GPUs, and a training."""
+    """Declare a model folder, GPUs, and a training program."""
     parser.add_argument("folder", metavar="FOLDER", help="the model: as of model.path")
     parser.add_argument(
         "--gpus",
@@ -105,7 +105,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def world_sizes(text: str) -> tuple[int, int]:
-    """Return the smallest and the largest world that `8..1024` means."""
+    """Parse a range of world sizes such as `8..1024`."""
     first, dots, last = text.partition("..")
     if not (first.isdecimal() and last.isdecimal() and dots) or not 0 < int(first) <= int(last):
         raise argparse.ArgumentTypeError(f"{text!r} is no range of sizes. Write 8..1024.")
@@ -113,7 +113,7 @@ def world_sizes(text: str) -> tuple[int, int]:
 
 
 def rank(text: str) -> int:
-    """Return the number of a rank; argparse refuses a negative one."""
+    """Parse a rank; argparse refuses negative numbers."""
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text}, wanted 0 or more")
@@ -121,7 +121,7 @@ def rank(text: str) -> int:
 
 
 def multiple(text: str) -> float:
-    """Return a multiple of a mean that is the largest of several; argparse refuses one below 1."""
+    """Parse the ratio of a maximum to a mean; argparse refuses numbers below 1."""
     number = float(text)
     if not 1 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{text}, wanted 1 or more")

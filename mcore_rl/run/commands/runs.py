@@ -7,7 +7,7 @@ from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides, add_prog
 
 
 def show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of a training and which training's config it is."""
+    """Declare the arguments of a training program, and the program that the config is for."""
     parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     add_overrides(parser)
     add_ranks(parser)
@@ -15,7 +15,7 @@ def show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def study_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a study and fields that override it."""
+    """Declare a study and fields to override."""
     parser.add_argument("config", metavar="STUDY", help="the study, a file or the name of a recipe")
     add_overrides(parser)
 

@@ -1,4 +1,4 @@
-"""The commands of `mcore-rl`. No config is imported, nor torch, so that help is quick."""
+"""The commands of `mcore-rl`. Neither configs nor torch are imported, so that help is quick."""
 
 import argparse
 from collections.abc import Callable
@@ -23,21 +23,21 @@ from mcore_rl.run.commands.runs import doctor_arguments, report_arguments, show_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """A command of `mcore-rl`; it is imported when it is run, and not before."""
+    """A command of `mcore-rl`, imported only when it runs."""
 
     summary: str
     example: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     module: str
-    """Module with a `main(args)` that runs the command; with `program`, a `main(argv)` that is one rank of it."""
+    """Module with a `main(args)` that runs the command or, with `program`, a `main(argv)` that runs one rank of it."""
     program: str | None = None
-    """Name in PROGRAMS of the training of which the command starts ranks; None: it runs in this process."""
+    """Name in PROGRAMS of the training program that the command starts ranks of; None if it runs in this process."""
     given: Callable[[argparse.Namespace], tuple[str, list[str]]] = lambda args: (args.config, args.overrides)
-    """Return the config and the fields that the arguments of a command with `program` mean."""
+    """Return the config and the overrides for the arguments of a command with `program`."""
     other_programs: tuple[str, ...] = ()
-    """Names of further trainings of which the command takes configs; the config's fields decide."""
+    """Names of further training programs with configs that the command accepts; the config's fields decide."""
     config: str = ""
-    """Name in KINDS (config/kinds.py) of the config that the help explains field by field; "": it has none."""
+    """Name in KINDS (config/kinds.py) of the config that the help explains field by field; "" without a config."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -232,4 +232,4 @@ COMMANDS: dict[str, Command] = {
         module="mcore_rl.run.report",
     ),
 }
-"""Every command by name; a name of two words is a command of a group, as `mcore-rl data tokenizer`."""
+"""Every command by name; a name of two words is a command in a group, such as `mcore-rl data tokenizer`."""

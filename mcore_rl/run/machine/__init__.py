@@ -1,1 +1,1 @@
-"""A machine or a node: its hardware and packages, and whether it is sound."""
+"""A machine or node: its hardware and packages, and whether it works."""

@@ -41,13 +41,13 @@ PACKAGES = (
 ).split()
 PACKED = "torch's varlen_attn or flash-attn"
 OPEN_FILES = 4096
-"""Open files that a rank with many checkpoint shards, sockets and data files needs."""
+"""Number of open files that a rank with many checkpoint shards, sockets and data files needs."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the findings and return the exit status: 0, or FAULTY when something is broken.
+    """Print the findings and return the exit status: 0, or FAULTY if something is broken.
 
-    With --nodes this is one node of a job: each writes its findings, and the first node reports on all.
+    With --nodes this is a node of a job: each node writes its findings, and the first node reports on all nodes.
     """
     found = examine()
     if args.nodes:
@@ -58,8 +58,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _on_nodes(folder: Path, found: dict[str, Any]) -> int:
-    """Write the findings of this node; on the first node report on all, and return FAULTY where they are not alike."""
-    # Slurm's name of a node, which its other messages have, may be another than the host's own.
+    """Write this node's findings; on the first node report on all nodes, and return FAULTY if they differ."""
+    # Slurm's name for a node, used in its other messages, may differ from the host's name.
     nodes.answer(folder, environment_variable("SLURMD_NODENAME") or socket.gethostname(), found)
     if rank_of_launcher():
         return 0
@@ -73,10 +73,10 @@ def _on_nodes(folder: Path, found: dict[str, Any]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Return the findings by topic, as JSON holds them.
+    """Return the findings by topic, in a form for JSON.
 
-    On GPUs nothing is computed but a small product on each. On a CPU products and attention are measured, as at the
-    start of a run, and the compiled file is built where no process of this user has done so.
+    On GPUs only a small matrix product is computed on each. On a CPU matrix products and attention are timed, as at the
+    start of a run, and the compiled file is built if no process of this user has built it.
     """
     return {
         "versions": dict(versions()),
@@ -113,7 +113,7 @@ def versions() -> Iterator[tuple[str, str]]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Return every GPU's name, compute capability, memory and free memory; none without a GPU."""
+    """Return every GPU's name, compute capability, memory and free memory; empty without a GPU."""
     if not FOUND.has_cuda:
         return []
     found = []
@@ -132,7 +132,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def kernels() -> dict[str, bool]:
-    """Return, for each fused kernel that the layers can use, whether it is there."""
+    """Return, for each fused kernel that the layers can use, whether it is available."""
     te, varlen = FOUND.has_te, kernel_found()
     return {
         "grouped products of experts (torch)": HAS_GROUPED_MM,
@@ -147,10 +147,10 @@ def kernels() -> dict[str, bool]:
 
 
 def cpu_layers() -> dict[str, str]:
-    """Return the build of the compiled layers (`platform.layers = "cpu"`), "" without, and why there are none; nothing
+    """Return the build of the compiled layers (`platform.layers = "cpu"`), or "" and the reason if there is none; empty
     on a GPU.
 
-    Ranks that share a machine have one thread each, and so has this process meanwhile.
+    Uses a single thread meanwhile, like ranks that share a machine.
     """
     if FOUND.has_cuda:
         return {}
@@ -166,9 +166,7 @@ def cpu_layers() -> dict[str, str]:
 
 
 def speed() -> SpeedFlags:
-    """Return the values of the flags of speed on this machine, for pretraining a bf16 model with experts on several
-    ranks.
-    """
+    """Return the speed flags on this machine, for pretraining a bf16 model with experts on several ranks."""
     device = torch.device("cuda", 0) if FOUND.has_cuda else torch.device("cpu")
     machine = machine_here(device, has_te_layers=FOUND.has_te, world_size=2)
     settings = PlatformConfig(precision="bf16", fp8="hybrid" if FOUND.has_te else "none")
@@ -177,7 +175,7 @@ def speed() -> SpeedFlags:
 
 
 def communication() -> dict[str, Any]:
-    """Return the library of collectives and its version."""
+    """Return the communication library and its version."""
     if not FOUND.has_cuda:
         return {"library": "gloo", "version": torch.__version__}
     if not dist.is_nccl_available():
@@ -187,7 +185,7 @@ def communication() -> dict[str, Any]:
 
 
 def limits() -> dict[str, Any]:
-    """Return the machine's cores and memory, the process's limits, and the variables that allocators read."""
+    """Return the machine's cores and memory, the process's limits, and environment variables of allocators."""
     soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         "cores": len(os.sched_getaffinity(0)),
@@ -198,7 +196,7 @@ def limits() -> dict[str, Any]:
 
 
 def missing(found: Found, there: dict[str, bool]) -> Iterator[tuple[str, str]]:
-    """Yield a sentence for each missing part with its cost, in the words of the log and the config."""
+    """Yield a sentence for each missing part with its cost, in the terms of the log and the config."""
     if not found.has_cuda:
         yield "a GPU", "all runs on the CPU, by gloo: right numbers, for tests and small models"
         return
@@ -251,7 +249,7 @@ def faults(found: Found) -> Iterator[str]:
 
 
 def lines_of(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines for people."""
+    """Yield the report's lines as text."""
     yield "versions   " + ", ".join(f"{name} {value}" for name, value in found["versions"].items())
     for index, device in enumerate(found["devices"]):
         yield (

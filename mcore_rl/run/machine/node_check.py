@@ -21,7 +21,7 @@ from pathlib import Path
 UNFIT = 3
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_BYTES = 16 * 2**20
-"""Free bytes of /dev/shm for each rank: without them NCCL and data loaders fail with unrelated errors."""
+"""Free bytes of /dev/shm per rank; with less, NCCL and data loaders fail with unrelated errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class Outcome:
 
     partner: str
     gbit_per_s: float
-    """Bus bandwidth: 2 (n - 1) / n of the bytes a second; 0 where it failed."""
+    """Bus bandwidth: 2 (n - 1) / n of the bytes per second; 0 on failure."""
     fault: str
 
     def describe(self) -> str:
-        """Return one line for the log."""
+        """Return a log line."""
         whom = f"with {self.partner}" if self.partner else "inside"
         return f"{whom}: {self.fault or f'all-reduce at {self.gbit_per_s:.2f} Gbit/s'}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check this node and print one line a finding; return 0 when it is fit, else UNFIT."""
+    """Check this node and print a line per finding; return 0 if it is fit, else UNFIT."""
     args = arguments().parse_args(argv)
     rank_faults, outcomes = _of_all_ranks(argv, args.ranks)
     faults = [
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Return the parser of this program and of its ranks, which have `--rank` too."""
+    """Return the parser of this program and of its ranks, which also have `--rank`."""
     parser = argparse.ArgumentParser(prog="python -m mcore_rl.run.machine.node_check", description=__doc__)
     parser.add_argument(
         "--hosts", type=lambda text: text.split(","), required=True, help="hosts of the job, with commas"
@@ -77,7 +77,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def shared_memory_faults(ranks: int) -> list[str]:
-    """Return the fault of /dev/shm."""
+    """Return the fault of /dev/shm, if any."""
     free = shutil.disk_usage(SHARED_MEMORY).free
     wanted = ranks * SHARED_MEMORY_BYTES
     if free >= wanted:
@@ -86,7 +86,7 @@ def shared_memory_faults(ranks: int) -> list[str]:
 
 
 def rounds(node: int, num_nodes: int) -> list[tuple[int, int, int]]:
-    """Return (round, left, right) of each round in which `node` has a neighbour; a node is in a round at most once."""
+    """Return (round, left, right) for each round in which `node` has a neighbour; a node is in a round at most once."""
     if num_nodes < 2:
         return []
     links = [(left, (left + 1) % num_nodes) for left in range(num_nodes if num_nodes > 2 else 1)]
@@ -96,9 +96,7 @@ def rounds(node: int, num_nodes: int) -> list[tuple[int, int, int]]:
 
 
 def unfit_links(outcomes: Sequence[Outcome], min_gbit_per_s: float) -> list[str]:
-    """Return the fault when every all-reduce failed or was too slow; a single good all-reduce shows that this node is
-    fit.
-    """
+    """Return a fault if every all-reduce failed or was too slow; a good all-reduce shows that the node is fit."""
     bad = [
         outcome.fault or f"{outcome.gbit_per_s:.2f} Gbit/s, {min_gbit_per_s:g} wanted"
         for outcome in outcomes
@@ -110,7 +108,7 @@ def unfit_links(outcomes: Sequence[Outcome], min_gbit_per_s: float) -> list[str]
 
 
 def _of_all_ranks(argv: Sequence[str], ranks: int) -> tuple[list[str], list[Outcome]]:
-    """Return the faults of this node's ranks, and the worst outcome of each link."""
+    """Return the faults of this node's ranks and the worst outcome of each link."""
     command = [sys.executable, "-m", "mcore_rl.run.machine.node_check_rank", *argv, "--rank"]
     processes = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(ranks)

@@ -1,4 +1,4 @@
-"""One rank of a node's check: its GPU, and all-reduces with the ranks of the neighbours. See node_check.py."""
+"""One rank of a node's check: its GPU, and all-reduces with the neighbours' ranks (see node_check.py)."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ ROUND_S = 60.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check as one rank, and write {"faults": [...], "outcomes": [...]} to stdout."""
+    """Run the checks of a rank and write {"faults": [...], "outcomes": [...]} to stdout."""
     parser = arguments()
     parser.add_argument("--rank", type=int, required=True, help="rank among those of this node")
     args = parser.parse_args(argv)
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def gpu_faults(rank: int, gpus: int, memory_gib: float) -> list[str]:
-    """Return the fault of this rank's GPU: missing, too little free memory, wrong products."""
+    """Return the fault of this rank's GPU, if any: missing, too little free memory, wrong products."""
     found = torch.cuda.device_count() if gpus else 0
     if rank >= gpus:
         return []
@@ -95,7 +95,7 @@ def _all_reduce(args: argparse.Namespace, link: tuple[int, int, int], partner: s
 
 
 def _seconds_of_all_reduce(numbers: torch.Tensor) -> float:
-    """Return the mean time of one all-reduce."""
+    """Return the mean time of an all-reduce in seconds."""
     if numbers.is_cuda:
         torch.cuda.synchronize()
     begin_s = time.perf_counter()

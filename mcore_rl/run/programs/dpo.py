@@ -40,7 +40,7 @@ from mcore_rl.train.reference_logprobs import (
 )
 
 GROUPS_AT_A_TIME = 64
-"""Prompts per data-parallel rank in one pass of the reference."""
+"""Prompts per data-parallel rank in a pass of the reference."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,11 +77,11 @@ def train(config: DPOConfig) -> None:
 def with_reference(
     config: DPOConfig, run: Run, sources: Sequence[PreferenceSource], head: AnswerLogprobHead
 ) -> list[PreferenceSource]:
-    """Collective over the world: return the sources with the reference's logprobs, which are read where an earlier
-    start, or another run on the same data from the same checkpoint, has computed them.
+    """Collective over the world: return the sources with the reference's logprobs, which are read from the cache if an
+    earlier start, or another run on the same data from the same checkpoint, computed them.
 
     Raises:
-        CheckpointError: They have to be computed, and the run's reference is gone or another.
+        CheckpointError: They must be computed, and the run's reference is gone or has changed.
     """
     origin = on_rank_zero(partial(find_origin, config, run.folder))
     found = []
@@ -107,7 +107,7 @@ def _computed(
     has_trained = on_rank_zero(partial(_has_checkpoints, run))
     with ExitStack() as stack:
         if has_trained or config.dpo.reference is not None:
-            # The modules have other weights than the reference's, which take their place for this pass.
+            # The modules do not have the reference's weights, which replace theirs for this pass.
             on_rank_zero(partial(refuse_changed_origin, origin))
             folder = run.folder
             reference = Reference(

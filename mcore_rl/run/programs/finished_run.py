@@ -1,4 +1,4 @@
-"""A start in the folder of a run that is done: of the same run there is nothing to do, another run is refused."""
+"""A start in the folder of a finished run: the same run has nothing to do, and another run is refused."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from mcore_rl.folders.checkpoint import complete_in, read_marker
 
 
 def refuse_other_run(config: RunConfig) -> None:
-    """Raise an error where the finished run in `config.run_dir` is another run: CheckpointError where it is another
-    program's, ConfigError where it had another model, or read other data or random numbers.
+    """Raise an error if the finished run in `config.run_dir` is another run: CheckpointError if another program made
+    it, ConfigError if it had another model, or used other data or random numbers.
     """
     allowed = config.checkpoint.allow_changes
     refused = [
@@ -27,8 +27,8 @@ def refuse_other_run(config: RunConfig) -> None:
 
 
 def changes_since_done(config: RunConfig) -> list[ConfigChange]:
-    """Return the fields in which the config of the finished run in `config.run_dir` differs, as far as its checkpoints
-    are still there to tell; CheckpointError where it is of another program.
+    """Return the fields that differ from the config of the finished run in `config.run_dir`, as far as its checkpoints
+    still exist; CheckpointError if another program made it.
     """
     complete = complete_in(Path(config.run_dir) / "checkpoints")
     marker = read_marker(complete[-1]) if complete else None

@@ -1,4 +1,4 @@
-"""A run of any training program: its folder has one writer, its state is the last checkpoint's."""
+"""Opening a run of any training program: as the only writer of its folder, from its last checkpoint."""
 
 import sys
 import tomllib
@@ -38,9 +38,9 @@ from mcore_rl.train.stop import StopRequest
 
 
 def is_done(config: RunConfig, platform: Platform) -> bool:
-    """Collective over the world: whether an earlier start did all steps of this run; rank 0 then prints so.
+    """Collective over the world: return whether an earlier start did all steps of this run; rank 0 then prints so.
 
-    An error as of `refuse_other_run` where those were the steps of another run.
+    Raises an error like `refuse_other_run` if these were the steps of another run.
     """
     message = RunFolder(Path(config.run_dir)).done()
     if message:
@@ -54,24 +54,24 @@ def is_done(config: RunConfig, platform: Platform) -> bool:
 def open_run(
     config: RunConfig, platform: Platform, orders: Mapping[str, dict[str, str]] = MappingProxyType({})
 ) -> Iterator[Run]:
-    """Collective over the world: become the one writer of `config.run_dir`, and resume the run in the folder.
+    """Collective over the world: become the only writer of `config.run_dir`, and resume the run in the folder.
 
-    Inside, SIGTERM, SIGUSR1 and a file STOP in the folder end the run after the step at hand, and a rank that takes
-    longer for its start, a step or a save than `train.hang_start_s`, `hang_s` and `hang_save_s` ends itself. On
-    leaving, the log is closed and the folder has no writer.
+    Inside, SIGTERM, SIGUSR1 and a file STOP in the folder end the run after the current step, and a rank ends itself if
+    its start, a step or a save takes longer than `train.hang_start_s`, `hang_s` or `hang_save_s`. On exit, the log is
+    closed and the folder has no writer.
 
     Args:
         config: The config, checked for this world.
         platform: The platform of this rank; its process group is up.
-        orders: Field -> source -> further values that the order of its data depends on, apart from fields and files;
-            recorded and compared in a resume as the contents of files are.
+        orders: Field -> source -> further values, besides fields and files, that the order of its data depends on;
+            recorded and compared on resume like the contents of files.
 
     Yields:
         The run at the step of its last checkpoint, of `checkpoint.load`, or at step 0.
 
     Raises:
-        CheckpointError: where another process writes to the folder, or a checkpoint cannot be read.
-        TrainingError: where the disk is full for anything else that the run writes, such as its metrics.
+        CheckpointError: if another process writes to the folder, or a checkpoint cannot be read.
+        TrainingError: if the disk is full for other files that the run writes, such as its metrics.
     """
     extensions = load_extensions(config)
     folder = RunFolder(Path(config.run_dir))
@@ -98,7 +98,7 @@ def open_run(
         )
 
         def record_start() -> list[str]:
-            # After the resume: one that is refused leaves the config of the run as it was.
+            # After the resume, so that a refused resume leaves the run's config unchanged.
             warnings = _damaged_config_aside(folder)
             write_atomically(folder.path / "config.toml", dump_config(config))
             add_attempt(folder.path, attempt)
@@ -132,14 +132,14 @@ def open_run(
                 watchdog=watchdog,
                 request=request,
             )
-        # After an error nothing below happens: releasing the fence is a collective, which other ranks may never
-        # reach. The next start takes the folder over from a process that is gone.
+        # Not after an error: releasing the fence is a collective, which other ranks may never reach. The next start
+        # takes the folder over from a dead process.
         log.close()
         fence.release()
 
 
 def _adapters(lora: LoraConfig, model: ModelConfig, state: TrainState, *, is_new: bool) -> list[str]:
-    """Collective over the world: give a new run the adapters of `lora.load`, and return lines for the log."""
+    """Collective over the world: load the adapters of `lora.load` into a new run, and return log lines."""
     if not lora.is_on:
         return []
     lines = [describe_adapters(state.chunks)]
@@ -151,13 +151,13 @@ def _adapters(lora: LoraConfig, model: ModelConfig, state: TrainState, *, is_new
 
 
 def _damaged_config_aside(folder: RunFolder) -> list[str]:
-    """Rename a config.toml that is no TOML, on rank 0, where a new file would replace it; return a sentence if so."""
+    """Rename a config.toml that is not TOML, on rank 0, before a new file replaces it; return a sentence if so."""
     path = folder.path / "config.toml"
     try:
         tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
-    except ValueError:  # no TOML, or no UTF-8
+    except ValueError:  # not TOML, or not UTF-8
         return [
             f"{path} was damaged, and is {folder.set_aside(path.name).name} now: this start wrote a new one"
         ]
@@ -165,7 +165,7 @@ def _damaged_config_aside(folder: RunFolder) -> list[str]:
 
 
 def _memory_lines(config: RunConfig, platform: Platform) -> list[str]:
-    """Return the estimate of this run's memory with the layers that it has, where the device's memory is known."""
+    """Return the estimate of this run's memory with its actual layers, if the device's memory is known."""
     if platform.device_bytes is None:
         return []
     settings = config.platform.model_copy(update={"layers": platform.layers})

@@ -1,4 +1,4 @@
-"""The preferences that a run trains and evaluates on, as its config names them."""
+"""The preferences in a config that a run trains and evaluates on."""
 
 from dataclasses import dataclass
 
@@ -16,15 +16,15 @@ from mcore_rl.train.preferences import PreferenceSource
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceData:
-    """Preferences to train on, and preferences of every evaluation."""
+    """Preferences for training and for evaluations."""
 
     train: PreferenceSource
     valid: PreferenceSource | None
-    """None: nothing is evaluated."""
+    """None without evaluations."""
 
 
 def load_preferences(config: PreferenceRunConfig) -> PreferenceData:
-    """Read data.train and data.valid; DataError for lines that cannot be trained on, or another tokenizer."""
+    """Read data.train and data.valid. Raises DataError for unusable lines, or a different tokenizer."""
     data = config.data
     tokenizer = load_matching_tokenizer(data.tokenizer, config.model, config.checkpoint.load)
     chat = load_chat(data.chat_template, tokenizer, data.tokenizer.path)
@@ -44,7 +44,7 @@ def load_preferences(config: PreferenceRunConfig) -> PreferenceData:
 
 
 def describe_preferences(data: PreferenceData) -> str:
-    """Return one line for the log: prompts, pairs, omissions."""
+    """Return a log line: prompts, pairs, omissions."""
     train = data.train.preferences
     text = _describe(train)
     if data.valid is not None:

@@ -52,7 +52,7 @@ def train(config: PretrainConfig) -> None:
             )
             assert datasets.train is not None
             if platform.rank == 0:
-                # The loss of a model that knows how frequent each token is, and nothing more.
+                # The loss of a model that knows only the frequency of each token.
                 entropy = unigram_entropy(*(config.data.valid or config.data.train))
                 run.log.write_now(run.state.progress.step, [Metric("data/unigram_nats", entropy)])
             SupervisedTrainer(
@@ -67,7 +67,7 @@ def train(config: PretrainConfig) -> None:
 
 
 def with_evaluations_of(config: PretrainConfig, plan: DataPlan) -> PretrainConfig:
-    """Return the config with as many batches of an evaluation as the data of `plan` has, where they are fewer."""
+    """Return the config with no more batches per evaluation than the data of `plan` has."""
     if config.train.eval_batches is None:
         return config
     evaluated = [count for count in (plan.samples.valid, plan.samples.test) if count]
@@ -76,8 +76,8 @@ def with_evaluations_of(config: PretrainConfig, plan: DataPlan) -> PretrainConfi
 
 
 def orders_of(plan: DataPlan) -> dict[str, dict[str, str]]:
-    """Return field -> source -> the values that the order of its sequences depends on, where the length of the run
-    changes it.
+    """Return field -> source -> the values that the order of its sequences depends on, if the length of the run changes
+    the order.
     """
     if plan.shuffle == "epoch":
         return {}
@@ -90,7 +90,7 @@ def orders_of(plan: DataPlan) -> dict[str, dict[str, str]]:
 
 
 def sample_counts(config: PretrainConfig) -> SampleCounts:
-    """Return the number of sequences that the run reads of each split."""
+    """Return the number of sequences that the run reads from each split."""
     evaluated = (config.train.eval_batches or 0) * config.train.global_batch
     has_test = bool(config.data.test) or not config.data.valid
     return SampleCounts(train=total_samples(config.train), valid=evaluated, test=evaluated if has_test else 0)

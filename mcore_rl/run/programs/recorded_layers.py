@@ -1,4 +1,4 @@
-"""The layers that a run on a CPU was started with, which its resumes use."""
+"""The layers that a run on a CPU was started with, and that resumed runs use."""
 
 from functools import partial
 
@@ -13,14 +13,13 @@ from mcore_rl.train.run_folder import RunFolder
 def keep_layers(
     config: PlatformConfig, platform: Platform, folder: RunFolder
 ) -> tuple[Platform, tuple[str, ...]]:
-    """Collective over the world: take the layers that the last start of a run has recorded, before a model is built.
+    """Collective over the world: use the layers that the last start of a run recorded, before a model is built.
 
-    A run of torch's layers goes on with them where `platform.layers` is "auto".
+    A run with torch's layers keeps them if `platform.layers` is "auto".
 
     Returns:
-        The platform with the layers of this start, and warnings: where sums have another order than in the last
-        start, so that the run is not continued bit for bit, and where run.json was damaged, which is then out of the
-        way.
+        The platform with the layers of this start, and warnings: if the order of sums differs from the last start, so
+        that the run does not continue bit for bit, and if run.json was damaged, which is then renamed.
     """
     recorded, damage = on_rank_zero(partial(_last_layers, folder))
     if (
@@ -40,7 +39,7 @@ def keep_layers(
 
 
 def _last_layers(folder: RunFolder) -> tuple[str, tuple[str, ...]]:
-    """Return the layers of the last start, "" where none is recorded, and a sentence where the record is damaged."""
+    """Return the layers of the last start ("" if not recorded), and a sentence if the record is damaged."""
     try:
         return next((attempt.layers for attempt in read_attempts(folder.path)[::-1]), ""), ()
     except DataError:

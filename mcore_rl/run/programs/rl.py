@@ -55,7 +55,7 @@ from mcore_rl.run.trained_model import refuse_other_tokenizer
 from mcore_rl.train.loop import Run
 
 OF_LAYERS = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-"""Fields of a model in which a critic's checkpoint cannot differ from the policy; loading finds the rest."""
+"""Model fields that must be the same in a critic's checkpoint and the policy; loading checks the rest."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -85,7 +85,7 @@ def train(config: RlRunConfig) -> None:
                 open_rollouts(config, prompts, run.state.chunks, run.state.mesh, platform, failures)
             )
             if rollouts.models is not None:
-                # One dict, which the models change and each checkpoint saves.
+                # The models change this dict, and each checkpoint saves it.
                 rollouts.models.moments = run.state.progress.reward_moments
             for line in [*prompts.describe(), *warnings_of(config)]:
                 run.log.message(line)
@@ -123,7 +123,7 @@ def train(config: RlRunConfig) -> None:
 
 
 def try_reward_of(rl: RlConfig, prompts: Prompts) -> tuple[FailedPart, ...]:
-    """Call the reward and the environment once on real prompts, before a model costs time; TrainingError where a part
+    """Try the reward and the environment on real prompts, before a model costs time. Raises TrainingError if a part
     always fails.
     """
     tried = prompts.train.take(0, TRIED_AT_START)
@@ -134,7 +134,7 @@ def try_reward_of(rl: RlConfig, prompts: Prompts) -> tuple[FailedPart, ...]:
 
 
 def warnings_of(config: RlRunConfig) -> Iterator[str]:
-    """Yield a sentence on each setting that is valid and likely to disappoint."""
+    """Yield a warning about each setting that is valid but likely to disappoint."""
     source = run_of_checkpoint(Path(config.checkpoint.load)) if config.checkpoint.load else None
     learned = read_run(source).chat_template if source is not None else None
     if learned is not None and learned != config.data.chat_template:
@@ -201,7 +201,7 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
 
 
 def refuse_other_critic(load: str, model: ModelConfig, run_dir: Path) -> None:
-    """Raise a ConfigError where rl.advantage.critic.load is of a model with other layers than the policy's."""
+    """Raise a ConfigError if the model in rl.advantage.critic.load has different layers from the policy's."""
     if has_checkpoints(run_dir):
         return
     path = find_checkpoint(Path(load))
@@ -221,7 +221,7 @@ def refuse_other_critic(load: str, model: ModelConfig, run_dir: Path) -> None:
 def reference_passes(
     config: RlRunConfig, run: Run, logprobs: PolicyLogprobs, routes: PolicyRoutes
 ) -> Iterator[ReferencePass]:
-    """Collective over the world: yield the reference policy of the run, at step 0 the policy; nothing without KL."""
+    """Collective over the world: yield the run's reference policy, at step 0 the policy; nothing without KL."""
     loss, step = config.rl.loss, run.state.progress.step
     if not loss.kl_coeff:
         return
@@ -252,16 +252,16 @@ def reference_passes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSource:
-    """The data of `rl.ptx`, which passed all checks."""
+    """The data of `rl.ptx`, after all checks."""
 
     packed: PackedSequences | None
-    """Conversations; None: the texts are tokens on disk."""
+    """Conversations; None if the texts are tokens on disk."""
     plan: DataPlan | None
-    """Tokens on disk; None: the texts are conversations."""
+    """Tokens on disk; None if the texts are conversations."""
 
 
 def read_texts(config: RlRunConfig, tokenizer: Tokenizer) -> TextSource | None:
-    """Return the texts of `rl.ptx` for all steps; None without any. DataError names lines that are no conversation."""
+    """Return the texts of `rl.ptx` for all steps, or None. A DataError names lines that are not conversations."""
     ptx, length = config.rl.ptx, config.packed_length
     if not ptx.coeff:
         return None
@@ -287,7 +287,7 @@ def read_texts(config: RlRunConfig, tokenizer: Tokenizer) -> TextSource | None:
 def text_passes(
     rl: RlConfig, seed: int, run: Run, source: TextSource | None, vocab_size: int
 ) -> Iterator[Texts]:
-    """Collective over the world: yield the texts that are mixed into updates; nothing without any."""
+    """Collective over the world: yield the pass that mixes texts into updates; nothing without texts."""
     if source is None:
         return
     if source.packed is not None:
@@ -312,12 +312,12 @@ def text_passes(
 
 
 def sources_of_teachers(config: RlRunConfig, prompts: Prompts) -> list[TeacherSource | None]:
-    """Return the models that `rl.distill` names, after all checks that need no weights; None is the policy's earlier
-    self.
+    """Return the models in `rl.distill`, after all checks that need no weights; None stands for an earlier version of
+    the policy.
 
     Raises:
-        ConfigError: where a checkpoint is of no language model of the policy's vocabulary, or does not fit the mesh.
-        DataError: where it was trained with another tokenizer, or a prompt names a teacher that is not there.
+        ConfigError: if a checkpoint is not a language model with the policy's vocabulary, or does not fit the mesh.
+        DataError: if it was trained with another tokenizer, or a prompt names a missing teacher.
     """
     distill = config.rl.distill
     if distill.paths:
@@ -340,7 +340,7 @@ def teacher_source(
     packed_length: int,
     tokenizer: Tokenizer,
 ) -> TeacherSource:
-    """Return the model of a teacher's checkpoint, as `sources_of_teachers`."""
+    """Return the model of a teacher's checkpoint, like `sources_of_teachers`."""
     path, field = find_checkpoint(Path(named)), f"rl.distill: teacher {named}"
     refuse_other_tokenizer(tokenizer, str(path), "rl.distill")
     model = model_to_freeze(path, policy)
@@ -365,7 +365,7 @@ def teacher_source(
 def teacher_passes(
     config: RlRunConfig, run: Run, sources: Sequence[TeacherSource | None], logprobs: LogprobHead
 ) -> Iterator[Teachers]:
-    """Collective over the world: yield the teachers of the run; nothing where there are none."""
+    """Collective over the world: yield the run's teachers; nothing without teachers."""
     if not sources:
         return
     state, step = run.state, run.state.progress.step
@@ -408,8 +408,8 @@ def teacher_passes(
 
 
 def critic_passes(config: RlRunConfig, run: Run) -> Iterator[Critic]:
-    """Collective over the world: yield the run's critic, at step 0 with the weights of rl.advantage.critic.load or of
-    the policy, later with the checkpoint's; nothing for a run without a critic.
+    """Collective over the world: yield the run's critic, with weights from rl.advantage.critic.load or the policy at
+    step 0, and from the checkpoint later; nothing without a critic.
     """
     state = run.state.critic
     if state is None or config.critic is None:

@@ -1,4 +1,4 @@
-"""Prompts and rollouts as an RL config asks for them: shared by training and evaluation."""
+"""Prompts and rollouts for an RL config, shared by training and evaluation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -53,14 +53,14 @@ class Prompts:
 
     tokenizer: Tokenizer
     chat: Chat
-    """The chat template that made their tokens."""
+    """The chat template that rendered them."""
     ends: Mapping[int, str]
-    """Tokens that end a completion, each with the place that names it."""
+    """Tokens that end a completion, each with the place that defines it."""
     train: PromptSource
     held_out: tuple[Prompt, ...]
 
     def describe(self) -> list[str]:
-        """Return lines for the log: the prompts, and the ends of completions."""
+        """Return log lines about the prompts and the ends of completions."""
         number = f"{self.train.num_prompts} prompts" if self.train.num_prompts else "prompts without end"
         skipped = f"; left out: {self.train.skipped}" if self.train.skipped else ""
         return [
@@ -70,7 +70,7 @@ class Prompts:
 
 
 def load_prompts(config: RlRunConfig) -> Prompts:
-    """Encode the prompts that `config` names; DataError when there are none or the tokenizer does not match."""
+    """Encode the prompts in `config`. Raises DataError if there are none or the tokenizer does not match."""
     tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
     chat = load_chat(config.data.chat_template, tokenizer, config.data.tokenizer.path)
     ends = end_tokens(tokenizer, chat, config.data.tokenizer.path)
@@ -96,11 +96,11 @@ def load_prompts(config: RlRunConfig) -> Prompts:
 def load_reward_models(
     config: RlRunConfig, tokenizer: Tokenizer, mesh: Mesh, platform: Platform
 ) -> RewardModels | None:
-    """Collective over the world: build the reward models among rl.reward.parts; None where there are none.
+    """Collective over the world: build the reward models in rl.reward.parts; None without reward models.
 
     Raises:
-        ConfigError: where a checkpoint is of no reward model, or its model cannot be cut over the mesh.
-        DataError: where it was trained with another tokenizer.
+        ConfigError: if a checkpoint is not a reward model, or its model cannot be sharded over the mesh.
+        DataError: if it was trained with another tokenizer.
     """
     reward = config.rl.reward
     if not reward.model_parts:
@@ -119,7 +119,7 @@ def load_reward_models(
 
 
 def reward_model_source(part: str, config: RlRunConfig, tokenizer: Tokenizer) -> RewardModelSource:
-    """Return the model that a part `model:PATH` names, after all checks that need no weights."""
+    """Return the model of a part `model:PATH`, after all checks that need no weights."""
     path = find_checkpoint(Path(part.partition(":")[2]))
     field = f'rl.reward.parts="{part}"'
     model = model_to_freeze(path, config.model)
@@ -141,15 +141,15 @@ def reward_model_source(part: str, config: RlRunConfig, tokenizer: Tokenizer) ->
 def _own_text(
     part: str, path: Path, model: ModelConfig, policy: ModelConfig, rl: RlConfig, tokenizer: Tokenizer
 ) -> OwnText | None:
-    """Return tokenizer and template of a reward model where they are not the policy's, by `rl.reward.model_tokenizer`
-    or the run that trained it; None: it reads the policy's tokens.
+    """Return a reward model's tokenizer and template from `rl.reward.model_tokenizer` or from the run that trained it;
+    None if they are the policy's and it reads the policy's tokens.
     """
     reward, field = rl.reward, f'rl.reward.parts="{part}"'
     folder = run_of_checkpoint(path)
     trained = read_run(folder) if folder is not None and (folder / "checkpoints").is_dir() else None
     theirs = reward.model_tokenizer
     if theirs is None and trained is not None and trained.tokenizer.path is not None:
-        # Nothing is known of a tokenizer that is gone.
+        # Nothing is known about a missing tokenizer.
         theirs = trained.tokenizer if Path(trained.tokenizer.path).exists() else None
     own = load_tokenizer(theirs) if theirs is not None else tokenizer
     if theirs is None or own.digest == tokenizer.digest:
@@ -186,11 +186,11 @@ def _own_text(
 
 
 def reader_of(source: RewardModelSource, separator: str, tokenizer: Tokenizer) -> Reader:
-    """Return how a reward model reads completions: in the policy's tokens, or as text in tokens of its own.
+    """Return how a reward model reads completions: in the policy's tokens, or as text in its own tokens.
 
     Args:
         source: the reward model.
-        separator: text after which a step ends, where the model scores steps.
+        separator: text that ends a step, if the model scores steps.
         tokenizer: the policy's tokenizer.
     """
     if source.own_text is not None:
@@ -201,7 +201,7 @@ def reader_of(source: RewardModelSource, separator: str, tokenizer: Tokenizer) -
 
 
 def make_flow(rollouts: Rollouts, progress: Progress) -> GroupFlow:
-    """Return the flow of groups for the rollout batches that the run has left; ConfigError for an engine without."""
+    """Return the flow of groups for the remaining rollout batches; ConfigError if the engine does not support it."""
     engine, config = asking(rollouts.engine), rollouts.config
     rollout, updates = config.rl.rollout, config.updates_per_rollout
     request = engine.request_group if rollouts.conversations is None else rollouts.conversations.hold_group
@@ -226,8 +226,8 @@ def open_rollouts(
     platform: Platform,
     failures: FailureReport,
 ) -> Iterator[Rollouts]:
-    """Collective over the world: make the engine on `chunks`, the reward models and the processes of rewards and of the
-    environment, which end on leaving. Scores that fail are added to `failures` on rank 0.
+    """Collective over the world: create the engine on `chunks`, the reward models, and the worker processes for rewards
+    and environment, which end on exit. Failed scores are added to `failures` on rank 0.
     """
     rl, tokenizer = config.rl, prompts.tokenizer
     with ExitStack() as stack:

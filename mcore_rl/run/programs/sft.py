@@ -63,7 +63,7 @@ def train(config: SFTConfig) -> None:
 
 
 def packed_train(config: SFTConfig, tokenizer: Tokenizer) -> PackedSequences:
-    """Return the conversations to train on, packed; DataError when there are none, or none of a file with a weight."""
+    """Return the training conversations, packed. Raises DataError if there are none, or none from a weighted file."""
     data = config.data
     chat = load_chat(data.chat_template, tokenizer, data.tokenizer.path)
     examples = read_examples(data.train, data, chat)
@@ -73,7 +73,7 @@ def packed_train(config: SFTConfig, tokenizer: Tokenizer) -> PackedSequences:
 
 
 def packed_for_evaluation(config: SFTConfig, tokenizer: Tokenizer) -> PackedSequences | None:
-    """Return the conversations of data.valid, packed; None where nothing is evaluated."""
+    """Return the conversations of data.valid, packed; None without evaluations."""
     data = config.data
     if not data.valid or not config.train.eval_batches:
         return None
@@ -84,7 +84,7 @@ def packed_for_evaluation(config: SFTConfig, tokenizer: Tokenizer) -> PackedSequ
 
 
 def no_end_of(config: SFTConfig, tokenizer: Tokenizer, packed: PackedSequences) -> str | None:
-    """Return a warning when the chat template teaches the model no end of its turns; None when it does."""
+    """Return a warning if the chat template does not teach the model to end its turns; None if it does."""
     path = config.data.tokenizer.path
     ends = end_tokens(tokenizer, load_chat(config.data.chat_template, tokenizer, path), path)
     return no_end_warning(packed.examples, ends, tokenizer)

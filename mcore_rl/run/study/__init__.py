@@ -1,1 +1,1 @@
-"""Studies: many runs of one config, side by side."""
+"""Studies: comparisons of many runs of one config."""

@@ -1,4 +1,4 @@
-"""Figures of a study as one picture in SVG: for each arm the mean over its seeds, with a band of the 95 % interval."""
+"""Figures of a study as an SVG picture: for each arm the mean over its seeds, with a band for the 95 % interval."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,16 +9,16 @@ from mcore_rl.run.study.table import StudyRow, StudyRun, interval
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#3ca951", "#a463f2", "#6cc5b0", "#9c6b4e", "#97bbf5")
 DASHES = ("", "6 3", "2 2")
-"""Strokes of the first eight arms, of the next eight, and of further arms."""
+"""Strokes for the first eight arms, the next eight, and further arms."""
 WIDTH, HEIGHT, LEFT, TOP, GAP = 380, 200, 64, 34, 56
-"""Sizes in pixels of the area of one figure, and of its margins."""
+"""Sizes in pixels of a figure's area and margins."""
 PER_ROW = 2
 Points = dict[int, float]
-"""Position on the horizontal axis -> value of one run."""
+"""Position on the horizontal axis -> a run's value."""
 
 
 def of_rollouts(*names: str) -> Callable[[StudyRun], Points]:
-    """Return a figure's values: the sum of these metrics for each rollout batch that has all of them."""
+    """Return a function for a figure's values: the sum of these metrics for each rollout batch that has all of them."""
 
     def points(run: StudyRun) -> Points:
         series = [run.series[name] for name in names if name in run.series]
@@ -35,13 +35,13 @@ def of_rollouts(*names: str) -> Callable[[StudyRun], Points]:
 
 
 def of_layers(metric: str) -> Callable[[StudyRun], Points]:
-    """Return a figure's values: the mean of a metric of LAYER_SERIES for each layer."""
+    """Return a function for a figure's values: the mean of a metric in LAYER_SERIES for each layer."""
     return lambda run: {int(layer): value for layer, value in run.layers.get(metric, {}).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StudyFigure:
-    """One figure: lines of all arms."""
+    """A figure with the lines of all arms."""
 
     title: str
     points: Callable[[StudyRun], Points]
@@ -67,7 +67,7 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One arm's line: positions, means over the seeds, and half widths of their 95 % intervals (None: one seed)."""
+    """An arm's line: positions, means over the seeds, and half widths of 95 % intervals (None with a single seed)."""
 
     arm: int
     xs: list[int]
@@ -76,7 +76,7 @@ class Curve:
 
 
 def curve_of(arm: int, row: StudyRow, points: Callable[[StudyRun], Points]) -> Curve:
-    """Return the line of an arm, at the positions that all of its runs have."""
+    """Return an arm's line at the positions that all of its runs have."""
     runs = [found for run in row.runs if (found := points(run))]
     xs = sorted(set.intersection(*(set(found) for found in runs))) if runs else []
     around = [interval([found[x] for found in runs]) for x in xs]
@@ -84,7 +84,7 @@ def curve_of(arm: int, row: StudyRow, points: Callable[[StudyRun], Points]) -> C
 
 
 def as_svg(rows: Sequence[StudyRow]) -> str:
-    """Return the picture of the arms that have a run which is done; figures without numbers are left out."""
+    """Return the picture of all arms with a finished run; figures without numbers are left out."""
     shown = [
         (figure, curves)
         for figure in FIGURES
@@ -118,9 +118,9 @@ def as_svg(rows: Sequence[StudyRow]) -> str:
 
 
 def _figure(figure: StudyFigure, curves: Sequence[Curve]) -> list[str]:
-    """Return one figure with its area beginning at 0, 0; the vertical axis begins at 0 or below."""
+    """Return a figure with its area's origin at 0, 0; the vertical axis begins at 0 or below."""
     first, last = min(curve.xs[0] for curve in curves), max(curve.xs[-1] for curve in curves)
-    # Bands may be far wider than the lines when there are two seeds: the lines decide the axis.
+    # With two seeds bands may be far wider than the lines, so the lines decide the axis.
     most = max(max(curve.means) for curve in curves) or 1.0
     least = min(0.0, *(min(curve.means) for curve in curves))
 

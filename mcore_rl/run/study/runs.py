@@ -1,4 +1,4 @@
-"""`mcore-rl study`: runs from one start that differ in a few fields, with one table and one picture of them."""
+"""`mcore-rl study`: runs from the same start that differ in a few fields, with a table and a picture of them."""
 
 import argparse
 import os
@@ -26,12 +26,12 @@ from mcore_rl.run.study.table import as_json, as_markdown, read_run, rows_of
 
 RESULTS = ("study.md", "study.json", "study.svg")
 STUDY_MARK = "written by mcore-rl study"
-"""In each of them, by which an earlier file is known."""
+"""Marks each output file, so that an earlier file is recognised."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One run of a study: its arguments of `mcore-rl rl` and its number of ranks."""
+    """A run of a study: its arguments for `mcore-rl rl` and its number of ranks."""
 
     arm: str
     seed: int
@@ -46,10 +46,11 @@ class PlannedRun:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the runs that are not done yet; write rows, table and figures after each run, and print the table at the end.
+    """Do the unfinished runs; write rows, table and figures after each run, and print the table at the end.
 
     Returns:
-        The exit status: 0, also where the study stopped as asked, or the first failing run's, which ends the study.
+        The exit status: 0, also if the study was asked to stop, or the status of the first failed run, which ends the
+        study.
     """
     study = load_config(StudyConfig, Path(args.config), args.overrides)
     refuse_other_files(Path(study.run_dir), Path(args.config))
@@ -79,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def plan(study: StudyConfig) -> Iterator[PlannedRun]:
-    """Yield all runs, each checked, seed by seed; ConfigError when a run cannot start."""
+    """Yield all runs, checked, seed by seed. Raises ConfigError if a run cannot start."""
     if study.base is None or not study.arms or not study.seeds:
         raise ConfigError(
             "A study needs `base`, at least one of `seeds`, and `arms`: name = [fields]. Set them."
@@ -98,8 +99,8 @@ def plan(study: StudyConfig) -> Iterator[PlannedRun]:
 
 
 def refuse_other_results(config: RunConfig) -> None:
-    """Raise a ConfigError where the finished run in `config.run_dir` had other settings, but for mesh and platform:
-    the table would show its results as this study's.
+    """Raise a ConfigError if the finished run in `config.run_dir` had other settings, except mesh and platform: the
+    table would show its results as this study's.
     """
     changes = [
         change for change in changes_since_done(config) if not change.key.startswith(("mesh.", "platform."))
@@ -113,7 +114,7 @@ def refuse_other_results(config: RunConfig) -> None:
 
 
 def refuse_other_files(folder: Path, config: Path) -> None:
-    """Raise a ConfigError where a file that a study writes to its folder is there and no study wrote it."""
+    """Raise a ConfigError if a file that a study would write to its folder exists and no study wrote it."""
     for name in RESULTS:
         refuse_replacing(
             folder / name,
@@ -126,7 +127,7 @@ def refuse_other_files(folder: Path, config: Path) -> None:
 
 
 def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
-    """Write study.json, study.md and study.svg of all runs so far, and return the text of study.md."""
+    """Write study.json, study.md and study.svg for all runs so far, and return the text of study.md."""
     runs = [read_run(run.arm, run.seed, run.folder) for run in planned]
     rows = rows_of(runs, study.collapse_below)
     text = as_markdown(rows)
@@ -156,7 +157,7 @@ def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
 def _asked_to_stop(minutes: float | None) -> Iterator[threading.Event]:
     """Yield an event that is set on SIGTERM between two runs and when the minutes are over.
 
-    A run gets the signal of either, finishes its rollout batch and saves.
+    In both cases a running run gets the signal, finishes its rollout batch and saves.
     """
     asked = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())

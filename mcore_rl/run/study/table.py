@@ -1,7 +1,7 @@
-"""Results of the runs of a study: raw rows to compute with, and one table with a row for each arm.
+"""Results of a study's runs: raw rows to compute with, and a table with a row for each arm.
 
-study.json holds the settings of the study and of each run, finished or not, the means of its metrics over the updates
-of each rollout batch, its evaluations, and means of metrics of layers. The table can be made from it again.
+study.json has the settings of the study and of each run, finished or not, the means of its metrics over the updates of
+each rollout batch, its evaluations, and means of layer metrics. The table can be recreated from it.
 """
 
 import json
@@ -41,20 +41,20 @@ SERIES = (
     "time/routes_s",
     "rl/step_s",
 )
-"""Metrics of which study.json has a value for each rollout batch."""
+"""Metrics with a value for each rollout batch in study.json."""
 LAYER_SERIES = ("routes/layer_NN/changed_fraction", "policy/layer_NN/kl_old_routing_nats")
-"""Metrics of which study.json has a mean over the run for each layer."""
+"""Metrics with a mean over the run for each layer in study.json."""
 LAYER = re.compile(r"/layer_(\d+)/")
 DIGITS = 5
 TAIL = 0.2
-"""Share of a run's rollout batches, at its end, over which the columns "at the end" are means."""
+"""Fraction of rollout batches, at the end of a run, that the columns "at the end" average over."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t at 97.5 % for 1, 2, ... degrees of freedom."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyRun:
-    """One run of a study, as its folder has it so far."""
+    """A run of a study, as recorded in its folder so far."""
 
     arm: str
     seed: int
@@ -64,18 +64,18 @@ class StudyRun:
     commit: str = ""
     """Commit of the code at the run's first start."""
     starts: int = 0
-    """Number of times that it was started, first and again."""
+    """Number of starts, including resumes."""
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, str | int] = field(default_factory=dict)
     series: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    """Metric of SERIES -> for each rollout batch the mean over its updates that have it, None where none has."""
+    """Metric in SERIES -> mean over the updates with this metric, for each rollout batch; None without such updates."""
     layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Metric of LAYER_SERIES -> layer -> its mean over the records that have it."""
+    """Metric in LAYER_SERIES -> layer -> mean over the records with this metric."""
     evaluations: Sequence[Mapping[str, float]] = ()
     """`step` and the metrics `eval/...` of each evaluation, in order."""
 
     def values(self, name: str) -> list[float]:
-        """Return the values of a metric in order, without the rollout batches that have none."""
+        """Return the values of a metric in order, without missing values."""
         return [value for value in self.series.get(name, ()) if value is not None]
 
     def evaluated(self, name: str = "eval/accuracy") -> list[float]:
@@ -84,7 +84,7 @@ class StudyRun:
 
 
 def read_run(arm: str, seed: int, folder: Path) -> StudyRun:
-    """Return the content of a run's folder; a run without rows where it has not begun."""
+    """Return the content of a run's folder; a run without rows if it has not begun."""
     path = folder / FILE_NAME
     if not path.is_file():
         return StudyRun(arm=arm, seed=seed, is_done=False)
@@ -93,7 +93,7 @@ def read_run(arm: str, seed: int, folder: Path) -> StudyRun:
     of_updates: dict[str, list[float]] = {}
     of_layers: dict[str, dict[str, list[float]]] = {}
     for record in read_records(path):
-        # What is not finite has no mean, and no place in JSON.
+        # Numbers that are not finite have no mean, and JSON cannot represent them.
         numbers = {
             name: float(value)
             for name, value in record.items()
@@ -105,7 +105,7 @@ def read_run(arm: str, seed: int, folder: Path) -> StudyRun:
             if (match := LAYER.search(name)) and (metric := row_name(name)) in LAYER_SERIES:
                 of_layers.setdefault(metric, {}).setdefault(str(int(match[1])), []).append(value)
         if "eval/accuracy" in numbers:
-            # A run that was ended between an evaluation and its checkpoint evaluates once more: the last counts.
+            # A run that ended between an evaluation and its checkpoint evaluates again: the last evaluation counts.
             found = {name: _short(value) for name, value in numbers.items() if name.startswith("eval/")}
             evaluations[int(numbers["step"])] = {"step": int(numbers["step"]), **found}
         if "rl/rollouts" in numbers:
@@ -135,19 +135,19 @@ def read_run(arm: str, seed: int, folder: Path) -> StudyRun:
 
 
 def _short(value: float) -> float:
-    """Return the value with DIGITS digits, so that the rows of a study are small."""
+    """Return the value rounded to DIGITS digits, to keep the rows of a study small."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of a sample and the half width of its 95 % interval (Student's t); None with one value."""
+    """Return a sample's mean and the half width of its 95 % interval (Student's t), None for a single value."""
     if len(values) < 2:
         return fmean(values), None
     return fmean(values), student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
 def student_t(degrees: int) -> float:
-    """Return Student's t at 97.5 %; beyond the table by Cornish and Fisher's expansion, right to 1e-3."""
+    """Return Student's t at 97.5 %; beyond the table by the Cornish-Fisher expansion, accurate to 1e-3."""
     if degrees <= len(T_95):
         return T_95[degrees - 1]
     z = NormalDist().inv_cdf(0.975)
@@ -168,7 +168,7 @@ def interval_text(values: Sequence[float]) -> str:
 
 
 def mean_of(*names: str) -> Callable[[StudyRun], float | None]:
-    """Return a column: the mean over the rollout batches of the sum of these metrics; None where a value is missing."""
+    """Return a column: the mean over rollout batches of the sum of these metrics; None if a value is missing."""
 
     def column(run: StudyRun) -> float | None:
         values = [run.values(name) for name in names]
@@ -189,7 +189,7 @@ def reward_at_end(run: StudyRun) -> float | None:
 
 
 def best_reward(run: StudyRun) -> float | None:
-    """Return the highest mean reward of as many rollout batches in a row as a fifth of the run."""
+    """Return the highest mean reward over a window of consecutive rollout batches, a fifth of the run long."""
     rewards = run.values("reward/mean")
     size = _window(rewards)
     windows = [fmean(rewards[start : start + size]) for start in range(len(rewards) - size + 1)]
@@ -197,7 +197,7 @@ def best_reward(run: StudyRun) -> float | None:
 
 
 def share_of_routing(before: str, after: str) -> Callable[[StudyRun], float | None]:
-    """Return a column: 1 - same routes / live routes of the mean of a metric that was divided by its routes."""
+    """Return a column: 1 - same routes / live routes, for the mean of a metric that was split by routes."""
 
     def column(run: StudyRun) -> float | None:
         live, same = (run.values(f"{before}_{routes}_routes{after}") for routes in ("live", "same"))
@@ -229,36 +229,36 @@ COLUMNS: dict[str, Callable[[StudyRun], float | None]] = {
     "rollout s": mean_of("rl/step_s"),
     "routes MiB": lambda run: None if (held := mean_of("routes/cached_bytes")(run)) is None else held / 2**20,
 }
-"""Column -> its value of a run: last evaluation, means over rollout batches, costs."""
+"""Column -> function for its value in a run: last evaluation, means over rollout batches, costs."""
 
 
 def collapsed(run: StudyRun, below: float) -> bool:
-    """Return whether the reward at the end is less than `below` times the best one."""
+    """Return whether the reward at the end is less than `below` times the best reward."""
     end, best = reward_at_end(run), best_reward(run)
     return end is not None and best is not None and best > 0 and end < below * best
 
 
 @dataclass(frozen=True, slots=True)
 class StudyRow:
-    """One arm with the runs of its seeds that are done."""
+    """An arm with the finished runs of its seeds."""
 
     arm: str
     runs: Sequence[StudyRun]
     collapse_below: float = 0.5
 
     def cell(self, column: str) -> str:
-        """Return the mean over the seeds as text, with its 95 % interval when there are several."""
+        """Return the mean over the seeds as text, with its 95 % interval if there are several seeds."""
         values = [COLUMNS[column](run) for run in self.runs]
         return interval_text([value for value in values if value is not None])
 
     @property
     def collapses(self) -> str:
-        """Return how many of the runs collapsed, as 1/3."""
+        """Return how many runs collapsed, in the form 1/3."""
         return f"{sum(collapsed(run, self.collapse_below) for run in self.runs)}/{len(self.runs)}"
 
 
 def rows_of(runs: Sequence[StudyRun], collapse_below: float) -> list[StudyRow]:
-    """Return a row for each arm, in the order of the runs; its runs are those that are done."""
+    """Return a row of finished runs for each arm, in the order of the runs."""
     arms = dict.fromkeys(run.arm for run in runs)
     return [
         StudyRow(arm, [run for run in runs if run.arm == arm and run.is_done], collapse_below) for arm in arms
@@ -266,7 +266,7 @@ def rows_of(runs: Sequence[StudyRun], collapse_below: float) -> list[StudyRow]:
 
 
 def as_markdown(rows: Sequence[StudyRow]) -> str:
-    """Return the table in Markdown; an arm without a run that is done has no row."""
+    """Return the table in Markdown; an arm without a finished run has no row."""
     lines = [
         "| arm | seeds | collapsed | " + " | ".join(COLUMNS) + " |",
         "|---|--:|--:|" + "--:|" * len(COLUMNS),
@@ -279,7 +279,7 @@ def as_markdown(rows: Sequence[StudyRow]) -> str:
 
 
 def as_json(settings: Mapping[str, object], runs: Sequence[StudyRun]) -> str:
-    """Return the settings and the raw rows of all runs that have begun, a line for each part of a run."""
+    """Return the settings and the raw rows of all runs that have begun, with a line for each part of a run."""
     written = [
         {**asdict(run), "series": dict(run.series), "layers": dict(run.layers)} for run in runs if run.starts
     ]
