@@ -1,4 +1,4 @@
-"""Differences between the config of a checkpoint and that of the run that resumes from it."""
+"""Differences between the config of a checkpoint and the config of the run that resumes from it."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ EXACT = (
     "lora",
     "numerics",
 )
-"""Fields and sections that decide which data a step reads, the random numbers, or what adapters add to a model: a
-resumed run with others reads samples twice or never, or is of another model. `numerics` is no field: the code decides
-it."""
+"""Fields and sections that decide which data a step reads, its random numbers, or the contribution of adapters to the
+model. A run that resumes with different values reads samples twice or never, or trains a different model. `numerics` is
+not a config field: it is a version in the code."""
 EVALUATED = ("data.valid", "data.test")
-"""Fields in a section of EXACT that no training step reads."""
+"""Fields within a section of EXACT that no training step reads."""
 NOT_COMPARED = (
     *(
         "run_dir",
@@ -46,14 +46,15 @@ NOT_COMPARED = (
         "rl.distill.store",
     ),
 )
-"""Fields and sections that change no number of a training."""
+"""Fields and sections that do not affect the results of a training."""
 BEFORE_FIELDS = {"data.shuffle": "whole"}
-"""Fields for which earlier versions, which did not have them, did something else than the default."""
+"""Values that stand in for fields missing from a recorded config, where earlier versions behaved differently from
+today's default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigChange:
-    """A field that a checkpoint and the run that resumes from it have with different values."""
+    """A field that has different values in a checkpoint and in the run that resumes from it."""
 
     key: str
     before: Any
@@ -61,20 +62,20 @@ class ConfigChange:
 
     @property
     def breaks_exactness(self) -> bool:
-        """Whether the run cannot be resumed exactly with it."""
+        """Whether the change prevents an exact resume."""
         return _is_in(self.key, EXACT) and not _is_in(self.key, EVALUATED)
 
     def is_allowed(self, allowed: tuple[str, ...]) -> bool:
-        """Return whether `allowed` names the field or a section that it is in."""
+        """Return whether `allowed` names the field or a section that contains it."""
         return _is_in(self.key, allowed)
 
     def __str__(self) -> str:
-        """Return the field with both values as TOML."""
+        """Return the field with both values in TOML syntax."""
         return f"{self.key} is {toml_value(self.before)} there, {toml_value(self.now)} here"
 
 
 def listing(changes: Sequence[ConfigChange]) -> tuple[str, str]:
-    """Return changes as lines of an error, and their keys as a value for `checkpoint.allow_changes`."""
+    """Return the changes as lines of an error message, and their keys as a value for `checkpoint.allow_changes`."""
     keys = dict.fromkeys(change.key for change in changes)  # files of one field may have changed
     return "\n".join(f"- {change}" for change in changes), toml_value([*keys])
 
@@ -85,13 +86,13 @@ def kind_of_config(config: Section) -> str:
 
 
 def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") -> list[ConfigChange]:
-    """Return the fields in which a recorded config differs from `now`, but for those of NOT_COMPARED.
+    """Return the fields in which a recorded config differs from `now`, except the fields of NOT_COMPARED.
 
     Args:
-        before: A config of the same kind as `now`, as `model_dump(mode="json")` returns it; an earlier version may
-            have written it.
+        before: A config of the same kind as `now`, in the form that `model_dump(mode="json")` returns; an earlier
+            version may have written it.
         now: The config of the run that resumes.
-        prefix: Beginning of the keys where both are a section, such as "model.".
+        prefix: Prefix of the keys if both are a section, such as "model.".
     """
     recorded = dict(leaves(before, prefix))
     there = dict(leaves(as_recorded(before, type(now)), prefix))
@@ -107,7 +108,7 @@ def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") ->
 def content_changes(
     before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
 ) -> list[ConfigChange]:
-    """Return the fields that name a file of another content than was recorded; both are field -> path -> content."""
+    """Return the fields that name a file with different content than recorded; both map field -> path -> content."""
     return [
         ConfigChange(key=key, before=f"{path} with {there[path]}", now=f"{path} with {content}")
         for key, there in before.items()
@@ -117,9 +118,9 @@ def content_changes(
 
 
 def as_recorded(before: Mapping[str, Any], kind: type[AnySection]) -> AnySection | Mapping[str, Any]:
-    """Return a recorded section as one of today, in which fields that are newer have their defaults.
+    """Parse a recorded section with today's class; fields that are newer than the record get their defaults.
 
-    Where it has what today's has not, as one of a later version, it is returned as the table that it is.
+    A table with fields that the class lacks, written by a later version, is returned unchanged.
     """
     try:
         return kind.model_validate_json(json.dumps(before))
@@ -128,7 +129,7 @@ def as_recorded(before: Mapping[str, Any], kind: type[AnySection]) -> AnySection
 
 
 def leaves(table: Section | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield key and value, as JSON has it, of each field of a section and of those inside it."""
+    """Yield the key and JSON value of each field of a section and of its subsections."""
     entries = table.model_dump(mode="json") if isinstance(table, Section) else table
     for name, value in entries.items():
         if isinstance(value, Mapping) and value:
@@ -138,5 +139,5 @@ def leaves(table: Section | Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 
 def _is_in(key: str, names: tuple[str, ...]) -> bool:
-    """Return whether a field is one of `names`, or in a section of them."""
+    """Return whether `names` contains a field or a section that the field is in."""
     return any(key == name or key.startswith(f"{name}.") for name in names)

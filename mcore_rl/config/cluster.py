@@ -1,4 +1,4 @@
-"""A Slurm cluster: what its nodes have, how a job asks for them, and how Python is reached there."""
+"""A Slurm cluster: the hardware of its nodes, the options of its jobs, and how Python is started on a node."""
 
 from functools import cached_property
 from typing import Annotated, Literal
@@ -25,63 +25,66 @@ class SlurmConfig(Section):
     exclusive: bool = True
     """Allow no other job on the nodes."""
     gpus_by: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """Option that asks for GPUs: `--gpus-per-node=8`, `--gres=gpu:8`, or not at all, where a node comes with them."""
+    """Option that requests GPUs: `--gpus-per-node=8`, `--gres=gpu:8`, or none, if nodes come with their GPUs."""
     gpu_type: Text | None = None
-    """Type of GPU, as in `--gpus-per-node=h100:8`; `none`: any."""
+    """Type of GPU, as in `--gpus-per-node=h100:8`; `none`: any type."""
     mail_user: Text | None = None
     """Address for mail about jobs; `none`: no mail."""
     mail_type: str = "END,FAIL,REQUEUE,TIME_LIMIT_90"
-    """Events that are mailed to mail_user, as sbatch names them."""
+    """Events to mail to mail_user, by sbatch's names."""
     options: tuple[str, ...] = ()
-    """Further `#SBATCH` lines, as "--comment=moe"."""
+    """Additional `#SBATCH` lines, such as "--comment=moe"."""
 
 
 class NodeConfig(Section):
-    """One node."""
+    """The hardware of a node."""
 
     gpus: NonNegativeInt = 8
-    """GPUs of a node, each with one rank; 0: ranks are processes on the cores."""
+    """GPUs per node, with a rank for each; 0: ranks are processes on the CPU cores."""
     ranks: PositiveInt | None = None
-    """Ranks of a node without GPUs; `none` where there are GPUs."""
+    """Ranks per node, for nodes without GPUs; `none` for nodes with GPUs."""
     device: Text | None = None
-    """Kind of GPU, as `mcore-rl plan` knows it (A100, H100, H200, B200, GB200, MI300X, ...); `none`: not known, so that
-    memory and schedule are planned, and no time."""
+    """GPU model, as `mcore-rl plan` knows it (A100, H100, H200, B200, GB200, MI300X, ...); `none`: unknown, so that
+    plans cover memory and schedule but not time."""
     link_domain: PositiveInt | Literal["auto"] = "auto"
-    """GPUs that NVLink connects; `auto`: those of the node, and 72 of an NVL72."""
+    """Number of GPUs connected by NVLink; `auto`: all GPUs of a node, or 72 for an NVL72."""
     nic_gbit_per_s: PositiveFloat | Literal["auto"] = "auto"
-    """Network bandwidth for each GPU in Gbit/s; `auto`: as systems with this device have it."""
+    """Network bandwidth per GPU in Gbit/s; `auto`: the usual bandwidth of systems with this device."""
     gpu_memory_gib: NonNegativeFloat = 80.0
-    """Memory of one GPU in GiB."""
+    """Memory per GPU in GiB."""
     reserved_gib: NonNegativeFloat = 6.0
-    """GiB of a GPU's memory that are not for tensors: CUDA's context, buffers of NCCL and DeepEP, fragmentation."""
+    """GPU memory in GiB that is not available to tensors: the CUDA context, buffers of NCCL and DeepEP,
+    fragmentation."""
     cores: PositiveInt | None = None
-    """Cores of a node that its tasks share; `none`: as Slurm gives them."""
+    """Cores per node, shared by the node's tasks; `none`: as many as Slurm assigns."""
     bind: bool = True
     """Bind each rank to its share of the cores near its GPU, and order the GPUs by NUMA node, so that tensor-parallel
-    neighbours share one; only on exclusive nodes (slurm.exclusive)."""
+    neighbours are on the same NUMA node; only on exclusive nodes (slurm.exclusive)."""
     memory_gib: PositiveInt | Literal["all"] = "all"
-    """Main memory of a node in GiB; `all`: all that the node has (`--mem=0`)."""
+    """Main memory per node in GiB; `all`: all of the node's memory (`--mem=0`)."""
 
     @cached_property
     def ranks_per_node(self) -> int:
-        """Ranks that a job starts on a node."""
+        """Number of ranks that a job starts on each node."""
         return self.gpus or self.ranks or 0
 
 
 class RatesConfig(Section):
-    """Speeds that a run of this cluster has reached, for the times of plans (`mcore-rl plan --calibrate RUN`)."""
+    """Speeds measured in a run on this cluster, used for the times in plans (`mcore-rl plan --calibrate RUN`)."""
 
     source: Text | None = None
-    """Run that the others are from; `none`: published runs, and ranges as wide as their errors."""
+    """Run in which the other values were measured; `none`: plans use published runs, with ranges as wide as their
+    errors."""
     host_layer_s: NonNegativeFloat | None = None
-    """Seconds that the host takes to start one MoE layer's forward pass; `none`: that of published runs."""
+    """Seconds that the host takes to launch the forward pass of an MoE layer; `none`: the value of published runs."""
     speed: PositiveFloat = 1.0
-    """Factor on the parts of the device's peaks that published runs reach."""
+    """Factor on the fractions of the device's peaks that published runs reach."""
     imbalance: Annotated[float, Field(ge=1)] | None = None
-    """Tokens sent to the experts of the fullest rank of an expert-parallel group, as a multiple of the mean; `none`: it
-    is not known, and plans say what several would cost."""
+    """Tokens sent to the experts of the fullest rank of an expert-parallel group, as a multiple of the mean; `none`:
+    unknown, and plans show the cost of several values."""
     rollout: PositiveFloat | None = None
-    """Measured / planned seconds of a rollout; `none`: it is planned as a lower bound, as the next two."""
+    """Measured / planned seconds of a rollout; `none` (also in the next two fields): the planned time is a lower
+    bound."""
     logprobs: PositiveFloat | None = None
     """Measured / planned seconds of the passes for logprobs and values."""
     updates: PositiveFloat | None = None
@@ -92,36 +95,38 @@ class ContainerConfig(Section):
     """The container that ranks run in, if any."""
 
     kind: Literal["none", "pyxis", "apptainer"] = "none"
-    """Program that runs the container; `pyxis`: enroot by srun's --container options; `apptainer`: `apptainer exec`."""
+    """Program that runs the container; `pyxis`: enroot, through srun's --container options; `apptainer`: `apptainer
+    exec`."""
     image: Text | None = None
-    """Image: a file that all nodes see (.sqsh, .sif), or a reference such as docker://registry#name:tag."""
+    """Image: a file visible to all nodes (.sqsh, .sif), or a reference such as docker://registry#name:tag."""
     mounts: tuple[str, ...] = ()
-    """Mounts as from:to[:flags]. The folder of submission and the run's are mounted under their own names in any
-    case."""
+    """Mounts as from:to[:flags]. The folder of submission and the run's folder are always mounted, under their own
+    names."""
     options: tuple[str, ...] = ()
-    """Further options of srun (pyxis) or of `apptainer exec`, one argument each."""
+    """Additional options of srun (pyxis) or of `apptainer exec`, one argument each."""
     timeout_s: PositiveInt = 1800
-    """Seconds in which a node must have set up the image (a download, a conversion) before its checks begin."""
+    """Seconds within which a node must set up the image (download, conversion) before its checks begin."""
 
 
 class PythonConfig(Section):
     """Commands that find the right Python on a node."""
 
     setup: tuple[str, ...] = ()
-    """Lines of bash before every command on a node: `module load`, `source .../activate`, `conda activate`. They run
-    with `set -e`: where a line fails the node is unfit, and where it fails on every node the job ends."""
+    """Lines of bash to run before every command on a node: `module load`, `source .../activate`, `conda activate`. They
+    run with `set -e`: a node on which a line fails is unfit, and if a line fails on every node, the job ends."""
     command: str = "python"
-    """Command that starts Python after `setup`, in the container where there is one."""
+    """Command that starts Python after `setup`, inside the container if `container.kind` is set."""
 
 
 class PathsConfig(Section):
-    """Folders that a job may write to besides its run_dir."""
+    """Folders, in addition to its run_dir, that a job may write to."""
 
     scratch: Text | None = None
-    """Folder on the node's own disk, made on each node and given as TMPDIR; the path may hold $SLURM_JOB_ID; `none`:
-    TMPDIR stays as it is."""
+    """Folder on the node's own disk, created on each node and exported as TMPDIR; the path may contain $SLURM_JOB_ID;
+    `none`: TMPDIR is unchanged."""
     cache: Text | None = None
-    """Folder of compiled kernels (TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR); `none`: as these programs choose."""
+    """Cache folder for compiled kernels (TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR); `none`: the defaults of these
+    programs."""
 
 
 class ChecksConfig(Section):
@@ -130,11 +135,11 @@ class ChecksConfig(Section):
     node: bool = True
     """Count the GPUs, compare their memory, and measure the bandwidth of an all-reduce over all ranks."""
     min_bandwidth_gbps: PositiveFloat | None = None
-    """Slowest all-reduce that passes, in Gbit/s of bus bandwidth; `none`: it is only reported."""
+    """Lowest all-reduce bandwidth that passes, in Gbit/s of bus bandwidth; `none`: the bandwidth is only reported."""
     timeout_s: PositiveInt = 300
-    """Seconds that the checks of a node may take; setting up a container's image is not among them."""
+    """Seconds that the checks of a node may take, not counting the set-up of a container image."""
     pre_node: tuple[str, ...] = ()
-    """Lines of bash, run once on every node before the job; a status that is not 0 makes the node fail."""
+    """Lines of bash, run once on every node before the job; a non-zero status fails the node."""
     post_node: tuple[str, ...] = ()
     """Lines of bash, run once on every node after each attempt; their status is only reported."""
 
@@ -143,23 +148,23 @@ class SurvivalConfig(Section):
     """Restarts of a job over time limits and failures."""
 
     starter: Literal["torchrun", "srun"] = "srun"
-    """Program that starts ranks; `srun`: one task per rank, which has all of a preemption's grace time to save;
-    `torchrun`: one task per node, which starts its ranks, and kills them signal_s seconds after a preemption (after 30
-    s where torch has no `--shutdown-timeout`)."""
+    """Program that starts ranks; `srun`: one task per rank, which can save during all of a preemption's grace time;
+    `torchrun`: one task per node, which starts its ranks and kills them signal_s seconds after a preemption (after 30 s
+    if torch has no `--shutdown-timeout`)."""
     signal_s: PositiveInt = 600
-    """Seconds before the time limit at which the run is asked to save; it should be more than a step and a save
-    take."""
+    """Seconds before the time limit at which the run is asked to save; should be longer than a step and a save."""
     max_attempts: PositiveInt = 3
-    """Attempts in a row that fail without a new checkpoint before the job gives up."""
+    """Consecutive failed attempts without a new checkpoint after which the job gives up."""
     max_crashes: PositiveInt = 50
-    """Crashes and hangs of a job in all, also those after a new checkpoint, before it gives up."""
+    """Total number of crashes and hangs of a job, even with new checkpoints in between, after which it gives up."""
     bad_node_crashes: PositiveInt = 3
-    """Crashes that begin on one node, among the job's last `bad_node_attempts` attempts, before the job excludes it."""
+    """Number of crashes that began on a node, within the job's last `bad_node_attempts` attempts, after which the job
+    excludes the node."""
     bad_node_attempts: PositiveInt = 10
-    """Attempts back to which crashes of a node count against it."""
+    """Number of recent attempts in which crashes count against a node."""
     spares: NonNegativeInt = 0
-    """Nodes of a training's allocation beside those that --nodes names, which take the place of nodes that fail: the
-    run then resumes at once, without the queue. When too few nodes are left, the job is requeued."""
+    """Spare nodes in a training's allocation, in addition to --nodes, that replace nodes that fail: the run then
+    resumes at once, without the queue. If too few nodes are left, the job is requeued."""
 
 
 class ClusterConfig(Section):
@@ -168,11 +173,11 @@ class ClusterConfig(Section):
     name: str = "cluster"
     """Name of the cluster in messages."""
     environment: dict[str, str] = {}  # noqa: RUF012  # pydantic gives every instance its own
-    """Environment variables of all ranks: the interconnect's (NCCL, UCX), CUDA_DEVICE_MAX_CONNECTIONS. They are
-    written to the job script; keys and passwords belong in `environment_file`."""
+    """Environment variables of all ranks, such as interconnect settings (NCCL, UCX) or CUDA_DEVICE_MAX_CONNECTIONS.
+    They are written to the job script; keys and passwords belong in `environment_file`."""
     environment_file: Text | None = None
-    """File of NAME=value lines for keys (WANDB_API_KEY, HF_TOKEN). The job reads it when it starts and nothing copies
-    it; only its owner may read it (chmod 600), and it lies outside the run's folder."""
+    """File of NAME=value lines for keys (WANDB_API_KEY, HF_TOKEN). The job reads it when it starts, and nothing copies
+    it. Only its owner may read it (chmod 600), and it must be outside the run's folder."""
     slurm: SlurmConfig = SlurmConfig()
     node: NodeConfig = NodeConfig()
     container: ContainerConfig = ContainerConfig()

@@ -24,18 +24,20 @@ class DataConfig(Section):
     train_weights: tuple[float, ...] = ()
     """Weight of each prefix in the blend; an empty list: in proportion to their tokens."""
     valid: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs to evaluate on. With `valid` or `test` given `train` is not split; without both,
-    `split` cuts it."""
+    """Prefixes of .bin/.idx pairs to evaluate on. If `valid` or `test` is given, `train` is not split; if neither is,
+    `split` divides it."""
     test: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs for the test loss at the end; with `valid` given and an empty list there is none."""
+    """Prefixes of .bin/.idx pairs for the test loss at the end; with `valid` given and an empty list, there is no test
+    loss."""
     split: tuple[float, float, float] = (98.0, 1.0, 1.0)
-    """Shares of the documents for train, valid and test, when `valid` and `test` are empty."""
+    """Shares of the documents for train, valid and test, if `valid` and `test` are empty."""
     seq_length: PositiveInt = 256
     """Tokens per training sequence."""
     shuffle: Literal["epoch", "whole"] = "epoch"
-    """Order of the sequences of each prefix. `epoch`: each epoch has every sequence once, in an order of its own,
-    however many epochs follow; `whole`: Megatron-LM's, with all epochs shuffled as one, so that a sequence may come
-    again before others came at all, and a run of more epochs has another order from its first step on."""
+    """Order of the sequences of each prefix. `epoch`: every epoch has each sequence once, in an order of its own that
+    does not depend on the number of epochs; `whole`: as in Megatron-LM, all epochs are shuffled together, so that a
+    sequence may repeat before all have been seen, and a run of more epochs has a different order from its first step
+    on."""
     cache_dir: Text | Literal["auto"] = "auto"
     """Folder of index caches; `auto`: `<run_dir>/index_cache`."""
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -1,4 +1,4 @@
-"""The fields of a config in words: for help pages, for documentation and for error messages."""
+"""Descriptions of a config's fields, for help pages, documentation and error messages."""
 
 import ast
 import functools
@@ -20,27 +20,30 @@ from mcore_rl.config.toml import toml_value
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldDoc:
-    """One field: its dotted key, type in words, and default as TOML ("": it has none).
+    """Documentation of a field: its dotted key, type in words, and default as TOML ("" without a default).
 
-    A field whose type, default or meaning depends on the kind of its section is several of them, of some kinds each.
+    A field with a type, default or meaning that depends on the kind of its section has several records, each for some
+    of the kinds.
     """
 
     section: type[Section]
-    """Section that it is in."""
+    """Section that contains the field."""
     key: str
     annotation: Any
     type: str
     default: str
     choice: "Choice | None" = None
-    """The kinds that have it; None: it is there in any case."""
+    """The kinds of its section that have the field; None if all have it."""
 
     def is_of(self, kinds: Mapping[str, Any]) -> bool:
-        """Return whether it is there, with these values of fields `kind` by their keys; others have their defaults."""
+        """Return whether the field exists for these values of `kind` fields, by key; missing kinds have their
+        defaults.
+        """
         return self.choice is None or self.choice.includes(kinds)
 
     @property
     def meaning(self) -> str:
-        """The string under the field in its section's source, or in that of a base of it; empty where there is none."""
+        """The docstring under the field in the source of its section or of a base class; empty if there is none."""
         name = self.key.rpartition(".")[2]
         bases = (base for base in self.section.__mro__ if issubclass(base, Section))
         places = ((base.__module__, base.__name__) for base in bases)
@@ -50,7 +53,7 @@ class FieldDoc:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Some kinds of a section that is a union by kind."""
+    """Some of the kinds of a section that is a union by kind."""
 
     key: str
     """Key of the field `kind`."""
@@ -59,7 +62,7 @@ class Choice:
     """All members of the union."""
 
     def includes(self, values: Mapping[str, Any]) -> bool:
-        """Return whether `kind` is one of these kinds in `values` by key, or by default."""
+        """Return whether these kinds include the value of `kind` in `values`, or its default."""
         chosen = variant_of(self.variants, value := values.get(self.key, kinds_of(self.variants[0])[0]))
         return chosen is not None and (
             value in self.kinds or (value not in kinds_of(chosen) and OWN_KIND in self.kinds)
@@ -67,7 +70,7 @@ class Choice:
 
     @property
     def is_some(self) -> bool:
-        """Whether there are other kinds too."""
+        """Whether the section has further kinds."""
         return len(self.kinds) < sum(len(kinds_of(variant)) for variant in self.variants)
 
     def __str__(self) -> str:
@@ -77,7 +80,9 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionDoc:
-    """One section: its dotted key ("" for the whole config), its meaning, and the fields directly in it."""
+    """Documentation of a section: its dotted key ("" for the whole config), its meaning, and the fields directly in
+    it.
+    """
 
     key: str
     meaning: str
@@ -93,7 +98,7 @@ def describe(cls: type[Section]) -> list[FieldDoc]:
 def describe_sections(
     cls: type[Section], prefix: str = "", choice: Choice | None = None
 ) -> tuple[SectionDoc, ...]:
-    """Return `cls` itself, then the sections in it, depth first; `choice` is of a union that it is part of."""
+    """Return `cls` itself, then its subsections, depth first; `choice` has the kinds if `cls` is part of a union."""
     fields = {name: cls.model_fields[name] for name in cls.model_fields}
     inner = {name: field for name, field in fields.items() if sections_of(field.annotation)}
     plain = tuple(
@@ -112,7 +117,7 @@ def describe_sections(
 
 
 def _describe_union(variants: tuple[type[Section], ...], prefix: str) -> Iterator[SectionDoc]:
-    """Yield the section that is a union by kind, of which each field has its kinds, then the sections in it."""
+    """Yield the section that is a union by kind, with the kinds of each field, then its subsections."""
     key = f"{prefix}kind"
     all_kinds = tuple(kind for variant in variants for kind in kinds_of(variant))
     chosen = (Choice(key=key, kinds=kinds_of(variant), variants=variants) for variant in variants)
@@ -163,16 +168,17 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def type_name(annotation: Any, bounds: Iterable[Any] = ()) -> str:
-    """Return a type in words, as "an integer >= 1"; `bounds` is what pydantic collected beside the annotation."""
+    """Return a type in words, such as "an integer >= 1"; `bounds` is pydantic's metadata of the field."""
     limits = " and ".join(_limits(bounds))
     return f"{_bare_name(annotation)} {limits}".strip()
 
 
 @functools.cache
 def _strings_under_fields(module: str) -> Mapping[tuple[str, str], str]:
-    """Return the string under each field of the classes of a module, by names of class and field.
+    """Return the docstring under each field of a module's classes, by names of class and field.
 
-    Pydantic can read them too, but reads all of them whenever it is imported: half of the time of a short command.
+    Pydantic can read them too, but then does so for every class at import, which takes half the time of a short
+    command.
     """
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {

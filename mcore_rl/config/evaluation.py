@@ -1,4 +1,4 @@
-"""Conditions of an evaluation on held-out prompts, which two accuracies must share to be compared."""
+"""Conditions of an evaluation on held-out prompts, which two accuracies must share to be comparable."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the conditions of the evaluations of an RL config, given as the mapping of its sections.
 
     Returns:
-        "prompts": the files, or task and sizes with the seed; "first": how many of them; "samples" of each prompt;
-        "temperature"; "max_new_tokens"; "correct_by": the part of the reward that says what is correct; with an
-        environment "environment": its name, arguments and limits.
+        "prompts": the files, or task and sizes with the seed; "first": their number; "samples": completions per prompt;
+        "temperature"; "max_new_tokens"; "correct_by": the part of the reward that decides which completions are
+        correct; with an environment "environment": its name, arguments and limits.
     """
     rl = config.get("rl", {})
     prompts, evaluation = rl.get("prompts", {}), rl.get("eval", {})

@@ -1,4 +1,4 @@
-"""Functions of the user's own, which a config names as `module:name`: how they are found and recorded."""
+"""User-defined functions, which a config names as `module:name`: how they are loaded and recorded."""
 
 import hashlib
 import importlib
@@ -16,23 +16,23 @@ from mcore_rl.errors import ConfigError
 
 Choice = TypeVar("Choice")
 MODEL_PART = "model:"
-"""Beginning of a part of `rl.reward.parts` that is a reward model, followed by its path; no module of this name is
-looked for there."""
+"""Prefix of a part of `rl.reward.parts` that is a reward model, followed by its path; it is never taken for a module's
+name."""
 STEP_MODEL_PART = "step_model:"
-"""Beginning of a part that is a process reward model, which scores the ends of steps."""
+"""Prefix of a part that is a process reward model, which scores the ends of steps."""
 HTTP_PARTS = ("http:", "https:")
-"""Beginnings of a part that is a reward server."""
+"""Prefixes of a part that is a reward server."""
 JUDGE_PART = "judge:"
-"""Beginning of a part that is a language model on a server, followed by the template of what it is asked."""
+"""Prefix of a part that is a language model on a server, followed by the file of its prompt template."""
 MODEL_PARTS = (MODEL_PART, STEP_MODEL_PART)
 SERVED_PARTS = (*HTTP_PARTS, JUDGE_PART)
 NO_EXTENSION = (*MODEL_PARTS, *SERVED_PARTS)
-"""Beginnings of parts of which none names a module."""
+"""Prefixes of parts that do not name a module."""
 
 
 def correct_part(correct: str | None, parts: Sequence[str]) -> str | None:
-    """Return the part that decides which completions are correct, from `rl.reward.correct` and `rl.reward.parts`; None:
-    none does.
+    """Return the part that decides which completions are correct, from `rl.reward.correct` and `rl.reward.parts`; None
+    if no part does.
     """
     if correct != "auto":
         return correct
@@ -40,8 +40,8 @@ def correct_part(correct: str | None, parts: Sequence[str]) -> str | None:
 
 
 def server_url(part: str) -> str:
-    """Return the address of a reward server that a part names, as "http://node7:8000/score" or, with an address of its
-    own, "http:https://node7/score".
+    """Return the URL of the reward server that a part names, either "http://node7:8000/score" or, with an explicit URL,
+    "http:https://node7/score".
     """
     inner = part.partition(":")[2]
     return inner if inner.startswith(("http://", "https://")) else part
@@ -60,18 +60,18 @@ def _checked(name: str) -> str:
 
 
 Extension = Annotated[str, AfterValidator(_checked)]
-"""Type of a field's value that names something of the user's own as `module:name`."""
+"""Type of a field that names a user-defined object as `module:name`."""
 
 
 def load_extension(field: str, name: str) -> Any:
-    """Import the object that `name` stands for; modules are looked for in the working directory too.
+    """Import the user-defined object `name`; modules are searched for in the working directory too.
 
     Raises:
-        ConfigError: naming `field` and the remedy, when the module cannot be imported or lacks the name.
+        ConfigError: If the module cannot be imported or lacks the name; the message names `field` and the remedy.
     """
     module_name, _, attribute = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # a console script does not look in the folder in which it is started
+        sys.path.append(here)  # a console script does not have it on its path
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
@@ -86,16 +86,16 @@ def load_extension(field: str, name: str) -> Any:
 
 
 def choose(field: str, name: str, choices: Mapping[str, Choice]) -> Choice:
-    """Return the entry of `choices`, or the user's own object of the same kind when `name` is `module:name`."""
+    """Return the entry of `choices`, or the user-defined object of the same kind if `name` is `module:name`."""
     return choices[name] if name in choices else load_extension(field, name)
 
 
 def load_extensions(config: Section) -> dict[str, str]:
-    """Import everything of the user's own that `config` names, so that errors come before ranks cost time.
+    """Import every user-defined object that `config` names, so that errors are raised before ranks start.
 
     Returns:
         SHA-256 (hexadecimal) of the source file of each `module:name` and of the template of each `judge:FILE`, for the
-        record of the run; "" without a file.
+        record of the run; "" if there is no file.
     """
     hashes = {}
     for field, name in sorted(_named(config, "")):
@@ -108,7 +108,7 @@ def load_extensions(config: Section) -> dict[str, str]:
 
 
 def _named(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted field, name) for each extension and each `judge:FILE` in `section` and in the sections inside."""
+    """Yield (dotted field, name) for each extension and each `judge:FILE` in `section` and its subsections."""
     for field, info in type(section).model_fields.items():
         value = getattr(section, field)
         if isinstance(value, Section):

@@ -1,4 +1,4 @@
-"""The kinds of config files, by the name of what reads them."""
+"""The kinds of config files, named after the programs that read them."""
 
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.dpo import DPOConfig
@@ -47,7 +47,9 @@ OTHER_NAMES = {"grpo": "rl", "gspo": "rl"}
 
 
 def kind_of_name(name: str) -> str | None:
-    """Return the kind that the first word of a file's name stands for: rl_long.toml is of "rl"; None: no kind."""
+    """Return the kind that the first word of a file's name stands for, such as "rl" for rl_long.toml; None if it is not
+    a kind.
+    """
     word = name.replace("_", ".").replace("-", ".").partition(".")[0]
     word = OTHER_NAMES.get(word, word)
     return word if word in KINDS else None

@@ -23,40 +23,43 @@ from mcore_rl.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 MISSPELT = 0.93
-"""Likeness, by difflib, from which a key is taken for one of ours that is misspelt, and not for another system's."""
+"""Similarity, by difflib, above which an unknown key is taken for a misspelt field rather than another system's
+setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value as the user wrote it, in a file or (None) on the command line."""
+    """A value as the user wrote it, in the file `path` or, if that is None, on the command line."""
 
     key: str
     value: Any
     path: Path | None
     rank: int
-    """Strength of the place: files that are extended are weaker than the file, and it than the command line."""
+    """Precedence: a file ranks above the files that it extends, and the command line above all files."""
 
     @property
     def source(self) -> str:
-        """Place where it was written, for messages."""
+        """Where the value was written, for messages."""
         return f"in {self.path}" if self.path else "on the command line"
 
 
 def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) -> S:
     """Read the config of `path`, a file or the name of a recipe, with `overrides` (`mesh.tp=2`) on top.
 
-    A file may start from others: `extends = "base.toml"`, or a list of which later ones win; their paths are
+    A file may extend further files: `extends = "base.toml"`, or a list in which later files win; their paths are
     relative to the file. Any other path is kept as it is written.
 
     Raises:
-        ConfigError: Lists everything that is wrong: unknown keys and values of another type. Whether the values go
-            together is for `mcore_rl.checks`.
+        ConfigError: Lists all unknown keys and all values of a wrong type. Whether values are compatible is checked in
+            `mcore_rl.checks`.
     """
     return config_of(cls, read_settings(cls, path, overrides))
 
 
 def read_settings(cls: type[Section], path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Setting]:
-    """Return by key what `load_config` takes from files and overrides; ConfigError for keys that `cls` lacks."""
+    """Return the settings of files and overrides by key, as `load_config` uses them; ConfigError for keys that `cls`
+    lacks.
+    """
     fields = {doc.key: doc for doc in describe(cls)}
     tables = [] if path is None else list(_tables(config_file(path), ()))
     written = [
@@ -89,13 +92,13 @@ def read_settings(cls: type[Section], path: Path | None, overrides: Sequence[str
 
 
 def fields_of(cls: type[Section], settings: Mapping[str, Setting]) -> dict[str, FieldDoc]:
-    """Return by key the fields of `cls` in sections of the kinds that `settings` choose."""
+    """Return by key the fields of `cls` for the kinds of sections that `settings` choose."""
     values = {key: setting.value for key, setting in settings.items()}
     return {doc.key: doc for doc in describe(cls) if doc.is_of(values)}
 
 
 def config_of(cls: type[S], settings: Mapping[str, Setting]) -> S:
-    """Return the config that has these settings; a ConfigError lists values of another type than their fields'."""
+    """Return the config with these settings; a ConfigError lists the values that do not have their field's type."""
     fields = fields_of(cls, settings)
     try:
         return _validated(cls, fields, {key: setting.value for key, setting in settings.items()})
@@ -109,14 +112,14 @@ def files_of(path: Path) -> list[Path]:
 
 
 def kind_of(path: Path, overrides: Sequence[str] = (), among: Sequence[str] = ()) -> str:
-    """Return the name in KINDS of what reads the config `path`, a file or the name of a recipe.
+    """Return the kind, as named in KINDS, of the config `path`, a file or the name of a recipe.
 
-    It is the kind that has all fields of the file and of `overrides` (or most, where one is misspelt); where several
-    kinds have them, the first word of the file's name decides, as in sft.toml, rl_long.toml or grpo.toml. With `among`
-    only these kinds are considered, and the first of those that are left is returned.
+    It is the kind that has all fields of the file and of `overrides` (or most, if a field is misspelt). If several
+    kinds have them, the first word of the file's name decides, as in sft.toml, rl_long.toml or grpo.toml. With `among`,
+    only these kinds are considered, and the first that fits is returned if the name does not decide either.
 
     Raises:
-        ConfigError: Neither fields nor name decide.
+        ConfigError: If neither the fields nor the name decide.
     """
     tables = [table for _, table in _tables(config_file(path), ())]
     for _, table in _override_tables({}, overrides):
@@ -137,7 +140,7 @@ def kind_of(path: Path, overrides: Sequence[str] = (), among: Sequence[str] = ()
 
 
 def section_of_run(cls: type[S], table: dict[str, Any]) -> S:
-    """Read a section of the config.toml that a run wrote; fields that its `table` lacks have their defaults."""
+    """Parse a section of the config.toml that a run wrote; fields missing from `table` have their defaults."""
     values = dict(_leaves(cls, table))
     return _validated(cls, {doc.key: doc for doc in describe(cls) if doc.is_of(values)}, values)
 
@@ -147,16 +150,16 @@ def dump_config(config: Section, origins: Mapping[str, str] = MappingProxyType({
 
     Args:
         config: The config.
-        origins: Comments behind the values, by key.
+        origins: Comments to append to the values, by key.
     """
     return "\n".join(_dump_lines(config, "", origins)).strip() + "\n"
 
 
 def _tables(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the tables that make up the file, with their files, the weakest first."""
+    """Yield the tables that make up the config, with their files, in order of increasing precedence."""
     table = _read(
         path, chain
-    )  # first: an error of the path itself, such as a link to itself, is explained there
+    )  # first, because it explains errors of the path itself, such as a link to itself
     resolved = path.resolve()
     if resolved in chain:
         circle = " extends ".join(str(link) for link in (*chain[chain.index(resolved) :], resolved))
@@ -188,14 +191,14 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _unknown_keys(cls: type[Section], tables: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the keys in `tables` that no field of `cls` has."""
+    """Return the keys in `tables` that are not fields of `cls`."""
     fields = {doc.key for doc in describe(cls)}
     keys = dict.fromkeys(key for table in tables for key, _ in _leaves(cls, table))
     return [key for key in keys if key not in fields]
 
 
 def _refuse_other_kind(cls: type[Section], path: Path, tables: Sequence[dict[str, Any]]) -> None:
-    """Raise a ConfigError when the file is whole and right for another kind than `cls`, and not for `cls`."""
+    """Raise a ConfigError if the file sets keys that `cls` lacks but another kind of config has all of its keys."""
     unknown = _unknown_keys(cls, tables)
     own = next((kind for kind, other in KINDS.items() if other is cls), None)
     fitting = [kind for kind, other in KINDS.items() if not _unknown_keys(other, tables)]
@@ -230,7 +233,9 @@ def _override_tables(
 
 
 def _on_top(before: Setting | None, setting: Setting, fields: Mapping[str, FieldDoc]) -> Setting:
-    """Return `setting`; of a section that may be "none", with the fields that it leaves as they were set `before`."""
+    """Return `setting`. For a section that may be "none", the fields that it does not set keep their values from
+    `before`.
+    """
     if before is None or not (isinstance(before.value, dict) and isinstance(setting.value, dict)):
         return setting
     members = alternatives(fields[setting.key].annotation) if setting.key in fields else ()
@@ -240,7 +245,7 @@ def _on_top(before: Setting | None, setting: Setting, fields: Mapping[str, Field
 
 
 def _meant(annotation: Any, text: str, value: Any) -> Any:
-    """Return what `text` on the command line, TOML's `value`, means for a field of this annotation."""
+    """Return the meaning of `text` on the command line, with the TOML value `value`, for a field of this annotation."""
     if _is_text(annotation) and not isinstance(value, str):
         return text  # run_dir=2024 means the folder of that name
     members = alternatives(annotation)
@@ -249,12 +254,12 @@ def _meant(annotation: Any, text: str, value: Any) -> Any:
         return value
     items = next((get_args(member) for member in members if get_origin(member) is tuple), ())
     if len(items) == 2 and items[1] is Ellipsis and text and not isinstance(value, list):
-        return [_meant(items[0], text, value)]  # data.train=foo is a list of one
+        return [_meant(items[0], text, value)]  # data.train=foo is a list with a single item
     return value
 
 
 def _is_text(annotation: Any) -> bool:
-    """Whether a field of this annotation takes any text, and no number."""
+    """Return whether a field of this annotation accepts any text."""
     members = [
         get_args(member)[0] if get_origin(member) is Annotated else member
         for member in alternatives(annotation)
@@ -263,7 +268,7 @@ def _is_text(annotation: Any) -> bool:
 
 
 def _leaves(cls: type[Section], table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values: `table` without the nesting of `cls`'s sections, or of unknown ones."""
+    """Yield dotted keys and values of `table`; tables of `cls`'s sections, and unknown tables, are flattened."""
     return _leaves_of((cls,), table, "")
 
 
@@ -280,19 +285,19 @@ def _leaves_of(
 
 
 def _is_kind(doc: FieldDoc, settings: Mapping[str, Setting]) -> bool:
-    """Whether the kind that decides on this field is a kind; if not, that alone is reported."""
+    """Return whether the kind of this field's section is valid; if not, only the kind is reported."""
     assert doc.choice is not None
     kind = settings.get(doc.choice.key)
     return kind is None or variant_of(doc.choice.variants, kind.value) is not None
 
 
 def _unsets(setting: Setting) -> bool:
-    """Return whether the setting clears a field that a weaker place sets, as "none" does."""
+    """Return whether the setting is "none", which clears a field that was set with lower precedence."""
     return setting.value in ("none", ["none"])  # the word on the command line, for a field that is a list
 
 
 def _of_other_kind(cls: type[Section], settings: Mapping[str, Setting], key: str) -> str:
-    """Return the message on a field that other kinds of its section have."""
+    """Return the message about a field that only other kinds of its section have."""
     setting, docs = settings[key], [doc for doc in describe(cls) if doc.key == key]
     choice = docs[0].choice
     assert choice is not None
@@ -305,7 +310,7 @@ def _of_other_kind(cls: type[Section], settings: Mapping[str, Setting], key: str
 
 
 def _not_a_field(cls: type[Section], setting: Setting) -> str:
-    """Return the message on a key that no field has: it names a section, or the nearest field is offered."""
+    """Return the message about a key that is not a field: a section, another system's name, or a misspelling."""
     key = setting.key
     sections = {doc.key: doc.fields for doc in describe_sections(cls)}
     if key in sections:
@@ -343,7 +348,7 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
 
 
 def _is_too_large(value: Any) -> bool:
-    """Whether `value` holds an integer of more than 64 bits, which is no integer of TOML, Megatron or numpy."""
+    """Return whether `value` contains an integer of more than 64 bits, which TOML, Megatron and numpy do not have."""
     if isinstance(value, list):
         return any(map(_is_too_large, value))
     return isinstance(value, int) and not -(2**63) <= value < 2**63
@@ -354,7 +359,7 @@ def _too_large(setting: Setting) -> str:
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:
-    """Return the known key most like `key`: by its whole dotted name, or else by its last part alone."""
+    """Return the known key most similar to `key`: by the whole dotted name, or else by its last part."""
     last = key.rpartition(".")[2]
     same_name = [other for other in known if other.rpartition(".")[2] == last]
     near = difflib.get_close_matches(key, same_name or known, n=1, cutoff=0.0 if same_name else 0.75)
@@ -365,7 +370,7 @@ def _nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def _validated(cls: type[S], fields: dict[str, FieldDoc], values: dict[str, Any]) -> S:
-    """Return the config of dotted keys with TOML's values; ValidationError where a value is of another type."""
+    """Return the config of dotted keys with TOML values; ValidationError if a value has a wrong type."""
     root: dict[str, Any] = {}
     for key, value in values.items():
         *parents, name = key.split(".")
@@ -374,14 +379,14 @@ def _validated(cls: type[S], fields: dict[str, FieldDoc], values: dict[str, Any]
             table = table.setdefault(parent, {})
         is_none = value == "none" and key in fields and NoneType in alternatives(fields[key].annotation)
         table[name] = None if is_none else value
-    # JSON has TOML's values, and from JSON pydantic's strict mode reads lists as tuples and 1 as 1.0.
+    # JSON can hold TOML's values, and pydantic's strict mode accepts lists as tuples and 1 as 1.0 only from JSON.
     return cls.model_validate_json(json.dumps(root, default=str))
 
 
 def _wrong_values(
     error: ValidationError, fields: dict[str, FieldDoc], settings: Mapping[str, Setting]
 ) -> Iterator[str]:
-    """Yield one line for each field that pydantic refused: a list with two wrong items gets one."""
+    """Yield a line for each field that pydantic refused; a list with two wrong items gets a single line."""
     reported = set()
     for detail in error.errors():
         key = ".".join(part for part in map(str, detail["loc"]) if not part.startswith("<"))
@@ -408,7 +413,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a value from a TOML file, which may be a date, as it would be written there."""
+    """Return a value of a TOML file, possibly a date, in TOML syntax."""
     if isinstance(value, list):
         return f"[{', '.join(map(_shown, value))}]"
     return toml_value(value) if isinstance(value, str | int | float | dict) else str(value)

@@ -1,4 +1,4 @@
-"""The section `lora`: low-rank adapters that are trained in the place of the model's weights (arXiv 2106.09685)."""
+"""The section `lora`: low-rank adapters, trained instead of the model's weights (arXiv 2106.09685)."""
 
 import math
 from functools import cached_property
@@ -16,42 +16,42 @@ TARGETS: tuple[Target, ...] = ("attention", "mlp", "shared_experts", "experts")
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: each chosen matrix W becomes W + scale * B A, of which A and B alone are trained."""
+    """Low-rank adapters: each target matrix W becomes W + scale * B A, and only A and B are trained."""
 
     rank: Rank | None = None
     """Rows of A and columns of B; `none`: no adapters, the whole model is trained."""
     alpha: PositiveFloat = 32.0
-    """The scale is `alpha` over the rank of the matrix."""
+    """The scale is `alpha` divided by the rank of the adapter."""
     rslora: bool = False
-    """The scale is `alpha` over the square root of the rank (arXiv 2312.03732)."""
+    """The scale is `alpha` divided by the square root of the rank (arXiv 2312.03732)."""
     targets: tuple[Target, ...] | Literal["auto"] = "auto"
-    """Modules that get adapters: the projections of `attention`, dense layers' `mlp`, `shared_experts`, and the routed
-    `experts`, each with adapters of its own; `auto`: all that the model has."""
+    """Modules that get adapters: the projections of `attention`, the `mlp` of dense layers, `shared_experts`, and the
+    routed `experts`, with separate adapters for each expert; `auto`: all that the model has."""
     expert_rank: Rank | Literal["auto"] = "auto"
-    """Rank in each routed expert; `auto`: `rank` over the number of experts of a token, at least 1."""
+    """Rank in each routed expert; `auto`: `rank` divided by the number of experts per token, at least 1."""
     expert_gate_up: Literal["fused", "split"] = "fused"
-    """Gate and up-projection of a routed expert share one A (`fused`, as PEFT's `target_parameters`), or each has one
-    (`split`, as PEFT's modules for each expert)."""
+    """Gate and up-projection of a routed expert share a single A (`fused`, as PEFT's `target_parameters`), or each has
+    its own (`split`, as PEFT's modules for each expert)."""
 
     load: Text | None = None
-    """A folder of the library peft with the adapters to start from, of these targets, ranks and scales; `none`: new
-    ones, or those of `checkpoint.load`."""
+    """Folder, in the format of the peft library, with adapters to start from, which must have these targets, ranks and
+    scales; `none`: new adapters, or the adapters in `checkpoint.load`."""
 
     def targets_in(self, model: ModelConfig) -> tuple[Target, ...]:
-        """Return the modules of a model that get adapters."""
+        """Return the modules of `model` that get adapters."""
         if self.rank is None:
             return ()
         return present(model) if self.targets == "auto" else self.targets
 
     def rank_of(self, target: Target, model: ModelConfig) -> int:
-        """Return the rank of the adapters of a kind of modules."""
+        """Return the rank of the adapters of `target`."""
         assert self.rank is not None
         if target != "experts":
             return self.rank
         return max(1, self.rank // model.moe.top_k) if self.expert_rank == "auto" else self.expert_rank
 
     def scale_of(self, rank: int) -> float:
-        """Return the factor on B A of adapters of a rank."""
+        """Return the factor on B A for adapters of this rank."""
         return self.alpha / (math.sqrt(rank) if self.rslora else rank)
 
     @cached_property
@@ -61,7 +61,7 @@ class LoraConfig(Section):
 
 
 def present(model: ModelConfig) -> tuple[Target, ...]:
-    """Return the kinds of modules that a model has in its layers."""
+    """Return the kinds of modules that the model's layers contain."""
     has: dict[Target, bool] = {
         "attention": True,
         "mlp": not all(model.moe_layers),

@@ -1,22 +1,22 @@
-"""Megatron-LM's arguments for speed and memory, by the fields that stand for them here."""
+"""Megatron-LM's arguments for speed and memory, with the config fields that replace them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Argument:
-    """One argument of Megatron-LM, or several that belong together."""
+    """An argument of Megatron-LM, or several that belong together."""
 
     names: tuple[str, ...]
     """Names without leading dashes, as in Megatron's own configs."""
     field: str = ""
-    """Field of a run's config; "": it is not offered."""
+    """Field of a run's config; "" if the argument is not offered."""
     on_gpus: str = ""
     """Default on GPUs."""
     on_cpus: str = ""
     """Default on CPUs."""
     note: str
-    """Its needs and what is proved; for one that is not offered the reason, as sentences."""
+    """Its requirements and the evidence for it; for an argument that is not offered, the reason in whole sentences."""
 
 
 NOT_RUN = "not yet run on a GPU"

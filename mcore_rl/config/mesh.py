@@ -1,4 +1,4 @@
-"""The layout of a model over ranks."""
+"""The parallel layout of a model over ranks."""
 
 from functools import cached_property
 from math import lcm
@@ -27,44 +27,45 @@ class MeshConfig(Section):
     dp: PositiveInt | Literal["auto"] = 1
     """Data-parallel ranks; `auto`: as many as the world size leaves."""
     sequence_parallel: bool = True
-    """With tp > 1, norms and dropout work on 1 / tp of the sequence; a model with experts needs it."""
+    """With tp > 1, norms and dropout work on 1 / tp of the sequence; required for a model with experts."""
     first_stage_layers: PositiveInt | None = None
-    """Layers of the first pipeline stage; `none`: as many as each of the others."""
+    """Layers of the first pipeline stage; `none`: as many as each remaining stage has."""
     last_stage_layers: PositiveInt | None = None
-    """Layers of the last pipeline stage; `none`: as many as each of the others."""
+    """Layers of the last pipeline stage; `none`: as many as each remaining stage has."""
     pp_layout: tuple[NonNegativeInt, ...] | Literal["balanced"] | None = None
-    """Layers of each of the pp * vpp model chunks in the model's order, which is round by round: chunk c of stage s is
-    entry c * pp + s, and the last chunk, which has the output and the layers of multi-token prediction, may have none;
-    `balanced`: embedding, output and each layer of multi-token prediction count as a layer, and chunks are as alike as
-    can be; `none`: stages of equal chunks, with first_stage_layers and last_stage_layers."""
+    """Layers of each of the pp * vpp model chunks, in the model's order, which goes round by round: chunk c of stage s
+    is entry c * pp + s. The last chunk, which has the output and the multi-token-prediction layers, may have none.
+    `balanced`: embedding, output and each multi-token-prediction layer count as a layer, and chunks are as equal as
+    possible; `none`: stages of equal chunks, except as first_stage_layers and last_stage_layers say."""
     overlap_p2p: bool = True
-    """With vpp > 1, pipeline messages travel beside the computation; vpp > 1 with pp = 2 needs it."""
+    """With vpp > 1, send pipeline messages during the computation; required for vpp > 1 with pp = 2."""
     overlap_grad_reduce: bool | Literal["auto"] = "auto"
-    """Gradients are reduced while the backward pass runs; `auto`: on GPUs where weights have copies on other ranks, but
-    not in reinforcement learning with pp > 1 of a model with layers of multi-token prediction."""
+    """Reduce gradients during the backward pass; `auto`: on GPUs, if weights have copies on other ranks, except in
+    reinforcement learning with pp > 1 and a model with multi-token-prediction layers."""
     overlap_param_gather: bool | Literal["auto"] = "auto"
-    """Updated parameters are gathered while the next forward pass runs, which needs overlap_grad_reduce; `auto`: on
-    GPUs with it."""
+    """Gather updated parameters during the next forward pass, which needs overlap_grad_reduce; `auto`: on GPUs with
+    overlap_grad_reduce."""
     overlap_shared_experts: bool = False
-    """Shared experts are computed while tokens travel to the others and back; needs ep or etp > 1."""
+    """Compute shared experts while tokens travel to the routed experts and back; needs ep or etp > 1."""
 
     overlap_tp: bool = False
-    """Messages of tensor parallelism travel while the products beside them are computed, in TransformerEngine's user
-    buffers. They are of one shape for the whole run: pretraining and fine-tuning only. It needs CUDA and tp > 1."""
+    """Overlap the messages of tensor parallelism with the matrix products next to them, in TransformerEngine's user
+    buffers. Messages have a single shape for the whole run, so that this is for pretraining and fine-tuning only. Needs
+    CUDA and tp > 1."""
 
     @cached_property
     def model_parallel(self) -> int:
-        """Number of ranks that one copy of the dense part takes."""
+        """Number of ranks per copy of the dense part."""
         return self.tp * self.pp * self.cp
 
     @cached_property
     def zigzag(self) -> int:
-        """Number of pieces that context parallelism cuts a sequence into."""
+        """Number of pieces into which context parallelism cuts a sequence."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @cached_property
     def smallest_world(self) -> int:
-        """Fewest ranks that this mesh runs on, with dp as given (`auto`: the smallest that fits)."""
+        """Smallest number of ranks that this mesh runs on, with dp as given (`auto`: the smallest that fits)."""
         if self.dp != "auto":
             return self.model_parallel * self.dp
         return lcm(self.model_parallel, self.etp * self.ep * self.pp)
@@ -73,8 +74,8 @@ class MeshConfig(Section):
         """Return the number of layers of each model chunk in the model's order: chunk c of stage s is at c * pp + s.
 
         Args:
-            num_layers: layers of the model, without those of multi-token prediction.
-            mtp_layers: layers of multi-token prediction, which are always in the last chunk and not counted here.
+            num_layers: Layers of the model, without multi-token-prediction layers.
+            mtp_layers: Multi-token-prediction layers, which are always in the last chunk and not part of the result.
         """
         if self.pp_layout == "balanced":
             return self._balanced(num_layers, mtp_layers)
@@ -91,7 +92,7 @@ class MeshConfig(Section):
     def _balanced(self, num_layers: int, mtp_layers: int) -> list[int]:
         parts = num_layers + 2 + mtp_layers
         each, rest = divmod(parts, self.pp * self.vpp)
-        # One more goes to whole rounds first, then to the last stages of a round, which keep the fewest microbatches.
+        # The rest goes to whole rounds first, then to the last stages of a round, which keep the fewest microbatches.
         rounds, stages = divmod(rest, self.pp)
         chunks = [
             each + (chunk < rounds or (chunk == rounds and stage >= self.pp - stages))

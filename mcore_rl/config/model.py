@@ -14,30 +14,30 @@ Mixer = Literal["attention", "delta"]
 
 
 class LayerKind(NamedTuple):
-    """Layers of a kind have weights of the same shapes, keep the same activations and take the same time."""
+    """Layers of the same kind have weights of the same shapes, keep the same activations and take the same time."""
 
     mixer: Mixer
     is_moe: bool
-    """True where tokens are routed to experts."""
+    """Whether tokens are routed to experts."""
 
 
 class MoEConfig(Section):
     """Experts and router; a dense family ignores this section and refuses `num_experts > 0`."""
 
     num_experts: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Number of routed experts in a layer; 0: a dense model."""
+    """Number of routed experts per layer; 0: a dense model."""
     top_k: PositiveInt = 2
     """Number of experts that a token is sent to."""
     ffn_hidden_size: NonNegativeInt = 0
-    """Inner width of one routed expert."""
+    """Inner width of a routed expert."""
     shared_experts: NonNegativeInt = 0
-    """Number of experts that every token passes, built as one MLP."""
+    """Number of experts that every token passes through, built as a single MLP."""
     shared_ffn_hidden_size: PositiveInt | Literal["auto"] = "auto"
-    """Inner width of one shared expert; `auto`: `ffn_hidden_size`."""
+    """Inner width of a shared expert; `auto`: `ffn_hidden_size`."""
     first_dense_layers: NonNegativeInt = 0
     """Number of first layers that have a dense MLP of width `model.ffn_hidden_size` instead of experts."""
     normalize_top_k: bool = True
-    """The gates of the chosen experts sum to one (Hugging Face's `norm_topk_prob`)."""
+    """Normalize the gates of the chosen experts to a sum of 1 (Hugging Face's `norm_topk_prob`)."""
     num_groups: PositiveInt | None = None
     """Number of groups of experts in group-limited routing (arXiv 2405.04434); `none`: no groups."""
     top_groups: PositiveInt | None = None
@@ -45,22 +45,23 @@ class MoEConfig(Section):
     routed_scaling: PositiveFloat = 1.0
     """Factor on the routed experts' gates (Hugging Face's `routed_scaling_factor`)."""
     balance: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
-    """Loss that evens out the experts' load over each micro-batch, each sequence (also where several are packed into a
-    row), or the micro-batches of a step so far on all ranks (arXiv 2501.11873)."""
+    """Loss that balances the load of the experts; `aux_loss`: over each micro-batch; `seq_aux_loss`: over each
+    sequence, even if several are packed into a row; `global_aux_loss`: over the micro-batches of a step so far on all
+    ranks (arXiv 2501.11873)."""
     aux_loss_coeff: NonNegativeFloat = 1e-3
-    """Weight of the balance loss, a mean over all tokens but padding, whether or not the loss mask counts them."""
+    """Weight of the balance loss, a mean over all tokens except padding, whether or not the loss mask counts them."""
     expert_bias: bool = False
-    """Evens out the load by a bias on the choice of experts instead of a loss (arXiv 2408.15664)."""
+    """Balance the load by a bias on the choice of experts instead of a loss (arXiv 2408.15664)."""
     expert_bias_rate: NonNegativeFloat = 1e-3
     """Step of the expert bias at each update, the paper's u."""
     z_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the router z-loss (arXiv 2202.08906), a mean over the same tokens."""
     capacity_factor: PositiveFloat | None = None
-    """Number of choices that an expert takes, as a multiple of its even share of a micro-batch on all its tp and cp
-    ranks; those with smaller gates are dropped; `none`: an expert takes all."""
+    """Maximum number of choices that an expert accepts, as a multiple of its even share of a micro-batch on all its tp
+    and cp ranks; choices with smaller gates are dropped; `none`: no limit."""
     dispatcher: Literal["alltoall", "allgather", "deepep", "hybridep"] = "alltoall"
-    """Exchange that sends tokens to their experts; `deepep` and `hybridep` need CUDA and the deep_ep package, the
-    latter (for GPUs that NVLink connects across nodes) that of its branch hybrid-ep."""
+    """Exchange that sends tokens to their experts; `deepep` and `hybridep` need CUDA and the deep_ep package,
+    `hybridep` (for GPUs that NVLink connects across nodes) from its branch hybrid-ep."""
 
     @cached_property
     def is_flex(self) -> bool:
@@ -69,7 +70,7 @@ class MoEConfig(Section):
 
     @cached_property
     def shared_width(self) -> int:
-        """Inner width of the MLP that all shared experts form together."""
+        """Inner width of the single MLP that all shared experts form."""
         each = self.ffn_hidden_size if self.shared_ffn_hidden_size == "auto" else self.shared_ffn_hidden_size
         return self.shared_experts * each
 
@@ -82,9 +83,9 @@ class MLAConfig(Section):
     kv_lora_rank: PositiveInt = 512
     """Rank of the shared key-value latent."""
     qk_nope_head_dim: PositiveInt = 128
-    """Width of the part of a head's queries and keys that carries no position."""
+    """Width of the part of a head's queries and keys without position."""
     qk_rope_head_dim: PositiveInt = 64
-    """Width of the part of a head's queries and keys that is turned by its position."""
+    """Width of the part of a head's queries and keys that is rotated by its position."""
     v_head_dim: PositiveInt = 128
     """Width of a head's values."""
     norm_eps: PositiveFloat = 1e-6
@@ -92,25 +93,25 @@ class MLAConfig(Section):
 
 
 class DeltaConfig(Section):
-    """Gated delta nets (arXiv 2412.06464), which some families have instead of attention in most layers."""
+    """Gated delta nets (arXiv 2412.06464), which replace attention in most layers of some families."""
 
     full_every: PositiveInt | None = None
-    """Every layer of a number divisible by this, counted from 1, attends, and the others are gated delta nets; `none`:
-    all attend."""
+    """Every `full_every`-th layer, counted from 1, has attention, and the remaining layers are gated delta nets;
+    `none`: all layers have attention."""
     key_heads: PositiveInt = 16
     """Number of heads of queries and keys."""
     value_heads: PositiveInt = 32
-    """Number of heads of values, each with a state of its own: a multiple of `key_heads`."""
+    """Number of heads of values, each with its own state: a multiple of `key_heads`."""
     key_dim: PositiveInt = 128
     """Width of a head's queries and keys."""
     value_dim: PositiveInt = 128
     """Width of a head's values."""
     conv_width: Annotated[int, Field(ge=2)] = 4
-    """Number of positions, its own included, that the convolution of queries, keys and values sees."""
+    """Number of positions, including its own, that the convolution of queries, keys and values sees."""
 
     @cached_property
     def query_width(self) -> int:
-        """Width of the queries of all heads, and of the keys."""
+        """Width of the queries of all heads, and of their keys."""
         return self.key_heads * self.key_dim
 
     @cached_property
@@ -125,17 +126,17 @@ class RopeConfig(Section):
     theta: PositiveFloat = 10000.0
     """Base of the wavelengths."""
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of a head's width that is turned."""
+    """Fraction of a head's width that is rotated."""
     scaling: Literal["none", "yarn", "llama3"] = "none"
-    """Method that stretches the wavelengths beyond the first training length."""
+    """Method that stretches the wavelengths beyond the original training length."""
     factor: PositiveFloat = 1.0
     """Factor by which `yarn` and `llama3` stretch the context."""
     original_length: PositiveInt = 4096
-    """Number of positions of the first training, for `yarn`."""
+    """Original training length in positions, for `yarn`."""
     truncate: bool = True
-    """YaRN rounds the range of partly stretched wavelengths, given by `beta_fast` and `beta_slow`, to whole indices."""
+    """Round YaRN's range of partly stretched wavelengths, given by `beta_fast` and `beta_slow`, to whole indices."""
     beta_fast: PositiveFloat = 32.0
-    """Number of rotations above which YaRN leaves a wavelength alone."""
+    """Number of rotations above which YaRN leaves a wavelength unchanged."""
     beta_slow: PositiveFloat = 1.0
     """Number of rotations below which YaRN stretches a wavelength fully."""
     mscale: NonNegativeFloat = 1.0
@@ -148,13 +149,13 @@ class ModelConfig(Section):
     """A decoder-only transformer of a known family."""
 
     path: Text | None = None
-    """A folder that is the model: Hugging Face's, an import, a checkpoint or a run, or a name of the hub that is in its
-    local cache. From it come this section, the tokenizer and, where `checkpoint.load` is not set, the weights; fields
-    that are set beside it override. `none`: this section describes the model."""
+    """Folder of the model: in Hugging Face format, an import, a checkpoint or a run; or the name of a model on the hub
+    that is in its local cache. It provides this section, the tokenizer and, if `checkpoint.load` is not set, the
+    weights; fields that are set explicitly override it. `none`: this section describes the model."""
     family: str | Extension = "qwen3_moe"
-    """Architecture: a name of `mcore_rl.families.FAMILIES` (Hugging Face's `model_type`), or a `Family` of your own."""
+    """Architecture: a name in `mcore_rl.families.FAMILIES` (Hugging Face's `model_type`), or a `Family` of your own."""
     head: Literal["logits", "score"] = "logits"
-    """Output of the model: `logits` of every token; `score`: one number, of reward models and critics."""
+    """Output of the model; `logits`: logits of every token; `score`: a single number, for reward models and critics."""
     num_layers: Annotated[int, Field(gt=0, le=10_000)] = 4
     """Number of transformer layers, without MTP layers."""
     hidden_size: PositiveInt = 256
@@ -170,19 +171,20 @@ class ModelConfig(Section):
     vocab_size: PositiveInt = 512
     """Number of tokens that the tokenizer knows, before padding."""
     vocab_multiple: PositiveInt = 128
-    """Multiple to which the embedding is padded, so that every mesh has the same rows."""
+    """Multiple to which the embedding is padded, so that it has the same number of rows on every mesh."""
     max_position: PositiveInt = 4096
     """Length of the longest sequence that the model is meant for, in tokens."""
     norm_eps: PositiveFloat = 1e-6
     """Epsilon of every RMSNorm."""
     sliding_window: PositiveInt | None = None
-    """Number of positions, its own included, that a token sees in every second layer from the first on; `none`: all."""
+    """Number of positions, including its own, that a token sees in every second layer, starting with the first; `none`:
+    all."""
     qkv_bias: Switch = "auto"
     """Biases of queries, keys and values; `auto`: the family's default."""
     qk_norm: Switch = "auto"
     """Norms of queries and keys; `auto`: the family's default."""
     tied_embeddings: bool = False
-    """Input and output embedding share one weight."""
+    """Share a single weight between the input and output embeddings."""
     attention_dropout: Probability = 0.0
     """Probability that an attention weight is dropped in training."""
     hidden_dropout: Probability = 0.0
@@ -190,7 +192,7 @@ class ModelConfig(Section):
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
     mtp_layers: Annotated[int, Field(ge=0, le=100)] = 0
-    """Number of multi-token-prediction layers (arXiv 2412.19437). Reinforcement learning keeps them as they are."""
+    """Number of multi-token-prediction layers (arXiv 2412.19437). Reinforcement learning leaves them unchanged."""
     mtp_loss_coeff: NonNegativeFloat = 0.1
     """Weight of the MTP layers' loss."""
     rope: RopeConfig = RopeConfig()
@@ -205,17 +207,17 @@ class ModelConfig(Section):
 
     @cached_property
     def scored(self) -> "ModelConfig":
-        """This model with a score in the place of its logits, and without MTP layers: its critic or reward model."""
+        """This model with a score head instead of logits and without MTP layers: its critic or reward model."""
         return self.model_copy(update={"head": "score", "mtp_layers": 0})
 
     @cached_property
     def is_moe(self) -> bool:
-        """True when some layer routes tokens to experts."""
+        """Whether any layer routes tokens to experts."""
         return self.moe.num_experts > 0
 
     @cached_property
     def moe_layers(self) -> tuple[bool, ...]:
-        """One flag per layer, true where it routes tokens to experts."""
+        """A flag per layer: True if it routes tokens to experts."""
         dense = min(self.moe.first_dense_layers, self.num_layers) if self.is_moe else self.num_layers
         return (False,) * dense + (True,) * (self.num_layers - dense)
 
@@ -235,15 +237,19 @@ class ModelConfig(Section):
 
     @cached_property
     def mtp_kind(self) -> LayerKind:
-        """The kind of the transformer layers inside MTP layers: they attend, and route as the last layer does."""
+        """The kind of the transformer layers inside MTP layers: they have attention, and experts if the last layer
+        has.
+        """
         return LayerKind("attention", self.moe_layers[-1])
 
     @cached_property
     def all_kinds(self) -> frozenset[LayerKind]:
-        """The kinds of all layers, of MTP layers too."""
+        """The kinds of all layers, including MTP layers."""
         return frozenset(self.layer_kinds) | ({self.mtp_kind} if self.mtp_layers else set())
 
     @cached_property
     def layers_alike(self) -> bool:
-        """True when all layers attend, and all or none route: Megatron then stores a weight of all as one tensor."""
+        """Whether all layers have attention, and all or none have experts: Megatron then stores each weight of all
+        layers as a single tensor.
+        """
         return "delta" not in self.mixers and len(set(self.moe_layers)) == 1

@@ -10,11 +10,11 @@ from mcore_rl.config.section import Probability, Section
 State = Literal["fp32", "bf16"]
 """Number format of a part of the optimizer's state."""
 STATE_BYTES: dict[State, int] = {"fp32": 4, "bf16": 2}
-"""Bytes of a number in each."""
+"""Bytes per number of each format."""
 
 
 class OptimConfig(Section):
-    """Adam with decoupled weight decay (AdamW), Megatron's distributed optimizer on every mesh."""
+    """Adam with decoupled weight decay (AdamW), in Megatron's distributed optimizer on every mesh."""
 
     lr: PositiveFloat = 3e-4
     """Highest learning rate."""
@@ -43,26 +43,26 @@ class OptimConfig(Section):
     decay_qk_norms: bool = False
     """Apply weight decay to the query and key norms too."""
     clip_grad: PositiveFloat | None = 1.0
-    """Largest global L2 norm of the gradient, to which larger ones are scaled; `none`: no clipping."""
+    """Maximum global L2 norm of the gradient, to which larger gradients are scaled; `none`: no clipping."""
     offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of the optimizer's state (fp32 weights and moments) that lies in main memory, where the processor
-    updates it (Megatron's hybrid optimizer): 16 bytes of main memory for each weight of a rank's share. It needs
-    platform.precision = "bf16"."""
+    """Fraction of the optimizer's state (fp32 weights and moments) that is kept in main memory and updated by the CPU
+    (Megatron's hybrid optimizer): 16 bytes of main memory for each weight of a rank's share. Needs platform.precision =
+    "bf16"."""
     offload_overlap: bool = True
-    """With `offload_fraction`, gradients and weights travel while the processor updates others."""
+    """With `offload_fraction`, transfer gradients and weights while the CPU updates further weights."""
     exp_avg_dtype: State = "fp32"
-    """Number format in which the running mean of the gradient waits between steps (Megatron's precision-aware
-    optimizer); a step computes in fp32. bf16 needs platform.precision = "bf16"."""
+    """Number format of the running mean of the gradient between steps (Megatron's precision-aware optimizer); a step
+    computes in fp32. bf16 needs platform.precision = "bf16"."""
     exp_avg_sq_dtype: State = "fp32"
     """Number format of the running mean of squares, as `exp_avg_dtype`; bf16 has 8 bits of precision, so that changes
-    below 0.4 % of a mean are lost."""
+    of a mean by less than 0.4 % are lost."""
     main_grads_dtype: State = "fp32"
-    """Number format in which gradients are summed over microbatches and ranks; sums in bf16 take half the memory and
-    messages, and depend on the mesh in their third digit. bf16 needs platform.precision = "bf16"."""
+    """Number format in which gradients are summed over microbatches and ranks; bf16 halves their memory and messages,
+    and makes sums depend on the mesh in their third digit. bf16 needs platform.precision = "bf16"."""
 
     @cached_property
     def is_precision_aware(self) -> bool:
-        """Whether a part of the optimizer's state or the gradients is in fewer than 32 bits."""
+        """Whether gradients or part of the optimizer's state have fewer than 32 bits."""
         return {self.exp_avg_dtype, self.exp_avg_sq_dtype, self.main_grads_dtype} != {"fp32"}
 
     @cached_property
@@ -76,7 +76,7 @@ class OptimConfig(Section):
         return STATE_BYTES[self.exp_avg_dtype] + STATE_BYTES[self.exp_avg_sq_dtype]
 
     def feels_warmup(self, step: int) -> bool:
-        """Return whether learning rates after `step` steps depend on the warm-up: in it, and in a cosine or linear
+        """Return whether learning rates after `step` steps depend on the warm-up: during it, and in a cosine or linear
         decay, which begins at its end.
         """
         return self.warmup_steps > 0 and (step < self.warmup_steps or self.schedule in ("cosine", "linear"))

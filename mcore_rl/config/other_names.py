@@ -1,5 +1,5 @@
-"""Settings of other systems, by the fields that stand for them here: the table of docs/algorithms.md, and the settings
-that every run has. Names were read in these projects' public sources in November 2026.
+"""Settings of other systems with the corresponding fields: the table of docs/algorithms.md, and the settings that every
+run has. Names were read in these projects' public sources in November 2026.
 """
 
 import re
@@ -11,10 +11,10 @@ from mcore_rl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Equivalent:
-    """Fields of ours and the names by which other systems set the same."""
+    """Our fields for a setting, and its names in other systems."""
 
     fields: tuple[str, ...]
-    """Keys of ours; those that a training does not have are left out of an answer about it."""
+    """Our keys; keys that a training does not have are left out of an answer about it."""
     verl: tuple[str, ...] = ()
     slime: tuple[str, ...] = ()
     trl: tuple[str, ...] = ()
@@ -22,11 +22,11 @@ class Equivalent:
     openrlhf: tuple[str, ...] = ()
     megatron: tuple[str, ...] = ()
     note: str = ""
-    """A sentence on a difference between the two."""
+    """A sentence on a difference between the two systems."""
 
     @property
     def named(self) -> tuple[tuple[str, str], ...]:
-        """System and name, of every name."""
+        """All names, each with its system."""
         of_systems = (
             ("TRL", self.trl),
             ("verl", self.verl),
@@ -363,15 +363,15 @@ SIGNS: tuple[tuple[str, str], ...] = (
     ("slime", r"\b(rollout|n|num)[-_](samples[-_]per[-_]prompt|batch[-_]size|rollout|function[-_]path)\b"),
     ("TRL", r"\b(per_device_train_batch_size|num_generations|model_name_or_path|lr_scheduler_type)\b"),
 )
-"""Words that only a config of the system has, the first of which decides."""
+"""Words that occur only in configs of a system; the first system that matches decides."""
 
 
 def equivalent_named(key: str, fields: Collection[str]) -> tuple[str, Equivalent, tuple[str, ...]] | None:
-    """Return the system that has the setting `key`, with the row and those of its fields that are in `fields`.
+    """Return the system that has the setting `key`, its row, and the row's fields that are in `fields`.
 
-    The longest match decides, of equal ones a whole name. A key may end in a name, as `rl.temperature` in TRL's
-    `temperature`, or be the end of it, as `actor.ppo_epochs`, if it has two parts or a word of more than `lr`, `n` or
-    `path`.
+    The longest match decides; among equally long matches, a complete name. A key may end in a name, as `rl.temperature`
+    in TRL's `temperature`, or be the end of a name, as `actor.ppo_epochs`, if it has two parts or an underscore, unlike
+    `lr`, `n` or `path`.
     """
     found: tuple[tuple[int, bool], str, Equivalent, tuple[str, ...]] | None = None
     wanted = _parts(key)
@@ -389,7 +389,7 @@ def equivalent_named(key: str, fields: Collection[str]) -> tuple[str, Equivalent
 
 
 def refuse_foreign_config(path: str, text: str) -> None:
-    """Raise a ConfigError on a file that is a config in YAML or JSON, with the system that has it."""
+    """Raise a ConfigError if the file is a config in YAML or JSON; the message names the system that it is from."""
     is_json, is_yaml = text.lstrip().startswith("{"), path.lower().endswith((".yaml", ".yml"))
     if not (is_json or is_yaml or path.lower().endswith(".json")):
         return

@@ -1,4 +1,4 @@
-"""Several programs one after the other, each a job that starts when the one before has succeeded."""
+"""Several programs in sequence, each a job that starts after the previous job has succeeded."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -11,12 +11,12 @@ STAGES = ("pretrain", "sft", "rm", "dpo", "convert", "rl")
 
 
 class TrainingStage(Section):
-    """A training; it is left out when `config` is none."""
+    """A training; left out if `config` is none."""
 
     config: Text | None = None
     """Config file of the training."""
     fields: tuple[str, ...] = ()
-    """Fields that override the config file's, as "checkpoint.load=runs/pretrain"."""
+    """Fields that override the config file, such as "checkpoint.load=runs/pretrain"."""
     nodes: PositiveInt = 1
     """Nodes of the job."""
     time: Text | None = None
@@ -24,7 +24,7 @@ class TrainingStage(Section):
 
     @cached_property
     def is_given(self) -> bool:
-        """True when the pipeline has this stage."""
+        """Whether the pipeline has this stage."""
         return self.config is not None
 
 
@@ -32,25 +32,25 @@ class ConversionStage(Section):
     """A conversion between Hugging Face's and Megatron's formats on one node; left out without `arguments`."""
 
     arguments: tuple[str, ...] = ()
-    """Arguments of `mcore-rl convert`, as ["export", "runs/sft", "out/model", "--workers", "8"]."""
+    """Arguments of `mcore-rl convert`, such as ["export", "runs/sft", "out/model", "--workers", "8"]."""
     gpus: NonNegativeInt = 0
-    """GPUs to ask for, where a partition gives no nodes without them; the conversion uses none."""
+    """GPUs to request, if a partition has no nodes without GPUs; the conversion uses none."""
     time: str = "04:00:00"
     """Time limit of the job."""
 
     @cached_property
     def is_given(self) -> bool:
-        """True when the pipeline has this stage."""
+        """Whether the pipeline has this stage."""
         return bool(self.arguments)
 
 
 class PipelineConfig(Section):
-    """`mcore-rl launch PIPELINE.toml`: the stages below in their order, those that are given."""
+    """`mcore-rl launch PIPELINE.toml`: runs the stages that are given, in the order below."""
 
     name: str = "pipeline"
-    """First part of the names of the jobs, before their stage: pipeline-sft."""
+    """Prefix of the job names, followed by their stage: pipeline-sft."""
     run_dir: str = "runs/pipeline"
-    """Folder for the logs of the conversion's job; trainings have their own run_dir."""
+    """Folder for the logs of the conversion job; trainings have their own run_dir."""
     pretrain: TrainingStage = TrainingStage()
     sft: TrainingStage = TrainingStage()
     rm: TrainingStage = TrainingStage()
@@ -60,7 +60,7 @@ class PipelineConfig(Section):
 
     @cached_property
     def stages(self) -> Iterator[tuple[str, TrainingStage | ConversionStage]]:
-        """Name and settings of the stages that are given, in the order in which they run."""
+        """Name and settings of each stage that is given, in the order in which they run."""
         for name in STAGES:
             stage = getattr(self, name)
             if stage.is_given:

@@ -24,14 +24,14 @@ class Recipe:
     name: str
     """Name that a command takes for CONFIG, such as tiny_moe/grpo."""
     summary: str
-    """First sentence of the comment that begins the file."""
+    """First sentence of the comment at the top of the file."""
 
 
 def config_file(path: Path, folder: Path = RECIPES) -> Path:
     """Return the file that CONFIG on the command line means: a file, or the recipe of that name in `folder`.
 
     Raises:
-        ConfigError: There is no such file and no such recipe; the message names the most similar recipes.
+        ConfigError: If there is no such file and no such recipe; the message names the most similar recipes.
     """
     if path.suffix == ".toml" or os.path.exists(path):
         return path
@@ -49,7 +49,7 @@ def cluster_file(text: str) -> Path:
     """Return the file that --cluster on the command line means: a file, or the example of that name.
 
     Raises:
-        argparse.ArgumentTypeError: There is no such file and no such example; the message names all of them.
+        argparse.ArgumentTypeError: If there is no such file and no such example; the message names all examples.
     """
     path = Path(text)
     if path.suffix == ".toml" or os.path.exists(path):
@@ -64,19 +64,21 @@ def cluster_file(text: str) -> Path:
 
 
 def recipe_files(folder: Path = RECIPES) -> dict[str, Path]:
-    """Return name -> file of every recipe in `folder`, those that others extend included."""
+    """Return name -> file of every recipe in `folder`, including bases that recipes extend."""
     files = sorted(folder.rglob("*.toml"))
     return {str(file.relative_to(folder).with_suffix("")): file for file in files}
 
 
 def recipes(folder: Path = RECIPES) -> list[Recipe]:
-    """Return the recipes in `folder` that can be run as they are: those with a run_dir. Others only extend them."""
+    """Return the recipes in `folder` that can be run as they are: those with a run_dir. The rest are bases to
+    extend.
+    """
     texts = {name: file.read_text(encoding="utf-8") for name, file in recipe_files(folder).items()}
     return [Recipe(name, _summary(text)) for name, text in texts.items() if "run_dir" in tomllib.loads(text)]
 
 
 def _summary(text: str) -> str:
-    """Return the first sentence of the comment lines that begin a file, "" where there are none."""
+    """Return the first sentence of the comment at the top of a file, "" if there is none."""
     comment: list[str] = []
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -87,6 +89,6 @@ def _summary(text: str) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Return up to three known names like `name`, and all that end in it: `grpo` is short for `tiny_moe/grpo`."""
+    """Return up to three known names that are similar to `name` or end in it: `grpo` is short for `tiny_moe/grpo`."""
     same_end = [other for other in known if other.rpartition("/")[2] == name.rpartition("/")[2]]
     return list(dict.fromkeys([*difflib.get_close_matches(name, known, n=3), *same_end[:3]]))[:3]

@@ -15,19 +15,20 @@ from mcore_rl.config.section import Section, Store
 
 
 class RlDataConfig(Section):
-    """The chat template and the tokenizer, which make tokens of prompts."""
+    """The chat template and the tokenizer that turn prompts into tokens."""
 
     chat_template: str = "tokenizer"
-    """Template that makes text of a prompt; `tokenizer`: the one in the tokenizer's folder; `plain`: "role:" above each
-    turn; `raw`: the prompt's text as it is; anything else: a file with a jinja template. The same as in fine-tuning."""
+    """Template that renders a prompt as text; `tokenizer`: the template in the tokenizer's folder; `plain`: "role:"
+    above each turn; `raw`: the prompt's text as it is; anything else: a file with a jinja template. Use the template of
+    the fine-tuning."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
 class RlRunConfig(RunConfig):
-    """`mcore-rl rl`. Steps are optimizer steps here too: a rollout batch takes `updates_per_rollout` of them.
+    """`mcore-rl rl`. Steps are optimizer steps in RL too: a rollout batch takes `updates_per_rollout` of them.
 
-    With rl.engine.kind="native" the policy generates and trains on the same layers, so platform.layers="auto" is
-    "torch"; with servers it trains on those that pretraining takes.
+    With rl.engine.kind="native" the policy generates and trains on the same layers, so platform.layers="auto" does not
+    choose TransformerEngine; with servers it chooses as in pretraining.
     """
 
     run_dir: str = "runs/rl"
@@ -38,39 +39,39 @@ class RlRunConfig(RunConfig):
 
     @cached_property
     def allows_te(self) -> bool:
-        """Whether `platform.layers` = "auto" may be TransformerEngine's: the native engine's cache of keys and values
+        """Whether `platform.layers` = "auto" may choose TransformerEngine: the native engine's cache of keys and values
         needs our own attention, and so do adapters.
         """
         return self.rl.engine.is_served and not self.lora.is_on
 
     @cached_property
     def freezes_router(self) -> bool:
-        """Whether the routers are not trained."""
+        """Whether the routers are frozen."""
         return self.rl.freeze_router
 
     @cached_property
     def wants_engine_routes(self) -> bool:
-        """True when the rollout engine is to return the experts of each token and layer."""
+        """Whether the rollout engine has to return the experts of each token and layer."""
         return self.model.is_moe and (self.replay.kind == "r3" or self.replay.observe_rollout)
 
     @cached_property
     def rollout_size(self) -> int:
-        """Completions of one rollout batch."""
+        """Completions per rollout batch."""
         return self.rl.rollout.prompts_per_step * self.rl.rollout.group_size
 
     @cached_property
     def units_between_collections(self) -> int:
-        """Units of work between two collections of garbage: a rollout batch leaves much, and takes long."""
+        """Units of work between two garbage collections: a rollout batch leaves much garbage, and takes long."""
         return 1
 
     @cached_property
     def unfuses_router(self) -> bool:
-        """Whether the routers' choices are read or imposed, which their fused kernel hides; always here."""
+        """Whether the routers' choices are read or imposed, which a fused kernel hides; always true in RL."""
         return True
 
     @cached_property
     def trains_mtp(self) -> bool:
-        """Whether passes go through the layers of multi-token prediction; never here: they stay as they are."""
+        """Whether passes go through the multi-token-prediction layers; never in RL, which leaves them unchanged."""
         return False
 
     @cached_property
@@ -80,17 +81,17 @@ class RlRunConfig(RunConfig):
 
     @cached_property
     def served(self) -> ServedConfig | None:
-        """The section of the inference servers; None: there are none."""
+        """The section of the inference servers; None without servers."""
         return self.rl.engine if isinstance(self.rl.engine, ServedConfig) else None
 
     @cached_property
     def critic(self) -> CriticConfig | None:
-        """The section of the critic that is trained beside the policy; None: there is no critic."""
+        """The section of the critic that is trained with the policy; None without a critic."""
         return self.rl.advantage.critic if isinstance(self.rl.advantage, GaeAdvantage) else None
 
     @cached_property
     def critic_optim(self) -> OptimConfig | None:
-        """Optimizer of the critic; None: there is no critic."""
+        """Optimizer of the critic; None without a critic."""
         return None if self.critic is None else self.critic.optim
 
     @cached_property
@@ -117,23 +118,21 @@ class RlRunConfig(RunConfig):
 
     @cached_property
     def packed_multiple(self) -> int:
-        """Multiple of positions of a packed sequence, so that context and sequence parallelism can cut it, and products
-        in 8 bits take what they leave.
+        """Multiple to which packed sequences are padded, so that context and sequence parallelism can cut them and
+        8-bit products accept the parts.
         """
         slices = self.mesh.cp * (self.mesh.tp if self.mesh.sequence_parallel else 1)
         return lcm(self.mesh.zigzag, slices * self.platform.fp8_multiple)
 
     @cached_property
     def longest_sample(self) -> int:
-        """Positions of the longest prompt with the longest completion, padded so that context parallelism can cut
-        it.
-        """
+        """Positions of the longest prompt with the longest completion, padded for context parallelism."""
         longest = self.rl.prompts.max_tokens + self.rl.max_completion_tokens
         return -(-longest // self.mesh.zigzag) * self.mesh.zigzag
 
     @cached_property
     def packed_length(self) -> int:
-        """Largest number of positions of one forward pass."""
+        """Maximum number of positions of a forward pass."""
         max_tokens = self.rl.update.max_tokens_per_microbatch
         wanted = self.longest_sample if max_tokens == "auto" else max_tokens
         return -(-wanted // self.packed_multiple) * self.packed_multiple

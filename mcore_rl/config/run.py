@@ -13,51 +13,54 @@ from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.section import Seconds, Section, Seed, Store, Text
 
 WHOLE_LOGITS_BYTES, CHUNK_BYTES = 2**31, 2**29
-"""Bytes of fp32 logits that `platform.logits_chunk_tokens` = "auto" leaves whole, and of a chunk of larger ones."""
+"""Bytes of fp32 logits up to which `platform.logits_chunk_tokens` = "auto" does not chunk, and bytes per chunk
+above."""
 CHUNK_MULTIPLE = 128
-"""Positions of which "auto" takes a multiple."""
+"""Number of positions that "auto" makes a chunk a multiple of."""
 
 
 class PlatformConfig(Section):
-    """The device that a run computes on, its number formats, and whose layers it uses."""
+    """The device, number formats and layer implementation of a run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the tensors; `auto`: CUDA where there is a GPU, else the CPU."""
+    """Device of the tensors; `auto`: CUDA if there is a GPU, else the CPU."""
     precision: Literal["bf16", "fp32"] = "fp32"
     """Number format of weights and activations; gradients and optimizer state are fp32 with both."""
     layers: Literal["auto", "te", "torch", "cpu"] = "auto"
-    """Whose layers: `te`: TransformerEngine's; `torch`: this package's, of torch's functions, on GPUs and CPUs; `cpu`:
-    the same compiled for a CPU, in fp32, by C++ files that the first run builds in the user's cache. `auto`: on a GPU
-    `te` where it is installed, in RL only with a server for rollouts; on a CPU `cpu` where there is a compiler, a rank
-    has one thread and the precision is fp32; else `torch`. A resume keeps what the run began with."""
+    """Implementation of the layers; `te`: TransformerEngine's; `torch`: this package's, of torch's functions, on GPUs
+    and CPUs; `cpu`: the same compiled for a CPU, in fp32, from C++ files that the first run builds in the user's cache.
+    `auto`: on a GPU `te` if it is installed, in RL only with servers for rollouts; on a CPU `cpu` if there is a
+    compiler, each rank has one thread and the precision is fp32; else `torch`. A run that resumes keeps the layers it
+    began with."""
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     """Format of 8-bit matrix products; needs layers = "te"."""
     fp8_recipe: Literal["auto", "delayed", "tensorwise", "blockwise", "mxfp8"] = "auto"
-    """Scaling factors of `fp8`: one for each tensor from earlier steps (`delayed`) or from itself (`tensorwise`), one
-    for each block (`blockwise`, `mxfp8`); `auto`: `mxfp8` on Blackwell, `blockwise` on Hopper, else `tensorwise`."""
+    """Scaling factors of `fp8`: a factor for each tensor, from earlier steps (`delayed`) or from the tensor itself
+    (`tensorwise`), or a factor for each block (`blockwise`, `mxfp8`); `auto`: `mxfp8` on Blackwell, `blockwise` on
+    Hopper, else `tensorwise`."""
     permute_fusion: bool | Literal["auto"] = "auto"
-    """One kernel of TransformerEngine sorts tokens by expert; `auto`: where it is installed and layers are `te`."""
+    """Sort tokens by expert in a single kernel of TransformerEngine; `auto`: if it is installed and layers are `te`."""
     router_fusion: bool | Literal["auto"] = "auto"
-    """One kernel of TransformerEngine computes the router's choice; `auto`: as `permute_fusion`, but never in RL, which
-    records and imposes choices."""
+    """Compute the router's choice in a single kernel of TransformerEngine; `auto`: as `permute_fusion`, but never in
+    RL, which records and imposes choices."""
     cross_entropy_fusion: Literal["auto", "none", "native", "te"] = "auto"
-    """Kernel of the cross entropy of pretraining and fine-tuning: Megatron's (`native`), which rounds the gradient of
-    the logits to bf16, or TransformerEngine's (`te`), which Megatron calls unstable; `auto`: `native` with bf16 and
-    layers `te`. Logits in chunks (`logits_chunk_tokens`) are computed without."""
+    """Kernel of the cross entropy in pretraining and fine-tuning; `native`: Megatron's, which rounds the gradient of
+    the logits to bf16; `te`: TransformerEngine's, which Megatron calls unstable; `auto`: `native` with bf16 and layers
+    `te`. Logits in chunks (`logits_chunk_tokens`) do not use it."""
     weight_gradient_fusion: bool | Literal["auto"] = "auto"
-    """Products add weight gradients to the fp32 buffer themselves; needs apex; `auto`: where it is installed and layers
-    are `te`."""
+    """Let matrix products add weight gradients to the fp32 buffer themselves; needs apex; `auto`: if it is installed
+    and layers are `te`."""
     deterministic: bool = False
-    """Refuse or replace algorithms whose result depends on timing."""
+    """Refuse or replace algorithms with results that depend on timing."""
     batch_invariant: bool = False
-    """Products and attention whose result for a token does not depend on the others of its batch, so that the native
-    rollout engine and the trainer agree bit for bit; slow. On a GPU it needs the package batch_invariant_ops."""
+    """Use products and attention for which the result of a token does not depend on the rest of its batch, so that the
+    native rollout engine and the trainer agree bit for bit; slow. On a GPU it needs the package batch_invariant_ops."""
     bf16_products: bool = False
-    """Products of linear layers and experts of the layers `cpu` round their operands to bf16, with sums, weights and
-    all else in fp32, and routers unrounded; faster on processors that multiply bf16."""
+    """With layers `cpu`, round the operands of the products in linear layers and experts to bf16; sums, weights and
+    everything else stay in fp32, and routers are not rounded; faster on processors that multiply bf16."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again instead of keeping them: none, those of `recompute_modules`, or
-    all between every `recompute_layers` layers."""
+    """Activations that the backward pass computes again instead of keeping them; `selective`: the modules in
+    `recompute_modules`; `full`: all between every `recompute_layers` layers."""
     recompute_modules: tuple[
         Literal["core_attn", "moe", "moe_act", "layernorm", "mla_up_proj", "mlp", "shared_experts"], ...
     ] = ("core_attn",)
@@ -65,23 +68,24 @@ class PlatformConfig(Section):
     recompute_layers: PositiveInt = 1
     """Layers between two activations that `full` keeps."""
     logits_chunk_tokens: PositiveInt | Literal["auto"] | None = "auto"
-    """Positions whose logits a loss, or a pass for logprobs, has in memory at a time; the backward pass computes them
-    again. `auto`: all where they take at most 2 GiB in fp32 on a rank, else as many as take half a GiB; `none`: always
-    all."""
+    """Number of positions for which a loss, or a pass for logprobs, has logits in memory at a time; the backward pass
+    computes them again. `auto`: all if they take at most 2 GiB in fp32 on a rank, else as many as take half a GiB;
+    `none`: always all."""
     timeout_s: Seconds = 600.0
-    """Seconds that a collective may wait; one that waits longer ends the run."""
+    """Seconds that a collective may wait; a longer wait ends the run."""
 
     @cached_property
     def fp8_multiple(self) -> int:
-        """Multiple of widths, and of tokens on a rank, that products in 8 bits take; 1 without. With the recipe "auto"
-        the largest that it may come to.
+        """Multiple that 8-bit products require of widths, and of tokens on a rank; 1 without fp8. With the recipe
+        "auto", the largest that it may choose.
         """
         if self.fp8 == "none":
             return 1
         return 32 if self.fp8_recipe in ("auto", "mxfp8") else 16
 
     def logits_chunk(self, num_tokens: int, num_columns: int) -> int | None:
-        """Return how many of a microbatch's positions have logits at a time; None: all, which stay for the backward.
+        """Return how many of a microbatch's positions have logits at a time; None if all have, kept for the backward
+        pass.
 
         Args:
             num_tokens: Positions of the microbatch on a rank.
@@ -91,8 +95,8 @@ class PlatformConfig(Section):
         return None if num_tokens <= most_whole else chunk
 
     def logits_chunks(self, num_columns: int) -> tuple[int, int | None]:
-        """Return the most positions of a microbatch whose logits are computed at once, and how many positions of a
-        larger one have logits at a time; None: all.
+        """Return the maximum number of positions of a microbatch with logits computed at once, and the number of
+        positions with logits at a time in a larger microbatch, None if that is all.
 
         Args:
             num_columns: Ids of the vocabulary on a rank.
@@ -113,9 +117,10 @@ class TrainConfig(Section):
     global_batch: PositiveInt = 8
     """Sequences per optimizer step, over all ranks."""
     micro_batch: PositiveInt = 1
-    """Sequences per forward pass on one rank."""
+    """Sequences per forward pass on a rank."""
     ramp_start: PositiveInt | None = None
-    """Sequences per step at the start of a growing batch; `none`, as the next two: the batch does not grow."""
+    """Sequences per step at the start of a growing batch; `none` (also in the next two fields): the batch does not
+    grow."""
     ramp_increment: PositiveInt | None = None
     """Sequences by which the batch grows at a time."""
     ramp_samples: PositiveInt | None = None
@@ -127,19 +132,20 @@ class TrainConfig(Section):
     eval_batches: PositiveInt | None = 4
     """Batches of `global_batch` sequences per evaluation; `none`: no evaluation."""
     gc_interval: PositiveInt | Literal["auto"] | None = "auto"
-    """Units of work (in RL: rollout batches with their updates) between two collections of Python's garbage, which
-    all ranks then do at the same time, and before evaluations and checkpoints, instead of each when it likes; `auto`:
-    on GPUs with several ranks 100, in RL 1, else `none`; `none`: as Python likes."""
+    """Units of work (in RL: rollout batches with their updates) between two collections of Python's garbage, which all
+    ranks then do at the same time, and before evaluations and checkpoints, rather than at any time; `auto`: on GPUs
+    with several ranks 100, in RL 1, else `none`; `none`: whenever Python decides."""
     max_skipped: NonNegativeInt = 10
-    """Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run."""
+    """Maximum number of consecutive steps that are skipped because loss or gradient is not finite; a further skip ends
+    the run."""
     hang_s: Seconds | Literal["auto"] | None = "auto"
     """Seconds that a step (in RL: a rollout batch and its updates) may take. A run that takes longer hangs: it is
     ended, to resume from its last checkpoint; `auto`: ten times the longest step of this start, at least 300 s, and
-    `hang_start_s` for the first two; `none`: a step is never ended."""
+    `hang_start_s` for the first two steps; `none`: no limit."""
     hang_start_s: Seconds | None = 1800.0
-    """Seconds that a start may take: set-up, loading the checkpoint, reading the data; `none`: it is never ended."""
+    """Seconds that a start may take: set-up, loading the checkpoint, reading the data; `none`: no limit."""
     hang_save_s: Seconds | None = 1800.0
-    """Seconds that a save or an evaluation may take; `none`: it is never ended."""
+    """Seconds that a save or an evaluation may take; `none`: no limit."""
 
 
 class CheckpointConfig(Section):
@@ -148,40 +154,41 @@ class CheckpointConfig(Section):
     interval: PositiveInt | None = None
     """Steps between checkpoints; `none`: only at the end and on a stop request."""
     keep: PositiveInt | Literal["all"] = 2
-    """Newest complete checkpoints to keep; older ones are deleted; `all`: none is deleted."""
+    """Number of newest complete checkpoints to keep; older checkpoints are deleted; `all`: none is deleted."""
     asynchronous: bool = True
-    """A background process writes while training continues."""
+    """Write checkpoints in a background process while training continues."""
     load: Text | None = None
-    """A checkpoint, or a folder of them, to start from when the run has none of its own; `none`: random weights."""
+    """Checkpoint, or folder of checkpoints, to start from if the run has none of its own; `none`: random weights."""
     load_optimizer: bool = True
-    """Take optimizer, schedule and data position from `load` too, where the same program wrote it; false: only the
-    weights. Of another program's checkpoint (RL from SFT) only the weights are taken, and steps begin at 0."""
+    """Also load optimizer, schedule and data position from `load`, if the same program wrote it; false: only the
+    weights. From another program's checkpoint (RL from SFT) only the weights are loaded, and steps begin at 0."""
     on_damaged: Literal["stop", "previous"] = "stop"
-    """Answer to a damaged newest checkpoint of the run; `previous`: resume from the newest before it that is whole, and
-    rename the damaged one, with a warning. Jobs of `mcore-rl launch` have `previous` unless the config sets it."""
+    """Reaction to a damaged newest checkpoint of the run; `stop`: the run ends; `previous`: resume from the newest
+    intact checkpoint before it, and rename the damaged checkpoint, with a warning. Jobs of `mcore-rl launch` use
+    `previous` unless the config sets the field."""
     allow_changes: tuple[Text, ...] = ()
-    """Fields or sections whose changed values, or files of changed content, a resume accepts although they decide
-    which data a step reads, or the random numbers, such as ["train.seed", "data"]; and any start or resume although
-    the loaded weights then compute something else, such as ["model.rope.theta"]; other changes are accepted and
-    logged."""
+    """Fields or sections in which a resume accepts changes of values, or of the content of files, that decide which
+    data a step reads, or the random numbers, such as ["train.seed", "data"]; also fields or sections in which any start
+    or resume accepts changes with which the loaded weights compute something else, such as ["model.rope.theta"]. All
+    other changes are accepted and logged."""
     verify_checksums: bool = True
-    """Compare a checkpoint with its checksums before it is loaded, on all ranks together; false: trust it."""
+    """Compare a checkpoint with its checksums before it is loaded, on all ranks together; false: do not check it."""
 
 
 class LogConfig(Section):
-    """Metrics that a run writes beside metrics.jsonl, which is always written."""
+    """Metrics that a run writes in addition to metrics.jsonl, which is always written."""
 
     interval: PositiveInt = 1
-    """Steps between two log lines; each covers all steps since the one before."""
+    """Steps between two log lines; each covers all steps since the previous line."""
     matrix_interval: PositiveInt | None = 20
-    """Steps between two layer x expert tables of the load in metrics.jsonl; `none`: no tables."""
+    """Steps between two tables of the load by layer and expert in metrics.jsonl; `none`: no tables."""
     tensorboard: bool = False
     """Also write TensorBoard events to `<run_dir>/tensorboard`."""
     wandb_project: Text | None = None
     """Weights & Biases project to log to as well; `none`: no logging to Weights & Biases."""
     peak_tflops: PositiveFloat | Literal["auto"] = "auto"
-    """Dense peak of one rank's device in TFLOP/s, for MFU; `auto`: that of a known GPU by its name, of another GPU
-    measured at the start; on CPUs, which other processes share, no MFU."""
+    """Dense peak of a rank's device in TFLOP/s, for MFU; `auto`: looked up by name for a known GPU, measured at the
+    start for another GPU; no MFU on CPUs, which other processes share."""
 
 
 class RunConfig(Section):
@@ -200,12 +207,12 @@ class RunConfig(Section):
 
     @cached_property
     def trains_scores(self) -> bool:
-        """Whether the program trains a model with a scalar head (`model.head` = "score"), not one with logits."""
+        """Whether the program trains a model with a scalar head (`model.head` = "score") instead of logits."""
         return False
 
     @cached_property
     def critic_optim(self) -> OptimConfig | None:
-        """Optimizer of a critic that is trained beside the model; only reinforcement learning may have one."""
+        """Optimizer of a critic that is trained with the model; only reinforcement learning may have a critic."""
         return None
 
     @cached_property
@@ -225,27 +232,29 @@ class RunConfig(Section):
 
     @cached_property
     def units_between_collections(self) -> int:
-        """Units of work between two collections of garbage, where `train.gc_interval` = "auto" has any."""
+        """Units of work between two garbage collections, if `train.gc_interval` = "auto" has any."""
         return 100
 
     @cached_property
     def allows_te(self) -> bool:
-        """Whether `platform.layers` = "auto" may be TransformerEngine's, which get no adapters."""
+        """Whether `platform.layers` = "auto" may choose TransformerEngine, which does not support adapters."""
         return not self.lora.is_on
 
     @cached_property
     def unfuses_router(self) -> bool:
-        """Whether the routers' choices are read or imposed, which a fused kernel hides; in reinforcement learning."""
+        """Whether the routers' choices are read or imposed, which a fused kernel hides; true in reinforcement
+        learning.
+        """
         return False
 
     @cached_property
     def trains_mtp(self) -> bool:
-        """Whether passes go through the layers of multi-token prediction; not in reinforcement learning."""
+        """Whether passes go through the multi-token-prediction layers; false in reinforcement learning."""
         return True
 
     @cached_property
     def freezes_router(self) -> bool:
-        """Whether the routers are not trained; only reinforcement learning has the choice (`rl.freeze_router`)."""
+        """Whether the routers are frozen; only reinforcement learning has the choice (`rl.freeze_router`)."""
         return False
 
 

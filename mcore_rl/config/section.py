@@ -12,19 +12,19 @@ from pydantic_core import CoreSchema, core_schema
 Probability = Annotated[float, Field(ge=0, lt=1)]
 """A number from 0 to less than 1."""
 Seconds = Annotated[float, Field(ge=0.001, le=31_536_000)]
-"""A duration from a millisecond to a year: clocks and collectives take no shorter and no longer ones."""
+"""A duration from a millisecond to a year, the range that clocks and collectives accept."""
 Gibibytes = Annotated[float, Gt(0), Le(2**30)]
-"""An amount of memory in GiB, up to 2**60 bytes: limits and offsets are integers of 64 bits."""
+"""An amount of memory in GiB, up to 2**60 bytes, because limits and offsets are integers of 64 bits."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""A seed of 32 bits, which is what numpy takes."""
+"""A seed of 32 bits, as numpy requires."""
 Store = Literal["device", "host", "file"]
-"""Memory in which something waits: on the device, in main memory, or in a file."""
+"""Memory in which tensors wait: on the device, in main memory, or in a file."""
 Text = Annotated[str, Field(min_length=1)]
-"""A text that is not empty; what may be unset is `Text | None`."""
+"""A text that is not empty; an optional text is `Text | None`."""
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation alone."""
+    """Return the members of a union, or the annotation itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
@@ -32,7 +32,7 @@ class Section(BaseModel):
     """Base of a section of a config: frozen, and closed to fields that are not declared.
 
     The string under a field documents it (describe.py). An unset field is None, written `"none"` in TOML, which has no
-    null; a field whose value the program chooses is `"auto"`. What follows from fields is a `cached_property`: computed
+    null; a field that the program chooses is `"auto"`. Values that follow from fields are `cached_property`s, computed
     once.
     """
 
@@ -45,7 +45,7 @@ class Section(BaseModel):
     )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with other values for some fields; what follows from them is computed anew."""
+        """Return a copy with other values for some fields; values that follow from them are computed again."""
         copied = super().model_copy(update=update, deep=deep)
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
@@ -53,12 +53,12 @@ class Section(BaseModel):
 
 
 OWN_KIND = "module:name"
-"""Stands for every kind of the user's own, where kinds are listed."""
+"""Represents all user-defined kinds in lists of kinds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByKind:
-    """Marks a field of a union of sections, each with a field `kind`, which chooses among them; the first one's is the
+    """Marks a field that is a union of sections, among which their field `kind` chooses; the first section is the
     default: `Annotated[Square | Circle, ByKind()] = Square()`.
     """
 
@@ -78,13 +78,13 @@ class ByKind:
 
 
 def kinds_of(variant: type[Section]) -> tuple[str, ...]:
-    """Return the kinds that a member of a union by kind is for; `module:name` stands for the user's own."""
+    """Return the kinds that a member of a union by kind is for; `module:name` represents user-defined kinds."""
     annotation = variant.model_fields["kind"].annotation
     return get_args(annotation) if get_origin(annotation) is Literal else (OWN_KIND,)
 
 
 def variant_of(variants: Sequence[type[Section]], kind: Any) -> type[Section] | None:
-    """Return the member of a union by kind that `kind` names; None: it is none of them."""
+    """Return the member of a union by kind that `kind` names; None if no member does."""
     named = next((variant for variant in variants if kind in kinds_of(variant)), None)
     own = next((variant for variant in variants if OWN_KIND in kinds_of(variant)), None)
     return named or (own if isinstance(kind, str) and ":" in kind else None)

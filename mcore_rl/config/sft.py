@@ -11,21 +11,23 @@ from mcore_rl.config.section import Section, Text
 
 
 class SFTDataConfig(Section):
-    """Conversations as JSON lines, shuffled by train.seed and packed into sequences without seeing each other."""
+    """Conversations as JSON lines, shuffled by train.seed and packed into sequences, where they do not attend to each
+    other.
+    """
 
     train: tuple[str, ...] = ()
-    """Data to train on: files of JSON lines or of one JSON list (also .gz, .bz2, .xz) or .parquet, one conversation per
-    line, entry or row, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
+    """Data to train on: files of JSON lines or of a single JSON list (also .gz, .bz2, .xz) or .parquet, one
+    conversation per line, entry or row, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
     train_weights: tuple[float, ...] = ()
-    """Weight of each entry of `train` in the mixture, in conversations: with [3, 1] three of four are from the first,
-    and each entry begins anew, in another order, when it has been read; an empty list: every conversation once an
+    """Weight of each entry of `train` in the mixture, in conversations: with [3, 1], three of four conversations are
+    from the first. An entry that has been read starts again in a new order. An empty list: every conversation once per
     epoch."""
     valid: tuple[str, ...] = ()
     """Data to evaluate on, in the same forms; an empty list: no evaluation."""
     format: Literal["auto", "chat", "prompt_response"] = "auto"
     """Form of a line; `chat`: {"messages": [{"role", "content"}, ...]}; `prompt_response`: {"prompt", "response"}, a
-    chat of two turns; `auto`: by the keys of each line, which may also be those of ShareGPT, TRL, alpaca, dolly, and of
-    question and answer."""
+    chat of two turns; `auto`: by the keys of each line, which may also be the keys of ShareGPT, TRL, alpaca or dolly,
+    or question and answer."""
     messages_field: Text = "messages"
     """Field of a line with the turns of a chat, a list of {"role", "content"}."""
     prompt_field: Text = "prompt"
@@ -33,23 +35,25 @@ class SFTDataConfig(Section):
     response_field: Text = "response"
     """Field of a line with the response."""
     prompt_template: Text | None = None
-    """Text of the prompt in which {name} is a field of the line ({{name}} is the text {name}), as "Question:
+    """Template of the prompt, in which {name} is a field of the line ({{name}} is the text {name}), such as "Question:
     {question}"; `none`: the prompt is `prompt_field`."""
     max_bad: NonNegativeInt | None = 0
-    """Lines that may be no conversation: they are left out, counted, and logged with file and line; more end the run
-    before it starts; `none`: any number."""
+    """Number of lines that may be invalid: they are left out, counted, and logged with file and line. With more, the
+    run ends before it starts; `none`: any number."""
     chat_template: str = "tokenizer"
-    """Template that makes text of a conversation; `tokenizer`: the one in the tokenizer's folder; `plain`: "role:"
-    above each turn; `raw`: the turns end to end with nothing between; anything else: a file with a jinja template."""
+    """Template that renders a conversation as text; `tokenizer`: the template in the tokenizer's folder; `plain`:
+    "role:" above each turn; `raw`: the turns end to end with nothing between; anything else: a file with a jinja
+    template."""
     seq_length: PositiveInt = 1024
     """Tokens per packed sequence, into which whole conversations are packed."""
     too_long: Literal["error", "skip"] = "error"
-    """A conversation longer than `seq_length` ends the run before it starts, or is left out and counted."""
+    """Treatment of a conversation longer than `seq_length`; `error`: the run ends before it starts; `skip`: the
+    conversation is left out and counted."""
     pack_buffer: PositiveInt = 1024
-    """Conversations that are packed at a time: more leave fewer gaps, fewer mix better."""
+    """Number of conversations that are packed at a time: more leave fewer gaps, fewer mix better."""
     span_multiple: PositiveInt | Literal["auto"] = "auto"
-    """Multiple of tokens to which each conversation is padded; `auto`: what mesh.cp needs (2 * cp, or 1 without it).
-    Packed sequences are the same on meshes of different cp only with the same multiple."""
+    """Multiple of tokens to which each conversation is padded; `auto`: the multiple that mesh.cp needs (2 * cp, or 1
+    without it). Packed sequences are the same on meshes with different cp only if the multiple is the same."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 

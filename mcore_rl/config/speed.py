@@ -1,4 +1,4 @@
-"""The flags that change a run's speed and not what it computes: what "auto" comes to on a machine."""
+"""The flags that change a run's speed but not its results: the resolution of "auto" on a machine."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,7 +13,7 @@ Kernel = Literal["permute", "router", "weight gradient"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The facts on which the flags of "auto" depend beside the config."""
+    """Properties of the machine that flags set to "auto" depend on."""
 
     is_cuda: bool
     """Whether tensors live on GPUs."""
@@ -24,12 +24,12 @@ class Machine:
     kernels: frozenset[Kernel] = frozenset()
     """Fused kernels that are installed."""
     capability: int | None = None
-    """Major compute capability of the GPU: 9 is Hopper, 10 and 12 are Blackwell; None: it is not known."""
+    """Major compute capability of the GPU: 9 is Hopper, 10 and 12 are Blackwell; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedFlags:
-    """The flags of a run without "auto", by the names of their fields in the config."""
+    """The flags of a run with "auto" resolved, named as the fields of the config."""
 
     overlap_grad_reduce: bool
     overlap_param_gather: bool
@@ -42,7 +42,7 @@ class SpeedFlags:
     gc_interval: int | None = None
 
     def describe(self) -> str:
-        """Return one line for the log: what is on, then what is off."""
+        """Return a line for the log: the flags that are on, then the flags that are off."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         on = [
             name if value is True else f"{name}={value}"
@@ -69,14 +69,14 @@ def speed_flags(
         mesh: Section of the config.
         model: The model.
         machine: The machine.
-        unfuses_router: Whether the program reads or imposes the routers' choices, which a fused one hides.
+        unfuses_router: Whether the program reads or imposes the routers' choices, which a fused router hides.
         trains_mtp: Whether passes go through the layers of multi-token prediction.
     """
     te, kernels = machine.has_te_layers, machine.kernels
     gather, reduce = mesh.overlap_param_gather, mesh.overlap_grad_reduce
     if reduce == "auto":
-        # Megatron's overlap waits for a gradient of every weight. The layers of multi-token prediction have a copy of
-        # the embedding in the last of several stages: without a pass through them there is none.
+        # Megatron's overlap waits for a gradient of every weight. With several stages, the last has a copy of the
+        # embedding for the multi-token-prediction layers, which gets no gradient without a pass through them.
         never_ends = mesh.pp > 1 and model.mtp_layers > 0 and not trains_mtp
         copies = machine.is_cuda and _has_copies(mesh, model, machine.world_size)
         reduce = gather is True or (copies and not never_ends)
@@ -84,7 +84,7 @@ def speed_flags(
         gather = machine.is_cuda and reduce
     fusion = platform.cross_entropy_fusion
     if fusion == "auto":
-        # Megatron's own computes in fp32 and gives the logits a bf16 gradient, whatever their type.
+        # Megatron's kernel computes in fp32 and gives the logits a bf16 gradient, whatever their type.
         fusion = "native" if te and platform.precision == "bf16" else "none"
 
     def has(kernel: Kernel, setting: bool | Literal["auto"]) -> bool:
@@ -103,7 +103,7 @@ def speed_flags(
 
 
 def planned_flags(config: RunConfig, world_size: int) -> SpeedFlags:
-    """Return the flags as a plan supposes them: of GPUs without packages, unless the run wants CPUs."""
+    """Return the flags that a plan assumes: GPUs without optional packages, unless the run wants CPUs."""
     machine = Machine(
         is_cuda=config.platform.device != "cpu",
         has_te_layers=config.platform.layers == "te",
@@ -129,7 +129,7 @@ def run_flags(config: RunConfig, machine: Machine) -> SpeedFlags:
 
 
 def _has_copies(mesh: MeshConfig, model: ModelConfig, world_size: int) -> bool:
-    """Return whether any weights have copies on other ranks, whose gradients are added up."""
+    """Return whether any weights have copies on other ranks, so that their gradients are summed."""
     dense = world_size > mesh.tp * mesh.pp
     return dense or (model.is_moe and world_size > mesh.etp * mesh.ep * mesh.pp)
 

@@ -1,4 +1,4 @@
-"""Values of fields as TOML writes them, in files and on the command line."""
+"""Values of fields in TOML syntax, in files and on the command line."""
 
 import json
 import tomllib
@@ -6,10 +6,12 @@ from typing import Any
 
 
 def parse_value(text: str) -> Any:
-    """Read the TOML value `text`; a bare word is a string, also in a list, because shells take quotes away."""
+    """Parse `text` as a TOML value; a bare word is a string, also in a list, because shells remove quotes."""
     try:
         table = tomllib.loads(f"value = {text}")
-    except ValueError:  # no TOML; also, with no class of its own, an integer of more digits than Python reads
+    except (
+        ValueError
+    ):  # no TOML, or an integer of more digits than Python reads, which has no error class of its own
         if text.startswith("[") and text.endswith("]"):
             return [parse_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
         return text
@@ -17,11 +19,11 @@ def parse_value(text: str) -> Any:
 
 
 def toml_value(value: Any) -> str:
-    """Write a field's value as TOML, on one line; None is `"none"`, for which TOML has no word of its own."""
+    """Return a field's value in TOML syntax, on a single line; None is `"none"`, because TOML has no null."""
     if value is None:
         return '"none"'
     if isinstance(value, str):
-        # A basic string has JSON's escapes; only DEL may stand bare in JSON and not in TOML.
+        # TOML's basic strings have JSON's escapes; only DEL needs an escape in TOML but not in JSON.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -1,4 +1,4 @@
-"""The trainings by name, apart from their configs, which take a while to import."""
+"""The trainings by name, separate from their configs, which are slow to import."""
 
 TRAININGS = {
     "pretrain": "mcore_rl.run.programs.pretrain",
@@ -7,4 +7,4 @@ TRAININGS = {
     "dpo": "mcore_rl.run.programs.dpo",
     "rl": "mcore_rl.run.programs.rl",
 }
-"""Module of each training whose `main(argv)` is one rank of it."""
+"""Module of each training, in which `main(argv)` runs a single rank."""

@@ -1,1 +1,1 @@
-"""The section `rl` of a config, a file for each part of it; the whole is `mcore_rl.config.rl.section`."""
+"""The section `rl` of a config, with a file for each part; `mcore_rl.config.rl.section` has the whole."""

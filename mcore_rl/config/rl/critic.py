@@ -1,4 +1,4 @@
-"""The section `rl.advantage.critic`: the model of values that PPO trains beside the policy."""
+"""The section `rl.advantage.critic`: the value model that PPO trains with the policy."""
 
 from typing import Annotated, Literal
 
@@ -9,26 +9,26 @@ from mcore_rl.config.section import Section, Store, Text
 
 
 class CriticConfig(Section):
-    """Critic of rl.advantage.kind="gae": a second model, with one number a token, on the policy's mesh."""
+    """Critic of rl.advantage.kind="gae": a second model, with a single number per token, on the policy's mesh."""
 
     load: Text | None = None
     """Checkpoint, folder of checkpoints or run that the critic starts from: a reward model with its head, or a language
-    model, which gets a new head; `none`: the policy's own weights at the start, with a new head."""
+    model, which gets a new head; `none`: the policy's weights at the start, with a new head."""
     optim: OptimConfig = OptimConfig()
-    """Optimizer and schedule; its steps are the critic's own: rollout batches x their minibatches x `epochs`."""
+    """Optimizer and schedule, in the critic's own steps: rollout batches x their minibatches x `epochs`."""
     epochs: PositiveInt | Literal["auto"] = "auto"
     """Number of times that the critic is trained on each completion of a rollout batch; `auto`: rl.update.epochs."""
     warmup_rollouts: NonNegativeInt = 0
-    """First rollout batches in which the critic alone is trained, on returns of the policy as it is (VC-PPO,
+    """Number of first rollout batches in which only the critic is trained, on returns of the unchanged policy (VC-PPO,
     2503.01491). Their optimizer steps count in train.steps."""
     replay: Literal["none", "r2"] = "none"
-    """Routes of the critic's updates; `r2`: those of its pass for values; `none`: its routers choose anew."""
+    """Routes of the critic's updates; `r2`: recorded in its pass for values; `none`: its routers choose again."""
     store: Store = "device"
-    """Memory in which the critic's weights and optimizer state wait between its passes and updates; its gradients then
-    have memory in updates alone. `host`: main memory (on CPUs nothing moves); `file`: a file without a name in the
-    run's folder."""
+    """Memory in which the critic's weights and optimizer state wait between its passes and updates; `host`: main memory
+    (on CPUs nothing moves); `file`: a file without a name in the run's folder. With `host` and `file`, its gradients
+    take memory only during updates."""
     clip_value: PositiveFloat | None = 0.2
     """Distance from the value at the rollout beyond which a new value gains nothing (1707.06347); `none`: no limit."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
-    """Lambda of the returns that the critic is trained towards; `auto`: rl.advantage.gae_lambda, and 1 where that
-    depends on the length (VAPO, 2504.05118)."""
+    """Lambda of the returns that the critic learns; `auto`: rl.advantage.gae_lambda, or 1 if that depends on the length
+    (VAPO, 2504.05118)."""

@@ -1,4 +1,4 @@
-"""The section `rl.engine`: what makes completions."""
+"""The section `rl.engine`: how completions are generated."""
 
 from functools import cached_property
 from typing import Literal
@@ -12,8 +12,8 @@ NATIVE_SLOTS = 64
 
 
 class EngineConfig(Section):
-    """Computation of completions, in this process or by inference servers: it changes speed and memory, not what is
-    sampled from.
+    """How completions are generated, in this process or by inference servers: this affects speed and memory, not the
+    distribution that is sampled from.
     """
 
     kind: str
@@ -21,8 +21,8 @@ class EngineConfig(Section):
     (`urls`), which get the new weights after every rollout batch; `module:name`: a function of your own with the
     arguments of rl.engines.make.native_engine, which returns an rl.engines.base.Engine."""
     slots: PositiveInt | Literal["auto"] = "auto"
-    """Most completions in progress at a time: with `native` on each replica of the model, where each takes keys and
-    values of the longest; with servers on each one that is started (--max-num-seqs, --max-running-requests); `auto`:
+    """Maximum number of completions in progress; `native`: on each replica of the model, each with memory for the keys
+    and values of the longest; servers: on each server that is started (--max-num-seqs, --max-running-requests); `auto`:
     64, or as many as the server chooses."""
 
     @cached_property
@@ -35,10 +35,10 @@ class InProcessConfig(EngineConfig):
     """Steps of the engine on the modules that train, or on copies of them."""
 
     step_tokens: PositiveInt = 2048
-    """Most tokens of one step: one of each completion in progress, and parts of prompts."""
+    """Maximum number of tokens per step: a token for each completion in progress, and parts of prompts."""
     cuda_graphs: bool | Literal["auto"] = "auto"
-    """Replay steps without prompts as CUDA graphs, which starts a step's kernels at once; `auto`: on a GPU that holds
-    the model whole and whose host reads nothing within a step; not yet run on a GPU."""
+    """Replay steps without prompts as CUDA graphs, which launches all kernels of a step at once; `auto`: on a GPU that
+    holds the whole model, if the host reads nothing within a step; not yet run on a GPU."""
 
     @cached_property
     def native_slots(self) -> int:
@@ -50,47 +50,47 @@ class ServersConfig(EngineConfig):
     """Inference servers."""
 
     count: NonNegativeInt = 0
-    """Servers that the run starts on the machine of its first rank, and ends with itself."""
+    """Number of servers that the run starts on the machine of its first rank, and ends with itself."""
     urls: tuple[str, ...] = ()
-    """Addresses of servers that run already, as http://node7:8000, instead of `count`."""
+    """Addresses of servers that are already running, such as http://node7:8000, instead of `count`."""
     command: tuple[str, ...] = ()
-    """Program that starts a server, and its first arguments, as ["venv-vllm/bin/python", "-m",
+    """Program that starts a server, with its first arguments, such as ["venv-vllm/bin/python", "-m",
     "vllm.entrypoints.openai.api_server"]; an empty list: the module of vLLM or SGLang in the Python of this run."""
     args: tuple[str, ...] = ()
-    """Further arguments of each server that is started, as ["--gpu-memory-utilization", "0.8"]."""
+    """Further arguments of each server that is started, such as ["--gpu-memory-utilization", "0.8"]."""
     devices: tuple[NonNegativeInt, ...] = ()
-    """GPUs of the servers that are started, `tensor_parallel` for each in order; an empty list: those that the run
+    """GPUs of the servers that are started, `tensor_parallel` for each in order; an empty list: all that the run
     sees."""
     tensor_parallel: PositiveInt = 1
     """GPUs of each server that is started."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of the servers' weights; `auto`: that of platform.precision."""
+    """Type of the servers' weights; `auto`: as platform.precision."""
     max_model_len: PositiveInt | Literal["auto"] = "auto"
-    """Largest number of tokens of prompt and completion together that a server holds; `auto`: that of the longest
-    sample."""
+    """Maximum number of tokens of prompt and completion together that a server accepts; `auto`: the length of the
+    longest sample."""
     requests: PositiveInt = 256
-    """Completions in progress at a time that each replica of the trained model asks servers for."""
+    """Maximum number of completions that each replica of the trained model requests from servers at a time."""
     attempts: PositiveInt = 3
-    """Number of times that a completion is asked for, each time of another server while there is one."""
+    """Attempts per completion, each on a server that has not failed it yet, if any is left."""
     min_servers: PositiveInt = 1
-    """Fewest servers with the present weights; with fewer the run ends."""
+    """Minimum number of servers with the current weights; with fewer the run ends."""
     start_timeout_s: Seconds = 900.0
-    """Seconds until a server that was started, or that `urls` names, has to answer."""
+    """Seconds within which a server that was started, or that `urls` names, has to answer."""
     request_timeout_s: Seconds = 1800.0
     """Seconds that a server may take for a completion."""
     update_timeout_s: Seconds = 600.0
-    """Seconds that a server may take for each call of an update of weights."""
+    """Seconds that a server may take for each call of a weight update."""
     transport_dir: Text | None = None
-    """Folder of weights on their way to the servers, which trainer and servers see; `none`: /dev/shm, which is one
-    machine's memory."""
+    """Folder for weights on their way to the servers, visible to trainer and servers; `none`: /dev/shm, which is local
+    to a machine."""
     probe_tolerance: PositiveFloat | Literal["auto"] = "auto"
-    """Limit in nats of the difference between a server's and the trainer's logprobs of fixed texts after an update: of
-    the largest where both compute in fp32, else of the mean; `auto`: 2e-4, or three times the mean that rounding makes
-    within the trainer, 0.1 at most, and then the tokens of each expert are compared with the others too."""
+    """Limit in nats on the difference between a server's and the trainer's logprobs of fixed texts after an update: on
+    the largest difference if both compute in fp32, else on the mean; `auto`: 2e-4, or three times the mean that
+    rounding makes within the trainer, at most 0.1; the tokens of each expert are then also compared with the rest."""
     api_key_env: Text | None = None
-    """Name of the environment variable with the key that servers ask for (--api-key); `none`: they ask for none."""
+    """Name of the environment variable with the key that servers require (--api-key); `none`: no key."""
     ca_file: Text | None = None
-    """File of the certificates by which https servers of `urls` are known; `none`: those of the system."""
+    """File of the certificates to verify https servers of `urls` with; `none`: the system's certificates."""
 
 
 class ServedConfig(ServersConfig):
@@ -100,12 +100,12 @@ class ServedConfig(ServersConfig):
 
     @cached_property
     def broadcasts(self) -> bool:
-        """Whether new weights come to the servers by a broadcast between GPUs, and not by files."""
+        """Whether new weights reach the servers by a broadcast between GPUs instead of files."""
         return False
 
 
 class NativeConfig(InProcessConfig):
-    """The modules that train."""
+    """Generation by the modules that train."""
 
     kind: Literal["native"] = "native"
 
@@ -115,11 +115,11 @@ class VllmConfig(ServedConfig):
 
     kind: Literal["vllm"] = "vllm"
     transport: Literal["files", "nccl"] = "files"
-    """Path of new weights to the servers: files in `transport_dir`, or a broadcast between GPUs."""
+    """How new weights reach the servers; `files`: files in `transport_dir`; `nccl`: a broadcast between GPUs."""
 
     @cached_property
     def broadcasts(self) -> bool:
-        """Whether new weights come to the servers by a broadcast between GPUs, and not by files."""
+        """Whether new weights reach the servers by a broadcast between GPUs instead of files."""
         return self.transport == "nccl"
 
 
@@ -130,7 +130,7 @@ class SglangConfig(ServedConfig):
 
 
 class OwnEngineConfig(ServersConfig, InProcessConfig):
-    """A function of the user's own, which may read any field."""
+    """A user-defined function, which may read any field."""
 
     kind: Extension
 

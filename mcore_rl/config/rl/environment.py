@@ -1,4 +1,4 @@
-"""The section `rl.environment`: what answers the policy between its turns."""
+"""The section `rl.environment`: the environment that answers the policy between its turns."""
 
 from typing import Literal
 
@@ -13,20 +13,20 @@ class EnvironmentConfig(Section):
 
     name: Literal["calculator", "guessing", "python", "reasoning_gym", "textarena"] | Extension | None = None
     """Environment; `calculator`: a tool that computes; `guessing`: a game of guessing a number; `python`: a tool that
-    runs Python in a sandbox (bubblewrap or nsjail); `reasoning_gym`: a dataset of reasoning-gym, in one turn;
-    `textarena`: a game of TextArena for one player; `module:name`: a class of your own
-    (rl.environments.interface.Environment); `none`: a completion is one turn."""
+    runs Python in a sandbox (bubblewrap or nsjail); `reasoning_gym`: a dataset of reasoning-gym, in a single turn;
+    `textarena`: a game of TextArena for a single player; `module:name`: a class of your own
+    (rl.environments.interface.Environment); `none`: no environment, a completion is a single turn."""
     arguments: dict[str, str | bool | int | float] = {}  # noqa: RUF012  # pydantic gives every instance its own
-    """Arguments with which the class is made, as dataset = "chain_sum" for `reasoning_gym`."""
+    """Arguments of the environment's class, such as dataset = "chain_sum" for `reasoning_gym`."""
     max_turns: PositiveInt = 8
-    """Most turns of the policy; a conversation that reaches it is truncated."""
+    """Maximum number of turns of the policy; a conversation that reaches it is truncated."""
     max_tokens: PositiveInt = 4096
-    """Most tokens of a conversation after its prompt, those of the environment too; a turn that may not have room for
-    rl.rollout.max_new_tokens does not begin, and the conversation is truncated."""
+    """Maximum number of tokens of a conversation after its prompt, including the environment's; a turn that may not
+    have room for rl.rollout.max_new_tokens does not begin, and the conversation is truncated."""
     timeout_s: Seconds = 10.0
-    """Seconds that the environment may take for one answer; beyond them it has failed."""
+    """Seconds that the environment may take for each answer; after that it has failed."""
     max_memory_gib: Gibibytes | None = None
-    """GiB of address space that a process of the environment, and each that it starts, may take beyond what it begins
-    with (RLIMIT_AS); `none`: no limit."""
+    """GiB of address space that a process of the environment, and each that it starts, may take beyond its initial size
+    (RLIMIT_AS); `none`: no limit."""
     workers: PositiveInt = 1
     """Processes of each replica that run the environment."""

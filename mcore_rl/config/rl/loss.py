@@ -28,63 +28,69 @@ class Correction(NamedTuple):
 
 
 class LossConfig(Section):
-    """The policy's loss, and the terms added to it: what every kind has."""
+    """The policy's loss and the terms added to it: the fields of every kind."""
 
     kind: str
-    """Loss; grpo (arXiv 2402.03300), ppo (1707.06347: the same for a token, and a mean over all tokens), gspo and
+    """Loss; grpo (arXiv 2402.03300), ppo (1707.06347: the same per token, with a mean over all tokens), gspo and
     gspo_token (2507.18071), rspo (2510.23027), kimi_k2 (2501.12599, 2507.20534), cispo (2506.13585); `module:name`: a
-    function of yours (rl.objectives.policy_tokens.PolicyTokens, this section, context-parallel axis -> TokenLoss)."""
+    function of your own (rl.objectives.policy_tokens.PolicyTokens, this section, context-parallel axis ->
+    TokenLoss)."""
     mask_truncated: bool = False
     """Do not train on truncated completions; their rewards still count in their group."""
     kl_coeff: NonNegativeFloat = 0.0
     """Coefficient of the KL divergence to the reference policy (2402.03300: 0.04); at 0 there is no reference."""
     kl_target: PositiveFloat | None = None
-    """KL of a completion to the reference, in nats summed over its tokens, towards which `kl_coeff` is changed after
-    each rollout batch: times e^(clip(KL / kl_target - 1, -0.2, 0.2) x completions / kl_horizon), for small steps as in
-    1909.08593, which has 6; `none`: it stays as it is."""
+    """Target for the KL of a completion to the reference, in nats summed over its tokens. After each rollout batch
+    `kl_coeff` is multiplied by e^(clip(KL / kl_target - 1, -0.2, 0.2) x completions / kl_horizon), which for small
+    steps is the rule of 1909.08593, where the target is 6; `none`: `kl_coeff` does not change."""
     kl_horizon: PositiveInt = 10000
-    """Completions over which a KL that is 20 % or more off `kl_target` changes `kl_coeff` by a fifth; at least those of
-    a rollout batch."""
+    """Number of completions over which a KL that is 20 % or more off `kl_target` changes `kl_coeff` by a fifth; at
+    least the completions of a rollout batch."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL: with d = log(reference / policy) of a sampled token, -d, d^2 / 2, or e^d - d - 1."""
+    """Estimator of the KL, with d = log(reference / policy) of a sampled token; `k1`: -d; `k2`: d^2 / 2; `k3`: e^d - d
+    - 1."""
     kl_gradient: Literal["estimator", "k2"] = "estimator"
-    """Gradient of the KL in the loss: the estimator's derivative, or that of k2, which is the KL's in expectation."""
+    """Gradient of the KL in the loss; `estimator`: the estimator's derivative; `k2`: the derivative of k2, which in
+    expectation is the gradient of the KL."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Place of the KL: added to the loss, or its sum over a completion, under the old policy, taken from the reward. In
-    the reward a completion that `mask_truncated` masks pays too, and a group of equal rewards still gets zeros. With
-    `gae` and `reinforce_plus_plus...` it is taken from the reward of each token, as in PPO (2203.02155)."""
+    """Where the KL penalty goes; `loss`: a term of the loss; `reward`: the completion's summed KL, under the old
+    policy, is subtracted from its reward. A completion that `mask_truncated` masks is penalised too, and a group of
+    equal rewards still gets zeros. With `gae` and `reinforce_plus_plus...` it is subtracted from the reward of each
+    token, as in PPO (2203.02155)."""
     reference_refresh_rollouts: PositiveInt | None = None
-    """Rollout batches after which the reference becomes the policy (iterative GRPO); `none`: never."""
+    """Rollout batches after which the reference becomes the current policy (iterative GRPO); `none`: never."""
     reference_store: Literal["device", "host"] = "host"
-    """Memory in which the reference's weights wait for their pass: beside the policy, or main memory."""
+    """Memory in which the reference's weights wait for their pass; `device`: the policy's; `host`: main memory."""
     entropy_coeff: NonNegativeFloat = 0.0
-    """Coefficient of the mean entropy of the next token over the whole vocabulary, which is raised."""
+    """Coefficient of the entropy bonus, the mean entropy of the next token over the whole vocabulary."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits are in fp32 at a time; of deferred logits `platform.logits_chunk_tokens`."""
+    """Number of tokens with fp32 logits at a time; for deferred logits, `platform.logits_chunk_tokens` applies."""
 
     @cached_property
     def has_kl_in_reward(self) -> bool:
-        """Whether rewards pay for the distance from the reference."""
+        """Whether a KL penalty is subtracted from rewards."""
         return bool(self.kl_coeff) and self.kl_in == "reward"
 
     @cached_property
     def aggregation_in_use(self) -> Aggregation:
-        """Mean over tokens; of ratios of whole sequences always over sequences, of which a long one weighs no more."""
+        """Mean over tokens; for ratios of whole sequences always a mean over sequences, where a long sequence has no
+        more weight.
+        """
         return "seq_mean_token_mean"
 
     @cached_property
     def norm_tokens(self) -> int | None:
-        """Divisor of sums of tokens; None: the most tokens of a completion."""
+        """Divisor of sums over tokens; None for the maximum number of tokens of a completion."""
         return None
 
     @cached_property
     def correction(self) -> Correction | None:
-        """Correction of the rollout-training mismatch; None: there is none."""
+        """Correction of the rollout-training mismatch; None without a correction."""
         return None
 
     @cached_property
     def shift_floor(self) -> float | None:
-        """Least router-shift ratio with which ratios are multiplied; None: they are not."""
+        """Minimum router-shift ratio with which ratios are multiplied; None if they are not."""
         return None
 
     @property
@@ -94,14 +100,15 @@ class LossConfig(Section):
 
 
 class Aggregated(LossConfig):
-    """A loss of tokens, of which the mean may be taken in several ways."""
+    """A loss of tokens, with a choice of means over them."""
 
     aggregation: Aggregation = "seq_mean_token_mean"
-    """Mean over tokens: mean over sequences of their tokens' means; mean over all tokens; mean over sequences of their
-    tokens' sums over `aggregation_norm_tokens`."""
+    """Mean over tokens; `seq_mean_token_mean`: mean over sequences of the mean over their tokens; `token_mean`: mean
+    over all tokens; `seq_mean_token_sum_norm`: mean over sequences of the sum over their tokens, divided by
+    `aggregation_norm_tokens`."""
     aggregation_norm_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Divisor of `seq_mean_token_sum_norm` (Dr. GRPO); `auto`: rollout.max_new_tokens, with an environment
-    environment.max_tokens."""
+    """Divisor of `seq_mean_token_sum_norm` (Dr. GRPO); `auto`: rollout.max_new_tokens, or environment.max_tokens with
+    an environment."""
 
     @cached_property
     def aggregation_in_use(self) -> Aggregation:
@@ -110,7 +117,7 @@ class Aggregated(LossConfig):
 
     @cached_property
     def norm_tokens(self) -> int | None:
-        """Divisor of sums of tokens; None: the most tokens of a completion."""
+        """Divisor of sums over tokens; None for the maximum number of tokens of a completion."""
         return None if self.aggregation_norm_tokens == "auto" else self.aggregation_norm_tokens
 
 
@@ -129,18 +136,19 @@ class Clipped(LossConfig):
 
 
 class DualClipped(Clipped):
-    """A loss with the minimum of a clipped and an unclipped term."""
+    """A loss that takes the minimum of a clipped and an unclipped term."""
 
     dual_clip: PositiveFloat | None = None
-    """Largest ratio of completions with a negative advantage (1912.09729: 3); `none`: no limit."""
+    """Maximum ratio of completions with a negative advantage (1912.09729: 3); `none`: no limit."""
 
 
 class Corrected(LossConfig):
-    """A loss whose terms may be weighed by importance sampling."""
+    """A loss that can have importance-sampling weights."""
 
     importance_sampling: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "none"
-    """Importance-sampling correction of the rollout-training mismatch, by w = old / engine's probability of a token, or
-    its geometric mean over the completion: weigh by min(w, high), or by w inside low ... high and by 0 outside. Masked
+    """Importance-sampling correction of the rollout-training mismatch, with w = a token's probability under the old
+    policy / under the engine; `truncate`: the weight is min(w, high); `mask`: the weight is w inside low ... high, and
+    0 outside; `sequence_truncate`, `sequence_mask`: the same with the geometric mean of w over the completion. Masked
     tokens still count in the mean."""
     importance_sampling_low: NonNegativeFloat = 0.5
     """Lower end of the masks of `importance_sampling`."""
@@ -149,7 +157,7 @@ class Corrected(LossConfig):
 
     @cached_property
     def correction(self) -> Correction | None:
-        """Correction of the rollout-training mismatch; None: there is none."""
+        """Correction of the rollout-training mismatch; None without a correction."""
         if self.importance_sampling == "none":
             return None
         return Correction(
@@ -158,17 +166,17 @@ class Corrected(LossConfig):
 
 
 class Shifted(LossConfig):
-    """A loss whose ratios may be multiplied by the router-shift ratio."""
+    """A loss in which ratios can be multiplied by the router-shift ratio."""
 
     router_shift: bool = False
     """Multiply the ratio of each token, before any clip or mean, by how little the routers' scores of the old policy's
     experts have changed since its pass for old logprobs (RSPO)."""
     router_shift_floor: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Least factor of `router_shift`."""
+    """Minimum factor of `router_shift`."""
 
     @cached_property
     def shift_floor(self) -> float | None:
-        """Least router-shift ratio with which ratios are multiplied; None: they are not."""
+        """Minimum router-shift ratio with which ratios are multiplied; None if they are not."""
         return self.router_shift_floor if self.router_shift else None
 
 
@@ -179,7 +187,7 @@ class GrpoLoss(Shifted, Corrected, Aggregated, DualClipped):
 
 
 class PpoLoss(Shifted, Corrected, Aggregated, DualClipped):
-    """Clipped ratios of tokens, a mean over all of them."""
+    """Clipped ratios of tokens, with a mean over all tokens."""
 
     kind: Literal["ppo"] = "ppo"
     aggregation: Aggregation = "token_mean"
@@ -203,7 +211,7 @@ class GspoLoss(Shifted, Corrected, DualClipped):
 
 
 class RspoLoss(Shifted, Corrected, Clipped):
-    """Geometric means of clipped ratios, of GMPO (2507.20673), times the router-shift ratio."""
+    """Geometric means of clipped ratios, as in GMPO (2507.20673), times the router-shift ratio."""
 
     kind: Literal["rspo"] = "rspo"
     clip_low: PositiveFloat = 1 - exp(-0.4)
@@ -213,24 +221,24 @@ class RspoLoss(Shifted, Corrected, Clipped):
 
 
 class KimiK2Loss(LossConfig):
-    """A regression that holds under any sampler: it clips nothing and weighs nothing."""
+    """A regression that is valid under any sampler, so that nothing is clipped or weighted."""
 
     kind: Literal["kimi_k2"] = "kimi_k2"
     tau: PositiveFloat = 0.01
-    """Weight with which the policy is regularised towards the old one, in units of the reward."""
+    """Weight of the regularisation towards the old policy, in units of the reward."""
 
 
 class CispoLoss(Corrected, Aggregated, Clipped):
-    """Weighted logprobs, a mean over all tokens."""
+    """Weighted logprobs, with a mean over all tokens."""
 
     kind: Literal["cispo"] = "cispo"
-    clip_low: PositiveFloat = 1.0  # no lower bound, as in the paper; for the upper it gives no number
+    clip_low: PositiveFloat = 1.0  # no lower bound, as in the paper, which gives no number for the upper
     clip_high: PositiveFloat = 0.28
     aggregation: Aggregation = "token_mean"
 
 
 class OwnLoss(Shifted, Corrected, Aggregated, DualClipped):
-    """A function of the user's own, which may read any field but `tau`."""
+    """A user-defined function, which may read any field except `tau`."""
 
     kind: Extension
 

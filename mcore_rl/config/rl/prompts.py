@@ -14,29 +14,31 @@ class PromptConfig(Section):
     task: (
         Literal["file", "arithmetic", "sorting", "copying", "reversing", "countdown", "seeds"] | Extension
     ) = "file"
-    """Source of prompts; `file`: read `files`; the others make problems without end, each from the seed and its index
-    alone; `seeds`: numbers, from which rl.environment makes problems of its own; `module:name` does so with a function
-    of your own (random generator, size -> rl.tasks.TaskProblem)."""
+    """Source of prompts; `file`: read `files`; `arithmetic`, `sorting`, `copying`, `reversing`, `countdown`: problems
+    without end, each determined by the seed and its index; `seeds`: numbers, from which rl.environment makes its own
+    problems; `module:name`: problems without end, from a function of your own (random generator, size ->
+    rl.tasks.TaskProblem)."""
     files: tuple[str, ...] = ()
     """JSON lines (also .gz), .parquet, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT, with a prompt and
-    an answer; all other fields of a line reach the reward functions."""
+    an answer; all other fields of a line are passed to the reward functions."""
     file_weights: tuple[float, ...] = ()
-    """Weight of each of `files` in the mixture, in prompts: with [3, 1] three of four are from the first, and each file
-    begins anew, in another order, when it has been read; an empty list: every prompt once an epoch."""
+    """Weight of each of `files` in the mixture, in prompts: with [3, 1], three of four prompts are from the first. A
+    file that has been read starts again in a new order. An empty list: every prompt once per epoch."""
     prompt_field: str = "prompt"
-    """The field with the prompt: text, or a list of {"role", "content"}; one that ends in a turn of the assistant has
-    the beginning of the answer, which goes on from there, and is not scored."""
+    """The field with the prompt: text, or a list of {"role", "content"}. A prompt that ends in a turn of the assistant
+    has the beginning of the answer, which continues from there, and is not scored."""
     prompt_template: Text | None = None
-    """Text of the prompt in which {name} is a field of the line ({{name}} is the text {name}), as "{question} Put the
-    answer in \\boxed{}."; `none`: the prompt is `prompt_field`."""
+    """Template of the prompt, in which {name} is a field of the line ({{name}} is the text {name}), such as "{question}
+    Put the answer in \\boxed{}."; `none`: the prompt is `prompt_field`."""
     answer_field: str = "answer"
-    """The field with the reference answer; a line may lack it when no reward needs it."""
+    """The field with the reference answer; a line may lack it if no reward needs it."""
     max_bad: NonNegativeInt | None = 0
-    """Lines of files that may be no prompt: they are left out, counted, and logged with file and line; more end the run
-    before it starts; `none`: any number. Training and evaluation count apart."""
+    """Number of lines of files that may be invalid: they are left out, counted, and logged with file and line. With
+    more, the run ends before it starts; `none`: any number. Training and evaluation count separately."""
     smallest: PositiveInt = 2
-    """Fewest digits, letters or numbers of a problem of a built-in task."""
+    """Minimum number of digits, letters or numbers of a problem of a built-in task."""
     largest: PositiveInt = 4
-    """Most digits, letters or numbers of a problem of a built-in task."""
+    """Maximum number of digits, letters or numbers of a problem of a built-in task."""
     max_tokens: PositiveInt = 1024
-    """Longest prompt in tokens; longer ones of files are left out and counted, one of a built-in task ends the run."""
+    """Maximum length of a prompt in tokens; a longer prompt of a file is left out and counted, a longer prompt of a
+    built-in task ends the run."""

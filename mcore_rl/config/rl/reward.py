@@ -11,52 +11,54 @@ from mcore_rl.config.extension import MODEL_PARTS, SERVED_PARTS, Extension, corr
 from mcore_rl.config.section import Gibibytes, Seconds, Section, Store, Text
 
 RULES_OF_ANSWERS = ("exact", "numeric", "math", "countdown")
-"""Parts of `rl.reward.parts` that are 1 for a right answer and 0 for another."""
+"""Parts of `rl.reward.parts` that are 1 for a right answer and 0 otherwise."""
 
 
 ENVIRONMENT_PART = "environment"
-"""Part of `rl.reward.parts` that is the sum of the rewards that the environment gave."""
+"""Part of `rl.reward.parts` that is the sum of the environment's rewards."""
 
 
 class CodeConfig(Section):
     """The part `code`: the program in a completion is run against the tests of its prompt, in a sandbox."""
 
     sandbox: Literal["auto", "bubblewrap", "nsjail"] = "auto"
-    """Program that keeps the completion's from files, network and other processes; `auto`: the first one that is
-    installed. Without one the run is refused."""
+    """Program that isolates the completion's program from files, network and other processes; `auto`: the first that is
+    installed. If none is, the run is refused."""
     python: Text | None = None
-    """Interpreter of the programs, with its packages, such as the one of a virtual environment; `none`: the one that
-    runs here, without packages."""
+    """Interpreter of the programs, with its packages, such as a virtual environment's; `none`: the interpreter of this
+    run, without packages."""
     tests_field: Text = "tests"
-    """Field of a prompt with its tests; a list of {"input", "output"}: the program reads the one and must write the
-    other; {"inputs": [...], "outputs": [...]}: the same in two lists; a text or a list of texts: Python, such as
-    asserts, that runs after the program. A text may also be the JSON of these."""
+    """Field of a prompt with its tests: a list of {"input", "output"}, where the program reads the input and must write
+    the output; {"inputs": [...], "outputs": [...]}, the same as two lists; a text or a list of texts with Python, such
+    as asserts, that runs after the program. A text may also be the JSON of these."""
     timeout_s: Seconds = 8.0
-    """Seconds that all tests of a completion may take together; those that have not passed by then have failed."""
+    """Seconds that all tests of a completion may take together; tests that have not passed by then have failed."""
     memory_mib: PositiveInt = 512
-    """MiB of address space of the program, and of the files that it may write."""
+    """Limit in MiB on the address space of the program, and on the files that it writes."""
     partial: bool = False
-    """Give the fraction of the tests that pass; otherwise 1 where all do, else 0."""
+    """Reward the fraction of the tests that pass; otherwise 1 if all do, else 0."""
 
 
 class RewardServerConfig(Section):
-    """Servers that give rewards, `http:URL` and `judge:FILE`: how each is asked by each replica of the model."""
+    """Servers that give rewards, `http:URL` and `judge:FILE`: how each replica of the model requests rewards from
+    each.
+    """
 
     batch_size: PositiveInt = 16
-    """Completions of one request to a reward server; a judge is asked about one at a time."""
+    """Completions per request to a reward server; a request to a judge has a single completion."""
     concurrency: PositiveInt = 8
-    """Requests at a time."""
+    """Number of requests at a time."""
     timeout_s: Seconds = 60.0
-    """Seconds for one request."""
+    """Seconds per request."""
     retries: NonNegativeInt = 3
-    """Times that a request without an answer is repeated before its scores have failed; a request that the server calls
-    wrong (status 400 to 499 but 408 and 429) is not."""
+    """Number of times that a request without an answer is repeated before its scores have failed; a request that the
+    server rejects (status 400 to 499 except 408 and 429) is not repeated."""
     retry_s: Seconds = 1.0
-    """Seconds before the first repetition; each further one waits twice as long."""
+    """Seconds before the first repetition; each further repetition waits twice as long."""
     api_key_env: Text | None = None
-    """Name of the environment variable with the key that is sent as a bearer token; `none`: none is sent."""
+    """Name of the environment variable with the key that is sent as a bearer token; `none`: no key is sent."""
     ca_file: Text | None = None
-    """File of the certificates by which https servers are known; `none`: those of the system."""
+    """File of the certificates to verify https servers with; `none`: the system's certificates."""
 
 
 class JudgeConfig(Section):
@@ -65,17 +67,17 @@ class JudgeConfig(Section):
     """
 
     url: Text | None = None
-    """Address of the server up to and with /v1; /chat/completions below it is asked."""
+    """Address of the server up to and including /v1; requests go to /chat/completions below it."""
     model: Text | None = None
     """Name of the model on the server."""
     temperature: NonNegativeFloat = 0.0
-    """Divisor of the judge's logits; at 0 it answers alike each time."""
+    """Sampling temperature of the judge; at 0 its answer is the same each time."""
     max_tokens: PositiveInt = 512
-    """Most tokens of the judge's answer."""
+    """Maximum number of tokens of the judge's answer."""
     score_pattern: Text = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
-    """Regular expression whose last match's first group in the answer is the score, a number."""
+    """Regular expression that finds the score, a number, in the answer: the first group of its last match."""
     scale: PositiveFloat = 1.0
-    """Divisor of the score: 10 makes 0 to 1 of scores from 0 to 10."""
+    """Divisor of the score: 10 maps scores from 0 to 10 to values from 0 to 1."""
 
 
 class RewardConfig(Section):
@@ -87,62 +89,63 @@ class RewardConfig(Section):
     function as `module:function`; `model:PATH`, a reward model (a checkpoint or run of `mcore-rl rm`), which scores
     prompt and completion at the last token; `step_model:PATH`, a process reward model, which scores the ends of steps;
     `http:URL` (`http://HOST:PORT/PATH`, or https), a reward server; `judge:FILE`, a language model on a server, asked
-    what the template says."""
+    with the template FILE."""
     weights: tuple[float, ...] = ()
-    """Weight of each part; an empty list: 1 each."""
+    """Weight of each part; an empty list: 1 for each."""
     correct: Text | None = "auto"
-    """Part that decides which completions are correct: those to which it gives 1 or more. Its weight may be 0; `auto`:
+    """Part that decides which completions are correct: a value of 1 or more is correct. Its weight may be 0; `auto`:
     the first part that is a rule or a function; `none`: no part decides, and no accuracy is reported."""
     code: CodeConfig = CodeConfig()
     server: RewardServerConfig = RewardServerConfig()
     judge: JudgeConfig = JudgeConfig()
     answer_pattern: Text | None = None
-    """Regular expression whose last match's first group is the answer of a completion; `none`: all of its text."""
+    """Regular expression that finds the answer in a completion: the first group of its last match; `none`: the answer
+    is the whole text."""
     format_pattern: Text | None = None
-    """Regular expression of the part `format`, which is 1 when the whole completion matches."""
+    """Regular expression of the part `format`, which is 1 if the whole completion matches."""
     regex_pattern: Text | None = None
-    """Regular expression of the part `regex`, which is 1 when it matches anywhere."""
+    """Regular expression of the part `regex`, which is 1 if it matches anywhere."""
     length_min_tokens: NonNegativeInt = 0
-    """Least length for the part `length`: a shorter completion loses the missing share, from 0 to -1."""
+    """Minimum length for the part `length`: a shorter completion loses the missing fraction, from 0 to -1."""
     length_max_tokens: PositiveInt | None = None
-    """Largest length for the part `length`: a longer completion loses the share in excess, at most 1; `none`: no
+    """Maximum length for the part `length`: a longer completion loses the excess fraction, at most 1; `none`: no
     limit."""
     overlong_buffer_tokens: PositiveInt | None = None
-    """Tokens before rollout.max_new_tokens, or with an environment before environment.max_tokens, over which the reward
-    falls linearly by `overlong_penalty` (DAPO); `none`: it does not fall."""
+    """Tokens before rollout.max_new_tokens, or environment.max_tokens with an environment, over which the reward falls
+    linearly by `overlong_penalty` (DAPO); `none`: no penalty."""
     overlong_penalty: PositiveFloat = 1.0
-    """Reward taken from a completion of rollout.max_new_tokens tokens, with `overlong_buffer_tokens`."""
+    """Reward that a completion of the maximum length loses, with `overlong_buffer_tokens`."""
     timeout_s: Seconds = 10.0
-    """Seconds that a part may take on one completion; beyond them its score has failed."""
+    """Seconds that a part may take for each completion; after that its score has failed."""
     error_value: float | None = None
-    """Value of a part whose score failed: it raised, returned no finite number, took too long, or its process died;
-    `none`: the completion has no reward, and leaves the statistics of its group and the loss."""
+    """Value of a part with a score that failed: it raised, returned no finite number, took too long, or its process
+    died; `none`: the completion has no reward, and is left out of the statistics of its group and of the loss."""
     max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
-    """Largest fraction of a part's scores in one rollout batch that may fail; above it the run ends; 1: it goes on
-    whatever fails. A part of weight 0 only measures, and ends no run, unless groups are sampled by it
+    """Maximum fraction of a part's scores in a rollout batch that may fail; above it the run ends; 1: the run continues
+    whatever fails. A part of weight 0 only measures, and never ends the run, unless groups are sampled by it
     (rl.rollout.dynamic_sampling_by)."""
     max_memory_gib: Gibibytes | None = None
-    """GiB of address space that a process which computes rewards, and each that it starts, may take beyond what it
-    begins with (RLIMIT_AS); a function that needs more gets a MemoryError; `none`: no limit."""
+    """GiB of address space that a process which computes rewards, and each that it starts, may take beyond its initial
+    size (RLIMIT_AS); a function that needs more gets a MemoryError; `none`: no limit."""
     workers: PositiveInt = 1
     """Processes of each replica that compute rewards."""
     step_separator: Text = "\n"
-    """Text after which a step of a completion ends, with `step_model:`; as in the training of the model."""
+    """Text that ends a step of a completion, for `step_model:`; as in the training of the model."""
     step_value: Literal["probability", "score"] = "probability"
-    """Value of a step, with `step_model:`; `probability`: that the step is right, sigmoid(score); `score`:
-    the score."""
+    """Value of a step, for `step_model:`; `probability`: the probability that the step is right, sigmoid(score);
+    `score`: the score."""
     model_tokenizer: TokenizerConfig | None = None
-    """Tokenizer of the reward models; `none`: the one that their runs were trained with, or the policy's where that is
-    not known. Texts are tokenised again for a model with another one than the policy's."""
+    """Tokenizer of the reward models; `none`: the tokenizer that their runs were trained with, or the policy's if that
+    is unknown. If a model's tokenizer differs from the policy's, texts are tokenised again."""
     model_chat_template: Text | None = None
-    """Template that makes text of prompt and completion for reward models with a tokenizer of their own; `none`: the
-    one that their runs were trained with."""
+    """Template that renders prompt and completion as text for reward models with a tokenizer of their own; `none`: the
+    template that their runs were trained with."""
     model_store: Store = "host"
-    """Memory in which the weights of reward models wait for their passes: beside the policy, main memory, or a file
-    without a name in the run's folder."""
+    """Memory in which the weights of reward models wait for their passes; `device`: the policy's; `host`: main memory;
+    `file`: a file without a name in the run's folder."""
     normalize_models: bool = False
-    """Subtract from the scores of reward models (`model:`) the mean of all their scores so far in the run, and divide
-    by their standard deviation; both are saved with each checkpoint."""
+    """Normalize the scores of reward models (`model:`) by the mean and the standard deviation of all their scores so
+    far in the run; both are saved with each checkpoint."""
 
     @cached_property
     def model_parts(self) -> tuple[str, ...]:
@@ -151,12 +154,12 @@ class RewardConfig(Section):
 
     @cached_property
     def served_parts(self) -> tuple[str, ...]:
-        """Parts whose scores servers give."""
+        """Parts that are scored by servers."""
         return tuple(part for part in self.parts if part.startswith(SERVED_PARTS))
 
     @cached_property
     def correct_part(self) -> str | None:
-        """Part that decides which completions are correct; None: none does."""
+        """Part that decides which completions are correct; None if no part does."""
         return correct_part(self.correct, self.parts)
 
     @cached_property
@@ -172,7 +175,7 @@ class RewardConfig(Section):
 
     @cached_property
     def of_functions(self) -> "RewardConfig | None":
-        """The parts that are functions, not models or the environment, with their weights; None: there are none."""
+        """This section with only the parts that are not models or the environment; None if there are no such parts."""
         rest = [
             (part, weight)
             for part, weight in self.weight_of.items()

@@ -32,12 +32,12 @@ class RlConfig(Section):
     eval: EvalConfig = EvalConfig()
     samples: SamplesConfig = SamplesConfig()
     freeze_router: bool = False
-    """Train no router: their weights, and the biases on the choice of experts, stay as they are."""
+    """Do not train the routers: their weights, and the biases on the choice of experts, do not change."""
 
     @cached_property
     def deciding_parts(self) -> frozenset[str]:
-        """Parts of the reward on which training depends: those with a weight, and the one by which groups are sampled;
-        all others only measure.
+        """Parts of the reward that training depends on: the parts with a weight, and the part by which groups are
+        sampled. The rest only measure.
         """
         parts = {part for part, weight in self.reward.weight_of.items() if weight}
         if self.rollout.dynamic_sampling and self.samples_by_accuracy and self.reward.correct_part:
@@ -46,7 +46,7 @@ class RlConfig(Section):
 
     @cached_property
     def samples_by_accuracy(self) -> bool:
-        """Whether dynamic sampling asks if completions are correct, and not for their reward."""
+        """Whether dynamic sampling looks at the correctness of completions instead of their reward."""
         by, part = self.rollout.dynamic_sampling_by, self.reward.correct_part
         if by == "auto":
             return part in RULES_OF_ANSWERS or (part == "code" and not self.reward.code.partial)
@@ -54,7 +54,7 @@ class RlConfig(Section):
 
     @cached_property
     def learns_beside_rewards(self) -> bool:
-        """Whether a term of the loss moves the policy where no token has an advantage."""
+        """Whether a term of the loss moves the policy even if no token has an advantage."""
         loss = self.loss
         return (
             bool(loss.kl_coeff and loss.kl_in == "loss")
@@ -64,5 +64,5 @@ class RlConfig(Section):
 
     @cached_property
     def max_completion_tokens(self) -> int:
-        """Most tokens after a prompt: of one turn, or with an environment of the conversation."""
+        """Maximum number of tokens after a prompt: of a single turn, or, with an environment, of the conversation."""
         return self.rollout.max_new_tokens if self.environment.name is None else self.environment.max_tokens
