@@ -1,4 +1,4 @@
-"""Checks that a cluster's settings agree with each other, and that a mesh lies well on its nodes."""
+"""Checks that a cluster's settings are compatible, and that a mesh fits well on its nodes."""
 
 import re
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Raise a ConfigError that lists everything wrong with the cluster's file, if anything is."""
+    """Raise a ConfigError that lists everything wrong with a cluster file, if anything is."""
     refuse([*_node(cluster.node), *_container(cluster.container), *_slurm(cluster), *_environment(cluster)])
 
 
 def seconds_of(time: str) -> int | None:
-    """Return the seconds of a time limit as Slurm reads it, None when it is no time limit.
+    """Return the seconds of a time limit as Slurm reads it, None if it is not a time limit.
 
     The forms are minutes[:seconds], hours:minutes:seconds and days-hours[:minutes[:seconds]].
     """
@@ -100,14 +100,14 @@ def _environment(cluster: ClusterConfig) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Faults of a mesh on nodes: those that refuse it and those that cost speed."""
+    """Faults of a mesh on nodes: those that refuse it, and those that cost speed."""
 
     refused: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
 def placement(model: ModelConfig, mesh: MeshConfig, ranks_per_node: int, world_size: int) -> Placement:
-    """Find groups of neighbouring ranks that do not lie inside a node; tensor parallelism must, the others should.
+    """Find groups of neighbouring ranks that cross nodes: tensor parallelism must not, other kinds should not.
 
     Megatron numbers ranks tp first, then cp, dp, pp; for experts etp first, then ep.
     """
@@ -134,5 +134,5 @@ def placement(model: ModelConfig, mesh: MeshConfig, ranks_per_node: int, world_s
 
 
 def _crosses(group: int, ranks_per_node: int, world_size: int) -> bool:
-    """True when some group of so many neighbouring ranks has ranks on two nodes."""
+    """Return whether any group of this many neighbouring ranks has ranks on two nodes."""
     return world_size > ranks_per_node and ranks_per_node % group != 0

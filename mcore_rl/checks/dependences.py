@@ -1,4 +1,4 @@
-"""Settings whose meaning depends on the mesh: valid, and another mesh trains differently."""
+"""Settings that depend on the mesh: they are valid, but train differently on another mesh."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,9 @@ from mcore_rl.config.run import RunConfig
 
 
 def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield a sentence for each setting that means something else on another mesh; the config has passed its checks."""
+    """Yield a sentence for each setting that has a different meaning on another mesh; the config has passed its
+    checks.
+    """
     moe, train = config.model.moe, config.train
     if config.model.is_moe and isinstance(config, RlRunConfig):
         yield from _packed_by_tokens(moe, "rl.update.max_tokens_per_microbatch")
@@ -38,8 +40,8 @@ def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _packed_by_tokens(moe: MoEConfig, field: str) -> Iterator[str]:
-    """Yield what depends on which sequences lie in a microbatch together, where `field` packs these by their tokens;
-    elsewhere the rows of a micro-batch are the same on every mesh.
+    """Yield each setting that depends on which sequences share a microbatch, for microbatches packed up to `field`
+    tokens; otherwise the rows of a micro-batch are the same on every mesh.
     """
     packs = f"and another mesh or {field} packs others together and trains"
     if moe.balance == "aux_loss" and moe.aux_loss_coeff:

@@ -1,4 +1,4 @@
-"""Checks that the settings of preference optimisation agree with each other."""
+"""Checks that the settings of preference optimisation are compatible."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,6 @@
-"""Checks of the section `rl.engine`: that the run can use the servers, and that their numbers are those it needs."""
+"""Checks of the section `rl.engine`: that the run can use the servers, and that their logprobs are the ones it
+needs.
+"""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -12,7 +14,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.toml import toml_value
 
 PROBED_FAMILIES = ("qwen2_moe", "qwen3_moe")
-"""Families whose weights have been sent to a real server, each part alone, and proved by the probe."""
+"""Families for which each part's weights were sent separately to a real server and proved by the probe."""
 OWN_ARGUMENTS = frozenset(
     {
         *("--model", "--model-path", "--served-model-name", "--load-format", "--host", "--port", "--dtype"),
@@ -28,11 +30,11 @@ OWN_ARGUMENTS = frozenset(
         *("--max-num-seqs", "--max-running-requests"),
     }
 )
-"""Arguments that are made of the config's fields."""
+"""Arguments that are derived from the config's fields."""
 
 
 def engine_violations(config: RlRunConfig) -> Iterator[str]:
-    """Yield one sentence for each reason why the completions of `config` cannot come from its engine."""
+    """Yield a sentence for each reason why `config` cannot generate completions with its engine."""
     engine = config.rl.engine
     if isinstance(engine, NativeConfig) and engine.cuda_graphs is True:
         yield from _graphs(config.mesh, config.model, config.platform)
@@ -44,7 +46,9 @@ def engine_violations(config: RlRunConfig) -> Iterator[str]:
 
 
 def _graphs(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> Iterator[str]:
-    """Check that a step of the engine can be captured: one rank computes it, and no host reads numbers within."""
+    """Check that a step of the engine can be captured: a single rank computes it, and no host reads numbers within
+    it.
+    """
     wanted = "rl.engine.cuda_graphs=true"
     if platform.device == "cpu":
         yield f'{wanted} with platform.device="cpu": CUDA graphs are a GPU\'s. Set it to "auto".'

@@ -1,7 +1,7 @@
-"""Checks that the products of a model in 8 bits have sizes that TransformerEngine multiplies.
+"""Checks that a model's 8-bit products have sizes that TransformerEngine multiplies.
 
-Megatron pads the tokens of experts (`get_fp8_align_size`); widths and the tokens of all other layers are as they are,
-and TransformerEngine refuses odd ones in the first forward pass.
+Megatron pads the tokens of experts (`get_fp8_align_size`) but not widths or the tokens of other layers:
+TransformerEngine refuses unsuitable sizes in the first forward pass.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Width:
     """Field, or product of fields."""
     size: int
     ranks: int = 1
-    """Number of ranks that it is cut over."""
+    """Number of ranks over which it is cut."""
     axis: str = "tp"
     """Field of the mesh with that number."""
 
@@ -35,7 +35,7 @@ def fp8_violations(
     seq_length: int,
     field: str,
 ) -> Iterator[str]:
-    """Yield a sentence for each width, and for the tokens of a rank, that no product in 8 bits takes.
+    """Yield a sentence for each width, or number of tokens on a rank, that 8-bit products do not accept.
 
     Args:
         model: The model.
@@ -43,7 +43,7 @@ def fp8_violations(
         platform: The platform, with fp8 or without.
         micro_batch: Sequences of a forward pass.
         seq_length: Positions of a sequence.
-        field: Field that gives them.
+        field: Field that sets `seq_length`.
     """
     multiple = platform.fp8_multiple
     if multiple == 1:
@@ -55,7 +55,7 @@ def fp8_violations(
         remedy = ' or, for other GPUs and multiples of 16, another recipe than "auto" and "mxfp8"'
     for width in _widths(model, mesh):
         here, rest = divmod(width.size, width.ranks)
-        if rest or not here % multiple:  # what does not divide is refused by the checks of the mesh
+        if rest or not here % multiple:  # the checks of the mesh refuse a width that does not divide
             continue
         cut = f" / mesh.{width.axis}={width.ranks} = {here}" if width.ranks > 1 else ""
         yield (

@@ -1,4 +1,4 @@
-"""The files that a run reads, and which of them are not there."""
+"""The files that a run reads, and checks that they exist."""
 
 import difflib
 import os
@@ -19,7 +19,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
 
 OF_TEXT = ("data.", "rl.prompts.", "rl.eval.", "rl.ptx.")
-"""Beginnings of the fields that name files of text, or of what makes tokens of it."""
+"""Prefixes of the fields that name files of text, tokenizers or templates."""
 OF_TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -27,18 +27,18 @@ OF_TOKENIZERS = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""Files of a tokenizer's folder that decide its tokens; a model's weights may lie beside them."""
+"""Files of a tokenizer's folder that decide its tokens; a model's weights may be in the same folder."""
 
 
 def absent_inputs(config: RunConfig) -> Iterator[str]:
-    """Yield a sentence, with its remedy, for each file that the run would read and that does not exist."""
+    """Yield a sentence, with its remedy, for each missing file that the run would read."""
     for name, path, what in inputs_of(config):
-        if not os.path.exists(path):  # False too for a name that is too long, where Path.exists() raises
+        if not os.path.exists(path):  # also False if the name is too long, where Path.exists() raises
             yield absent(name, path, what)
 
 
 def absent(name: str, path: Path, what: str) -> str:
-    """Return the sentence on `path`, which field `name` names and which does not exist; it names similar files."""
+    """Return the sentence on the missing `path` of field `name`; it suggests similar files."""
     there = sorted(entry.name for entry in path.parent.iterdir()) if os.path.isdir(path.parent) else []
     near = difflib.get_close_matches(path.name, there, n=3)
     hint = f" Its folder has {' and '.join(near)}." if near else ""
@@ -46,9 +46,10 @@ def absent(name: str, path: Path, what: str) -> str:
 
 
 def contents_of_inputs(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return field -> path -> size and CRC-32 of each file that decides what a step reads: text, tokenizer, template.
+    """Return field -> path -> size and CRC-32 of each file that decides which data a step reads: text, tokenizer,
+    template.
 
-    A .bin has its size alone: it may take hours to read, and the .idx beside it changes with it.
+    Only the size of a .bin is recorded: reading it may take hours, and the .idx next to it changes with it.
     """
     contents: dict[str, dict[str, str]] = {}
     for name, path, _ in inputs_of(config):
@@ -65,7 +66,7 @@ def _content(file: Path) -> str:
 
 
 def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
-    """Yield field, path and kind of everything that a run reads; what its own checkpoints replace is not read."""
+    """Yield field, path and kind of everything that a run reads, except inputs that its own checkpoints replace."""
     if config.checkpoint.load and not has_checkpoints(Path(config.run_dir)):
         yield "checkpoint.load", Path(config.checkpoint.load), "the checkpoint"
     if isinstance(config, DPOConfig) and config.dpo.reference and not has_checkpoints(Path(config.run_dir)):
@@ -108,7 +109,7 @@ def _teachers_and_texts(distill: DistillConfig, ptx: PtxConfig) -> Iterator[tupl
 
 
 def has_checkpoints(run_dir: Path) -> bool:
-    """Return whether a run has checkpoints of its own, which it resumes from."""
+    """Return whether a run has checkpoints of its own to resume from."""
     folder = run_dir / "checkpoints"
     return os.path.isdir(folder) and any(folder.iterdir())
 

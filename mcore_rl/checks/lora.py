@@ -12,7 +12,7 @@ from mcore_rl.families import family_of
 
 
 def lora_violations(config: RunConfig) -> Iterator[str]:
-    """Yield what is wrong with training low-rank adapters in a run."""
+    """Yield a sentence for each reason why a run cannot train low-rank adapters."""
     lora = config.lora
     if not lora.is_on:
         yield from _without_rank(lora)

@@ -13,7 +13,7 @@ from mcore_rl.families import family_of
 def mesh_violations(
     model: ModelConfig, mesh: MeshConfig, seq_length: int, field: str = "data.seq_length"
 ) -> Iterator[str]:
-    """Yield one sentence for each reason why `mesh` cannot hold `model` and sequences as long as `field` says."""
+    """Yield a sentence for each reason why `mesh` cannot hold `model` and sequences as long as `field` sets."""
     yield from _experts(model, mesh)
     yield from _widths(model, mesh)
     yield from _heads(model, mesh)
@@ -25,7 +25,7 @@ def mesh_violations(
 
 
 def unequal_length_violations(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
-    """Yield why ranks whose microbatches have different lengths cannot share experts, if so."""
+    """Yield the reason why ranks with microbatches of different lengths cannot share experts, if any."""
     if model.is_moe and model.moe.dispatcher == "allgather" and mesh.etp * mesh.ep > mesh.tp * mesh.cp:
         yield (
             f'model.moe.dispatcher="allgather" with mesh.etp={mesh.etp} x mesh.ep={mesh.ep} over more than '
@@ -96,7 +96,7 @@ def _heads(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
             f"model.num_kv_heads={kv_heads} is not a multiple of mesh.tp={tp}: {model.family} norms all keys at "
             f"once, so that no rank may hold a copy of another's. Set mesh.tp to one of {divisors(kv_heads)}."
         )
-    # With fewer key/value heads than ranks, Megatron gives each rank a copy of the one it needs.
+    # With fewer key/value heads than ranks, Megatron gives each rank a copy of the head it needs.
     elif not family.is_latent and kv_heads % tp and tp % kv_heads:
         yield (
             f"model.num_kv_heads={kv_heads} is neither a multiple nor a divisor of mesh.tp={tp}. Set mesh.tp "
@@ -114,11 +114,11 @@ def _delta_nets(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
 
 
 def _layers(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
-    """Apply Megatron's rule: first and last stage as given, the others alike, each cut into vpp equal chunks."""
+    """Apply Megatron's rule: first and last stage as given, all other stages equal, each cut into vpp equal chunks."""
     if mesh.pp_layout is not None:
         yield from _layout(model, mesh)
         return
-    # A stage without layers of its own counts among the others, so that 0 is right below.
+    # A stage without its own number of layers counts as an inner stage, so that 0 is right below.
     first, last, stages = mesh.first_stage_layers or 0, mesh.last_stage_layers or 0, mesh.pp
     if mesh.pp == 1 and (first or last):
         yield (

@@ -1,4 +1,4 @@
-"""Checks that a model's settings agree with each other and with its family, on whatever mesh."""
+"""Checks that a model's settings are compatible with each other and with its family, on any mesh."""
 
 from collections.abc import Iterator
 from math import isqrt
@@ -12,14 +12,14 @@ from mcore_rl.families.family import OPTIONAL_SETTINGS, Family
 from mcore_rl.families.hf_config import LLAMA3_CONSTANTS, HfConfig
 
 MAX_DIVISOR = 10_000
-"""Largest number that is tried as a divisor for a message: a misspelt width of 10^18 is refused at once too."""
+"""Largest divisor to try for a message, so that a misspelt width of 10^18 is refused at once too."""
 
 
 def checked_model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
-    """Return the model that a config.json describes, as `model_from_hf`, once it has passed the checks.
+    """Return the model that a config.json describes, as `model_from_hf` does, after it has passed the checks.
 
     Raises:
-        ConfigError: Megatron cannot represent the model, or cannot run it.
+        ConfigError: If Megatron cannot represent the model, or cannot run it.
     """
     model = model_from_hf(config, family)
     if violations := list(model_violations(model)):
@@ -28,7 +28,7 @@ def checked_model_from_hf(config: HfConfig, family: str | None = None) -> ModelC
 
 
 def model_violations(model: ModelConfig) -> Iterator[str]:
-    """Yield one sentence, with a remedy, for each disagreement; ConfigError for an unknown family."""
+    """Yield a sentence, with a remedy, for each disagreement; ConfigError for an unknown family."""
     family = family_of(model)
     yield from _head(model)
     yield from _experts(model, family)
@@ -42,7 +42,9 @@ def model_violations(model: ModelConfig) -> Iterator[str]:
 
 
 def divisors(number: int) -> str:
-    """Return the divisors of `number` for a message, as in "1, 2, 4, 8"; of many, or of a large number, the first."""
+    """Return the divisors of `number` for a message, as in "1, 2, 4, 8"; only the first, if there are many or it is
+    large.
+    """
     limit = min(isqrt(number), MAX_DIVISOR)
     small = [i for i in range(1, limit + 1) if number % i == 0]
     if limit < isqrt(number):
@@ -75,7 +77,7 @@ def _experts(model: ModelConfig, family: Family) -> Iterator[str]:
 
 
 def _optional_settings(model: ModelConfig, family: Family) -> Iterator[str]:
-    """Yield a sentence for each setting that the family does not have, or cannot be without."""
+    """Yield a sentence for each setting that the family does not have or requires."""
     for name in OPTIONAL_SETTINGS:
         value, default = attrgetter(name)(model), attrgetter(name)(ModelConfig())
         in_use = model.is_moe or not name.startswith("moe.")

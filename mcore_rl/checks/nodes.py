@@ -1,4 +1,4 @@
-"""Findings of `mcore-rl doctor` on the nodes of a job, side by side: equal nodes once, and what differs by name."""
+"""Findings of `mcore-rl doctor` on the nodes of a job: equal nodes are reported once, and differences by name."""
 
 import json
 import time
@@ -9,27 +9,27 @@ from typing import Any
 from mcore_rl.files import write_atomically
 
 REPORT = "report.txt"
-"""File with what the first node has found out about all of them."""
+"""File of the first node's report on all nodes."""
 SOUND, FAULTY = "nothing is broken", "faulty"
 """Last lines of a report."""
 ANSWER_S = 300.0
-"""Seconds in which every node must have answered."""
+"""Seconds within which every node must have answered."""
 POLL_S = 0.5
 MEMORY_PART = 0.02
-"""Part of a memory's size that is no difference: firmware reserves more on some nodes."""
+"""Relative difference in memory size that is ignored: firmware reserves more on some nodes."""
 
 Findings = Mapping[str, Any]
-"""Findings of one node, as `mcore_rl.run.machine.doctor.examine` returns them."""
+"""Findings of a node, as `mcore_rl.run.machine.doctor.examine` returns them."""
 
 
 def answer(folder: Path, host: str, found: Findings) -> None:
-    """Write the findings of one node for the first one to read."""
+    """Write the findings of a node for the first node to read."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{host}.json", json.dumps(found))
 
 
 def answers(folder: Path, num_nodes: int, wait_s: float = ANSWER_S) -> dict[str, Findings]:
-    """Return the findings by host, in order, once all nodes have answered; those that have when the time is over."""
+    """Return the findings by host, in order, once all nodes have answered or the time is over."""
     until = time.monotonic() + wait_s
     while len(files := sorted(folder.glob("*.json"))) < num_nodes and time.monotonic() < until:
         time.sleep(POLL_S)
@@ -41,8 +41,8 @@ def report(found: Mapping[str, Findings], lines: Mapping[str, Sequence[str]], nu
 
     Args:
         found: Findings by host.
-        lines: What `mcore-rl doctor` says about each host.
-        num_nodes: Nodes that were asked.
+        lines: Lines of `mcore-rl doctor` about each host.
+        num_nodes: Number of nodes that were asked.
     """
     text: list[str] = []
     first_of: dict[str, list[str]] = {}
@@ -61,7 +61,9 @@ def report(found: Mapping[str, Findings], lines: Mapping[str, Sequence[str]], nu
 
 
 def differences(found: Mapping[str, Findings]) -> Iterator[str]:
-    """Yield a line for each finding that nodes do not share: its values, the most frequent first, with the hosts."""
+    """Yield a line for each finding that differs between nodes: its values, the most frequent first, with their
+    hosts.
+    """
     values = {host: dict(comparable(findings)) for host, findings in found.items()}
     for name in dict.fromkeys(name for of_host in values.values() for name in of_host):
         hosts_of: dict[str, list[str]] = {}
@@ -74,7 +76,7 @@ def differences(found: Mapping[str, Findings]) -> Iterator[str]:
 
 
 def comparable(findings: Findings) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each finding that should be the same on all nodes; memory that is free need not be."""
+    """Yield name and value of each finding that should be the same on all nodes, unlike free memory."""
     yield "number of GPUs", len(findings["devices"])
     for index, device in enumerate(findings["devices"]):
         for name in ("name", "capability", "memory_gib"):
@@ -92,7 +94,7 @@ def comparable(findings: Findings) -> Iterator[tuple[str, Any]]:
 
 
 def _is_alike(values: Sequence[str]) -> bool:
-    """Return whether all are sizes that differ by no more than MEMORY_PART."""
+    """Return whether all values are sizes that differ by no more than MEMORY_PART."""
     if "not there" in values:
         return False
     sizes = [float(value) for value in values]

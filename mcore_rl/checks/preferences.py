@@ -1,4 +1,4 @@
-"""Checks of what all trainings on preferences have: their data, its lengths and batches."""
+"""Checks that all trainings on preferences share: of their data, its lengths and batches."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,9 @@ from mcore_rl.config.preferences import PreferenceRunConfig
 
 
 def preference_violations(config: PreferenceRunConfig, world_size: int) -> Iterator[str]:
-    """Yield what is wrong with running a training on preferences on `world_size` ranks, beyond its loss."""
+    """Yield a sentence for each reason, apart from its loss, why a training on preferences cannot run on `world_size`
+    ranks.
+    """
     data = config.data
     is_auto = data.tokens_per_microbatch == "auto"
     field = "2 x data.seq_length" if is_auto else "data.tokens_per_microbatch"

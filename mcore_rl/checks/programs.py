@@ -24,22 +24,22 @@ class Program:
     """A training that runs on ranks."""
 
     module: str
-    """Module of which `python -m module CONFIG.toml key=value ...` is one rank."""
+    """Module that `python -m module CONFIG.toml key=value ...` runs as a single rank."""
     config: type[RunConfig]
     check: Callable[[Any, int], None]
-    """Check of such a config on a number of ranks; it raises a ConfigError."""
+    """Check of such a config for a number of ranks; raises a ConfigError."""
     seq_length: Callable[[Any], int]
-    """Number of positions of one sequence, packed or not, that memory is needed for with such a config."""
+    """Number of positions of a sequence, packed or not, that memory is needed for with such a config."""
 
     def checked_config(
         self, path: Path, overrides: Sequence[str], ranks: int | None
     ) -> tuple[RunConfig, int]:
-        """Return the config and the number of ranks it was checked for, by default the fewest that the mesh needs."""
+        """Return the config and the number of ranks it was checked for, by default the minimum for the mesh."""
         config = load_run_config(self.config, path, overrides)
         return config, self.checked_ranks(config, ranks)
 
     def checked_ranks(self, config: RunConfig, ranks: int | None) -> int:
-        """Return the number of ranks that a config was checked for; ConfigError where it cannot run on them."""
+        """Return the number of ranks that a config was checked for; ConfigError if it cannot run on them."""
         ranks = ranks or config.mesh.smallest_world
         self.check(config, ranks)
         return ranks
@@ -55,5 +55,5 @@ PROGRAMS: dict[str, Program] = {
 
 
 def program_of(config: RunConfig) -> Program:
-    """Return the program that a config is of."""
+    """Return the program that a config is for."""
     return next(program for program in PROGRAMS.values() if program.config is type(config))

@@ -1,4 +1,4 @@
-"""Checks that the settings of the section `rl` agree with each other, and do what their names say."""
+"""Checks that the settings of the section `rl` are compatible, and do what their names say."""
 
 import re
 from collections.abc import Iterator
@@ -49,13 +49,13 @@ NAMED_PARTS = (
 NEEDS_ANSWER = ("exact", "positions", "numeric", "math", "countdown", "code")
 """Parts that look for an answer in a completion, with rl.reward.answer_pattern."""
 TOOLS = ("calculator", "python")
-"""Environments that help with problems which others make."""
+"""Environments that help with problems from another source."""
 MAKERS = ("guessing", "reasoning_gym", "textarena")
-"""Environments that make a problem of a prompt's fields `seed` and `size`."""
+"""Environments that make a problem from a prompt's fields `seed` and `size`."""
 
 
 def rl_violations(rl: RlConfig) -> Iterator[str]:
-    """Yield one sentence for each reason why `rl` cannot be run as it is."""
+    """Yield a sentence for each reason why `rl` cannot be run as it is."""
     yield from _prompts(rl.prompts)
     yield from _sampling(rl.rollout)
     yield from _group(rl.rollout, rl.advantage)
@@ -226,7 +226,7 @@ def _steps(rl: RlConfig) -> Iterator[str]:
 
 
 def _token_advantages(rl: RlConfig) -> Iterator[str]:
-    """Check advantages that each token has of its own."""
+    """Check the advantages that differ between the tokens of a completion."""
     advantage = rl.advantage
     if isinstance(advantage, GaeAdvantage):
         default = GaeAdvantage().length_alpha
@@ -345,7 +345,7 @@ def _kl(loss: AnyLoss) -> Iterator[str]:
 
 
 def _importance_sampling(loss: AnyLoss, update: UpdateConfig) -> Iterator[str]:
-    """Check the correction for rollouts whose logprobs are not the trainer's."""
+    """Check the correction for rollouts with logprobs that differ from the trainer's."""
     if loss.correction is None:
         return
     kind, low, high = loss.correction
@@ -368,7 +368,7 @@ def _importance_sampling(loss: AnyLoss, update: UpdateConfig) -> Iterator[str]:
 
 
 def _staleness(rl: RlConfig) -> Iterator[str]:
-    """Check that samples of older weights come from an engine of their own, and are corrected for."""
+    """Check that samples of older weights come from a separate engine, and are corrected for."""
     staleness = rl.rollout.max_staleness
     if not staleness:
         return
@@ -519,7 +519,7 @@ def _code(reward: RewardConfig) -> Iterator[str]:
 
 
 def _unused(section: Section, default: Section, name: str, reason: str) -> Iterator[str]:
-    """Yield a sentence where fields of `section` are set that nothing reads."""
+    """Yield a sentence if fields of `section` are set that nothing reads."""
     changed = [
         field for field in type(section).model_fields if getattr(section, field) != getattr(default, field)
     ]

@@ -1,4 +1,4 @@
-"""Checks that the settings of a reinforcement-learning run agree with each other, beyond the section `rl`."""
+"""Checks that the settings of a reinforcement-learning run are compatible, beyond the section `rl`."""
 
 from collections.abc import Iterator
 
@@ -108,7 +108,7 @@ def _batches(rl: RlConfig, rollout_size: int, train: TrainConfig) -> Iterator[st
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:
-    """Return the divisor of `size` next to `wanted`, the smaller of two; one far away, of a huge size, is 1."""
+    """Return the divisor of `size` nearest to `wanted`, the smaller of two; 1 if a huge size has none nearby."""
     start = min(size, wanted)
     for distance in range(min(start, MAX_DISTANCE)):
         for batch in (start - distance, start + distance):
@@ -120,7 +120,7 @@ def _nearest_divisor(size: int, wanted: int) -> int:
 def _intervals(
     train: TrainConfig, save_interval: int | None, updates: int, rollout_size: int
 ) -> Iterator[str]:
-    """Check that steps are whole rollout batches, between which alone a run saves, evaluates and ends."""
+    """Check that intervals are whole rollout batches: a run saves, evaluates and ends only between them."""
     if not updates:
         return  # _batches reports it
     fields = {
@@ -138,7 +138,7 @@ def _intervals(
 
 
 def _stores(section: str, optim: OptimConfig | None, field: str, store: Store) -> Iterator[str]:
-    """Check that an optimizer whose state lies in main memory is not asked to leave the device."""
+    """Check that an optimizer with state in main memory is not asked to leave the device."""
     if optim is not None and optim.offload_fraction and store != "device":
         yield (
             f'{field}="{store}" with {section}.offload_fraction={optim.offload_fraction:g}, whose state is in main '

@@ -1,4 +1,4 @@
-"""Checks that the settings of a reward model's training agree with each other."""
+"""Checks that the settings of a reward model's training are compatible."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ def check_rm(config: RewardModelConfig, world_size: int) -> None:
 
 
 def _steps(config: RewardModelConfig) -> Iterator[str]:
-    """Check that a process reward model is not given the settings of pairs."""
+    """Check that a process reward model has no settings for pairs."""
     if not config.data.has_steps:
         return
     if config.rm.shift == "chosen":

@@ -1,7 +1,7 @@
-"""Checks that the settings of a run agree with each other; a violation names the reason and the remedy.
+"""Checks that the settings of a run are compatible; a violation names the reason and the remedy.
 
-Megatron keeps most of these rules in scripts that its package does not contain, and some of them it would
-break without an error. Each function is one topic and yields a message for each violation.
+Megatron keeps most of these rules in scripts that are not part of its package, and would break some of them without an
+error. Each function covers a topic and yields a message for each violation.
 """
 
 import os
@@ -28,7 +28,7 @@ LONGEST_NAME, LONGEST_PATH = 255, 3500
 OURS = ("torch", "cpu")
 """Values of `platform.layers` that are not TransformerEngine's."""
 TE_FUSIONS = ("permute_fusion", "router_fusion", "weight_gradient_fusion")
-"""Fields of `platform` whose kernels belong to TransformerEngine's layers."""
+"""Fields of `platform` with kernels that only TransformerEngine's layers have."""
 
 
 def check(config: PretrainConfig, world_size: int) -> None:
@@ -49,7 +49,7 @@ def refuse(violations: Sequence[str]) -> None:
 
 
 def run_violations(config: RunConfig, world_size: int, seq_length: int, field: str) -> Iterator[str]:
-    """Yield what is wrong in the sections that all trainings share; `field` gives the sequences' length."""
+    """Yield a sentence for each fault in the sections that all trainings share; `field` sets the sequences' length."""
     model, mesh = config.model, config.mesh
     yield from _run_dir(config.run_dir)
     yield from model_violations(model)
@@ -106,7 +106,7 @@ def _allowed_changes(allowed: tuple[str, ...], kind: type[Section]) -> Iterator[
 
 
 def tokenizer_violations(tokenizer: TokenizerConfig) -> Iterator[str]:
-    """Yield what is wrong with the section of the tokenizer."""
+    """Yield a sentence for each fault in the section of the tokenizer."""
     if tokenizer.kind != "none" and not tokenizer.path:
         yield f'data.tokenizer.kind="{tokenizer.kind}" has no path. Set data.tokenizer.path.'
     if tokenizer.kind == "none" and tokenizer.path:
@@ -117,7 +117,7 @@ def tokenizer_violations(tokenizer: TokenizerConfig) -> Iterator[str]:
 
 
 def chat_violations(tokenizer: TokenizerConfig, chat_template: str, text: str) -> Iterator[str]:
-    """Yield what is wrong with making tokens of `text` ("prompts") with this tokenizer and template."""
+    """Yield a sentence for each reason why this tokenizer and template cannot make tokens of `text` ("prompts")."""
     yield from tokenizer_violations(tokenizer)
     if tokenizer.kind == "none":
         yield f'data.tokenizer.kind="none", but {text} are text. Set it, and data.tokenizer.path.'
@@ -153,7 +153,7 @@ def _world(mesh: MeshConfig, model: ModelConfig, world_size: int) -> Iterator[st
 
 
 def batch_violations(train: TrainConfig, mesh: MeshConfig, world_size: int) -> Iterator[str]:
-    """Yield what is wrong with a batch of sequences, of which every data-parallel rank has as many."""
+    """Yield a sentence if a batch does not divide evenly over the data-parallel ranks."""
     yield from _ramp(train)
     dp, rest = divmod(world_size, mesh.model_parallel)
     if rest or mesh.dp not in ("auto", dp):
@@ -196,7 +196,9 @@ def _ramp(train: TrainConfig) -> Iterator[str]:
 def schedule_violations(
     optim: OptimConfig, steps: int, field: str = "optim", steps_field: str = "train.steps"
 ) -> Iterator[str]:
-    """Yield what is wrong with the schedule in section `field`, over the optimizer steps that `steps_field` gives."""
+    """Yield a sentence for each fault in the schedule in section `field`, over the optimizer steps that `steps_field`
+    sets.
+    """
     if optim.min_lr > optim.lr:
         yield f"{field}.min_lr={optim.min_lr} is above {field}.lr={optim.lr}, from which it decays. Lower it."
     end = steps if optim.decay_steps == "auto" else optim.decay_steps
@@ -217,7 +219,7 @@ def schedule_violations(
 
 
 def offload_violations(optim: OptimConfig, platform: PlatformConfig, field: str = "optim") -> Iterator[str]:
-    """Yield what is wrong with state of the optimizer in section `field` that lies in main memory."""
+    """Yield a sentence if section `field` cannot keep the optimizer's state in main memory."""
     if optim.offload_fraction and platform.precision != "bf16":
         yield (
             f'{field}.offload_fraction={optim.offload_fraction:g} with platform.precision="{platform.precision}": '
@@ -227,7 +229,7 @@ def offload_violations(optim: OptimConfig, platform: PlatformConfig, field: str 
 
 
 def precision_violations(optim: OptimConfig, platform: PlatformConfig, field: str = "optim") -> Iterator[str]:
-    """Yield what is wrong with the number formats of the optimizer in section `field`."""
+    """Yield a sentence for each fault in the optimizer's number formats in section `field`."""
     lowered = [
         name
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
@@ -255,11 +257,11 @@ def weight_violations(
     what: str,
     without: str,
 ) -> Iterator[str]:
-    """Yield what is wrong with the weights in field `name` of the data in field `sources_name`.
+    """Yield a sentence for each fault in the weights in field `name` of the data in field `sources_name`.
 
     Args:
         what: Plural noun for the data, such as "files".
-        without: Purpose of giving no weights, such as "to weigh by tokens".
+        without: Purpose of omitting the weights, such as "to weigh by tokens".
     """
     if weights and len(weights) != len(sources):
         yield (

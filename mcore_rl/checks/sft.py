@@ -1,4 +1,4 @@
-"""Checks that the settings of a fine-tuning run agree with each other."""
+"""Checks that the settings of a fine-tuning run are compatible."""
 
 from collections.abc import Iterator
 
