@@ -2,8 +2,8 @@
 
 Two implementations of layers keep different tensors. TransformerEngine's ("te") follow arXiv 2205.05198, with attention
 that keeps no scores; ours ("torch") were counted in a forward pass, tensor by tensor
-(tests/unit/fake_world/test_saved.py counts them again). Experts are evenly loaded, or a rank's have
-a multiple of the mean.
+(tests/unit/fake_world/test_saved.py counts them again). Experts are evenly loaded, or the experts of a rank have a
+multiple of the mean.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ STATISTIC_BYTES = 4
 ANGLE_BYTES = 4
 """Bytes of an angle of rotary embeddings, which is fp32 in every precision."""
 DELTA_RULE = "delta_rule"
-"""Part of a layer that every backward pass computes again: its inputs are a fiftieth of what it would keep."""
+"""Part of a layer that every backward pass recomputes: its inputs are a fiftieth of the activations it would keep."""
 CHUNK = 64
 """Positions that the delta rule computes at once."""
 INDEX_BYTES = 8
@@ -117,7 +117,7 @@ class LayerActivations:
 
     def _norms(self) -> Iterator[tuple[str, int]]:
         yield "inputs", 2 * self.residual  # of both norms
-        # The products behind the norms read what these give.
+        # The products behind the norms read their outputs.
         yield "normed", 2 * self.residual // self.element * self._fp8_element
         if self.layers == "torch":
             yield "norm_statistics", 2 * self._slice * STATISTIC_BYTES
@@ -152,8 +152,8 @@ class LayerActivations:
             self.platform.recompute == "selective" and "mla_up_proj" in self.platform.recompute_modules
         )
         if self.layers == "torch":
-            # Values are filled up to the width of keys, in the place of those that are counted above unless these are
-            # computed again; the output has that width too.
+            # Values are padded to the width of keys, and replace the values counted above unless those are computed
+            # again; the output has that width too.
             values = width if is_up_recomputed else width - mla.v_head_dim
             yield "padded_values", each * heads * (values + width)
         yield "attended", self._attended(heads * mla.v_head_dim)
@@ -181,17 +181,18 @@ class LayerActivations:
         width = model.head_dim
         cp = self.mesh.cp
         if family.has_qk_norm(model) and family.has_full_qk_norm:
-            # In fp32: the heads, and their quotient by the root, for the gradient of the norm's weight.
+            # In fp32: the heads, and the heads divided by the root, for the gradient of the norm's weight.
             yield "unnormed_queries_keys", 2 * 4 * self.tokens * (heads + kv_heads) * width
         elif family.has_qk_norm(model):
-            # A view of the product where it has one key/value head, a copy in the order of heads otherwise.
+            # A view of the product if it has one key/value head, else a copy in the order of heads.
             yield "unnormed_queries_keys", each * heads * width if kv_heads > 1 else 0
             yield "head_statistics", self.tokens * (heads + kv_heads) * STATISTIC_BYTES
         if family.has_attention_sinks:
             if self.platform.recompute == "selective" and "core_attn" in self.platform.recompute_modules:
                 # Its inputs: turned queries and keys, and the values, a view of the product that makes all three.
                 yield "queries_keys_values", each * (self._projected_heads + heads + kv_heads) * width
-            # Queries, keys, values and the output with the columns of the sinks; a key and a value of zeros more.
+            # Queries, keys, values and the output with the columns of the sinks, and an additional key and value of
+            # zeros.
             wide = -(-(width + 1) // 8) * 8
             yield "with_sinks", each * 2 * wide * (heads + cp * kv_heads)
             # torch's kernels take a sink by a mask over all pairs of positions, of one long sequence at most.
@@ -226,7 +227,7 @@ class LayerActivations:
         return heads * (2 if family_of(model).has_output_gate else 1) + 2 * kv_heads
 
     def _attended(self, width: int) -> int:
-        """Bytes of attention's output; in 8 bits the product behind it keeps its own copy."""
+        """Bytes of attention's output; the 8-bit product behind it keeps its own copy."""
         copy = 1 if self.platform.fp8 != "none" else 0
         return self.tokens * width * (self.element + copy)
 
@@ -252,8 +253,8 @@ class LayerActivations:
             yield "routes", routed * (STATISTIC_BYTES + INDEX_BYTES)
             biases = family.has_linear_bias
             yield "routed_up", 2 * numbers * self.element
-            # The activation's four steps, each a tensor: activated gate, up, their product, and it by the route's gate;
-            # with biases and clamps two more, and a row of the output's bias with its index, twice.
+            # The activation's four steps, each a tensor: activated gate, up, their product, and the product times the
+            # route's gate; biases and clamps add two, and a row of the output's bias with its index, twice.
             yield "routed_act", (6 if biases else 4) * numbers * self.element
             if biases:
                 yield "routed_bias", routed * (model.hidden_size * self.element + 2 * INDEX_BYTES)
@@ -271,7 +272,7 @@ class LayerActivations:
         if self.layers == "te":
             return scores
         choice = moe.num_experts + moe.top_k * (STATISTIC_BYTES + INDEX_BYTES)
-        # Scores of all experts before the choice are kept where it is made of them.
+        # Scores of all experts are kept if the choice is made from them.
         before = scores if family_of(self.model).router == "sigmoid" else 0
         balance = scores if moe.balance != "none" and moe.aux_loss_coeff else 0
         return scores + choice + before + balance

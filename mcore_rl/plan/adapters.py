@@ -61,7 +61,7 @@ def layer_adapters(lora: LoraConfig, model: ModelConfig, mesh: MeshConfig, kind:
 
 
 def _gated(model: ModelConfig, width: int, *, num_blocks: int) -> int:
-    """Return the inputs and outputs of both matrices of a gated MLP of which the rank has `width`."""
+    """Return the inputs and outputs of both matrices of a gated MLP with `width` on this rank."""
     return num_blocks * model.hidden_size + 2 * width + width + model.hidden_size
 
 

@@ -8,7 +8,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.errors import ConfigError
 
 LARGEST_NODE = 8
-"""GPUs of the largest node beyond which the links do not reach."""
+"""Largest number of GPUs in a node: a larger domain of links, as of an NVL72, joins nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +35,9 @@ class Device:
     peak_tflops: dict[str, float]
     """TFLOP/s of dense matrix products by number format: bf16, fp8, fp32 (without TF32)."""
     memory_gib: float | None = None
-    """Memory in GiB: the data sheets' "GB" of HBM are GiB, of which a driver keeps about half a one."""
+    """Memory in GiB: the data sheets' "GB" of HBM are GiB, of which a driver keeps about half a GiB."""
     links: Links | None = None
-    """Bandwidths; None where only the peaks are in the table: memory and schedule are then planned, and no time."""
+    """Bandwidths; None if only the peaks are in the table: memory and schedule are then planned, but not time."""
     source: str = ""
     """Document that the numbers are from."""
 
@@ -98,14 +98,14 @@ DEVICES: dict[str, Device] = {
     name: Device(name=name, peak_tflops=_peaks(*peaks), source="NVIDIA's data sheet")
     for name, peaks in _PEAKS_ONLY
 }
-"""Every device by its name, the SXM module's if any. Peaks are half of the data sheets'
-numbers "with sparsity"."""
+"""Every device by its name, for which the SXM module is listed if any. Peaks are half of the data sheets' numbers "with
+sparsity"."""
 
 
 def known_device(cuda_name: str) -> Device | None:
-    """Return the device that CUDA calls so: the longest entry of which all words are in the name.
+    """Return the device that CUDA calls `name`: the longest entry with all of its words in the name.
 
-    None without one, and for a MIG slice, which has a part of the device only.
+    None if there is none, and for a MIG slice, which has only a part of the device.
     """
     words = set(re.split(r"[\s-]+", cuda_name))
     fits = [name for name in DEVICES if set(name.split()) <= words]
@@ -115,7 +115,7 @@ def known_device(cuda_name: str) -> Device | None:
 
 
 def device_named(name: str, field: str = "node.device") -> Device:
-    """Return a device by its name in the table; ConfigError with the most similar names when there is none."""
+    """Return a device by its name in the table; ConfigError with the most similar names if there is none."""
     by_name = {known.casefold(): device for known, device in DEVICES.items()}
     if device := by_name.get(name.casefold()):
         return device
@@ -128,10 +128,10 @@ def device_named(name: str, field: str = "node.device") -> Device:
 
 
 def device_of(cluster: ClusterConfig) -> Device | None:
-    """Return the device of a cluster with its own domain and network; None where the cluster names none.
+    """Return the device of a cluster with its own domain and network; None if the cluster names none.
 
     Raises:
-        ConfigError: The name is unknown, or the node claims more memory than the device has.
+        ConfigError: If the name is unknown, or the node claims more memory than the device has.
     """
     node = cluster.node
     if node.device is None:

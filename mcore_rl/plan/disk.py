@@ -46,8 +46,8 @@ class Disk:
 
 
 def disk_of(config: RunConfig) -> Disk:
-    """Return the bytes that the whole of a run takes; the config must have passed the checks."""
-    # A checkpoint holds every model that is trained: a critic has its own part of it.
+    """Return the bytes that a whole run takes; the config must have passed the checks."""
+    # A checkpoint holds every model that is trained, including a critic.
     trained = [model for model in models_on_ranks(config) if model.trains]
     weights, num_trained = Weights(), 0
     for model in trained:
@@ -67,7 +67,7 @@ def disk_of(config: RunConfig) -> Disk:
 
 
 def disk_warning(config: RunConfig) -> str:
-    """Return a sentence when the file system of `run_dir` has less room than the run will take; empty when it has."""
+    """Return a sentence if the file system of `run_dir` has less room than the run will take, else an empty string."""
     folder = Path(config.run_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free

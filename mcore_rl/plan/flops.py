@@ -3,16 +3,16 @@
 Only matrix products count, 2 FLOPs for a multiply-add, as in appendix B of PaLM (arXiv 2204.02311): projections,
 attention scores, the states of gated delta nets, MLPs, router, output layer. The embedding look-up, norms, softmax,
 rotary positions, the optimizer and recomputation do not: these are *model* FLOPs, which the mathematics needs. The
-backward pass is twice the forward pass, since each product has one gradient for its input and one for its weight. With
-low-rank adapters the weights have no gradient, and their products' backward pass is as long as the forward pass; those
-of adapters are three as ever.
+backward pass is twice the forward pass, since each product has a gradient for its input and a gradient for its weight.
+With low-rank adapters the weights have no gradient, and the backward pass of their products is as long as the forward
+pass; the products of adapters take three as before.
 
 Conventions where the field differs:
 - causal attention counts half of the full S x S scores (PaLM and FlopCounterMode count them in full);
-- a layer with a sliding window counts the part of them that lies in the window;
+- a layer with a sliding window counts the part of them inside the window;
 - a gated delta net counts its recurrence, token by token, and its convolution; chunks compute more;
 - a token passes `top_k` routed experts, even when a capacity drops some;
-- the output layer has `vocab_size` rows, without padding, or one with a scalar head;
+- the output layer has `vocab_size` rows, without padding, or a single row with a scalar head;
 - an MTP layer is its projection [2D, D], one transformer layer like the last, and the output layer again.
 """
 
@@ -29,8 +29,8 @@ FORWARD_AND_BACKWARD = 3
 def train_flops_per_token(config: ModelConfig, seq_length: float, lora: LoraConfig | None = None) -> float:
     """Return the model FLOPs of forward and backward pass for one token of a sequence of `seq_length` tokens.
 
-    For packed sequences `seq_length` is the mean over tokens: sum of squared lengths / sum of lengths. With `lora` its
-    adapters alone are trained.
+    For packed sequences `seq_length` is the mean over tokens: sum of squared lengths / sum of lengths. With `lora` only
+    its adapters are trained.
     """
     return train_flops_by_length(config, lora)(seq_length)
 
@@ -61,7 +61,7 @@ def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str,
     kinds = config.layer_kinds + (config.mtp_kind,) * config.mtp_layers
     num_layers, num_moe = len(kinds), sum(kind.is_moe for kind in kinds)
     attending = [layer for layer, kind in enumerate(kinds) if kind.mixer == "attention"]
-    # Layers with an even index may have a window, those with an odd one have none.
+    # Layers with an even index may have a window, layers with an odd index have none.
     by_parity = [sum(layer % 2 == odd for layer in attending) for odd in (0, 1)]
     num_delta, delta = num_layers - len(attending), config.delta
     family = family_of(config)
@@ -91,7 +91,7 @@ def _seen_positions(config: ModelConfig, layer: int, seq_length: float) -> float
     window = config.sliding_window
     if not window or layer % 2 or window >= seq_length:
         return seq_length / 2
-    # The first `window` tokens see window / 2 positions on average, the others the whole window.
+    # The first `window` tokens see window / 2 positions on average, all later tokens the whole window.
     return window - window * window / (2 * seq_length)
 
 

@@ -1,4 +1,4 @@
-"""Whether a run fits in the memory that is there: of its devices, or of this machine where ranks are processes."""
+"""Checks that a run fits in the available memory: of its devices, or of this machine if ranks are processes."""
 
 import os
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 def local_memory_violations(
     config: RunConfig, num_ranks: int, seq_length: int, *, trains: bool
 ) -> Iterator[str]:
-    """Yield a sentence when weights (and, if it `trains`, gradients and optimizer state) exceed this machine's memory.
+    """Yield a sentence if weights (and, if it `trains`, gradients and optimizer state) exceed this machine's memory.
 
-    Activations are not counted: their estimate is rough on CPUs, and a refused config could never run. Nothing is
-    known of a GPU's memory before CUDA is asked.
+    Activations are not counted: their estimate is rough on CPUs, and a refused config could never run. Nothing is known
+    of a GPU's memory before CUDA is asked.
     """
     on_gpu = config.platform.device == "cuda" or (config.platform.device == "auto" and NVIDIA_DRIVER.exists())
     if on_gpu:
@@ -36,7 +36,7 @@ def local_memory_violations(
 def device_memory_lines(
     config: RunConfig, world_size: int, seq_length: int, device_bytes: int
 ) -> Iterator[str]:
-    """Yield the estimate against the memory of a device, and a warning when it is larger."""
+    """Yield the estimate against the memory of a device, and a warning if the estimate is larger."""
     memory = memory_of_fullest_rank(config, world_size, seq_length)
     yield f"memory, estimated: {memory.describe()} of {device_bytes / GIB:.1f}"
     if memory.total > device_bytes:

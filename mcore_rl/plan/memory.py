@@ -51,7 +51,7 @@ class Memory:
     stage: int
     """Index of the pipeline stage; all other fields but `updated` are bytes."""
     updated: str
-    """Name of the model with the largest update, which `weights`, `gradients` and `optimizer` are of."""
+    """Name of the model with the largest update, to which `weights`, `gradients` and `optimizer` refer."""
     weights: int
     gradients: int
     optimizer: int
@@ -60,7 +60,7 @@ class Memory:
     recomputed: int
     """Activations of the layers that repeat their forward pass for the backward pass."""
     logits: int
-    """Logits, their fp32 copy for the loss, and their gradient; of deferred logits a chunk's."""
+    """Logits, their fp32 copy for the loss, and their gradient; for deferred logits, of a chunk."""
     rollout_cache: int = 0
     """Keys and values of completions in progress, which exist at other times than activations."""
     routes: int = 0
@@ -85,8 +85,8 @@ class Memory:
 
     @property
     def permanent(self) -> int:
-        """Bytes of weights, gradients and optimizer states in the update of which they are most; without a `store` in
-        which some of them wait, they are in use all the time.
+        """Bytes of weights, gradients and optimizer states in the update with the most of them; without a `store` in
+        which some wait, they are in use all the time.
         """
         return self.weights + self.gradients + self.optimizer
 
@@ -143,15 +143,15 @@ class ModelOnRanks:
     """Name in messages, such as policy."""
     model: ModelConfig
     optim: OptimConfig | None
-    """Its optimizer; None: it is not trained, and has neither gradients nor a state."""
+    """Its optimizer; None if it is not trained, and has neither gradients nor optimizer state."""
     store: Store = "device"
     """Memory in which its weights wait, and in training its optimizer state."""
     weights_stay: bool = False
     """Whether the weights are on the device whatever the store."""
     is_swapped: bool = False
-    """Whether its weights take the place of the policy's in a pass, tensor by tensor, and no room of their own."""
+    """Whether its weights replace the policy's during a pass, tensor by tensor, and take no room of their own."""
     lora: LoraConfig = NO_ADAPTERS
-    """Its low-rank adapters, which are then trained alone, and of a model that is swapped, held alone."""
+    """Its low-rank adapters: only these are trained, and if the model is swapped, only these are kept."""
 
     @property
     def trains(self) -> bool:
@@ -160,7 +160,7 @@ class ModelOnRanks:
 
     @property
     def offload_fraction(self) -> float:
-        """Fraction of its optimizer state that lies in main memory."""
+        """Fraction of its optimizer state that is in main memory."""
         return self.optim.offload_fraction if self.optim is not None else 0.0
 
     @property
@@ -170,7 +170,7 @@ class ModelOnRanks:
 
     @property
     def on_host(self) -> bool:
-        """Whether something of it waits in main memory."""
+        """Whether any of it waits in main memory."""
         return self.store == "host"
 
     @property
@@ -215,7 +215,7 @@ def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
                 store=config.critic_store,
             )
         )
-    # Taken to be of the policy's size: their own is known when their checkpoints are read.
+    # Assumed to be of the policy's size: their own size is only known when their checkpoints are read.
     models += [
         ModelOnRanks(name=part, model=config.model.scored, optim=None, store=rl.reward.model_store)
         for part in rl.reward.model_parts
@@ -249,7 +249,7 @@ class Layout:
 def layout_of(config: RunConfig) -> Layout:
     """Return the layout of a run's models over its mesh."""
     models, mesh = models_on_ranks(config), config.mesh
-    # Models with the same head are alike.
+    # Models with the same head have the same weights.
     by_head = {on_ranks.model.head: weights_by_stage(on_ranks.model, mesh) for on_ranks in models}
     weights = [
         with_adapters(by_head[on_ranks.model.head], on_ranks.lora, on_ranks.model, mesh)
@@ -259,8 +259,8 @@ def layout_of(config: RunConfig) -> Layout:
         kinds=layer_kinds_by_stage(config.model, config.mesh),
         chunks=layers_by_chunk(config.model, config.mesh),
         weights=[
-            [stage.adapters for stage in stages] if one.is_swapped and one.lora.is_on else stages
-            for one, stages in zip(models, weights, strict=True)
+            [stage.adapters for stage in stages] if on_ranks.is_swapped and on_ranks.lora.is_on else stages
+            for on_ranks, stages in zip(models, weights, strict=True)
         ],
     )
 
@@ -310,7 +310,7 @@ class StageMemory:
         return main_memory_of_fullest_node(stages, self.world_size, ranks_per_node)
 
     def fullest(self, limit_bytes: float) -> Memory:
-        """Return the memory of the stage that needs most, or of the first that is found to need more than the limit."""
+        """Return the memory of the stage that needs most, or of the first found to need more than the limit."""
         last = self.config.mesh.pp - 1
         fullest = self.of(0)
         for stage in (last, *range(1, last)) if last else ():
@@ -322,7 +322,9 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Bytes of a kind of layer's activations: those kept to its backward pass, and all while it is recomputed."""
+    """Bytes of the activations of a kind of layer: kept until its backward pass, and in total while it is
+    recomputed.
+    """
 
     kept: int
     whole: int
@@ -335,10 +337,10 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateBytes:
-    """Bytes on the device in the update of one of the trained models."""
+    """Bytes on the device in the update of a trained model."""
 
     name: str
-    """The model's."""
+    """Name of the model."""
     weights: int
     gradients: int
     optimizer: int
@@ -368,32 +370,40 @@ def _memory(
     def weights_bytes(weights: Weights) -> int:
         return weights.bytes(element) + weights.total * fp8
 
-    def trained_numbers(one: ModelOnRanks, weights: Weights) -> tuple[int, int]:
+    def trained_numbers(on_ranks: ModelOnRanks, weights: Weights) -> tuple[int, int]:
         """Return the numbers of trained parameters: dense parameters, and parameters of experts."""
-        if one.lora.is_on:
-            # A scalar head is trained beside the adapters.
-            head = one.model.hidden_size if one.model.head == "score" and stage == mesh.pp - 1 else 0
+        if on_ranks.lora.is_on:
+            # A scalar head is trained in addition to the adapters.
+            head = (
+                on_ranks.model.hidden_size if on_ranks.model.head == "score" and stage == mesh.pp - 1 else 0
+            )
             return weights.dense_adapters + head, weights.expert_adapters
         return weights.dense - (weights.router if config.freezes_router else 0), weights.expert
 
-    def gradient_bytes(one: ModelOnRanks, weights: Weights) -> int:
-        return sum(trained_numbers(one, weights)) * one.gradient_bytes
+    def gradient_bytes(on_ranks: ModelOnRanks, weights: Weights) -> int:
+        return sum(trained_numbers(on_ranks, weights)) * on_ranks.gradient_bytes
 
-    def state_bytes(one: ModelOnRanks, weights: Weights) -> int:
-        state = MAIN_COPY_BYTES[precision] + (one.optim.moment_bytes if one.optim is not None else 0)
-        dense, expert = trained_numbers(one, weights)
-        return int((1 - one.offload_fraction) * (dense * state // copies + expert * state // expert_copies))
+    def state_bytes(on_ranks: ModelOnRanks, weights: Weights) -> int:
+        state = MAIN_COPY_BYTES[precision] + (
+            on_ranks.optim.moment_bytes if on_ranks.optim is not None else 0
+        )
+        dense, expert = trained_numbers(on_ranks, weights)
+        return int(
+            (1 - on_ranks.offload_fraction) * (dense * state // copies + expert * state // expert_copies)
+        )
 
-    def offloaded_bytes(one: ModelOnRanks, weights: Weights) -> int:
-        dense, expert = trained_numbers(one, weights)
-        return int(one.offload_fraction * OFFLOADED_BYTES * (dense // copies + expert // expert_copies))
+    def offloaded_bytes(on_ranks: ModelOnRanks, weights: Weights) -> int:
+        dense, expert = trained_numbers(on_ranks, weights)
+        return int(on_ranks.offload_fraction * OFFLOADED_BYTES * (dense // copies + expert // expert_copies))
 
-    # What of each model is on the device whatever is being done, and what comes for a phase.
-    always = sum(weights_bytes(weights) for one, weights in models if one.has_weights)
+    # Weights that are always on the device, and weights that come to it for a phase.
+    always = sum(weights_bytes(weights) for on_ranks, weights in models if on_ranks.has_weights)
     visitors = [
-        weights_bytes(weights) for one, weights in models if not one.has_weights and not one.is_swapped
+        weights_bytes(weights)
+        for on_ranks, weights in models
+        if not on_ranks.has_weights and not on_ranks.is_swapped
     ]
-    trained = [(one, weights) for one, weights in models if one.trains]
+    trained = [(on_ranks, weights) for on_ranks, weights in models if on_ranks.trains]
     updates = []
     for updated, weights in trained:
         resident = [each for each in trained if each[0] is updated or each[0].store == "device"]
@@ -410,14 +420,15 @@ def _memory(
         updates, key=lambda update: update.weights + update.gradients + update.optimizer + update.logits
     )
     lasting = always + sum(
-        gradient_bytes(one, weights) + state_bytes(one, weights)
-        for one, weights in trained
-        if one.store == "device"
+        gradient_bytes(on_ranks, weights) + state_bytes(on_ranks, weights)
+        for on_ranks, weights in trained
+        if on_ranks.store == "device"
     )
     waiting = sum(
-        (0 if one.weights_stay else weights.bytes(element)) + (state_bytes(one, weights) if one.trains else 0)
-        for one, weights in models
-        if one.on_host
+        (0 if on_ranks.weights_stay else weights.bytes(element))
+        + (state_bytes(on_ranks, weights) if on_ranks.trains else 0)
+        for on_ranks, weights in models
+        if on_ranks.on_host
     )
     is_rl = isinstance(config, RlRunConfig)
     routes = RouteBytes()
@@ -429,7 +440,7 @@ def _memory(
         weights=fullest.weights,
         gradients=fullest.gradients,
         optimizer=fullest.optimizer,
-        host_optimizer=sum(offloaded_bytes(one, weights) for one, weights in trained),
+        host_optimizer=sum(offloaded_bytes(on_ranks, weights) for on_ranks, weights in trained),
         activations=kept,
         recomputed=recomputed,
         logits=fullest.logits,
@@ -441,10 +452,10 @@ def _memory(
         scoring_models=lasting + max(visitors, default=0) if is_rl else 0,
         saving_models=always
         + sum(
-            state_bytes(one, weights)
-            + (0 if one.has_weights else weights_bytes(weights))
-            + (gradient_bytes(one, weights) if one.store == "device" else 0)
-            for one, weights in trained
+            state_bytes(on_ranks, weights)
+            + (0 if on_ranks.has_weights else weights_bytes(weights))
+            + (gradient_bytes(on_ranks, weights) if on_ranks.store == "device" else 0)
+            for on_ranks, weights in trained
         ),
     )
 
@@ -471,7 +482,7 @@ def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
     model, mesh = config.model, config.mesh
     element = 2 if config.platform.precision == "bf16" else 4
     replicas = world_size // mesh.model_parallel
-    # One slot more takes the keys and values of padding, which no token reads.
+    # An additional slot takes the keys and values of padding, which no token reads.
     slots = min(engine.native_slots, -(-config.rollout_size // replicas)) + 1
     if family_of(model).is_latent:
         mla = model.mla
@@ -494,7 +505,7 @@ def _activations(
     sizes: dict[LayerKind, LayerBytes],
     world_size: int,
 ) -> tuple[int, int]:
-    """Return the bytes kept over all microbatches in flight, and those that are computed again at one time."""
+    """Return the bytes kept over all microbatches in flight, and the bytes that are recomputed at one time."""
     num_microbatches = train.global_batch * mesh.model_parallel // (train.micro_batch * world_size)
     kinds, has_mtp = Counter(layout.kinds[stage]), stage == mesh.pp - 1 and model.mtp_layers > 0
     if has_mtp:

@@ -14,7 +14,7 @@ SCORE_BYTES = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteBytes:
-    """Bytes of one rank's routes in each memory."""
+    """Bytes of a rank's routes in each memory."""
 
     device: int = 0
     host: int = 0
@@ -28,7 +28,7 @@ def layer_bytes(model: ModelConfig) -> int:
 
 
 def routes_of_rank(config: RlRunConfig, world_size: int, stage: int) -> RouteBytes:
-    """Return the bytes on a rank of a pipeline stage; completions are taken to be of the longest length."""
+    """Return the bytes on a rank of a pipeline stage, assuming completions of the longest length."""
     model, mesh, replay = config.model, config.mesh, config.replay
     if not model.is_moe:
         return RouteBytes()

@@ -30,7 +30,7 @@ def schedule(pp: int, vpp: int, num_microbatches: int, stage: int) -> list[Pass]
     warmup = min(warmup, total)
     groups = [range(first, min(first + pp, num_microbatches)) for first in range(0, num_microbatches, pp)]
     forward = [(chunk, microbatch) for group in groups for chunk in range(vpp) for microbatch in group]
-    # Backward passes go through the chunks the other way.
+    # Backward passes go through the chunks in reverse order.
     backward = [(vpp - 1 - chunk, microbatch) for chunk, microbatch in forward]
     passes: list[Pass] = [("F", *forward[index]) for index in range(warmup)]
     for index in range(total - warmup):

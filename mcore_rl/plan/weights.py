@@ -40,7 +40,7 @@ class Weights:
 
     @property
     def adapters(self) -> "Weights":
-        """The low-rank adapters alone."""
+        """Only the low-rank adapters."""
         return Weights(dense_adapters=self.dense_adapters, expert_adapters=self.expert_adapters)
 
     def bytes(self, element: int) -> int:
@@ -63,7 +63,7 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     embedding = Weights(dense=model.padded_vocab_size * model.hidden_size // mesh.tp)
     stages[0] += embedding
     if not family_of(model).is_latent:
-        # Each chunk has its own.
+        # Each chunk has its own tables.
         tables = _yarn_tables(model, int(model.head_dim * model.rope.fraction)) * mesh.vpp
         stages = [stage + tables for stage in stages]
     hidden = model.hidden_size
@@ -76,7 +76,7 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
         stages[-1] += embedding
     if not model.tied_embeddings:
         stages[-1] += embedding
-    # The last norm is beside the last layer where layers of multi-token prediction come after it.
+    # The last norm is on the stage of the last layer if multi-token-prediction layers follow it.
     by_stage = layers_by_stage(model, mesh)
     beside = max(range(mesh.pp), key=lambda stage: max(by_stage[stage], default=-1))
     stages[beside if model.mtp_layers else -1] += Weights(dense=hidden)
@@ -121,7 +121,7 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weig
     else:
         mixer = _attention(model, family, mesh.tp)
     dense = mixer + 2 * hidden  # the two norms
-    # Each layer of latent attention has its own.
+    # Each layer of latent attention has its own tables.
     tables = _yarn_tables(model, model.mla.qk_rope_head_dim if family.is_latent else 0)
     if not kind.is_moe:
         return Weights(dense + 3 * hidden * model.ffn_hidden_size // mesh.tp) + tables
@@ -145,13 +145,13 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weig
 
 
 def _yarn_tables(model: ModelConfig, width: int) -> Weights:
-    """Return a table of the cosines and one of the sines of YaRN, for heads of `width` that are turned."""
+    """Return the size of YaRN's tables of cosines and sines, for heads with `width` rotated numbers."""
     return Weights(buffers=2 * model.rope.original_length * width if model.rope.scaling == "yarn" else 0)
 
 
 def _attention(model: ModelConfig, family: Family, tp: int) -> int:
-    """Return the weights of grouped-query attention; with fewer key/value heads than ranks each rank has a part of one,
-    and gathers the product.
+    """Return the weights of grouped-query attention; with fewer key/value heads than ranks, each rank has a part of a
+    head and gathers the product.
     """
     hidden, head = model.hidden_size, model.head_dim
     heads, gates = model.num_heads, model.num_heads if family.has_output_gate else 0
@@ -170,7 +170,7 @@ def _attention(model: ModelConfig, family: Family, tp: int) -> int:
 
 
 def _delta_net(model: ModelConfig, tp: int) -> int:
-    """Return the weights of a gated delta net, whose gated norm is whole on every tensor-parallel rank."""
+    """Return the weights of a gated delta net; its gated norm is whole on every tensor-parallel rank."""
     delta, hidden = model.delta, model.hidden_size
     convolved = 2 * delta.query_width + delta.value_width
     projected = convolved + delta.value_width + 2 * delta.value_heads

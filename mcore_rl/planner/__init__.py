@@ -1,1 +1,3 @@
-"""How long a step takes and which mesh is best, of what `mcore_rl.plan` counts; without torch."""
+"""Predictions of the duration of a step, and a search for the best mesh, from the counts of `mcore_rl.plan`; without
+torch.
+"""

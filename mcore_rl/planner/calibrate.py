@@ -1,7 +1,7 @@
 """Rates of a cluster from a run on it: the host's time first, then the speed of the device, then the parts of RL.
 
-Predictions of small models miss most the host's time to start a layer's kernels. It is fitted where the device
-waits for the host in the prediction; elsewhere no step could tell it, and the speed of the device is fitted alone.
+The largest error in predictions of small models is the host's time to launch a layer's kernels. It is fitted if the
+predicted device waits for the host; otherwise no step depends on it, and only the speed of the device is fitted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,11 @@ from mcore_rl.planner.search import Place
 from mcore_rl.planner.step import step
 
 LARGEST_HOST_S = 20e-3
-"""Longest time of the host for a layer that a calibration believes; the rest is put down to the device."""
+"""Largest host time per layer that a calibration accepts; the rest is attributed to the device."""
 LEAST_WAITS = 0.02
-"""Share of a step that waits for the host, below which the step says nothing about it."""
+"""Minimum share of a step spent waiting for the host; below it the step does not determine the host's time."""
 WARMING_UP = 2
-"""First records of a run that are left out: they compile, allocate and read for the first time."""
+"""Number of first records of a run that are ignored: they compile, allocate and read for the first time."""
 LOGPROBS = ("time/old_logprobs_s", "time/reference_s", "time/values_s")
 LOADS = "moe/expert_load"
 UPDATES = ("time/forward_backward_s", "time/optimizer_s")
@@ -43,7 +43,7 @@ def calibrated(
         name: Its folder, for the text.
 
     Raises:
-        DataError: It has too few steps, or the device's bandwidths are not known.
+        DataError: If the run has too few steps, or the device's bandwidths are not known.
     """
     if place.device is None or place.device.links is None:
         raise DataError(
@@ -88,10 +88,10 @@ def calibrated(
 
 
 def imbalance_of_run(ep: int, records: Sequence[Mapping[str, object]]) -> float | None:
-    """Return the tokens of the fullest expert-parallel rank's experts as a multiple of the mean; None where every rank
-    has all experts, or the run did not count.
+    """Return the tokens of the fullest expert-parallel rank's experts as a multiple of the mean; None if every rank has
+    all experts, or the run did not count.
 
-    It is the mean over MoE layers, which wait for their fullest rank each, and the median over the records. Counts
+    It is the mean over MoE layers, as each layer waits for its fullest rank, and the median over the records. Counts
     are of whole steps: single microbatches are less even.
     """
     if ep == 1:
@@ -112,7 +112,9 @@ def _imbalance(loads: Any, ep: int) -> float:
 
 
 def fitted_speed(work: Workload, seconds: float) -> dict[str, float]:
-    """Return the fields of RatesConfig with which a step takes so many seconds: `host_layer_s`, or `speed`, or both."""
+    """Return the fields of RatesConfig with which a step takes this many seconds: `host_layer_s`, or `speed`, or
+    both.
+    """
 
     def with_host(host_s: float) -> float:
         return step(replace(work, rates=replace(work.rates, host_layer_s=host_s))).seconds
@@ -134,7 +136,7 @@ def fitted_speed(work: Workload, seconds: float) -> dict[str, float]:
 
 
 def _where(rising: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Return where a rising function has a value, by bisection; an end where it is beyond that."""
+    """Return where a rising function has a value, by bisection; an end of the interval if the value is beyond it."""
     if rising(low) >= wanted:
         return low
     if rising(high) <= wanted:

@@ -35,7 +35,7 @@ from mcore_rl.planner.step import (
 )
 
 LOADS = (1.1, 1.3, 2.0)
-"""Loads of the fullest rank's experts, as multiples of the mean, for which the cost is said."""
+"""Loads of the fullest rank's experts, as multiples of the mean, for which the cost is reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +51,8 @@ class StepEstimate:
     """Fractions of the step by activity, the largest first."""
     limits: list[Sensitivity]
     imbalance: dict[float, float]
-    """Load of the fullest rank's experts, as a multiple of the mean -> fraction of the speed that is lost; empty where
-    the load is an input, or every rank has all experts."""
+    """Load of the fullest rank's experts, as a multiple of the mean -> fraction of the speed that is lost; empty if the
+    load is an input, or every rank has all experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,14 +67,14 @@ class Estimate:
     chunks_alive: int
     """Model chunks of the fullest stage that wait for their backward pass."""
     step: StepEstimate | None
-    """None where nothing is known of the device's bandwidths."""
+    """Seconds of a step; None if nothing is known of the device's bandwidths."""
     bubble: float | None
     """Fraction of the schedule, simulated, in which the busiest stage is idle; None without a pipeline, and for a
     schedule that is too long to simulate."""
     warnings: list[str]
     fullest_by_load: dict[float, int]
-    """Load of the fullest rank's experts, as a multiple of the mean -> bytes of the fullest stage; empty where the load
-    is an input, or every rank has all experts."""
+    """Load of the fullest rank's experts, as a multiple of the mean -> bytes of the fullest stage; empty if the load is
+    an input, or every rank has all experts."""
     rl: RlStep | None = None
     """Rollout batch with its updates; None without reinforcement learning, a known device, or known servers."""
 
@@ -107,7 +107,7 @@ def place_of(
     completion_tokens: int | None = None,
     imbalance: float | None = None,
 ) -> Place:
-    """Return so many ranks of a cluster, in addition to so many nodes of servers.
+    """Return this many ranks of a cluster, in addition to nodes of servers.
 
     Args:
         cluster: The cluster.
@@ -192,25 +192,25 @@ def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
 
 
 def timeline_of(config: RunConfig, place: Place, seq_length: int, num_microbatches: int) -> Simulation:
-    """Return the schedule of so many microbatches, in seconds where the device is known, else in layers."""
+    """Return the schedule of this many microbatches, in seconds if the device is known, else in layers."""
     return simulate_mesh(times_of(config, place, seq_length), config.mesh, num_microbatches)
 
 
 def times_of(config: RunConfig, place: Place, seq_length: int) -> ChunkTimes:
-    """Return the times of all passes, in seconds where the device is known, else in layers."""
+    """Return the times of all passes, in seconds if the device is known, else in layers."""
     work = _workload(config, place, seq_length)
     return unit_times(config.model, config.mesh) if work is None else step_times(work)
 
 
 def _workload(config: RunConfig, place: Place, seq_length: int) -> Workload | None:
-    """Return the step of a run; None where the device's bandwidths are not known."""
+    """Return the step of a run; None if the device's bandwidths are not known."""
     if place.device is None or place.device.links is None:
         return None
     return workload_of(config, place.device, place.world_size, seq_length, place.rates)
 
 
 def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate:
-    """Return the seconds of a step with its limits; its bubble is the simulation's if there is one."""
+    """Return the seconds of a step with its limits, with the simulation's bubble if there was a simulation."""
     parts = dict(step(work).parts)
     if simulation is not None:
         # The closed form is right for equal stages and free messages.
@@ -231,5 +231,5 @@ def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate
 
 
 def step_name(config: RunConfig) -> str:
-    """Return the name of a step: in reinforcement learning it is one of several parts."""
+    """Return the name of a step, which in reinforcement learning is only a part of a step."""
     return "update" if isinstance(config, RlRunConfig) else "step"

@@ -28,7 +28,7 @@ class RankBytes:
     optimizer: int
     """Bytes of the rank's share of the optimizer state."""
     gaps: int
-    """Number of weights that would fill the gaps which DDP leaves so that ranks have equal shares."""
+    """Number of weights that would fill the gaps that DDP leaves so that ranks have equal shares."""
     gradient_gaps: int
     """Bytes of the gaps in the gradients."""
     numbers: int
@@ -39,9 +39,9 @@ class RankBytes:
     """Bytes of main memory of offloaded optimizer states, and of the gradients that the processor reads."""
 
     def excess(self, planned: Memory, platform: PlatformConfig) -> dict[str, int]:
-        """Return the bytes that the closed form has more than were counted, by part; it knows nothing of gaps."""
+        """Return the bytes by which the closed form exceeds the counts, by part; it does not include gaps."""
         element = 2 if platform.precision == "bf16" else 4
-        # TransformerEngine's copies in 8 bits are no weights of the modules.
+        # TransformerEngine's 8-bit copies are not among the modules' weights.
         copies = FP8_COPIES_BYTES * self.numbers if platform.fp8 != "none" else 0
         return {
             "weights": planned.weights - copies - (self.weights - self.gaps * element),
@@ -66,7 +66,7 @@ class LayerSaved:
 
 COUNTED_WITH = "as many experts as a token picks"
 MAX_RECORDED = 20_000
-"""Passes of a schedule that is recorded; one of more takes seconds, and repeats itself."""
+"""Maximum number of passes of a recorded schedule; a longer schedule takes seconds, and repeats itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class Exact:
 
     ranks: list[RankBytes]
     layers: list[LayerSaved]
-    """Each kind of layer, of ours."""
+    """Each kind of layer, of our own layers."""
     schedule: list[list[StageEvent]]
     """Events of each pipeline stage in Megatron's schedule; empty without a pipeline."""
 
@@ -103,13 +103,13 @@ class RecordedSchedule:
 
     num_microbatches: int
     differs: tuple[int, int] | None
-    """Stage, and index among its passes, of the first pass that is not the planned one."""
+    """Stage, and index among its passes, of the first pass that differs from the plan."""
     played: Simulation
     planned: Simulation
 
 
 def recorded_microbatches(mesh: MeshConfig, num_microbatches: int) -> int:
-    """Return the number of microbatches to record: all, or as many groups of them as MAX_RECORDED leaves."""
+    """Return the number of microbatches to record: all, or as many groups of them as MAX_RECORDED allows."""
     groups = MAX_RECORDED // (2 * mesh.vpp * mesh.pp * mesh.pp)
     return min(num_microbatches, max(groups, 4) * mesh.pp)
 
@@ -164,7 +164,7 @@ def schedule_lines(recorded: RecordedSchedule, num_microbatches: int, unit: str)
 
 
 def summary(exact: Exact, recorded: RecordedSchedule | None) -> dict[str, Any]:
-    """Return the results as JSON values, without the single events."""
+    """Return the results as JSON values, without individual events."""
     order = None
     if recorded is not None:
         order = {
@@ -194,7 +194,7 @@ def exact_lines(exact: Exact, stages: list[Memory], platform: PlatformConfig) ->
 
 
 def uncounted_lines(models: Sequence[ModelOnRanks], stages: Sequence[Memory]) -> Iterator[str]:
-    """Yield which parts of the plan nothing was built for, and so remain closed forms, with their largest sizes."""
+    """Yield the parts of the plan that were not built, and so remain closed forms, with their largest sizes."""
     in_files = [model.name for model in models if model.store == "file"]
     if in_files:
         yield f"        built, and not in main memory: what waits in files, of the {' and the '.join(in_files)}"

@@ -13,7 +13,7 @@ from mcore_rl.planner.rates import Span
 from mcore_rl.planner.search import Place
 
 NODE_GPUS = 8
-"""GPUs of a node; the record of a run does not say how its ranks lay on nodes."""
+"""GPUs of a node; the record of a run does not say how its ranks were distributed over nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Planned:
 
 
 def plan_of_run(path: Path, stage: str, device_name: str, world_size: int) -> Planned | None:
-    """Return the plan of a run; None where its device is not in the table, or its config is from before a change.
+    """Return the plan of a run; None if its device is not in the table, or its config is from before a change.
 
     Args:
         path: Folder of the run.

@@ -12,7 +12,7 @@ GPUS = re.compile(r"(\d+)[x*](.+)")
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """A number of GPUs of one kind, in nodes of eight, or of fewer where there are fewer."""
+    """A number of GPUs of one kind, in nodes of eight, or in a single smaller node."""
 
     count: int
     device: str
@@ -41,7 +41,9 @@ class Gpus:
 
 
 def parse_gpus(text: str) -> Gpus:
-    """Return the GPUs that a text such as `8xH100` names; ConfigError where it is none, or no whole nodes of eight."""
+    """Return the GPUs that a text such as `8xH100` names; ConfigError if it names none, or does not fill nodes of
+    eight.
+    """
     match = GPUS.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
         raise ConfigError(f"--gpus {text}: wanted a number and a kind of GPU, as 8xH100.")

@@ -33,7 +33,7 @@ def meshes(
 ) -> Iterator[MeshConfig]:
     """Yield every mesh on which sizes divide; the checks of the program decide about the rest.
 
-    Tensor parallelism stays inside a node. The other fields of `mesh` are the config's, and dp is the rest.
+    Tensor parallelism stays inside a node. All other fields of `mesh` are taken from the config, and dp is the rest.
     """
     stages = [pp for pp in _divisors(world_size) if pp <= min(model.num_layers, MAX_STAGES)]
     for pp in stages:
@@ -60,7 +60,7 @@ def meshes(
 
 
 def ways_to_keep(config: RunConfig) -> list[Way]:
-    """Return micro-batches and kinds of recomputation to try, those that keep most first."""
+    """Return micro-batches and kinds of recomputation to try, in order of decreasing kept activations."""
     has_fp8 = config.platform.fp8 != "none"
     kinds = [("none", ()), *_selective(config.model, fp8=has_fp8), ("full", ())]
     micro = (1,) if isinstance(config, RlRunConfig) else MICRO_BATCHES
@@ -82,8 +82,8 @@ def with_choice(config: RunConfig, mesh: MeshConfig, way: Way) -> RunConfig:
 
 
 def relaxed(config: RunConfig) -> Iterator[RunConfig]:
-    """Yield the config with more tensors in main memory that are on the device and may wait: the routes of
-    replay first, which cost little, then the state of the optimizer, then both.
+    """Yield the config with further tensors in main memory that are on the device and may wait: the routes of replay
+    first, which cost little, then the state of the optimizer, then both.
     """
     routes = None
     if isinstance(config, RlRunConfig) and config.model.is_moe and config.replay.store == "device":
@@ -135,8 +135,8 @@ def toml_lines(fields: dict[str, Any]) -> list[str]:
 
 
 def _selective(model: ModelConfig, *, fp8: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
-    # In 8 bits norms and activations of experts can be recomputed with some recipes and from TransformerEngine 2.6 on,
-    # of which a plan knows nothing.
+    # In 8 bits, norms and activations of experts can be recomputed only with some recipes and from TransformerEngine
+    # 2.6 on, which a plan does not know.
     light = () if fp8 else ("layernorm",)
     if family_of(model).is_latent:
         yield "selective", ("mla_up_proj", *light)
@@ -170,8 +170,8 @@ def _stages(
 ) -> Iterator[tuple[int | None, int | None, Literal["balanced"] | None]]:
     """Yield layers of first and last stage, and a layout of the chunks.
 
-    All stages are alike where layers divide; else the two lack some. Chunks are balanced where layers divide together
-    with embedding, output and the layers of multi-token prediction.
+    All stages are equal if the layers divide; else the first and last have fewer. Chunks are balanced if layers divide
+    together with embedding, output and the multi-token-prediction layers.
     """
     layers = model.num_layers
     if layers % (pp * vpp) == 0:
@@ -187,7 +187,8 @@ def _stages(
     each = -(-layers // pp)
     each += -each % vpp
     lacking = each * pp - layers
-    # Embedding and output are work of the ends: the last one, which has the loss, lacks as many or more.
+    # Embedding and output are work of the ends: the last stage, which has the loss, has as few layers as the first or
+    # fewer.
     for less in sorted({lacking // 2, 0}):
         first, last = each - less, each - (lacking - less)
         if first > 0 and last > 0 and first % vpp == 0 and last % vpp == 0 and pp > 2:

@@ -1,7 +1,7 @@
 """The recorded events of pipeline stages, played through with every message: when each pass happens, whether messages
 reach their targets, and whether the stages ever wait for each other.
 
-NCCL tells messages between two ranks apart by their order alone, so that the first send of a group is taken by the
+NCCL distinguishes messages between two ranks only by their order, so that the first send of a group is taken by the
 first receive there. Messages that are posted singly share a queue with all other such messages between the same two
 ranks in the same group, and a send ends with its receive; messages of a batch begin together (torch's
 ProcessGroupNCCL).
@@ -25,7 +25,7 @@ class Compute:
     chunk: int
     microbatch: int
     message: int | None
-    """Index of the received message that it reads; None: it begins from tokens, or from the loss."""
+    """Index of the received message that it reads; None if it begins from tokens, or from the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def _check_uses(stages: Sequence[Sequence[StageEvent]], partners: dict[End, End]
 
 
 Queue = tuple[bool, int | None]
-"""Messages that follow one another on a stage: messages of a group with one other stage, or (None) its batches."""
+"""Messages that follow one another on a stage: messages of a group with another stage, or (None) its batches."""
 
 
 @dataclass(slots=True)

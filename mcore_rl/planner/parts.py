@@ -45,7 +45,7 @@ Seconds = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One training step on one device: everything that its time depends on."""
+    """A training step on a device: everything that its time depends on."""
 
     model: ModelConfig
     mesh: MeshConfig
@@ -54,7 +54,7 @@ class Workload:
     seq_length: int
     """Positions of a sequence, packed or not."""
     sample_length: int | None = None
-    """Tokens that attend to each other, where several samples are packed; None: the whole sequence."""
+    """Tokens that attend to each other, if several samples are packed; None for the whole sequence."""
     micro_batch: int
     """Sequences of one forward pass on a rank."""
     global_batch: int
@@ -75,7 +75,7 @@ class Workload:
     moment_bytes: int = 8
     """Bytes of both moments of a weight."""
     offload_fraction: float = 0.0
-    """Fraction of the optimizer's state that lies in main memory."""
+    """Fraction of the optimizer's state that is in main memory."""
     offload_overlap: bool = True
     """Whether offloaded gradients and weights travel while the processor updates other weights."""
     imbalance: float = 1.0
@@ -107,20 +107,20 @@ class Workload:
 def workload_of(
     config: RunConfig, device: Device, world_size: int, seq_length: int, rates: Rates | None = None
 ) -> Workload:
-    """Return the optimizer step of a run on one device.
+    """Return the optimizer step of a run on a device.
 
-    Lengths of completions and of compared answers are not known before: each is taken as long as it may be, so that the
-    step is the longest that can happen.
+    Lengths of completions and of compared answers are not known in advance: each is assumed to be as long as possible,
+    so that the step is the longest that can happen.
 
     Args:
         config: The config, checked for this world.
         device: The device, with its bandwidths.
         world_size: Number of ranks.
         seq_length: Positions of a sequence, packed or not.
-        rates: Parts of the device's peaks that are reached; None: from published runs.
+        rates: Parts of the device's peaks that are reached; None for the rates of published runs.
 
     Raises:
-        ConfigError: The device has no products in the run's number format.
+        ConfigError: If the device has no products in the run's number format.
     """
     platform, train = config.platform, config.train
     for name in (platform.precision, *(["fp8"] if platform.fp8 != "none" else [])):
@@ -197,7 +197,7 @@ class Roofline:
         return num_bytes / self.hbm
 
     def product(self, rows: int, columns: int, inner: int, group: int | None = None, *, fp8: bool) -> float:
-        """Seconds of a product [rows, inner] x [inner, columns], or of a group of so many at once."""
+        """Seconds of a product [rows, inner] x [inner, columns], or of a group of this many at once."""
         if min(rows, columns, inner) <= 0:
             return 0.0
         peak, part = self.peak, self.rates.products
@@ -207,9 +207,9 @@ class Roofline:
             full = rows / (rows + TILE)  # a group of few rows does not fill its tiles
         else:
             waves = ceil(rows / TILE) * ceil(columns / TILE) / self.links.num_multiprocessors
-            # The last wave of tiles is not full; less than one leaves multiprocessors idle.
+            # The last wave of tiles is not full; less than a whole wave leaves multiprocessors idle.
             full = max(0.25, waves) if waves < 1 else (waves / ceil(waves) if waves < 8 else 1.0)
-        # A short inner axis does not pay for its start.
+        # With a short inner axis the start of a tile weighs more.
         deep = inner / (inner + 2 * TILE)
         count = 1 if group is None else group
         flops = 2.0 * ceil(rows / TILE) * TILE * columns * inner * count
@@ -223,18 +223,18 @@ class Roofline:
     def linear(
         self, rows: int, columns: int, inner: int, group: int | None = None, *, fp8: bool = False
     ) -> Seconds:
-        """Seconds of a linear layer: one product forwards; one for the input and one for the weight backwards."""
+        """Seconds of a linear layer: one product forwards, two backwards, for the input and for the weight."""
         backward = self.product(rows, inner, columns, group, fp8=fp8)
         backward += self.product(columns, inner, rows, group, fp8=fp8)
         return self.product(rows, columns, inner, group, fp8=fp8), backward
 
     def stream(self, numbers: float, passes: float, backward: float = 2.0) -> Seconds:
-        """Seconds of so many passes over so many numbers."""
+        """Seconds of this many passes over this many numbers."""
         forward = self.moved(numbers * self.element * passes)
         return forward, backward * forward
 
     def ring(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of an all-gather or reduce-scatter of `num_bytes` in all over `ranks`, `stride` apart."""
+        """Seconds of an all-gather or reduce-scatter of `num_bytes` in total over `ranks`, `stride` apart."""
         if ranks == 1:
             return 0.0
         domain = self.links.domain
@@ -268,7 +268,7 @@ class Roofline:
 
 
 def layer_times(work: Workload, kind: LayerKind) -> LayerTimes:
-    """Return the seconds of one layer, with what recomputation repeats and what the host makes the device wait."""
+    """Return the seconds of a layer, including recomputation and the device's waits for the host."""
     roof = Roofline(work)
     parts: dict[str, list[float]] = {}
     mixer = _delta_net(roof) if kind.mixer == "delta" else _attention(roof)
@@ -346,7 +346,7 @@ def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     backward = 2.5 * flops / (roof.peak * rates.attention_backward * rate)
     cp = work.mesh.cp
     if cp > 1:
-        # Keys and values go round while others are attended to.
+        # Keys and values travel while earlier ones are attended to.
         exchange = roof.ring(tokens * cp * key_value * roof.element, cp, tp)
         forward, backward = max(forward, exchange), max(backward, 2 * exchange)
     yield "attention", (forward, backward)
@@ -406,6 +406,6 @@ def _experts(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
 
 
 def _distinct(picks: int, nodes: float, limit: float) -> float:
-    """Return how many of `nodes` a token reaches with `picks` experts that lie evenly on `limit` of them."""
+    """Return how many of `nodes` a token reaches with `picks` experts that are spread evenly over `limit` of them."""
     limit = min(limit, nodes)
     return limit * (1 - (1 - 1 / limit) ** picks)

@@ -1,4 +1,4 @@
-"""The place of one rank: its coordinates, the groups it talks to, and the layers and experts that it has.
+"""The place of a rank: its coordinates, the groups it communicates with, and the layers and experts that it has.
 
 Megatron numbers ranks tp first, then cp, dp, pp; for experts etp first, then ep, copies, pp.
 """
@@ -16,7 +16,7 @@ class Group:
 
     ranks: tuple[int, ...]
     num_nodes: int
-    """Number of nodes that the ranks lie on."""
+    """Number of nodes that the ranks are on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ def view_of_rank(
 
 
 def _axes(sizes: dict[str, int], rank: int) -> dict[str, tuple[int, int, int]]:
-    """Return index, size and stride of each axis, of which the first changes fastest."""
+    """Return index, size and stride of each axis; the first axis changes fastest."""
     axes, stride = {}, 1
     for name, size in sizes.items():
         axes[name] = (rank // stride % size, size, stride)

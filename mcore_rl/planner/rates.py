@@ -1,7 +1,7 @@
 """The part of a data sheet's peak that training reaches, and the host's cost: fitted to published runs.
 
-The values are those that predict the 18 published runs of `python -m bench.plan` best. They belong to the software of
-those runs. What a run of one's own reaches depends most on `host_layer_s`.
+The values are the best predictions of the 18 published runs of `python -m bench.plan`. They belong to the software of
+those runs. The speed of a new run depends most on `host_layer_s`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -32,15 +32,15 @@ class Rates:
     nic: float = 0.80
     """Fraction of the network's bandwidth that collectives reach."""
     host_layer_s: float = 4e-3
-    """Seconds that the host takes to start one MoE layer's forward pass; the device waits where it is faster. A dense
+    """Seconds that the host takes to launch the forward pass of an MoE layer; a faster device waits for it. A dense
     layer takes half. CUDA graphs and fused kernels lower it."""
     host_expert_s: float = 12e-6
-    """Seconds more for each expert of the rank."""
+    """Additional seconds for each expert of the rank."""
     host_fp8_s: float = 10e-6
-    """Seconds more for each expert with inputs cast to 8 bits."""
+    """Additional seconds for each expert with inputs cast to 8 bits."""
     host_memory_gbytes_per_s: float = 40.0
-    """Share of the main memory's bandwidth that each rank's Adam reaches on the processor, in 10^9 bytes per second: a
-    guess (an eighth of 320 on a node of two processors), in no published run."""
+    """Share of the main memory's bandwidth that each rank's Adam reaches on the CPU, in 10^9 bytes per second: a guess
+    (an eighth of 320 on a node with two CPUs), found in no published run."""
     host_link_gbytes_per_s: float = 25.0
     """Bandwidth between a device and main memory, in 10^9 bytes per second: a guess (PCIe 4 x16 at 80 %)."""
     hidden: float = 0.50
@@ -56,17 +56,17 @@ class Rates:
     decode_layer_s: float = 25e-6
     """Seconds of a server's layer in a step of decoding that no bandwidth explains (CUDA graphs)."""
     decode_layer_native_s: float = 5e-4
-    """The same of the native engine, which starts some fifty kernels a layer from Python: a guess."""
+    """The same for the native engine, which launches some fifty kernels a layer from Python: a guess."""
     decode_message_s: float = 12e-6
     """Seconds of a small all-reduce inside a node."""
     imbalance: float | None = None
-    """Tokens sent to the experts of the fullest rank, as a multiple of the mean; None: not known."""
+    """Tokens sent to the experts of the fullest rank, as a multiple of the mean; None if unknown."""
     imbalance_source: str = ""
     """Option or run that it is from."""
     source: str = ""
     """Run that they were calibrated with; empty: published runs."""
     rl_factors: dict[str, float] = field(default_factory=dict)
-    """Measured / planned seconds of the parts of an RL step, where a run has been measured; empty: a lower bound."""
+    """Measured / planned seconds of the parts of an RL step, if a run has been measured; empty: a lower bound."""
 
 
 SENSITIVITIES: dict[str, dict[str, Any]] = {
@@ -78,11 +78,11 @@ SENSITIVITIES: dict[str, dict[str, Any]] = {
     "a free main memory": {"host_memory_gbytes_per_s": inf, "host_link_gbytes_per_s": inf},
     "free attention": {"attention": inf, "attention_backward": inf},
 }
-"""The terms that a step is computed without, one after the other, to find its limit."""
+"""Terms that are removed from a step in turn, to find its limit."""
 
 
 def without(rates: Rates, name: str) -> Rates:
-    """Return the rates with one of SENSITIVITIES taken away."""
+    """Return the rates without the term `name` of SENSITIVITIES."""
     return replace(rates, **SENSITIVITIES[name])
 
 
@@ -94,12 +94,12 @@ class Span:
     likely: float
     high: float
     reason: str
-    """Reason why it is so wide."""
+    """Reason for its width."""
 
 
 CALIBRATED = 1.2
-"""Width of the range of calibrated predictions, by ratio: half of the error, as a logarithm,
-on published runs of a family that the rates were fitted to; a guess."""
+"""Width of the range of calibrated predictions, as a ratio: half of the error, as a logarithm, on published runs of a
+family that the rates were fitted to; a guess."""
 KNOWN_FAMILIES = {"mixtral", "qwen3_moe", "deepseek_v3", "llama"}
 """Families of the published runs."""
 KNOWN_DEVICES = {"H100", "H800", "B200", "GB200"}

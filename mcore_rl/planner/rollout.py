@@ -1,9 +1,9 @@
 """Seconds of a reinforcement-learning step by its parts, as a lower bound: generation, passes, updates, new weights.
 
-A step of decoding reads the weights that its tokens touch and their keys and values once (or computes, where that
-takes longer), sends two small messages a layer, and costs the host a fixed time. Lengths of completions are log-normal,
-cut at the longest. What is not in it: the engine's scheduler, environments, rewards, queues between processes.
-Published steps took 1.1 to 4.4 times as long (`python -m bench.plan`), so that a run of one's own has to calibrate it
+A step of decoding reads the weights that its tokens touch and their keys and values once (or computes, if that takes
+longer), sends two small messages a layer, and costs the host a fixed time. Lengths of completions are log-normal, cut
+at the longest. Not included are the engine's scheduler, environments, rewards, and queues between processes. Published
+steps took 1.1 to 4.4 times as long (`python -m bench.plan`), so that the bound has to be calibrated with a run
 (planner/calibrate.py).
 """
 
@@ -29,11 +29,11 @@ SPREAD = 0.6
 PUBLISHED_FACTORS = (1.1, 4.4)
 """Published steps as multiples of this bound."""
 DECODE_PRODUCTS = 0.5
-"""Fraction of the peak that the products of decoding reach where they are not bound by memory."""
+"""Fraction of the peak that the products of decoding reach when they are not bound by memory."""
 STRIDE = 16
-"""Tokens between two steps of decoding that are timed; steps between take as long."""
+"""Tokens between two steps of decoding that are timed; the steps in between are assumed to take as long."""
 ACROSS = 3.0
-"""A small message over nodes takes so many times one inside a node."""
+"""Seconds of a small message between nodes, as a multiple of a small message inside a node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Engine:
     slots: int
     """Completions in progress at a time on a replica."""
     layer_s: float
-    """Seconds in which the host starts one layer."""
+    """Seconds in which the host launches a layer."""
     is_served: bool = False
 
 
@@ -65,14 +65,14 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RlStep:
-    """Seconds of a rollout batch with its updates, at least."""
+    """Minimum seconds of a rollout batch with its updates."""
 
     parts: dict[str, float]
     """Seconds of rollout, logprobs, updates, critic, weights to servers; on their own ranks one after the other."""
     tail_s: float
     """Seconds of the rollout in which less than a tenth of the completions is in progress."""
     mean_tokens: float
-    """Mean length of a completion that it is planned for."""
+    """Mean length of a completion in the plan."""
     factors: dict[str, float] = field(default_factory=dict)
     """Measured / planned seconds by part, of the run that the rates were calibrated with; empty: a bound."""
 
@@ -95,7 +95,9 @@ class KnownParts:
 def known_layers(
     work: Workload, known: dict[tuple[Any, ...], dict[LayerKind, LayerTimes]]
 ) -> dict[LayerKind, LayerTimes]:
-    """Return the seconds of the layers, which pipeline stages do not change; `known` has those of the same run."""
+    """Return the seconds of the layers, which do not depend on pipeline stages; `known` has the same run's earlier
+    results.
+    """
     mesh = work.mesh
     key = (mesh.tp, mesh.ep, mesh.etp, mesh.cp, work.micro_batch, work.recompute, work.recompute_modules)
     if key not in known:
@@ -106,7 +108,7 @@ def known_layers(
 def engine_of(
     mesh: MeshConfig, engine: AnyEngine, world_size: int, server_gpus: int, rates: Rates
 ) -> Engine | None:
-    """Return the engine of a run; None for servers whose number is not known."""
+    """Return the engine of a run; None for an unknown number of servers."""
     if isinstance(engine, InProcessConfig):
         return Engine(
             replicas=max(1, world_size // mesh.model_parallel),
@@ -119,7 +121,7 @@ def engine_of(
     replicas = server_gpus // tp or engine.count
     if not replicas:
         return None
-    # Each replica of the trained model asks for so many completions at a time, of all servers together.
+    # Each replica of the trained model requests this many completions at a time, from all servers together.
     asked = engine.requests * max(1, world_size // mesh.model_parallel)
     return Engine(
         replicas=replicas,
@@ -144,8 +146,8 @@ def rl_step(
         config: The config, checked.
         work: Its update with completions of the longest length (`plan.parts.workload_of`).
         engine: Its engine (`engine_of`).
-        mean_tokens: Mean length of a completion; None: half of the longest.
-        known: Parts of other steps of the same run and place, where there are some.
+        mean_tokens: Mean length of a completion; None for half of the longest.
+        known: Parts of other steps of the same run and place, if there are any.
     """
     known = known or KnownParts()
     longest = config.rl.max_completion_tokens
@@ -191,7 +193,7 @@ def with_lengths(work: Workload, global_batch: int, sample_tokens: float) -> Wor
 
 
 def forward_seconds(work: Workload, layers: dict[LayerKind, LayerTimes] | None = None) -> float:
-    """Return the seconds of a pass without gradients over the rows of an update, whose layers may be known already."""
+    """Return the seconds of a pass without gradients over the rows of an update; its layers may be known already."""
     if layers is None:
         layers = {kind: layer_times(work, kind) for kind in work.model.all_kinds}
     stages = [stage.forward for stage in stage_times(work, layers)]
@@ -201,7 +203,9 @@ def forward_seconds(work: Workload, layers: dict[LayerKind, LayerTimes] | None =
 def generation(
     model: ModelConfig, device: Device, engine: Engine, lengths: Lengths, rates: Rates
 ) -> tuple[float, float]:
-    """Return the seconds of a rollout batch, and of them those with less than a tenth of the completions."""
+    """Return the seconds of a rollout batch, and the seconds in which less than a tenth of the completions is in
+    progress.
+    """
     rows = lengths.num_completions / engine.replicas
     slots = min(rows, float(engine.slots))
     context = lengths.prompt + lengths.mean / 2
@@ -212,7 +216,7 @@ def generation(
     )
     gpus = engine.replicas * engine.tp
     seconds = flops / gpus / (device.peak_tflops["bf16"] * 1e12 * DECODE_PRODUCTS)
-    # Those for which there is no slot at first follow one another in slots that are always taken.
+    # Completions without a slot at first follow each other in slots that are always taken.
     steps = (rows - slots) * lengths.mean / slots
     weights = _weights(model)
     seconds += steps * decode_seconds(model, device, engine, slots, context, rates, weights)
@@ -238,7 +242,7 @@ def decode_seconds(
     rates: Rates,
     weights: tuple[int, int] | None = None,
 ) -> float:
-    """Return the seconds in which a replica samples one token of each of `rows` completions.
+    """Return the seconds in which a replica samples a token of each of `rows` completions.
 
     Numbers of weights outside of routed experts and in them may be known already.
     """
@@ -294,7 +298,7 @@ def _weights(model: ModelConfig) -> tuple[int, int]:
 
 
 def _cached_numbers(model: ModelConfig, engine: Engine) -> float:
-    """Return the numbers that the cache holds of a token, on one GPU; a server keeps latents, our engine all heads."""
+    """Return how many numbers the cache holds per token on a GPU; a server keeps latents, our engine all heads."""
     if family_of(model).is_latent:
         mla = model.mla
         heads = model.num_heads / engine.tp
@@ -304,7 +308,7 @@ def _cached_numbers(model: ModelConfig, engine: Engine) -> float:
 
 
 def _messages(model: ModelConfig, links: Links, engine: Engine, rows: float, rates: Rates) -> float:
-    """Return the seconds of two exchanges a layer."""
+    """Return the seconds of a layer's two exchanges."""
     inside = max(engine.tp, engine.ep) <= links.domain
     speed = (
         links.link_gbytes_per_s * 1e9 * rates.link if inside else links.nic_gbit_per_s / 8 * 1e9 * rates.nic

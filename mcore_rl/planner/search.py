@@ -1,4 +1,4 @@
-"""Every mesh of a run on so many ranks that passes the checks and fits, by predicted speed."""
+"""Every mesh of a run on a number of ranks that passes the checks and fits, by predicted speed."""
 
 from dataclasses import dataclass, field
 from math import inf, isinf, log2
@@ -20,10 +20,10 @@ from mcore_rl.planner.rollout import KnownParts, RlStep, engine_of, known_layers
 from mcore_rl.planner.step import step
 
 WITHIN = 1.3
-"""Choices with predicted steps that differ less than this are equal to a prediction (bench/plan.py)."""
+"""Relative difference below which predicted steps count as equal (bench/plan.py)."""
 SHOWN = 8
 SPARE = 0.04
-"""Share of the device's memory for tensors that a mesh should leave: an estimate is not exact to the last GiB."""
+"""Share of the device's memory for tensors that a mesh should leave free: an estimate is not exact to the last GiB."""
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -80,10 +80,10 @@ class Place:
 
 
 def search(config: RunConfig, program: Program, place: Place) -> Search:
-    """Return all combinations that the program's checks accept and that fit, in an order that does not change.
+    """Return all combinations that the program's checks accept and that fit, in a fixed order.
 
-    Where none leaves SPARE of the device's memory, also meshes with routes of replay and
-    state of the optimizer in main memory.
+    If none leaves SPARE of the device's memory, meshes with routes of replay and optimizer state in main memory are
+    included.
     """
     result = _search(config, program, place)
     enough = (1 - SPARE) * place.room_bytes
@@ -112,7 +112,8 @@ def _search(config: RunConfig, program: Program, place: Place) -> Search:
         for way in ways:
             chosen = with_choice(config, mesh, way)
             if way.micro_batch not in accepted:
-                # What is recomputed is present in the model by construction; the rest does not depend on it.
+                # Recomputed modules are present in the model by construction; the rest does not depend on
+                # recomputation.
                 accepted[way.micro_batch] = is_accepted(chosen, program, place)
             if not accepted[way.micro_batch]:
                 result.refused += 1
@@ -138,7 +139,7 @@ def _search(config: RunConfig, program: Program, place: Place) -> Search:
 
 
 def is_accepted(config: RunConfig, program: Program, place: Place) -> bool:
-    """Return whether the program's checks accept a config on these ranks, and its groups lie well on nodes."""
+    """Return whether the program's checks accept a config on these ranks, and its groups fit well on nodes."""
     try:
         program.check(config, place.world_size)
     except ConfigError:
@@ -147,9 +148,9 @@ def is_accepted(config: RunConfig, program: Program, place: Place) -> bool:
 
 
 def shortlist(found: Search, program: Program, place: Place) -> list[Choice]:
-    """Return the fastest choice of each layout among those that a prediction cannot tell apart from the fastest.
+    """Return the fastest choice of each layout among the choices that a prediction cannot tell apart from the fastest.
 
-    Those that leave less than SPARE of the device's memory are left out where any mesh leaves it.
+    Choices that leave less than SPARE of the device's memory are left out if any mesh leaves it.
     """
     shown: dict[tuple[int, ...], Choice] = {}
     choices = with_spare(found, place)
@@ -165,13 +166,13 @@ def shortlist(found: Search, program: Program, place: Place) -> list[Choice]:
 
 
 def with_spare(found: Search, place: Place) -> list[Choice]:
-    """Return the choices that leave SPARE of the device's memory, the fastest first; all where none does."""
+    """Return the choices that leave SPARE of the device's memory, the fastest first; all if none does."""
     enough = (1 - SPARE) * place.room_bytes
     return [choice for choice in found.choices if choice.memory.total <= enough] or found.choices
 
 
 def nearest(found: Search, config: RunConfig, program: Program, place: Place, count: int = 3) -> list[Choice]:
-    """Return the choices that change least of the config, the fastest of those that change as much."""
+    """Return the choices that change the fewest fields of the config, ordered by speed among equals."""
     by_distance = sorted(
         found.choices, key=lambda choice: (_distance(config, choice.config), *_order(choice))
     )
@@ -190,7 +191,7 @@ def changes(config: RunConfig, choice: Choice) -> dict[str, Any]:
 
 
 def _layout(choice: Choice) -> tuple[int, ...]:
-    """Return the fields that make two choices different for people; chunks and recomputation do not."""
+    """Return the fields that make two choices different for people, which chunks and recomputation do not."""
     mesh = choice.mesh
     return (mesh.tp, mesh.pp, mesh.ep, mesh.cp, *_waiting(choice.config))
 
@@ -210,7 +211,7 @@ def _order(choice: Choice) -> tuple[float, ...]:
 
 
 def _whole_step(config: RunConfig, work: Workload, place: Place, known: KnownParts) -> RlStep | None:
-    """Return the rollout batch of a run with its updates; None where it has none, or its servers are not known."""
+    """Return the rollout batch of a run with its updates; None if it has none, or its servers are not known."""
     if not isinstance(config, RlRunConfig):
         return None
     engine = engine_of(config.mesh, config.rl.engine, place.world_size, place.server_gpus, place.rates)

@@ -15,7 +15,7 @@ from mcore_rl.planner.parts import Workload, layer_times, output_times
 from mcore_rl.planner.step import message_seconds
 
 MAX_PASSES = 300_000
-"""Passes of a schedule that is simulated at once; one of more takes seconds."""
+"""Maximum number of passes of a schedule that is simulated; longer schedules take seconds."""
 
 
 class DeadlockError(ConfigError):
@@ -64,7 +64,7 @@ def simulate(
         passes: Passes of each stage, in order.
         seconds_of: Seconds of a pass by kind, stage and chunk.
         message_s: Seconds of a message between two stages.
-        overlap: Whether messages travel during the computation; otherwise both stages wait for them.
+        overlap: Whether messages travel during the computation; if not, both stages wait for them.
 
     Raises:
         DeadlockError: A stage waits for a pass that never comes.
@@ -126,19 +126,19 @@ class ChunkTimes:
 
 
 def step_times(work: Workload) -> ChunkTimes:
-    """Return every chunk's own seconds."""
+    """Return the seconds of every chunk."""
     times = {kind: layer_times(work, kind) for kind in work.model.all_kinds}
     layers = {kind: (layer.forward, layer.backward) for kind, layer in times.items()}
     return _chunk_times(work.model, work.mesh, layers, output_times(work), message_seconds(work))
 
 
 def unit_times(model: ModelConfig, mesh: MeshConfig) -> ChunkTimes:
-    """Return times where nothing is known of the device: a layer takes 1 second forwards and 2 backwards."""
+    """Return times for an unknown device: a layer takes 1 second forwards and 2 backwards."""
     return _chunk_times(model, mesh, dict.fromkeys(model.all_kinds, (1.0, 2.0)), (0.0, 0.0), 0.0)
 
 
 def simulate_mesh(times: ChunkTimes, mesh: MeshConfig, num_microbatches: int) -> Simulation:
-    """Return the schedule of so many microbatches on a mesh."""
+    """Return the schedule of this many microbatches on a mesh."""
     passes = [schedule(mesh.pp, mesh.vpp, num_microbatches, stage) for stage in range(mesh.pp)]
     return simulate(passes, times.of_pass, times.message_s, overlap=mesh.vpp > 1 and mesh.overlap_p2p)
 
@@ -150,7 +150,7 @@ def _chunk_times(
     output: tuple[float, float],
     message_s: float,
 ) -> ChunkTimes:
-    """Return the times of a mesh whose layers take `layers[kind]` seconds forwards and backwards."""
+    """Return the times of a mesh with layers that take `layers[kind]` seconds forwards and backwards."""
     kinds, last = model.layer_kinds, (mesh.pp - 1, mesh.vpp - 1)
     seconds: dict[tuple[int, int], tuple[float, float]] = {}
     for stage, chunks in enumerate(layers_by_chunk(model, mesh)):

@@ -10,14 +10,14 @@ from mcore_rl.planner.parts import LayerTimes, Roofline, Workload, layer_times, 
 from mcore_rl.planner.rates import SENSITIVITIES, without
 
 LEAST_EXPOSED = 0.1
-"""Smallest part of the exchange of gradients that does not hide behind computation."""
+"""Smallest part of the exchange of gradients that computation does not hide."""
 MAIN_MOVED_BYTES = 2 * 4 + 2
 """Bytes that Adam moves for a weight of its share apart from gradient and moments: the fp32 copy, read and written,
 and the new weight.
 """
 
 TRAVELLING_BYTES = 4 + 2
-"""Bytes of an offloaded weight on its way: the fp32 gradient to main memory, the 16-bit weight back."""
+"""Bytes of an offloaded weight that travel: the fp32 gradient to main memory, the 16-bit weight back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Step:
 
 
 def stage_times(work: Workload, layers: dict[LayerKind, LayerTimes]) -> list[StageTimes]:
-    """Return the seconds of each stage for one microbatch; the last one has the output and the MTP layers."""
+    """Return the seconds of each stage for a microbatch; the last stage has the output and the MTP layers."""
     stages = []
     for stage, kind in enumerate(layer_kinds_by_stage(work.model, work.mesh)):
         counts = dict(kind)
@@ -66,7 +66,7 @@ def stage_times(work: Workload, layers: dict[LayerKind, LayerTimes]) -> list[Sta
 
 
 def message_seconds(work: Workload) -> float:
-    """Return the seconds of one message between two pipeline stages."""
+    """Return the seconds of a message between two pipeline stages."""
     roof = Roofline(work)
     inside = 2 * work.world_size // work.mesh.pp <= roof.links.domain
     speed, latency = (roof.link if inside else roof.nic), work.rates.nic_latency_s
@@ -78,7 +78,7 @@ def step(work: Workload, layers: dict[LayerKind, LayerTimes] | None = None) -> S
 
     Args:
         work: The step.
-        layers: Seconds of the layers, where they are known already: a search has many steps of the same layers.
+        layers: Seconds of the layers, if they are known already: a search has many steps of the same layers.
     """
     if layers is None:
         layers = {kind: layer_times(work, kind) for kind in work.model.all_kinds}
@@ -129,7 +129,7 @@ def _state_moved_bytes(work: Workload) -> int:
 
 
 def _offloaded(work: Workload, weights: float) -> float:
-    """Return the seconds in which the processor updates a rank's offloaded weights."""
+    """Return the seconds in which the CPU updates a rank's offloaded weights."""
     rates = work.rates
     update = weights * _state_moved_bytes(work) / (rates.host_memory_gbytes_per_s * 1e9)
     travel = weights * TRAVELLING_BYTES / (rates.host_link_gbytes_per_s * 1e9)
@@ -148,11 +148,11 @@ def model_tflops(work: Workload, seconds: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sensitivity:
-    """Gain of a step that had something for nothing."""
+    """Gain of a step from a term without cost."""
 
     term: str
     gain: float
-    """Tokens per second more, as a fraction."""
+    """Additional tokens per second, as a fraction."""
 
 
 def sensitivities(work: Workload, seconds_of: Callable[[Workload], float]) -> list[Sensitivity]:
@@ -162,13 +162,13 @@ def sensitivities(work: Workload, seconds_of: Callable[[Workload], float]) -> li
         Sensitivity(term=term, gain=seconds / seconds_of(replace(work, rates=without(work.rates, term))) - 1)
         for term in SENSITIVITIES
     ]
-    return sorted(found, key=lambda one: -one.gain)
+    return sorted(found, key=lambda sensitivity: -sensitivity.gain)
 
 
 def imbalance_costs(
     work: Workload, seconds_of: Callable[[Workload], float], loads: Sequence[float]
 ) -> list[float]:
-    """Return how much of its speed a step loses when the fullest rank's experts get so many times the mean."""
+    """Return how much of its speed a step loses if the fullest rank's experts get these multiples of the mean."""
     seconds = seconds_of(work)
     return [1 - seconds / seconds_of(replace(work, imbalance=load)) for load in loads]
 

@@ -22,11 +22,11 @@ from mcore_rl.planner.search import SPARE, WITHIN, Choice, Place, Search, change
 
 JSON_VERSION = 1
 LEAST_SHARE = 0.015
-"""Shares of a step below this are not shown, but for the bubble and the host."""
+"""Minimum share of a step that is shown, except for the bubble and the host."""
 RANKS_SHOWN = 8
 HOUR_S = 3600
 STORAGE_BYTES_PER_S = 2e9
-"""Bytes that a node writes to a shared file system in a second: a guess, which the text names."""
+"""Bytes that a node writes to a shared file system per second: a guess, which the text names."""
 
 
 def estimate_lines(plan: Estimate) -> Iterator[str]:
@@ -114,7 +114,7 @@ def run_line(plan: Estimate) -> str:
 
 
 def _checkpoints(plan: Estimate) -> str:
-    """Return size and number of checkpoints, and the seconds to write one, which the file system decides."""
+    """Return size and number of checkpoints, and the seconds to write a checkpoint, which the file system decides."""
     disk = disk_of(plan.config)
     nodes = -(-plan.place.world_size // plan.place.ranks_per_node)
     seconds = disk.checkpoint / (nodes * STORAGE_BYTES_PER_S)
@@ -164,7 +164,7 @@ def memory_text(plan: Estimate) -> str:
 
 
 def phases_text(plan: Estimate) -> str:
-    """Return the memory of models in each phase on the fullest stage; empty where nothing that is trained waits."""
+    """Return the memory of models in each phase on the fullest stage; empty if no trained model waits."""
     stage = plan.fullest
     if all(model.store == "device" for model in models_on_ranks(plan.config) if model.trains):
         return ""
@@ -287,7 +287,7 @@ def search_lines(config: RunConfig, found: Search, shown: list[Choice], place: P
 
 
 def _bound_line(engine: AnyEngine, choice: Choice, place: Place) -> str:
-    """Return what the seconds of choices are in reinforcement learning, and who generates."""
+    """Return a line that explains the seconds of choices in reinforcement learning, and which engine generates."""
     if choice.rl is None:
         return "Seconds are those of an update: how many GPUs the servers have is not known. Give --server-nodes N"
     generator = "the engine on these ranks"
