@@ -1,5 +1,5 @@
-"""Adam and the norm of gradients for machines without TransformerEngine and apex, in the form that Megatron's optimizer
-expects of theirs.
+"""Adam and the norm of gradients for machines without TransformerEngine and apex, with the interface that Megatron's
+optimizer expects from them.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "master_param"
-"""Name of the fp32 copy of a weight among its states, where the optimizer and not Megatron has it."""
+"""Name of a weight's fp32 copy among its states, if the optimizer rather than Megatron has it."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -26,8 +26,8 @@ class FusedAdam(torch.optim.Optimizer):
     the states, moments wait in the given dtypes, and gradients are read from `decoupled_grad`, of any dtype.
     """
 
-    # As torch has them below the decorator that keeps them out of compiled code, whose first call imports
-    # torch._dynamo: a fifth of what a rank computes before its first step. No step is compiled here.
+    # The functions below the decorator that keeps them out of compiled code: its first call imports torch._dynamo, a
+    # fifth of a rank's work before its first step, and no step is compiled.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
@@ -67,14 +67,14 @@ class FusedAdam(torch.optim.Optimizer):
         self._dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, MAIN: master_weight_dtype}
 
     def initialize_state(self, param: Tensor, *_: Any) -> None:
-        """Set the moments of `param` to zero, and make its fp32 copy where this optimizer has them."""
+        """Set the moments of `param` to zero, and make its fp32 copy if this optimizer has them."""
         for name in MOMENTS:
             self.state[param][name] = torch.zeros_like(param, dtype=self._dtypes[name])
         if self.master_weights:
             self.state[param][MAIN] = param.detach().clone().float()
 
     def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
-        """Return a state of `param` in fp32: the tensor itself where it is in fp32."""
+        """Return a state of `param` in fp32: the tensor itself if it is in fp32."""
         state: Tensor = self.state[param][name]
         return state.float()
 
@@ -87,7 +87,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, of an optimizer with any of the dtypes."""
+        """Load a `state_dict` of an optimizer with any of the dtypes."""
         self._load_state_dict(state_dict)
         if not self.master_weights:
             return
@@ -122,7 +122,8 @@ class FusedAdam(torch.optim.Optimizer):
                 "eps": group["eps"],
                 "maximize": False,
             }
-            # The fused kernel reads the count from a tensor and leaves it as it is, so that all may share it.
+            # The fused kernel reads the count from a tensor and does not change it, so that all parameters can share
+            # it.
             step = torch.full((), float(group["step"]), device=params[0].device)
             if self.master_weights:
                 for param in params:
@@ -141,8 +142,8 @@ class FusedAdam(torch.optim.Optimizer):
     def _step_in_fp32(
         self, fused: Callable[..., None], param: Any, step: Tensor, settings: dict[str, Any]
     ) -> None:
-        """Update the fp32 copy of one parameter, so that only one parameter has moments in fp32 at a time, then the
-        parameter.
+        """Update the fp32 copy of a parameter, then the parameter, so that only a single parameter has moments in fp32
+        at a time.
         """
         state = self.state[param]
         moments = [self.get_unscaled_state(param, name) for name in MOMENTS]
@@ -156,7 +157,7 @@ class FusedAdam(torch.optim.Optimizer):
 def norm_of_tensors(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """Stand in for `multi_tensor_l2norm`: the norm of all tensors together, float32 `[1]` on their device.
+    """Replacement for `multi_tensor_l2norm`: the norm of all tensors together, float32 `[1]` on their device.
 
     The arguments are the kernel's; only the tensors, in one list, are used.
     """

@@ -1,11 +1,11 @@
-"""Products with a result for each row that does not depend on the other rows, so that engine and trainer agree in
-every bit.
+"""Products with a result for each row that does not depend on the other rows, so that engine and trainer agree in every
+bit.
 
 A library chooses another kernel, with another order of sums, for other numbers of rows. A generation step has a row for
-each completion in progress, a training pass has one for each token of a microbatch, and their results differ in the
+each completion in progress, a training pass has a row for each token of a microbatch, and their results differ in the
 last bits; in a mixture of experts that exchanges experts. On a CPU, `InvariantProducts` gives every product to the
-library in tiles of one number of rows, filled up with zeros, and `attention` takes keys in blocks of one length, one
-after the other. Both are slow: they are for comparing an engine with a trainer.
+library in tiles with a fixed number of rows, padded with zeros, and `attention` takes keys in blocks of a fixed length,
+in order. Both are slow: they are for comparing an engine with a trainer.
 
 On a GPU the package `batch_invariant_ops` replaces torch's products by such products.
 """
@@ -56,7 +56,7 @@ def switch_on(*, is_cuda: bool, is_deterministic: bool) -> None:
     """Make the products of this process batch-invariant from now on.
 
     Raises:
-        ConfigError: There is a GPU, and the package with its kernels is not installed, or torch may choose kernels
+        ConfigError: If there is a GPU, and the package with its kernels is not installed, or torch may choose kernels
             with results that depend on timing.
     """
     if is_cuda:
@@ -80,7 +80,7 @@ def _mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     num_rows = left_MK.shape[0]
     if not num_rows or not right_KN.shape[1]:
         return left_MK.new_zeros(num_rows, right_KN.shape[1])
-    # One layout of the operands: a library chooses its kernel by that too.
+    # A fixed layout of the operands, because a library chooses its kernel by that too.
     right_KN = right_KN.contiguous()
     padded = pad(left_MK, (0, 0, 0, -num_rows % TILE_ROWS)).contiguous()
     return torch.cat([torch.mm(tile, right_KN) for tile in padded.split(TILE_ROWS)])[:num_rows]
@@ -123,10 +123,10 @@ if hasattr(torch.ops.aten, "_grouped_mm"):
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Return the output `[s, B, N, Dv]` of queries `[s, B, N, D]` over keys `[S, B, G, D]` and values `[S, B, G, Dv]`.
 
-    The keys behind the last visible one of a query, and how many there are, do not change a bit of its output.
+    Keys after the last visible key of a query, and their number, do not change a bit of its output.
 
     Args:
-        visible: bool, broadcast to `[B, N, s, S]`: the keys that a query attends to, at least one.
+        visible: bool, broadcast to `[B, N, s, S]`: the keys that a query attends to; each needs at least one key.
         scale: factor of the scores.
     """
     length, batch, heads, _ = query.shape

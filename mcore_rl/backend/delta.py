@@ -1,4 +1,4 @@
-"""The gated delta rule by a kernel for GPUs, where the package flash-linear-attention has one."""
+"""The gated delta rule by a kernel of the package flash-linear-attention, if it is installed, on GPUs."""
 
 import importlib
 from collections.abc import Callable
@@ -14,7 +14,7 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 @cache
 def kernel_found() -> Callable[..., Any] | None:
-    """Return the kernel for the GPU of this process; None without one."""
+    """Return the kernel for the GPU of this process; None if there is no kernel."""
     if not torch.cuda.is_available() or find_spec("fla") is None:
         return None
     try:
@@ -27,7 +27,7 @@ def kernel_found() -> Callable[..., Any] | None:
 
 
 def delta_kernel(value: Tensor, *, deterministic: bool) -> Callable[..., Any] | None:
-    """Return the kernel for these values; None on a CPU, in fp32 and fp64, and where sums must have one order."""
+    """Return the kernel for these values; None on a CPU, in fp32 and fp64, and if sums must have a fixed order."""
     if not value.is_cuda or value.dtype not in HALF_TYPES or deterministic:
         return None
     return kernel_found()
@@ -53,7 +53,7 @@ def gated_delta_by(
         decay_TH: Logarithms of the decay, fp32.
         beta_TH: Shares of a value that are written.
         lengths: Tokens of each of the R sequences.
-        states: State of each sequence before its first token `[R, H, K, V]`; None: zeros.
+        states: State of each sequence before its first token `[R, H, K, V]`; None for zeros.
     """
     repeat = value.shape[1] // key.shape[1]
     bounds = torch.tensor((0, *lengths), device=value.device).cumsum(0)

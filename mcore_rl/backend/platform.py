@@ -33,7 +33,7 @@ class Platform:
     build: str = ""
     """Identity of the build of the compiled layers, equal on all ranks; empty with other layers."""
     reason: str = ""
-    """Why a CPU computes with the layers of torch; empty where it does not, or was asked to."""
+    """Why a CPU uses the layers of torch; empty if it does not, or was asked to."""
     rounds_products: bool = False
     """`platform.bf16_products`."""
 
@@ -43,7 +43,7 @@ class Platform:
         return f"cpu {self.build}" if self.layers == "cpu" else self.layers
 
     def with_torch_layers(self, reason: str) -> "Platform":
-        """Return the platform with the layers of torch in the place of compiled layers."""
+        """Return the platform with the layers of torch instead of compiled layers."""
         return replace(self, layers="torch", build="", reason=reason)
 
     @property
@@ -79,7 +79,7 @@ def start(config: PlatformConfig, *, allows_te: bool = True) -> Platform:
         allows_te: Whether `layers = "auto"` may be TransformerEngine's.
 
     Raises:
-        ConfigError: This machine lacks a thing that the config asks for.
+        ConfigError: If this machine lacks something that the config asks for.
     """
     device_type = _device_type(config)
     layers = _layers(config, allows_te=allows_te)
@@ -114,10 +114,10 @@ def start(config: PlatformConfig, *, allows_te: bool = True) -> Platform:
 def compiled_layers(config: PlatformConfig, world_size: int = 1) -> tuple[str, str]:
     """Collective over the world: return the build of compiled layers that all ranks have, or "" and the reason.
 
-    The file is built where no process of this user has done so.
+    The file is built if no process of this user has done so.
 
     Raises:
-        ConfigError: The config asks for them, and a rank cannot have them.
+        ConfigError: If the config asks for them, and a rank cannot have them.
     """
     is_asked = config.layers == "cpu" or config.bf16_products
     if not is_asked and config.layers != "auto":
@@ -204,7 +204,7 @@ def variables_of_device() -> dict[str, str]:
 
 
 def _layers(config: PlatformConfig, *, allows_te: bool) -> Literal["torch", "te"]:
-    """Return the layers on a GPU, and on a CPU where none are compiled."""
+    """Return the kind of layers on a GPU, or on a CPU if none are compiled."""
     usable = FOUND.has_te
     reason = FOUND.unusable.get("transformer_engine")
     wants_te = config.layers == "te" or (config.layers == "auto" and allows_te)

@@ -1,4 +1,4 @@
-"""Copies from main memory to a GPU for which nobody waits but the GPU's own queues."""
+"""Copies from main memory to a GPU that only the GPU's own queues wait for."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`, by way of page-locked memory where it goes from a CPU to a GPU.
+    """Return the tensor on `device`, through page-locked memory if it goes from a CPU to a GPU.
 
-    From other memory a copy of more than 64 KiB waits until the GPU has done all that it was asked for before. torch
-    does not use the page-locked memory again before the copy is over.
+    A copy of more than 64 KiB from other memory waits until the GPU has finished all earlier work. torch does not reuse
+    the page-locked memory before the copy is over.
     """
     if tensor.device == device:
         return tensor
@@ -20,20 +20,19 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Ahead:
-    """Tensors that a GPU prepares on a stream of their own while it computes on earlier tensors.
+    """Tensors that a GPU prepares on their own stream while it computes on earlier tensors.
 
-    Whoever uses one makes the GPU wait for it by an event; the host goes on. On a CPU a tensor is made when it is
-    used.
+    Using a tensor makes the GPU wait for it by an event; the host continues. On a CPU a tensor is made when it is used.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Begin to make a tensor after all work that the GPU has been asked for; the result returns it for use."""
+        """Begin to make a tensor after all work that the GPU has been given so far; the result returns it for use."""
         if self._stream is None:
             return make
-        # What `make` reads on the device may not be computed yet.
+        # The inputs of `make` on the device may not be computed yet.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             made = make()

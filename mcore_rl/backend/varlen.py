@@ -1,4 +1,4 @@
-"""Attention of packed sequences by one call of a kernel for sequences of many lengths, where a GPU has one."""
+"""Attention of packed sequences in a single call of a variable-length kernel, if the GPU has such a kernel."""
 
 import importlib
 import inspect
@@ -16,13 +16,13 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 WIDTH_MULTIPLE, WIDEST = 8, 256
 """Widths of heads that the kernels take."""
 LEAST_CAPABILITY = 8
-"""Major compute capability from which on the kernels run: Ampere."""
+"""Minimum major compute capability for the kernels: Ampere."""
 TORCH_ARGUMENTS = ("scale", "window_size", "enable_gqa", "return_aux")
-"""Arguments of torch's function that are needed; releases before 2.13 lack some."""
+"""Required arguments of torch's function; releases before 2.13 lack some."""
 
 
 class Bounds(NamedTuple):
-    """Where the sequences of a packed row begin and end; for keys, those that belong to each sequence of queries."""
+    """Bounds of the sequences in a packed row; for keys, of the keys that belong to each sequence of queries."""
 
     cumulative: Tensor
     """Cumulative lengths, int32 `[sequences + 1]`, on the device."""
@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
 
 
 class VarlenKernel(NamedTuple):
-    """A kernel, by the name that the log and `mcore-rl doctor` give it."""
+    """A kernel, with its name in the log and in `mcore-rl doctor`."""
 
     name: str
     attend: Callable[[Tensor, Tensor, Tensor, Bounds, Bounds, float, int | None], Tensor]
@@ -40,12 +40,12 @@ class VarlenKernel(NamedTuple):
     that a query sees to its left (None: all).
     """
     has_sinks: bool
-    """Whether the log-sum-exp of a query and a backward pass with another log-sum-exp can be had."""
+    """Whether it can return the log-sum-exp of a query and run a backward pass with a different log-sum-exp."""
 
 
 @cache
 def kernel_found() -> VarlenKernel | None:
-    """Return the kernel that packed sequences take on the GPU of this process; None without one."""
+    """Return the kernel that packed sequences use on the GPU of this process; None if there is no kernel."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < LEAST_CAPABILITY:
         return None
     function = _import("torch.nn.attention.varlen", "varlen_attn")
@@ -57,7 +57,7 @@ def kernel_found() -> VarlenKernel | None:
 
 
 def packed_kernel(query: Tensor, value_width: int, *, has_sinks: bool) -> VarlenKernel | None:
-    """Return the kernel for these queries `[T, N, D]` and values of that width; None where there is none.
+    """Return the kernel for these queries `[T, N, D]` and values of that width; None if there is none.
 
     Args:
         query: Queries.
@@ -83,7 +83,7 @@ def attend_packed(
     key_bounds: Bounds | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor | None:
-    """Return causal attention `[T, N, Dv]` within each packed sequence by one call; None where there is no kernel.
+    """Return causal attention `[T, N, Dv]` within each packed sequence in a single call; None if there is no kernel.
 
     Args:
         query: `[T, N, D]`.
@@ -91,15 +91,15 @@ def attend_packed(
         value: `[U, G, Dv]`.
         bounds: the sequences, which fill the row.
         scale: factor of the scores.
-        window: positions that a query sees to its left; None: all.
-        key_bounds: the keys of each sequence, which may begin before its queries and end with them; None: `bounds`.
+        window: positions that a query sees to its left; None for all.
+        key_bounds: the keys of each sequence, which may begin before its queries and end with them; None for `bounds`.
         sinks_N: a score for each head, which takes part in the softmax and adds nothing.
     """
     width, value_width = query.shape[-1], value.shape[-1]
     kernel = packed_kernel(query, value_width, has_sinks=sinks_N is not None)
     if kernel is None:
         return None
-    # Zeros, which the output drops again: the kernels have one width.
+    # Zeros, which the output drops again: the kernels need values as wide as queries.
     wide_value = pad(value, (0, width - value_width)) if value_width < width else value
     operands = query, key, wide_value, bounds, key_bounds or bounds, scale, window
     if sinks_N is None:
@@ -210,9 +210,9 @@ class _WithSinks(torch.autograd.Function):
             ctx.bounds.longest,
             ctx.key_bounds.longest,
             0.0,
-            # Whether it is causal; a window is so by its right end, 0.
+            # Whether it is causal; a window is causal by its right end, 0.
             ctx.window is None,
-            # The random state of dropout, which there is none of.
+            # The random state of dropout, which is not used.
             torch.zeros(2, dtype=torch.uint64, device=query.device),
             torch.empty(0, device=query.device),
             scale=ctx.scale,
@@ -225,7 +225,7 @@ class _WithSinks(torch.autograd.Function):
 
 
 def _import(module: str, name: str) -> Any:
-    """Return an attribute of a module, or None without the module or where it was built for another torch."""
+    """Return an attribute of a module; None if there is no such module or it was built for another torch."""
     if find_spec(module.partition(".")[0]) is None:
         return None
     try:

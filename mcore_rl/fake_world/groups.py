@@ -17,9 +17,9 @@ from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks, w
 
 @contextmanager
 def fake_rank(config: MeshConfig, rank: int, world_size: int) -> Iterator[Mesh]:
-    """Leave the process group, and be `rank` of a mesh on `world_size` ranks: no collective waits, none moves data.
+    """Leave the process group, and act as `rank` of a mesh on `world_size` ranks: collectives do not wait or move data.
 
-    Torch's groups belong to the process, so that a process is one rank at a time.
+    Torch's groups belong to the process, so that a process is a single rank at a time.
     """
     stop()
     functions: Any = dist  # Megatron and torch look these up by name
@@ -30,7 +30,8 @@ def fake_rank(config: MeshConfig, rank: int, world_size: int) -> Iterator[Mesh]:
         return new_group(ranks, **options | {"backend": "fake"})
 
     def gather_own(object_list: list[Any], obj: Any, group: Any = None) -> None:
-        # Ranks exchange the kinds of their parameters; those of other ranks would only name groups empty here.
+        # Ranks exchange the kinds of their parameters; other ranks' kinds would only name groups that are empty on this
+        # rank.
         object_list[:] = [obj] * len(object_list)
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())

@@ -1,4 +1,4 @@
-"""`on_meta`: code that allocates tensors gets their shapes without their memory."""
+"""`on_meta`: allocate tensors with their shapes but without memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,8 @@ def on_meta() -> Iterator[None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """`torch.device("meta")` as a context leaves alone the factories that are given a device, as Megatron's are.
+    """Put tensors on `meta` even for factories that are given a device, as Megatron's are: the context of
+    `torch.device("meta")` leaves those alone.
 
     FakeTensorMode would do as well, but cannot exchange the data of a parameter, as the cast to 16 bits does.
     """

@@ -1,4 +1,4 @@
-"""Bytes of one rank of a run: its model, buffers and optimizer, built without their memory and counted."""
+"""Bytes of a rank of a run: its model, buffers and optimizer, built without memory and counted."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from mcore_rl.train.setup import freeze, wrap_for_data_parallelism
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelBytes:
-    """Bytes of one model on a rank."""
+    """Bytes of a model on a rank."""
 
     one: ModelOnRanks
     numbers: int
@@ -38,7 +38,7 @@ class ModelBytes:
 
 
 def bytes_of_rank(config: RunConfig, rank: int, world_size: int, updated: str | None = None) -> RankBytes:
-    """Build every model of a run on one rank, on `meta`, and count its bytes; config and world have passed the checks.
+    """Build every model of a run on a rank, on `meta`, and count its bytes; config and world have passed the checks.
 
     Layers are ours whatever the config says: TransformerEngine's have the same weights.
 
@@ -46,8 +46,8 @@ def bytes_of_rank(config: RunConfig, rank: int, world_size: int, updated: str | 
         config: The run's config.
         rank: The rank.
         world_size: Number of ranks.
-        updated: Name, as `models_on_ranks` has it, of the model during whose update the bytes are counted; it
-            matters where models wait elsewhere between their updates. None: the first that is trained.
+        updated: Name, as in `models_on_ranks`, of the model that is being updated when the bytes are counted; it
+            matters if models wait elsewhere between their updates. None for the first that is trained.
     """
     with fake_rank(config.mesh, rank, world_size) as mesh, on_meta():
         counted = [_model_bytes(config, model, mesh) for model in models_on_ranks(config)]
@@ -75,7 +75,7 @@ def bytes_of_rank(config: RunConfig, rank: int, world_size: int, updated: str | 
 
 
 def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes:
-    """Return the bytes of one model on the rank that `mesh` is of."""
+    """Return the bytes of a model on the rank of `mesh`."""
     platform = fake_platform(config.platform, mesh)
     bare = build_model(buildable(one.model), mesh, platform, config.platform)
     if one.lora.is_on:
@@ -102,7 +102,7 @@ def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes
     return ModelBytes(
         one=one,
         numbers=numbers,
-        # Parameters now lie in buffers with gaps between them, which the optimizer gathers as one.
+        # Parameters are now in buffers with gaps between them, which the optimizer gathers as a whole.
         weights=storage_bytes(tensor for chunk in bare for tensor in (*chunk.parameters(), *chunk.buffers())),
         gradients=storage_bytes(buffer.grad_data for buffer in buffers),
         optimizer=storage_bytes(_states(optimizer)) - on_host,
@@ -115,10 +115,10 @@ def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes
 
 
 def _states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yield moments and fp32 copies of this rank's share of the weights, wherever they lie."""
+    """Yield moments and fp32 copies of this rank's share of the weights, in whichever memory."""
     for part in optimizer.chained_optimizers:
         for state in part.optimizer.state.values():
-            # A count of steps is of each weight in a hybrid optimizer.
+            # In a hybrid optimizer each weight has a count of steps.
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
         for group in part.shard_fp32_from_float16_groups:
             yield from (copy for copy in group if copy is not None)
@@ -141,7 +141,7 @@ def _offloaded(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _offloaded_gradients(optimizer: MegatronOptimizer) -> int:
-    """Return the bytes of the gradients in main memory, which the first step makes as large as the fp32 copies."""
+    """Return the bytes of the gradients in main memory; the first step makes them as large as the fp32 copies."""
     return sum(
         copy.numel() * copy.element_size()
         for hybrid in _hybrid(optimizer)
@@ -150,14 +150,14 @@ def _offloaded_gradients(optimizer: MegatronOptimizer) -> int:
 
 
 def buildable(model: ModelConfig) -> ModelConfig:
-    """Return a model of the same weights that needs no packages for GPUs."""
+    """Return a model with the same weights that needs no packages for GPUs."""
     if not model.is_moe:
         return model
     return model.model_copy(update={"moe": model.moe.model_copy(update={"dispatcher": "alltoall"})})
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the memory that tensors lie in, shared memory once."""
+    """Return the bytes of the memory that tensors use, counting shared memory once."""
     return sum(
         {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values()
     )

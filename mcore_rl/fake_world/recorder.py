@@ -33,7 +33,7 @@ def record(
     """Return the actions of every stage in one pass over the microbatches, as Megatron's schedule for this mesh has it.
 
     Raises:
-        Exception: Megatron's own, for numbers of microbatches that its schedules do not take.
+        Exception: Megatron's own, for numbers of microbatches that its schedules do not accept.
     """
     mesh = MeshConfig(pp=pp, vpp=vpp, overlap_p2p=overlap_p2p)
     return [_record_stage(mesh, stage, num_microbatches, backward) for stage in range(pp)]
@@ -73,7 +73,7 @@ class _Recorder:
     def compute(self, kind: Kind, chunk: int, microbatch: int, source: Tensor) -> float:
         """Note a pass that reads `source`, and return the value of the tensors that it makes."""
         value = source.flatten()[0].item()
-        # Values below NOTHING are those of messages.
+        # Values below NOTHING stand for messages.
         message = round(NOTHING - 1 - value) if value < NOTHING else None
         self.passes.append((kind, chunk, microbatch))
         self.events.append(Compute(kind, chunk, microbatch, message))
@@ -97,7 +97,7 @@ class _Recorder:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Stand-in of torch's handle of messages."""
+    """Replacement for torch's handle of messages."""
 
     recorder: _Recorder
     messages: tuple[int, ...]
@@ -108,7 +108,7 @@ class _Request:
 
 
 class _Operation:
-    """Stand-in of `torch.distributed.P2POp`."""
+    """Replacement for `torch.distributed.P2POp`."""
 
     def __init__(self, op: Any, tensor: Tensor, peer: int, group: Any = None) -> None:
         self.is_send: bool = op.is_send
@@ -116,7 +116,7 @@ class _Operation:
 
 
 class _Alone:
-    """Stand-in of `isend` or `irecv`."""
+    """Replacement for `isend` or `irecv`."""
 
     def __init__(self, recorder: _Recorder, *, is_send: bool) -> None:
         self.recorder, self.is_send = recorder, is_send
@@ -199,7 +199,7 @@ class _Microbatch:
 
 
 class _Head:
-    """Head with a gradient that is no number of a message."""
+    """Head with a gradient that is not the number of a message."""
 
     wants_losses = False
 

@@ -1,9 +1,9 @@
 """Bytes of activations that a layer of ours keeps for its backward pass: the tensors saved in a real forward pass.
 
-A layer keeps the difference between two layers and a single layer. It has its true widths, as many experts as a token
-picks, so that weights are few and loads even; collectives move nothing, and matrix products are zeros, as nobody reads
-them. Its operations are the same as on a GPU but for the norm,
-which torch fuses on GPUs only and which has a stand-in. TransformerEngine's layers need a GPU, and are not counted.
+The bytes of a layer are the difference between two layers and a single layer. It has its true widths and as many
+experts as a token picks, so that weights are few and loads even; collectives move nothing, and matrix products are
+zeros, as nobody reads them. Its operations are the same as on a GPU except for the norm, which torch fuses on GPUs only
+and which is replaced. TransformerEngine's layers need a GPU, and are not counted.
 """
 
 from collections import Counter
@@ -34,9 +34,11 @@ def saved_by_layers(mesh: MeshConfig, model: ModelConfig, platform: PlatformConf
 
 
 def saved_by_layer(model: ModelConfig, settings: PlatformConfig, tp: int) -> LayerSaved:
-    """Return what a layer of `model`, whose layers are of one kind, keeps on one of `tp` tensor-parallel ranks."""
+    """Return the bytes that a layer of `model`, with a single kind of layers, keeps on each of `tp` tensor-parallel
+    ranks.
+    """
     tokens, kind = POSITIONS * tp, model.layer_kinds[0]
-    # All that these layers are not, a platform for GPUs may be.
+    # Apart from its layers, the platform may be one for GPUs.
     settings = settings.model_copy(update={"layers": "torch", "fp8": "none"})
     with _norm_of_gpus():
         one, two = (_storages(_with_layers(model, count), settings, tp, tokens) for count in (1, 2))
@@ -67,22 +69,22 @@ def layer_model(model: ModelConfig, kind: LayerKind) -> ModelConfig:
             update={**few_experts, "dispatcher": "alltoall", "first_dense_layers": 0 if kind.is_moe else 2}
         )
     few = {"num_layers": 2, "mtp_layers": 0, "vocab_size": VOCABULARY, "vocab_multiple": 1, "head": "logits"}
-    # Every third layer of two is none: both are delta nets.
+    # Two layers have no third, so that both are delta nets.
     delta = model.delta.model_copy(update={"full_every": 3 if kind.mixer == "delta" else None})
     return model.model_copy(update=few | {"moe": moe, "delta": delta})
 
 
 def _with_layers(model: ModelConfig, count: int) -> ModelConfig:
-    """Return a model of so many layers of one kind."""
+    """Return a model with this number of layers of a single kind."""
     dense = count if model.is_moe and not model.moe_layers[0] else 0
     moe = model.moe.model_copy(update={"first_dense_layers": dense})
     return model.model_copy(update={"num_layers": count, "moe": moe})
 
 
 def _storages(model: ModelConfig, settings: PlatformConfig, tp: int, tokens: int) -> Counter[int]:
-    """Return the sizes of the storages that autograd keeps after a forward pass, and no weight owns."""
+    """Return the sizes of the storages that autograd keeps after a forward pass and that belong to no weight."""
     with fake_rank(MeshConfig(tp=tp), 0, tp) as mesh:
-        # Memory that nobody has written to takes none, and reads as zeros.
+        # Memory that was never written takes no space, and reads as zeros.
         chunk = build_uninitialized(model, mesh, fake_platform(settings, mesh), settings)
         weights = {tensor.untyped_storage()._cdata for tensor in (*chunk.parameters(), *chunk.buffers())}
         saved: list[torch.Tensor] = []
@@ -102,7 +104,7 @@ def _storages(model: ModelConfig, settings: PlatformConfig, tp: int, tokens: int
 
 
 class _WithoutProducts(TorchDispatchMode):
-    """Matrix products give zeros: of a layer of true width they are seconds, and read gigabytes of weights."""
+    """Make matrix products zeros: at true widths a layer's products take seconds and read gigabytes of weights."""
 
     def __torch_dispatch__(
         self,

@@ -1,1 +1,1 @@
-"""A compiled file for CPUs alone, with products and attention by it. `model/layers/cpu` makes layers of it."""
+"""A compiled file for CPUs only, with products and attention that use it. `model/layers/cpu` makes layers of it."""

@@ -1,7 +1,7 @@
 """Causal attention in fp32 on a CPU by the compiled file: no scores in memory, no copies of the caller's layout.
 
 The forward pass keeps the log-sum-exp of each query's scores, and the backward pass computes the weights again. A
-query's result depends on its own keys alone, bit for bit: not on other rows, sequences or later positions.
+query's result depends only on its own keys, bit for bit: not on other rows, sequences or later positions.
 """
 
 from ctypes import Array, c_int64
@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 from mcore_rl.backend.cpu.compiled import library
 
 BoundArrays = tuple["Array[c_int64]", "Array[c_int64]"]
-"""Where each sequence begins and ends in the queries, and in the keys."""
+"""Bounds of each sequence in the queries, and in the keys."""
 LANES, KEYS, ROWS, WIDTH = 48, 64, 8, 16
-"""The most of each that the file uses, for the size of its scratch memory."""
+"""Maximum of each that the file uses, for the size of its scratch memory."""
 
 
 def causal_attention(

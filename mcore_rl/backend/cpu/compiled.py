@@ -1,8 +1,8 @@
-"""The optional library of C++ with layers of a CPU, built where there is a compiler and kept in the user's cache.
+"""The optional C++ library with layers for a CPU, built if there is a compiler and kept in the user's cache.
 
-It is plain C++ without torch's headers, which takes a second where an extension of torch takes half a minute, and is
-called with addresses: nothing in it depends on torch's version but the product, which torch's library computes. It
-computes with one thread.
+It is plain C++ without torch's headers, which compiles in a second where an extension of torch takes half a minute, and
+is called with addresses: nothing in it depends on torch's version except the product, which torch's library computes.
+It computes with a single thread.
 """
 
 import ctypes
@@ -58,10 +58,10 @@ class BuildError(Exception):
 
 
 class Library(ctypes.PyDLL):
-    """The functions of the built file, called with tensors, which must be laid out as the C++ file describes them, and
+    """The functions of the built file. Tensors must be laid out as the C++ file describes; all other arguments are
     numbers.
 
-    Calls keep the interpreter's lock, which costs less than to give it back for microseconds.
+    Calls keep the interpreter's lock, because releasing it for microseconds costs more.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,7 +81,7 @@ def build_id() -> str:
     """Return the identity of the build: a hash of sources, options, compiler and processor.
 
     Raises:
-        BuildError: There is no compiler.
+        BuildError: If there is no compiler.
     """
     command = [*_compiler(), "--version"]
     try:
@@ -95,11 +95,11 @@ def build_id() -> str:
 
 @functools.cache
 def library() -> Library:
-    """Return the built file, which is built first where no process of this user has done so, and for this process alone
-    where another user may write to the cache.
+    """Return the built file. It is built first if no process of this user has done so, and for this process only if
+    another user may write to the cache.
 
     Raises:
-        BuildError: It cannot be built or loaded on this machine.
+        BuildError: If it cannot be built or loaded on this machine.
     """
     try:
         path = library_path()
@@ -124,11 +124,11 @@ def library() -> Library:
 
 
 def library_path() -> Path:
-    """Return the path of the built file in the user's cache, whether it is there or not.
+    """Return the path of the built file in the user's cache, whether it exists or not.
 
     Raises:
-        BuildError: There is no compiler.
-        RuntimeError: The user has no home folder.
+        BuildError: If there is no compiler.
+        RuntimeError: If the user has no home folder.
     """
     return _cache() / f"layers-{build_id()}.so"
 
@@ -156,9 +156,9 @@ def _compiler() -> list[str]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether nobody but this user and root may change the content of `folder`, or put another in its place."""
+    """Return whether only this user and root may change the content of `folder`, or replace it."""
     folder = folder.resolve()
-    # In a folder above with the sticky bit, as /tmp, others may write, and not rename what is not theirs.
+    # In a parent folder with the sticky bit, such as /tmp, other users may write, but not rename foreign files.
     return _is_own(folder.stat()) and all(
         _is_own(status, writable=bool(status.st_mode & stat.S_ISVTX))
         for status in map(Path.stat, folder.parents)
@@ -166,12 +166,12 @@ def _is_private(folder: Path) -> bool:
 
 
 def _is_own(status: os.stat_result, *, writable: bool = False) -> bool:
-    """Return whether a file is this user's or root's, and, but where others may write to it, only theirs to write."""
+    """Return whether a file belongs to this user or root and, unless `writable`, only they may write to it."""
     return status.st_uid in (os.geteuid(), 0) and (writable or not status.st_mode & 0o022)
 
 
 def _is_sound(path: Path) -> bool:
-    """Return whether a build is whole, and only this user's or root's to write; in a private folder."""
+    """Return whether a build in a private folder is whole, and only this user or root may write to it."""
     if not path.is_file() or not _is_own(path.stat()):
         return False
     content = path.read_bytes()
@@ -181,7 +181,7 @@ def _is_sound(path: Path) -> bool:
 
 def _cache() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # One that is not absolute is to be ignored (XDG Base Directory Specification).
+    # A relative path must be ignored (XDG Base Directory Specification).
     return (folder if folder.is_absolute() else Path.home() / ".cache") / "mcore_rl"
 
 

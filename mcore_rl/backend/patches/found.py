@@ -1,7 +1,7 @@
 """The packages for GPUs that are usable on this machine; unusable packages are hidden from Megatron.
 
-Megatron takes TransformerEngine and apex wherever they can be imported, also where they cannot compute, and does not
-start where the import of TransformerEngine fails.
+Megatron uses TransformerEngine and apex if they can be imported, even if they cannot compute, and does not start if the
+import of TransformerEngine fails.
 """
 
 import importlib
@@ -16,11 +16,11 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "transformer_engine": ("transformer_engine", "transformer_engine_torch"),
     "apex": ("apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda"),
 }
-"""For each package the modules at its top level."""
+"""The modules at the top level of each package."""
 USED = {"transformer_engine": ("transformer_engine.pytorch",), "apex": ("apex.optimizers", "amp_C")}
-"""Modules of a package; that they can be imported shows that it is usable."""
+"""Modules of a package that have to be importable for it to be usable."""
 IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
-"""Errors with which a package fails to import that was built for another torch, CUDA or compiler."""
+"""Errors of importing a package that was built for another torch, CUDA or compiler."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +28,11 @@ class Found:
     """The hardware and packages that the choice of patches depends on, apart from Megatron's version."""
 
     has_cuda: bool
-    """Torch sees a GPU."""
+    """Whether torch sees a GPU."""
     has_te: bool
-    """TransformerEngine is installed, can be imported, and there is a GPU for it."""
+    """Whether TransformerEngine is installed and can be imported, and there is a GPU for it."""
     has_apex: bool
-    """NVIDIA's apex is; not the package of that name on PyPI."""
+    """Whether NVIDIA's apex is usable, not the package of that name on PyPI."""
     unusable: Mapping[str, str]
     """For each package that is installed but hidden, the reason."""
 

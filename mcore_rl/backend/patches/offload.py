@@ -1,4 +1,4 @@
-"""Megatron's hybrid optimizer where the device is the CPU too: main memory stands for the memory of a device."""
+"""Megatron's hybrid optimizer with a CPU as the device: main memory also serves as the device's memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def weights_count_as_on_device(_: Any) -> Callable[..., Any]:
-    """Return a `HybridDeviceOptimizer._get_sub_optimizer_param_groups` for weights that no CUDA device holds.
+    """Return a `HybridDeviceOptimizer._get_sub_optimizer_param_groups` for weights that are not on a CUDA device.
 
-    As on a GPU, the first weights of the groups up to the fraction are offloaded and the rest are not, and every
-    weight has a copy in fp32 that the optimizer updates.
+    As on a GPU, the first weights of the groups up to the fraction are offloaded and the rest are not, and every weight
+    has a copy in fp32 that the optimizer updates.
     """
 
     def sub_groups(self: Any, offload_fraction: float) -> tuple[Any, ...]:

@@ -52,8 +52,8 @@ def _whole_states(optimizer: Any, is_loading: bool) -> Iterator[tuple[Tensor, di
                     {name: torch.empty(end - start, dtype=torch.float32, device="cpu") for name in STATES},
                 )
             else:
-                # Counted from the bucket's start: Megatron counts from the buffer's, in buckets laid end to end
-                # without the padding between them, and so saves its neighbour's values for a parameter.
+                # Counted from the bucket's start: Megatron counts from the buffer's start without the padding between
+                # buckets, and so saves a neighbour's values for a parameter.
                 offset = buffer.buckets[index].offset
                 yield param, {name: gathered[index][name][start - offset : end - offset] for name in STATES}
 
@@ -76,7 +76,7 @@ def _gathered(optimizer: Any, bucket: Any, own: dict[str, Any]) -> dict[str, Ten
 
 
 def _sharded_like(shard: Any, name: str, state: Tensor) -> Any:
-    """Return `state` as a shard of its own tensor; a factory (of weights stored in parts) takes its dtype."""
+    """Return `state` as a shard of its own tensor; a factory (for weights stored in parts) takes its dtype."""
     changes: dict[str, Any] = {
         "key": f"optimizer.state.{name}.{shard.key}",
         "data": state.reshape(shard.data.shape),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def without_fp8(init: Callable[..., None]) -> Callable[..., None]:
-    """`CheckpointWithoutOutput.__init__` that takes a false `fp8` for none."""
+    """`CheckpointWithoutOutput.__init__` that treats a false `fp8` as None."""
 
     def __init__(self: Any, fp8: Any = None, *args: Any, **kwargs: Any) -> None:
         init(self, fp8 or None, *args, **kwargs)
@@ -40,7 +40,7 @@ def direct_queries_unnormed(fused_or_default: Callable[..., Any]) -> Callable[..
 
 
 def own_gates(tensors: Callable[..., Any]) -> Callable[..., Any]:
-    """`SelfAttention.get_query_key_value_tensors` whose gates are those of this rank's queries."""
+    """`SelfAttention.get_query_key_value_tensors` with the gates of this rank's queries."""
 
     @functools.wraps(tensors)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def own_gates(tensors: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def only_tensors_saved(checkpointed_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`MultiTokenPredictionLayer._checkpointed_forward` that saves tensors only, and hands on the rest as it is."""
+    """`MultiTokenPredictionLayer._checkpointed_forward` that saves only tensors, and passes the rest on unchanged."""
 
     def wrapped(self: Any, forward: Callable[..., Any], **inputs: Any) -> Any:
         saved = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
@@ -158,7 +158,7 @@ def scaled_in_place(scale_tensors: Callable[..., None]) -> Callable[..., None]:
 
 
 def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_gather_into_tensor` or `reduce_scatter_tensor`, without gloo's copies for a rank that is alone."""
+    """`all_gather_into_tensor` or `reduce_scatter_tensor` that skips gloo's copies in a group of a single rank."""
 
     @functools.wraps(collective)
     def call(output: torch.Tensor, input: torch.Tensor, *, group: Any = None, **options: Any) -> Any:

@@ -26,7 +26,7 @@ BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def losses_as_sums(routing: Routing) -> Routing:
-    """`TopKRouter.routing`, with the losses and the capacity of this module in the place of Megatron's."""
+    """`TopKRouter.routing`, with the losses and the capacity of this module instead of Megatron's."""
 
     @functools.wraps(routing)
     def wrapped(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def padding_cut_on_every_stage(preprocess: Callable[..., Any]) -> Callable[..., 
 
 
 def take_loss_sums(router: Any) -> Tensor | None:
-    """Return sums over this rank's tokens since the last call, and start again from zero; None: none were routed.
+    """Return sums over this rank's tokens since the last call, and start again from zero; None if none were routed.
 
     Returns:
         float64 `[3]`: the tokens' balance loss and z-loss, without coefficients, and the number of tokens.
@@ -110,7 +110,7 @@ def take_loss_sums(router: Any) -> Tensor | None:
 
 
 def _spans(router: Any) -> Tensor | None:
-    """Return the index of each token's sequence in a packed row, -1 at padding; None where rows are sequences."""
+    """Return the index of each token's sequence in a packed row, -1 at padding; None if rows are sequences."""
     spans_T: Tensor | None = getattr(router, "packed_spans_T", None)
     return spans_T
 

@@ -1,7 +1,7 @@
 """Quick checks that shards make up a tensor, for the usual case of a regular grid.
 
-Torch compares every shard with every other that meets it along one axis, which it chooses badly for experts: a stack
-of 48 layers x 128 experts x 2 halves is 12,288 shards, and a save then stands still for minutes on every rank.
+Torch compares every shard with every other that meets it along one axis, which it chooses badly for experts: a stack of
+48 layers x 128 experts x 2 halves is 12,288 shards, and a save then hangs for minutes on every rank.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ FindOverlap = Callable[[Sequence[Any], Sequence[int]], tuple[int, int] | None]
 
 
 def find_overlap_on_grid(find_overlap: FindOverlap) -> FindOverlap:
-    """Return the indices of two shards that overlap: on a grid two shards at one offset; otherwise torch searches."""
+    """Return the indices of two shards that overlap. On a grid these have the same offset; else torch searches."""
 
     def find(shards: Sequence[Any], sharded_dims: Sequence[int]) -> tuple[int, int] | None:
         places = [tuple(shard.shard_offsets) for shard in shards]

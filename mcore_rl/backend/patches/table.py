@@ -47,7 +47,7 @@ class Patch:
     until: str = DEVICE_AGNOSTIC
     versions: tuple[str, ...] = SUPPORTED
     is_defined: bool = True
-    """Whether the symbol exists before the patch; False where its absence is the cause."""
+    """Whether the symbol exists before the patch; False if its absence is the cause."""
 
     @property
     def is_of_torch(self) -> bool:
@@ -55,7 +55,7 @@ class Patch:
         return self.symbol.startswith("torch")
 
     def apply(self) -> None:
-        """Put the replacement in place; AttributeError for a symbol that is not there any more."""
+        """Put the replacement in place; AttributeError if the symbol does not exist any more."""
         module_name, _, path = self.symbol.partition(":")
         owner: Any = importlib.import_module(module_name)
         *parents, name = path.split(".")
@@ -402,7 +402,7 @@ def patches_for(version: str, *, has_cuda: bool, has_te: bool, has_apex: bool) -
         has_apex: NVIDIA's apex is usable.
 
     Raises:
-        ConfigError: Nothing is known of this version.
+        ConfigError: If nothing is known of this version.
     """
     if version not in SUPPORTED:
         raise ConfigError(
@@ -430,7 +430,7 @@ HARMLESS_WARNINGS = (
 
 
 def _uncompiled(model: Any = None, **_: Any) -> Any:
-    """Stand in for `torch.compile`, as a function and as a decorator with arguments."""
+    """Replacement for `torch.compile`, as a function and as a decorator with arguments."""
     return model if model is not None else lambda inner: inner
 
 
@@ -460,7 +460,7 @@ def _install() -> tuple[Found, tuple[Patch, ...]]:
     for patch in patches:
         if not patch.is_of_torch:
             patch.apply()
-    # On a CPU the generator of the CPU is also that of the "device": the warning would come at every fork.
+    # On a CPU the CPU's generator is also the "device"'s: the warning would come at every fork.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     # 0.16 asks for the class of an MoE layer by name, and warns of ours, which it then builds like its own.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Stand-ins for the functions of `torch.cuda` and of gloo that Megatron calls, where there is no CUDA."""
+"""Replacements for the functions of `torch.cuda` and of gloo that Megatron calls, for machines without CUDA."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Stream:
-    """A CUDA stream or event on a CPU, where program order is total already: every wait is over at once."""
+    """A CUDA stream or event on a CPU, where program order is already total: every wait is over at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -86,7 +86,7 @@ def current_stream(_: Any) -> Callable[..., Stream]:
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.empty` and its like, with `device="cuda"` read as the CPU and no pinned memory."""
+    """`torch.empty` and similar functions, with `device="cuda"` read as the CPU and no pinned memory."""
 
     @functools.wraps(factory)
     def build(*args: Any, **kwargs: Any) -> Any:
@@ -114,8 +114,8 @@ def moved_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cuda_type_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type` that answers with the name that Megatron's optimizer compares with `torch.cuda.FloatTensor` and
-    its like.
+    """`Tensor.type` that returns the name that Megatron's optimizer compares with `torch.cuda.FloatTensor` and similar
+    types.
     """
 
     @functools.wraps(type_of)
@@ -174,15 +174,15 @@ def on_one_device(gloo: Any) -> Any:
 
 
 def _threads() -> set[int]:
-    """Return the threads of this process by the kernel's numbers; none where the system is not Linux."""
+    """Return the threads of this process by the kernel's numbers; none if the system is not Linux."""
     return {int(path.name) for path in Path("/proc/self/task").glob("*")}
 
 
 def _let_others_finish(thread: int) -> None:
-    """Have gloo's listener, when a message wakes it, wait for the thread on its core to wait or to use up its turn.
+    """When a message wakes gloo's listener, let the thread on its core wait or use up its turn first.
 
     The listener asks again and again for a message while another thread has the lock of its connection. With fewer
-    cores than threads at work it took the core of that very thread, in the middle of a write.
+    cores than working threads, it took the core of that very thread, in the middle of a write.
     """
     # A sandbox that forbids it has slower ranks, with the same results.
     with contextlib.suppress(OSError):

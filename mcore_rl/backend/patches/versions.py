@@ -22,7 +22,7 @@ def as_experts_entry(experts: type) -> Any:
 
 
 def with_moe_layer(mlp: Any, moe_layer: type) -> Any:
-    """Return the spec of a Mixture-of-Experts layer with another class for it; since 0.19 the spec is a partial."""
+    """Return the spec of a Mixture-of-Experts layer with a different class; since 0.19 the spec is a partial."""
     if megatron_version() == "0.16":
         mlp.module = moe_layer
         return mlp

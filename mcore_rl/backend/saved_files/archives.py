@@ -1,7 +1,7 @@
-"""The archives that `torch.save` writes: where their records are, and whether their bytes are those that were written.
+"""The archives that `torch.save` writes: locations of their records, and checks that their bytes are unchanged.
 
 Each record has a CRC-32, which torch itself does not compare when it loads. The directory is not read by `zipfile`,
-which finds other records than torch in some files: the checked bytes must be the loaded bytes.
+which finds different records than torch in some files: the checked bytes must be the loaded bytes.
 """
 
 import os
@@ -24,7 +24,7 @@ EXTRA = struct.Struct("<2H")
 END, LOCATOR_64, END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sLQL"), struct.Struct("<4sQ2H2L4Q")
 """ZIP signatures: end of central directory, Zip64 locator, Zip64 end record."""
 IN_64_BITS = 2**32 - 1
-"""Value of a field that has its number in the entry's further field of KIND_64_BITS."""
+"""Value of a field if its number is in the entry's further field of KIND_64_BITS."""
 KIND_64_BITS = 1
 HAS_SIZES_BEHIND, HAS_UTF8_NAME = 0x8, 0x800
 """Flags of an entry that torch's writer sets."""
@@ -37,7 +37,7 @@ TORCHSCRIPT_RECORD = "constants.pkl"
 
 
 RECORDED_BYTES = 64 << 10
-"""Records larger than this are not read for the checksum of a file: theirs is taken as the archive has it."""
+"""Records larger than this are not read for the checksum of a file: the archive's checksum is used."""
 
 
 class FileRange(NamedTuple):
@@ -70,7 +70,7 @@ class FilePart:
         return os.pread(self._descriptor, max(0, stop - start), self._start + start)
 
     def crc32(self, start: int, size: int) -> int:
-        """Return the CRC-32 of `size` bytes from `start` on, or of fewer where the file ends."""
+        """Return the CRC-32 of `size` bytes from `start` on, or of fewer at the end of the file."""
         block = memoryview(bytearray(min(size, BLOCK_BYTES)))
         crc = done = 0
         while done < size:
@@ -91,7 +91,7 @@ class ArchiveRecord:
     start: int
     size: int
     crc: int
-    """CRC-32 of its bytes; 0 where torch was asked to leave it out."""
+    """CRC-32 of its bytes; 0 if torch was asked to leave it out."""
     is_plain: bool
     """Whether it is not compressed."""
 
@@ -99,13 +99,12 @@ class ArchiveRecord:
 def archive_records(data: SliceableBytes) -> list[ArchiveRecord]:
     """Return the records of an archive in the order of its directory, all of them in the first record's folder.
 
-    An archive that another reader could understand otherwise is refused, so that the checked bytes are the bytes that
-    torch
-    loads: it begins with a record (else torch reads an older format, a bare pickle) and ends with the
-    directory; every name is plain ASCII and differs from other names in more than case (torch's lookup ignores case).
+    An archive that another reader could understand differently is refused, so that the checked bytes are the bytes that
+    torch loads: it begins with a record (else torch reads an older format, a bare pickle) and ends with the directory;
+    every name is plain ASCII and differs from other names in more than case (torch's lookup ignores case).
 
     Raises:
-        zipfile.BadZipFile: The bytes are no such archive.
+        zipfile.BadZipFile: If the bytes are not such an archive.
     """
     if data[: len(RECORD_MARK)] != RECORD_MARK:
         raise zipfile.BadZipFile("it does not begin as an archive of torch.save does")
@@ -130,7 +129,7 @@ def archive_records(data: SliceableBytes) -> list[ArchiveRecord]:
 
 
 def record_bytes(data: SliceableBytes, found: Sequence[ArchiveRecord], name: str) -> bytes:
-    """Return the bytes of the record `name`; BadZipFile when there is none, or its bytes have changed since they were
+    """Return the bytes of the record `name`; BadZipFile if there is none, or its bytes have changed since they were
     written.
     """
     record = record_named(found, name)
@@ -141,7 +140,7 @@ def record_bytes(data: SliceableBytes, found: Sequence[ArchiveRecord], name: str
 
 
 def record_named(found: Sequence[ArchiveRecord], name: str) -> ArchiveRecord:
-    """Return the record `name` of the folder that all records share; BadZipFile when there is none."""
+    """Return the record `name` of the folder that all records share; BadZipFile if there is none."""
     wanted = f"{found[0].name.partition('/')[0]}/{name}"
     for record in found:
         if record.name == wanted:
@@ -150,7 +149,7 @@ def record_named(found: Sequence[ArchiveRecord], name: str) -> ArchiveRecord:
 
 
 def damaged_record(data: FilePart) -> str | None:
-    """Return the name of the first record with bytes that have changed since they were written; None when all are."""
+    """Return the name of the first record with bytes that have changed since they were written; None if none have."""
     for record in archive_records(data):
         if record.is_plain and not _is_sound(record, data.crc32(record.start, record.size)):
             return record.name
@@ -160,12 +159,12 @@ def damaged_record(data: FilePart) -> str | None:
 def recorded_crc32(file: Path, archives: Iterable[FileRange]) -> str:
     """Return the CRC-32 of a file, in hexadecimal, without reading large records.
 
-    It is the CRC-32 that the whole file has where the bytes of each large record have the checksum that stands in
-    their archive, which `damaged_record` compares.
+    It is the CRC-32 of the whole file if the bytes of each large record match the checksum in their archive, which
+    `damaged_record` checks.
 
     Args:
         file: The file.
-        archives: Ranges of the file that torch.save wrote. What is no archive, or is in none, is read.
+        archives: Ranges of the file that torch.save wrote. Everything outside of valid archives is read.
     """
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -187,7 +186,7 @@ def recorded_crc32(file: Path, archives: Iterable[FileRange]) -> str:
         position = 0
         for part in [*sorted(large), PartChecksum(size, 0, 0)]:
             if not position <= part.start <= size - part.size:
-                # Archives overlap or end beyond the file: nobody wrote it so, and its own bytes count.
+                # Archives overlap or end beyond the file, which no writer does: the file's own bytes count.
                 return as_hex(whole.crc32(0, size))
             between = part.start - position
             parts += [PartChecksum(position, between, whole.crc32(position, between)), part]
@@ -229,13 +228,13 @@ def _record(data: SliceableBytes, directory: bytes, position: int) -> tuple[Arch
     extra = directory[begin_extra : begin_extra + extra_length]
     if mark != b"PK\1\2" or comment_length or len(extra) != extra_length:
         raise zipfile.BadZipFile("its directory is not what was written")
-    # A name that is cut at a zero byte, cut at 512 bytes or decoded otherwise would be another name elsewhere.
+    # A name cut at a zero byte, cut at 512 bytes or decoded differently would be a different name to another reader.
     if not encoded.isascii() or not encoded.decode("ascii").isprintable() or len(encoded) > MAX_NAME_BYTES:
         raise zipfile.BadZipFile(f"a record has the name {encoded[:MAX_NAME_BYTES]!r}")
     name = encoded.decode("ascii")
     if flags & ~(HAS_SIZES_BEHIND | HAS_UTF8_NAME) or disk:
         raise zipfile.BadZipFile(f"{name} is encrypted or in another file")
-    # Of a directory torch reads no bytes, and hands out whatever was in the memory.
+    # For a directory torch reads no bytes, and returns whatever was in the memory.
     if attributes & IS_DIRECTORY:
         raise zipfile.BadZipFile(f"{name} is a directory")
     size, stored_size, header = _in_64_bits(name, (size, stored_size, header), extra)
@@ -254,7 +253,7 @@ def _record(data: SliceableBytes, directory: bytes, position: int) -> tuple[Arch
 
 
 def _in_64_bits(name: str, fields: Sequence[int], extra: bytes) -> list[int]:
-    """Return a record's fields, with those that do not fit into 32 bits taken from its one field of 64-bit numbers."""
+    """Return a record's fields; fields that do not fit into 32 bits are taken from its field of 64-bit numbers."""
     wanted = [field for field in fields if field == IN_64_BITS]
     position = num_found = 0
     large: tuple[int, ...] = ()

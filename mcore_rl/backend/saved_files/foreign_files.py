@@ -1,7 +1,7 @@
 """Reading the pickles of a checkpoint without running programs, in place of torch's and Megatron's own readers.
 
 A checkpoint is checked before it is loaded (`mcore_rl.checkpoint.read`). These readers make sure that nothing is run
-even where the check and torch should disagree on a file's content, or the file changes in between.
+even if the check and torch disagree on a file's content, or the file changes in between.
 """
 
 import io
@@ -22,7 +22,7 @@ def load_entry(self: Any, read_item: Any, value: io.BytesIO) -> None:
     """`DefaultLoadPlanner.load_bytes`: put an object that is no tensor into the planner's state.
 
     Raises:
-        CheckpointError: The object asks for a program; the message names its key and file.
+        CheckpointError: If the object asks for a program; the message names its key and file.
     """
     name = read_item.dest_index.fqn
     stored = self.metadata.storage_data if self.metadata is not None else {}

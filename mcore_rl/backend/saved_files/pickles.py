@@ -53,13 +53,13 @@ METADATA: Allowed = PLAIN | {
     # The folder that torch was asked to save to; the second is the module's name in Python 3.13.
     ("pathlib", "PosixPath"): PosixPath,
     ("pathlib._local", "PosixPath"): PosixPath,
-    # Megatron 0.15 has torch's class with a field of its own, which nothing here reads.
+    # Megatron 0.15 has torch's class with an additional field, which nothing reads.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): metadata.Metadata,
-    # Classes of older versions of Megatron; nothing in them is needed here.
+    # Classes of older versions of Megatron; nothing in them is needed.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Opaque,
     ("megatron.core.dist_checkpointing.strategies.resharding", "TensorReformulationMetadata"): Opaque,
 }  # fmt: skip
-"""Classes in `.metadata` of a distributed checkpoint."""
+"""Classes in the `.metadata` of a distributed checkpoint."""
 SAVED: Allowed = PLAIN | {
     (module, name): Opaque
     for module, names in {
@@ -93,14 +93,14 @@ FP8_RECIPES = (
     "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling Format _FormatHelper "
     "MMParams QParams"
 )
-"""Classes of TransformerEngine in its layers' extra states, as Megatron 0.19 has them in a list of its own."""
+"""Classes of TransformerEngine in its layers' extra states, from Megatron 0.19's own list."""
 MALFORMED = (
     *(zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, EOFError),
     *(AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError),
     # Crafted bytes: values within values without end, and sizes beyond all memory.
     *(RecursionError, MemoryError),
 )
-"""Exceptions that reading a pickle or an archive raises when the bytes are none."""
+"""Exceptions raised by reading a malformed pickle or archive."""
 
 
 class AllowListUnpickler(pickle.Unpickler):
@@ -153,8 +153,8 @@ def load_metadata(path: Path) -> metadata.Metadata:
     """Return the `.metadata` of a distributed checkpoint.
 
     Raises:
-        DamagedCheckpointError: Its bytes are none of a pickle.
-        CheckpointError: It cannot be read, is no metadata of torch's, or asks for classes that this file does not
+        DamagedCheckpointError: If its bytes are not a pickle.
+        CheckpointError: If it cannot be read, is not torch's metadata, or asks for classes that this file does not
             name.
     """
     file = path / ".metadata"
@@ -176,16 +176,16 @@ def load_metadata(path: Path) -> metadata.Metadata:
 
 
 def load_common(data: SliceableBytes, what: str) -> dict[str, Any]:
-    """Return the dict of a `common.pt`; objects that are no plain values are Opaque, and tensors are left out."""
+    """Return the dict of a `common.pt`; objects other than plain values are Opaque, and tensors are left out."""
     allowed = PLAIN | {("argparse", "Namespace"): Namespace}
     loaded = _unpickled(data, what, allowed, opaque=True)
     return loaded if isinstance(loaded, dict) else {}
 
 
 def load_saved(data: bytes, what: str, map_location: str | None = None) -> Any:
-    """Return what `torch.save` wrote; CheckpointError, naming `what`, as `refuse_programs` raises it.
+    """Return the object that `torch.save` wrote; CheckpointError, naming `what`, as `refuse_programs` raises it.
 
-    Only classes of SAVED are ever called, whichever record of the archive torch should read.
+    Only classes of SAVED are ever called, whichever record of the archive torch reads.
     """
     refuse_programs(data, what)
     try:
@@ -195,15 +195,15 @@ def load_saved(data: bytes, what: str, map_location: str | None = None) -> Any:
 
 
 def refuse_programs(data: SliceableBytes, what: str) -> None:
-    """Raise a CheckpointError, naming `what`, when loading the archive would call more than the classes of SAVED."""
+    """Raise a CheckpointError, naming `what`, if loading the archive would call more than the classes of SAVED."""
     _unpickled(data, what, SAVED, opaque=False)
 
 
 def refuse_programs_inside(state: Any, what: str) -> None:
-    """Raise a CheckpointError, naming `what`, when a loaded extra state of TransformerEngine holds a program.
+    """Raise a CheckpointError, naming `what`, if a loaded extra state of TransformerEngine contains a program.
 
-    Its fp8 scales are a pickle once more, in a tensor of bytes or (before 2.0) as torch.save writes them; its layers
-    and Megatron 0.16's unpickle whatever is there, even in a run without fp8.
+    Its fp8 scales are again a pickle, in a tensor of bytes or (before 2.0) in torch.save's format; its layers and
+    Megatron 0.16's unpickle it in any case, even in a run without fp8.
     """
     if isinstance(state, io.BytesIO):
         _unpickled(state.getvalue(), what, _extra_states(), opaque=False)
@@ -223,7 +223,7 @@ def _extra_states() -> Allowed:
     return SAVED | {
         ("torch._tensor", "_rebuild_from_type_v2"): Opaque,
         ("torch.storage", "_load_from_bytes"): _check_storage,
-        # Megatron 0.19 puts this in the former's place.
+        # Megatron 0.19 uses this instead of the function above.
         ("megatron.core.safe_globals", "safe_load_from_bytes"): _check_storage,
         ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"): Opaque,
         **{("transformer_engine.common.recipe", name): Opaque for name in FP8_RECIPES.split()},
@@ -231,9 +231,9 @@ def _extra_states() -> Allowed:
 
 
 def _check_storage(data: bytes) -> Opaque:
-    """Stand in for torch's function that loads a storage inside of a pickle, in the format before archives."""
+    """Replacement for torch's function that loads a storage inside a pickle, in the format before archives."""
     file = io.BytesIO(data)
-    # A magic number, a version, the machine, the storage and its keys, one pickle each; elements follow.
+    # A magic number, a version, the machine, the storage and its keys, each in a pickle; elements follow.
     first, *_ = (AllowListUnpickler(file, SAVED).load() for _ in range(5))
     if first != torch.serialization.MAGIC_NUMBER:
         raise pickle.UnpicklingError("a storage is not in torch's format")
