@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """One start of one job."""
+    """A start of a job."""
 
     job: str
     """Slurm's job id; empty without Slurm."""
@@ -20,7 +20,7 @@ class Attempt:
     """Start of the process in the kernel's ticks since boot: a pid alone may be used again."""
 
     def is_alive_here(self) -> bool:
-        """Return whether the process runs on this host; False for another host, of which nothing is known."""
+        """Return whether the process runs on this host; False for another host, about which nothing is known."""
         return self.host == platform.node() and _birth(self.pid) == self.born
 
     def supersedes(self, other: "Attempt") -> bool:
@@ -28,7 +28,7 @@ class Attempt:
         return bool(self.job) and self.job == other.job and self.number > other.number
 
     def describe(self) -> str:
-        """Return the attempt as messages name it."""
+        """Return the attempt in words, for messages."""
         job = f"job {self.job} attempt {self.number}, " if self.job else ""
         return f"{job}process {self.pid} on {self.host}"
 
@@ -48,7 +48,7 @@ def this_attempt() -> Attempt:
 
 
 def _birth(pid: int) -> int | None:
-    """Return field 22 of /proc/<pid>/stat; None when there is no such process, or only its zombie."""
+    """Return field 22 of /proc/<pid>/stat; None if there is no such process, or only its zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Cores of each rank of a node, near the GPU of the rank; imports no torch.
+"""Cores of each rank of a node, near the rank's GPU; imports no torch.
 
 The kernel moves an unbound rank between sockets, and a tensor-parallel group with GPUs on two sockets sends over the
 slower link. GPUs are therefore ordered by NUMA node, so that neighbouring local ranks (Megatron numbers tensor
@@ -16,7 +16,7 @@ from pathlib import Path
 RANKS_PER_NODE = "MCORE_RL_BIND"
 """Environment variable with the number of ranks of this node among which its cores are divided; unset: no binding."""
 UNKNOWN = -1
-"""NUMA node of a device as the kernel writes it where it does not know."""
+"""The kernel's value for a device with an unknown NUMA node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ def bind(local_rank: int, root: Path = Path("/")) -> str | None:
         root: Folder with the `proc` and `sys` of the kernel that describe the machine.
 
     Returns:
-        A line for the log; None where nothing was asked for, or cannot be divided.
+        A line for the log; None if no binding was requested, or the cores cannot be divided.
     """
     num_ranks = int(os.environ.get(RANKS_PER_NODE, "0"))
     if not num_ranks or sys.platform != "linux":
@@ -60,14 +60,15 @@ def bind(local_rank: int, root: Path = Path("/")) -> str | None:
     line = f"cores {_ranges(threads)}"
     if gpus and len(gpus) >= num_ranks:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.name for gpu in gpus)
-        # The driver lists GPUs by bus; CUDA's own default is the fastest first, and an index would name another one.
+        # The driver lists GPUs by bus; CUDA's own default is the fastest first, and an index would name a different
+        # GPU.
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         line += f", GPU {gpus[local_rank].name} on NUMA node {gpus[local_rank].numa}"
     return line
 
 
 def by_numa(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Return the GPUs grouped by NUMA node, otherwise in their order."""
+    """Return the GPUs grouped by NUMA node, and within a node in their order."""
     first = {gpu.numa: index for index, gpu in reversed(list(enumerate(gpus)))}
     return sorted(gpus, key=lambda gpu: first[gpu.numa])
 
@@ -81,7 +82,7 @@ def divide(cores: Sequence[Core], num_ranks: int, numas: Sequence[int]) -> list[
         numas: NUMA node of each rank's GPU; empty without GPUs: ranks are then spread over all nodes in order.
 
     Returns:
-        The cores of each rank, disjoint and of equal number within a NUMA node; None where a rank would have none.
+        The cores of each rank, disjoint and of equal number within a NUMA node; None if a rank would have none.
     """
     ordered = sorted(cores, key=lambda core: (core.numa, core.threads))
     if not numas or UNKNOWN in numas or not {core.numa for core in ordered} >= set(numas):

@@ -1,7 +1,7 @@
-"""Causes of a run's failure: each rank that knows of one writes a file, and the first of the gravest is the run's.
+"""Causes of a run's failure: each rank that knows a cause writes a file, and the first of the gravest is the run's.
 
-The files are `<order>-<time>-<rank>.json` in one folder that all ranks see, so that the first name in alphabetical
-order is the first cause; `publish` copies it to failure.json next to that folder. Imports no torch: launchers use it.
+The files are `<order>-<time>-<rank>.json` in a folder that all ranks see, so that the first name in alphabetical order
+is the first cause; `publish` copies it to failure.json next to that folder. Imports no torch: launchers use it.
 """
 
 import json
@@ -19,10 +19,10 @@ from pathlib import Path
 from mcore_rl.files import FULL, NOT_WRITER, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, write_atomically
 
 FAILURES = "MCORE_RL_FAILURES"
-"""Environment variable with the folder of the causes; unset: nobody collects them."""
+"""Environment variable with the folder of the causes; unset: they are not collected."""
 HEADLINE_LENGTH = 500
 VERBS = ("was ", "is gone ", "gives no ", "finished ", "ended ")
-"""Beginnings of causes that make a sentence with the rank as its subject; another is an error's own text."""
+"""Beginnings of causes that form a sentence with the rank as its subject; other causes are an error's own text."""
 GIB = 2**30
 
 
@@ -38,15 +38,15 @@ class Order(IntEnum):
     LOST_PEER = 2
     """An error of communication: a rank on the other end is gone."""
     STATUS = 3
-    """An exit status without a message, as of a rank that gave way to another."""
+    """An exit status without a message, such as a rank's that gave way to another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """One rank's cause for the end of its run."""
+    """A rank's cause for the end of its run."""
 
     headline: str
-    """One line that names rank, host and cause; the same in the job's log, `mcore-rl jobs` and the report."""
+    """A line that names rank, host and cause; the same in the job's log, `mcore-rl jobs` and the report."""
     rank: int
     host: str
     status: int
@@ -59,7 +59,7 @@ class Failure:
 def rank_failure(
     rank: int, status: int, cause: str, text: str = "", order: Order = Order.CAUSE, host: str = ""
 ) -> Failure:
-    """Return the failure of a rank of this host (or of `host`); its cause is made one line."""
+    """Return the failure of a rank of this host (or of `host`), with its cause on a single line."""
     host = host or platform.node()
     line = " ".join(cause.split())
     line = line if len(line) <= HEADLINE_LENGTH else line[: HEADLINE_LENGTH - 3] + "..."
@@ -70,14 +70,16 @@ def rank_failure(
 
 
 def rank_death(rank: int, number: int, oom: "OomKills | None" = None) -> Failure:
-    """Return the failure of a rank that signal `number` ended, with what `oom` has counted since it was made."""
+    """Return the failure of a rank ended by signal `number`, with the kills that `oom` has counted since it was
+    made.
+    """
     reason = oom.explain() if oom is not None and number == signal.SIGKILL else ""
     order = Order.CONSEQUENCE if number == signal.SIGABRT else Order.CAUSE
     return rank_failure(rank, 128 + number, f"was killed by {signal_name(number)}{reason}", order=order)
 
 
 def signal_name(number: int) -> str:
-    """Return SIGKILL for 9; a real-time signal, which has no name, as its number."""
+    """Return the name of a signal, such as SIGKILL for 9; its number for a real-time signal, which has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -85,10 +87,11 @@ def signal_name(number: int) -> str:
 
 
 def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
-    """Write the cause to `folder`, by default that where the launcher collects them.
+    """Write the cause to `folder`, by default the launcher's folder.
 
     Returns:
-        The file; None where nobody collects, or nothing can be written: a line on stderr then has the headline.
+        The file; None if causes are not collected, or nothing can be written: stderr then gets a line with the
+        headline.
     """
     folder = folder or collected_in()
     if folder is None:
@@ -106,14 +109,14 @@ def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
             (folder.parent / RESERVE_FILE).unlink(missing_ok=True)
             write_atomically(path, content)
         return path
-    # The launcher's script finds it in the log of the node, which may still be written where the folder cannot.
+    # The launcher's script finds it in the log of the node, which may still be writable if the folder is not.
     sys.stderr.write(f"{UNWRITTEN} {path.stem}: {failure.headline}\n")
     sys.stderr.flush()
     return None
 
 
 def make_reserve(folder: Path) -> None:
-    """Take room next to `folder` that `note_failure` gives back when the disk is full, so that the cause is written."""
+    """Reserve room next to `folder` that `note_failure` frees if the disk is full, so that the cause can be written."""
     reserve = folder.parent / RESERVE_FILE
     try:
         reserve.write_bytes(bytes(RESERVE_BYTES))
@@ -123,13 +126,13 @@ def make_reserve(folder: Path) -> None:
 
 
 def has_noted(rank: int, folder: Path | None = None) -> bool:
-    """Return whether `rank` has written a cause to `folder`, by default that where the launcher collects them."""
+    """Return whether `rank` has written a cause to `folder`, by default the launcher's folder."""
     folder = folder or collected_in()
     return folder is not None and any(folder.glob(f"[0-9]-*-{rank}.json"))
 
 
 def first_cause(folder: Path) -> Failure | None:
-    """Return the first of the gravest causes that ranks have written; None where there is none."""
+    """Return the first of the gravest causes that ranks have written; None if there is none."""
     return next(_causes(folder), None)
 
 
@@ -142,13 +145,15 @@ def publish(folder: Path) -> None:
 
 
 def note_writer() -> None:
-    """Record that this attempt writes the run's folder: from now on its failures are the run's."""
+    """Record that this attempt writes to the run's folder: from now on its failures are the run's."""
     if folder := collected_in():
         (folder.parent / NOT_WRITER).unlink(missing_ok=True)
 
 
 def collected_in() -> Path | None:
-    """Return the folder in which the launcher collects causes, next to the logs of this attempt; None: nobody does."""
+    """Return the folder in which the launcher collects causes, next to the logs of this attempt; None without a
+    launcher that does.
+    """
     folder = os.environ.get(FAILURES)
     return Path(folder) if folder else None
 
@@ -160,14 +165,14 @@ def _causes(folder: Path) -> Iterator[Failure]:
 
 
 class OomKills:
-    """Count of processes that the kernel's out-of-memory killer has ended in this process's cgroup since now."""
+    """Count of the processes in this process's cgroup that the kernel's out-of-memory killer has ended from now on."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._file, self._limit = _memory_files(root)
         self._before = self._count()
 
     def explain(self) -> str:
-        """Return the end of a sentence on a process that was killed: empty where memory was not the reason."""
+        """Return the end of a sentence about a process that was killed: empty if memory was not the reason."""
         if self._count() <= self._before:
             return ""
         limit = _number(self._limit)
@@ -209,7 +214,7 @@ def _memory_files(root: Path) -> tuple[Path, Path]:
 
 
 def _number(path: Path) -> int | None:
-    """Return the limit in a file of a cgroup; None for `max`, and for v1's largest number, which stand for no limit."""
+    """Return the limit in a file of a cgroup; None for `max` and for v1's largest number, which mean no limit."""
     with suppress(OSError, ValueError):
         value = int(path.read_text(encoding="ascii"))
         return value if value < 1 << 60 else None

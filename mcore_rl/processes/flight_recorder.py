@@ -12,21 +12,20 @@ import torch.distributed as dist
 from mcore_rl.processes.failures import collected_in
 
 ENTRIES = 2000
-"""Number of collectives that a rank keeps; an entry takes some hundred bytes of main memory."""
+"""Number of collectives that a rank records; an entry takes some hundred bytes of main memory."""
 PREFIX = "collectives_of_rank_"
 C10D: Any = torch._C._distributed_c10d
 RECORDS_GLOO = hasattr(C10D, "_dump_fr_trace")
-"""Whether torch (2.8 and later) records gloo's collectives too; it then has other names for its variables, and warns
-of the older names.
-"""
+"""Whether torch (2.8 and later) records gloo's collectives too; it then has different names for its variables, and
+warns of the older names."""
 SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def arm() -> None:
-    """Have torch record from the start of the process group on, and have NCCL write on its own time-outs too.
+    """Make torch record from the start of the process group on, and NCCL write its records on its own time-outs too.
 
-    The user's own settings stay.
+    The user's own settings stay in force.
     """
     folder = collected_in()
     if folder is None:
@@ -38,7 +37,7 @@ def arm() -> None:
 
 
 def dump(rank: int) -> str:
-    """Write this rank's records; return a sentence with the path, "" where nothing was recorded."""
+    """Write this rank's records; return a sentence with the path, "" if nothing was recorded."""
     prefix = next((os.environ[name] for name in FILE if os.environ.get(name)), "")
     if not (prefix and dist.is_initialized()):
         return ""
@@ -58,7 +57,7 @@ def dump(rank: int) -> str:
 
 
 def _with_groups(trace: bytes) -> bytes:
-    """Add the ranks of each process group, which gloo's recorder leaves out and torch's reader asks for."""
+    """Add the ranks of each process group, which gloo's recorder omits and torch's reader requires."""
     record = pickle.loads(trace)
     for group, name in dist.distributed_c10d._world.pg_names.items():
         ranks = dist.get_process_group_ranks(group)

@@ -1,4 +1,4 @@
-"""A call in a forked copy of this process, which itself goes on."""
+"""A call in a forked copy of this process, which continues meanwhile."""
 
 import gc
 import os
@@ -22,22 +22,24 @@ IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class ForkedCallError(Exception):
-    """The call's process was killed, or ended by an error that is not one of ours; the text says how."""
+    """The call's process was killed, or ended by an error from outside mcore_rl; the text says how."""
 
 
 class ForkedCall(Generic[T]):
-    """A call of `function()` on a copy of memory as it is now; the copy dies with this process.
+    """A call of `function()` on a copy of the current memory; the copy dies with this process.
 
-    The function must neither communicate nor touch a GPU: the copy shares sockets and the CUDA context with us.
+    The function must neither communicate nor touch a GPU: the copy shares sockets and the CUDA context with this
+    process.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
-        # A file in memory, so that a long result does not wait for a reader and a full disk does not lose it.
+        # A file in memory, so that a long result does not wait for a reader and is not lost by a full disk.
         self._report = os.memfd_create("forked-call")
         self._status: int | None = None
         parent = os.getpid()
         with warnings.catch_warnings():
-            # Python 3.12 warns of locks that other threads may hold; those the child takes are made safe at fork.
+            # Python 3.12 warns of locks that other threads may hold; the locks that the child takes are made safe at
+            # fork.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -51,7 +53,7 @@ class ForkedCall(Generic[T]):
         return self._status is None
 
     def result(self) -> T:
-        """Wait for the function's result and return it, or raise our error that it raised; to be called once."""
+        """Wait for the function's result and return it, or raise its mcore_rl error; to be called once."""
         if self._status is None:
             _, self._status = os.waitpid(self._pid, 0)
         with open(self._report, "rb") as report:
@@ -69,7 +71,7 @@ class ForkedCall(Generic[T]):
 
 
 def _live_as_child(parent: int, report: int, function: Callable[[], object]) -> NoReturn:
-    """Run `function`, leave its pickled result, or its error, in `report`, and end without any clean-up."""
+    """Run `function`, leave its pickled result or error in `report`, and exit without any clean-up."""
     status, content = FAILED, b""
     try:
         die_with(parent)

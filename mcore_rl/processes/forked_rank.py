@@ -1,4 +1,4 @@
-"""A rank that begins as a copy of its launcher, which has imported the program once for all of them. Imports no torch.
+"""A rank that begins as a copy of its launcher, which has imported the program once for all ranks. Imports no torch.
 
 A fresh Python spends 4 to 5 CPU-seconds on the imports of torch and Megatron; a copy of a process that has done so
 begins at once and shares their memory.
@@ -31,12 +31,12 @@ def imported(modules: Sequence[str], threads: str | None) -> bool:
     """Import `modules`, and return whether ranks may be copies of this process.
 
     A copy of a process with several threads would wait for locks that nobody releases, and an accelerator's context
-    does not survive it: there the answer is False, as where there is nothing to import, or an import fails, which the
-    ranks then report.
+    does not survive it: the answer is then False. It is also False if there is nothing to import, or an import fails,
+    which the ranks then report.
 
     Args:
-        modules: What the ranks will import, by name.
-        threads: The number of threads of a rank, which OpenMP and BLAS read when they are imported; None: theirs.
+        modules: Names of the modules that the ranks will import.
+        threads: Number of threads of a rank, which OpenMP and BLAS read when they are imported; None for their default.
     """
     if not modules or sys.platform != "linux" or _may_use_accelerator():
         return False
@@ -78,7 +78,7 @@ class ForkedRank:
         args: Its arguments.
         environment: All of its environment variables.
         log: File of its output; None for pipes, which `stdout` and `stderr` read.
-        handled: Signals for which this process has handlers and the rank begins without.
+        handled: Signals with handlers in this process, which the rank begins without.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def _be_the_rank(
     handled: Sequence[int],
     parent: int,
 ) -> None:
-    """Run the module as `python -m` does, in a session of its own that ends with the launcher."""
+    """Run the module as `python -m` does, in its own session that ends with the launcher."""
     os.setsid()
     die_with(parent)
     for number in handled:
@@ -174,7 +174,7 @@ def _be_the_rank(
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when `parent`, which forked it, ends: an orphan must not go on."""
+    """Make the kernel end this process when its parent `parent` ends: an orphan must not continue."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended in between
@@ -182,7 +182,7 @@ def die_with(parent: int) -> None:
 
 
 def _set_threads(environment: Mapping[str, str]) -> None:
-    """Have torch use the rank's number of threads, which its libraries read from the environment of the launcher."""
+    """Set torch's number of threads to the rank's: torch's libraries read the launcher's environment."""
     torch = sys.modules.get("torch")
     if torch is not None and environment.get(THREADS, "").isdecimal():
         torch.set_num_threads(int(environment[THREADS]))

@@ -1,4 +1,4 @@
-"""Hugging Face folders as weights of a run: imported once, by one process, before ranks load them."""
+"""Hugging Face folders as weights of a run: imported once, by a single process, before ranks load them."""
 
 import os
 import subprocess
@@ -11,21 +11,21 @@ from mcore_rl.files import sole_writer
 from mcore_rl.folders.imports import ModelImport, import_of, imports_folder
 
 STANDARD_ERROR = 2
-"""File descriptor; `sys.stderr` may be an object without one, as in a notebook."""
+"""File descriptor of standard error; `sys.stderr` may be an object without it, as in a notebook."""
 WAIT_S = 24 * 3600.0
 """Seconds that a start waits for the import of another."""
 
 
 def checkpoint_of(load: str, model: ModelConfig, run_dir: Path | None) -> Path:
-    """Return the checkpoint with the weights `load`, of a Hugging Face folder its import.
+    """Return the checkpoint with the weights `load`; for a Hugging Face folder, its import.
 
     Args:
         load: A value of `checkpoint.load`.
         model: The model that loads them.
-        run_dir: Folder of the run, next to which imports are; None: no run.
+        run_dir: Folder of the run, next to which imports are; None without a run.
 
     Raises:
-        CheckpointError: The folder has not been imported; the message has the command.
+        CheckpointError: If the folder has not been imported; the message has the command.
     """
     found = import_of(load, model, imports_folder(os.environ, run_dir))
     if found is None:
@@ -39,12 +39,12 @@ def checkpoint_of(load: str, model: ModelConfig, run_dir: Path | None) -> Path:
 
 
 def ensure_imported(load: str | None, model: ModelConfig, run_dir: Path | None) -> None:
-    """Import the weights `load` where they are Hugging Face's and no import of these files is there.
+    """Import the weights `load` if they are Hugging Face's and these files have not been imported yet.
 
-    One process does it at a time; another start waits, and finds it.
+    Only a single process imports at a time; another start waits, and finds the import.
 
     Raises:
-        ConfigError: The import failed, with its reason on standard error; or its folder cannot be made.
+        ConfigError: If the import failed, with its reason on standard error, or its folder cannot be made.
     """
     found = import_of(load, model, imports_folder(os.environ, run_dir)) if load else None
     if found is None or found.is_complete:
@@ -68,11 +68,11 @@ def ensure_imported(load: str | None, model: ModelConfig, run_dir: Path | None) 
 
 
 def _make(found: ModelImport, load: str | None) -> None:
-    """Import in a process of its own, and show its progress on standard error."""
+    """Import in a separate process, and show its progress on standard error."""
     if found.is_complete:
         return
     sys.stderr.write(f"{load} is imported once, to {found.path}\n")
-    # Standard output is for what a command prints itself, such as a text.
+    # Standard output is for a command's own output, such as a text.
     words = [sys.executable, "-m", "mcore_rl.run.cli", *found.command]
     status = subprocess.run(words, stdout=STANDARD_ERROR, check=False).returncode
     if status:

@@ -40,12 +40,13 @@ from mcore_rl.processes.signed_store import SECRET_FILE, write_secret
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.05
 GRACE_S = 5.0
-"""The time that a rank may take to end after SIGTERM."""
+"""Seconds that a rank may take to end after SIGTERM."""
 LOG_TAIL_LINES = 40
 CLAIM_S = 1.0
-"""The time that a rank's failure waits for a graver one, which explains it."""
+"""Seconds that a rank's failure waits for a graver failure that explains it."""
 STAGE_FILE = "MCORE_RL_STAGE_FILE"
-"""Environment variable with the file in which rank 0 tells `launch_local` that it trains, or stops as it was asked."""
+"""Environment variable with the file in which rank 0 reports to `launch_local` that it trains, or stops as
+requested."""
 TRAINING, STOPPING = "training", "stopping"
 OF_RANKS = frozenset(
     {
@@ -53,7 +54,7 @@ OF_RANKS = frozenset(
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", FAILURES, STAGE_FILE, SECRET_FILE),
     }
 )
-"""Environment variables of a rank, which other programs of torch would take for their own."""
+"""Environment variables of a rank, which other torch programs would mistake for their own."""
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class _Rank:
     log: Path
     tees: list[threading.Thread] = field(default_factory=list)
     is_noted: bool = False
-    """Whether the launcher has written how it ended."""
+    """Whether the launcher has recorded how it ended."""
 
     @property
     def is_alive(self) -> bool:
@@ -70,9 +71,9 @@ class _Rank:
 
 
 def under_launcher() -> bool:
-    """Return whether torchrun, srun or `launch_local` started this process as one rank of a run.
+    """Return whether torchrun, srun or `launch_local` started this process as a rank of a run.
 
-    A batch script has SLURM_PROCID and SLURM_NTASKS too; only a task of srun knows of a step's tasks.
+    A batch script has SLURM_PROCID and SLURM_NTASKS too; only a task of srun has the variables of a step's tasks.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return True
@@ -100,7 +101,7 @@ def note_stage(stage: str) -> None:
 def launch_local(
     module: str, args: Sequence[str], num_ranks: int, log_dir: Path, imports: Sequence[str] = ()
 ) -> int:
-    """Run `python -m module *args` as ranks of this machine and return the exit status of the first failure, or 0.
+    """Run `python -m module *args` as ranks of this machine; return the exit status of the first failure, or 0.
 
     Rank 0 also writes to this console; `log_dir/rank_K.log` has all of rank K. The first failure is shown, and written
     to `log_dir/failure.json`, and the other ranks are ended. SIGTERM, SIGINT and SIGUSR1 are passed on to ranks that
@@ -108,8 +109,8 @@ def launch_local(
     the status is 130. No rank outlives this process. To be called in the main thread. A disk that is full before there
     are ranks is a TrainingError; a disk that fills up later costs the logs their next lines, and nothing else.
 
-    Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), where that is sound,
-    and so does a single rank where this process has imported them already.
+    Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), if that is safe, and
+    so does a single rank if this process has imported them already.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     raise_open_files()
@@ -132,7 +133,7 @@ def launch_local(
     ranks: list[_Rank] = []
     with _caught_signals() as caught:
         try:
-            # Rank 0, whose pipes no other rank shall hold open, comes last.
+            # Rank 0 comes last, so that no other rank holds its pipes open.
             for rank in reversed(range(num_ranks)):
                 own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 log = log_dir / f"rank_{rank}.log"
@@ -148,13 +149,13 @@ def launch_local(
 def start_server(
     command: Sequence[str], settings: Mapping[str, str], defaults: Mapping[str, str], log: Path
 ) -> "subprocess.Popen[bytes]":
-    """Start a process that is no rank of the run, in a process group of its own, so that Ctrl-C does not reach it.
+    """Start a process that is not a rank of the run, in its own process group, so that Ctrl-C does not reach it.
 
     Args:
         command: Program and arguments.
         settings: Environment variables that it gets in addition to this process's, without a launcher's.
-        defaults: Environment variables that it gets where this process has none of their names.
-        log: File to which its output is added.
+        defaults: Environment variables that it gets unless this process has variables of these names.
+        log: File to which its output is appended.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
     with log.open("ab") as file:
@@ -169,13 +170,12 @@ def start_server(
 
 
 def environment_variable(name: str) -> str | None:
-    """Return an environment variable that the user's config names; None where it is not set or empty."""
+    """Return an environment variable that the user's config names; None if it is not set or empty."""
     return os.environ.get(name) or None
 
 
 def raise_open_files() -> None:
-    """Raise the number of files that this process and its children may open to the limit for a process without
-    privileges.
+    """Raise the limit on open files of this process and its children to the maximum without privileges.
 
     Data files, sockets to each peer and shared memory of loaders exceed the usual 1024 on large jobs.
     """
@@ -185,7 +185,7 @@ def raise_open_files() -> None:
 
 
 def _environment(num_ranks: int) -> dict[str, str]:
-    """Return the environment of all ranks: one thread each unless the user sets another number."""
+    """Return the environment of all ranks: a single thread for each unless the user sets another number."""
     environment = os.environ | {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -217,7 +217,9 @@ def _start(
     is_first: bool,
     is_forked: bool,
 ) -> _Rank:
-    """Start a rank in its own session, so that Ctrl-C reaches it once, from this process; it dies with this process."""
+    """Start a rank in its own session, so that Ctrl-C reaches it only through this process; it dies with this
+    process.
+    """
     with log.open("wb") as file:
         if is_forked:
             return _Rank(ForkedRank(module, args, environment, None if is_first else file, FORWARDED), log)
@@ -234,7 +236,7 @@ def _start(
 
 
 def _dies_with_parent() -> Callable[[], None] | None:
-    """Return the call of the child before it becomes Python: the kernel then kills it when its parent ends."""
+    """Return the call for the child to make before it becomes Python: the kernel then kills it when its parent ends."""
     if sys.platform != "linux":
         return None
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
@@ -256,7 +258,7 @@ def _tee_to_console(rank: _Rank) -> None:
 
 
 def _tee(pipe: IO[bytes], console: IO[bytes], log: Path) -> None:
-    """Copy `pipe` to its end; a console that is gone (`| head`) does not stop the log, and a full disk not the rank."""
+    """Copy `pipe` to its end; a closed console (`| head`) does not stop the log, nor a full disk the rank."""
     has_console = has_room = True
     with pipe, log.open("ab", buffering=0) as file:
         while chunk := os.read(pipe.fileno(), 1 << 16):
@@ -281,7 +283,7 @@ def _tee(pipe: IO[bytes], console: IO[bytes], log: Path) -> None:
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """The forwarded signals that arrive meanwhile, in order."""
+    """Collect the forwarded signals that arrive meanwhile, in order."""
     caught: list[int] = []
     before = {number: signal.signal(number, lambda got, _: caught.append(got)) for number in FORWARDED}
     try:
@@ -301,7 +303,7 @@ class _AskedToEndError(BaseException):
 
 @contextmanager
 def _raised_signals() -> Iterator[None]:
-    """The forwarded signals end the block, as _AskedToEndError."""
+    """End the block with _AskedToEndError on a forwarded signal."""
 
     def end(number: int, _: FrameType | None) -> None:
         raise _AskedToEndError(number)
@@ -315,7 +317,7 @@ def _raised_signals() -> Iterator[None]:
 
 
 def _ended_while_starting(number: int) -> int:
-    """Say that a signal ended the run before it trained, and return the status."""
+    """Report that a signal ended the run before it trained, and return the status."""
     _write_line(f"{_asked_by(number)} while starting: ended at once, nothing was trained that could be lost.")
     return 128 + number
 
@@ -346,12 +348,12 @@ def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> i
                     rank.process.send_signal(number)
         if _note_the_dead(ranks, causes, oom, passed_on, unwritten):
             failed_s = failed_s or time.monotonic()
-            # Where the disk has no room for any cause, the ends that were seen from here are all there is.
-            # Of two statuses, that of a rank with a message for the user: the other one gave way to it.
+            # If the disk has no room for any cause, the ends that this process saw are all there is. Of two statuses,
+            # choose the rank with a message for the user: the other rank gave way to it.
             cause = first_cause(causes) or min(
-                unwritten, key=lambda one: (one.order, one.status != REFUSED_STATUS), default=None
+                unwritten, key=lambda failure: (failure.order, failure.status != REFUSED_STATUS), default=None
             )
-            # A rank that has lost its peer may end sooner than the one that knows why.
+            # A rank that has lost its peer may end sooner than the rank that knows why.
             if cause and (cause.order == Order.CAUSE or time.monotonic() - failed_s > CLAIM_S):
                 with suppress(OSError):  # a full disk
                     publish(causes)
@@ -369,8 +371,8 @@ def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> i
 def _note_the_dead(
     ranks: list[_Rank], causes: Path, oom: OomKills, passed_on: Sequence[int], unwritten: list[Failure]
 ) -> bool:
-    """Return whether a rank has failed; where it did not write a cause itself, write how it ended, or add that to
-    `unwritten` where there is no room for it.
+    """Return whether a rank has failed; if it did not write a cause itself, write how it ended, or add that to
+    `unwritten` if there is no room.
     """
     failed = False
     for i, rank in enumerate(ranks):
@@ -411,7 +413,7 @@ def _report(cause: Failure, rank: _Rank) -> None:
 
 
 def _join_tees(ranks: Sequence[_Rank], timeout_s: float = GRACE_S) -> None:
-    """Wait until all that ranks have written is on the console."""
+    """Wait until all output of the ranks is on the console."""
     for tee in (tee for rank in ranks for tee in rank.tees):
         tee.join(timeout=timeout_s)
 
@@ -425,7 +427,7 @@ def _kill(ranks: Sequence[_Rank]) -> None:
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """No rank is left, nor, where one failed or had to be ended, its children."""
+    """End the ranks that are left and, if a rank failed or had to be ended, all children."""
     alive = [rank for rank in ranks if rank.is_alive]
     failed = alive or any(rank.process.returncode for rank in ranks)
     for rank in alive:

@@ -1,4 +1,6 @@
-"""A process and everything that it starts, ended together: children of children too, also those that left its group."""
+"""A process and everything that it starts, ended together: also children of children, and children that left its
+group.
+"""
 
 import ctypes
 import os
@@ -13,14 +15,14 @@ from typing import NoReturn
 import psutil
 
 END_TREE = signal.SIGRTMIN
-"""Signal that ends a supervised process with its descendants. Nobody else sends it: requests to stop a job reach all of
-its processes as SIGINT, SIGTERM or SIGUSR1."""
+"""Signal that ends a supervised process with its descendants. It has no other sender: requests to stop a job reach all
+of its processes as SIGINT, SIGTERM or SIGUSR1."""
 POLL_S = 0.5
-"""Seconds between two looks at whether the process that asked for the work still runs."""
+"""Seconds between checks that the process that asked for the work still runs."""
 MAX_KILLING_S = 5.0
-"""Seconds after which descendants that do not end, as those that wait for a broken disk, are left."""
+"""Seconds after which descendants that do not end, for example because of a broken disk, are left."""
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Requests to stop, which are for the process that asked for the work."""
+"""Requests to stop, which are meant for the process that asked for the work."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -29,8 +31,8 @@ def supervise(work: Callable[[], None], parent: int, *, after_start: Callable[[]
     `after_start` is called in this process when the child has started.
 
     The descendants are killed when the child ends, when END_TREE arrives, or when the process `parent` is gone. They
-    are a process group of their own, so that Ctrl-C does not reach them; a process that leaves the group, or loses
-    its parent, becomes a child of this process (a subreaper, Linux) and is found there.
+    have their own process group, so that Ctrl-C does not reach them; a process that leaves the group, or loses its
+    parent, becomes a child of this process (a subreaper, Linux) and is found there.
     """
     os.setpgid(0, 0)
     if sys.platform == "linux":
@@ -61,7 +63,7 @@ def _work_and_exit(work: Callable[[], None]) -> NoReturn:
         work()
         code = 0
     finally:
-        # Nothing of the parent's, such as its exit handlers, is to run here.
+        # The parent's exit handlers and the like must not run in the child.
         if code and sys.exc_info()[0] is not SystemExit:
             traceback.print_exc()
         sys.stdout.flush()
@@ -70,7 +72,7 @@ def _work_and_exit(work: Callable[[], None]) -> NoReturn:
 
 
 def _reaped(child: int) -> int | None:
-    """Collect all children that have ended; return the wait status of `child` where it is among them."""
+    """Collect all children that have ended; return the wait status of `child` if it is among them."""
     found = None
     while True:
         try:
@@ -98,7 +100,7 @@ def _kill_descendants() -> None:
 
 
 def _exit_as(status: int) -> NoReturn:
-    """End as the child with this wait status did: by the same signal, or with the same code."""
+    """End as the child with this wait status ended: by the same signal, or with the same code."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:

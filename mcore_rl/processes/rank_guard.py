@@ -1,9 +1,9 @@
 """Rank guard: the first error ends every rank and is printed first, under any launcher.
 
-The ranks share a key-value store (torch's TCPStore on the rendezvous port, so that it is there before the process
-group and after it). The first rank to fail claims the failure, prints it, then publishes it; a thread on every rank
-looks once a second and ends its process, which may be waiting in a collective. The same thread counts in the store,
-so that the other ranks see when a process is gone or stopped: who has lost its peer names the peer, not itself.
+The ranks share a key-value store (torch's TCPStore on the rendezvous port, so that it is there before the process group
+and after it). The first rank to fail claims the failure, prints it, then publishes it; a thread on every rank looks
+once a second and ends its process, which may be waiting in a collective. The same thread counts in the store, so that
+the other ranks see when a process is gone or stopped: a rank that has lost its peer names the peer, not itself.
 """
 
 import faulthandler
@@ -31,16 +31,16 @@ from mcore_rl.processes.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.processes.signed_store import SignedStore, secret_of_launcher
 
 LOOK_S = 1.0
-"""The time between two looks at the store."""
+"""Seconds between two looks at the store."""
 LINGER_S = 3.0
-"""The time that a rank waits for the message of the rank that failed first, or for the other ranks to read its own."""
+"""Seconds that a rank waits for the message of the rank that failed first, or for the other ranks to read its own."""
 CONNECT_S = 300.0
 LEAVE_S = 30.0
-"""The time that the store's host waits for ranks after another rank has overwritten their last message."""
+"""Seconds that the store's host waits for ranks after another rank has overwritten their last message."""
 SILENT_S = 15.0
-"""The time without a sign of a rank after which it is recorded as stopped or cut off."""
+"""Seconds without a sign of a rank after which it is recorded as stopped or cut off."""
 MOST_NAMED = 4
-"""Number of lost ranks that a message names."""
+"""Maximum number of lost ranks that a message names."""
 MONITOR_LOOKS = 3
 """Number of looks at the store between two counts of all ranks' signs, by the first and the last rank."""
 LOST_PEER_TEXTS = ("connection", "broken pipe", "gloo", "nccl", "peer")
@@ -49,8 +49,8 @@ LOST_PEER_TEXTS = ("connection", "broken pipe", "gloo", "nccl", "peer")
 def rank_guard() -> AbstractContextManager[None]:
     """Guard everything that a rank does: an error inside ends every rank of the run.
 
-    The failing process has exit status 1, or 2 and no traceback where the user can mend it (McoreRlError).
-    To be entered once in the life of a process: the store goes with it.
+    The failing process has exit status 1, or 2 and no traceback if the user can fix the error (McoreRlError). To be
+    entered once in the life of a process: the store ends with it.
     """
     world_size = world_size_of_launcher()
     if world_size > 1 and "MASTER_PORT" in os.environ:
@@ -76,7 +76,7 @@ class _Alone(AbstractContextManager[None]):
 
 
 class _Guard(AbstractContextManager[None]):
-    """The guard of one of several ranks.
+    """The guard of a rank if there are several.
 
     Keys of the store: first, failure; host, sign, gone, heard and left of each rank.
     """
@@ -84,10 +84,10 @@ class _Guard(AbstractContextManager[None]):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        # torchrun's agent keeps a store for its ranks. Elsewhere rank 0 does, in the one server that a process has
-        # for an address: the process group will join it.
+        # torchrun's agent keeps a store for its ranks. Otherwise rank 0 does, in the only server that a process has for
+        # an address: the process group will join it.
         self.is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        # Two ranks, on two nodes where there are several: the lost node may be that of either.
+        # Two ranks, on two nodes if there are several: the lost node may be the node of either.
         self.is_monitor = rank in (0, world_size - 1)
         self.leaving = threading.Event()
         self.last_message = threading.Lock()
@@ -129,7 +129,7 @@ class _Guard(AbstractContextManager[None]):
             self._fail(error)
 
     def _watch(self) -> None:
-        """Until this rank leaves, end it when another has failed, or when the store is gone with its host."""
+        """Until this rank leaves, end it when another rank has failed, or when the store is gone with its host."""
         looks = 0
         signs: dict[int, tuple[int, float]] = {}
         while not self.leaving.wait(LOOK_S):
@@ -147,7 +147,7 @@ class _Guard(AbstractContextManager[None]):
                 self._give_way(*failed)
 
     def _note_silent_ranks(self, signs: dict[int, tuple[int, float]]) -> None:
-        """Record each rank that gives no sign any more; a rank that gives one again is no cause.
+        """Record each rank that gives no sign any more; a rank that gives a sign again is not a cause.
 
         Args:
             signs: Count of each rank's signs and the time at which it last changed; updated.
@@ -201,7 +201,7 @@ class _Guard(AbstractContextManager[None]):
                 self._note_silence(0, os.environ.get("MASTER_ADDR", "127.0.0.1"))
 
     def _leave(self) -> None:
-        """Leave; the store goes with its host, which therefore leaves last."""
+        """Leave; the store ends with its host, which therefore leaves last."""
         self.store.write(f"gone/{self.rank}", "")  # before it waits: from now on its silence is no failure
         if self.is_host:
             self._wait_for_the_others()
@@ -211,7 +211,7 @@ class _Guard(AbstractContextManager[None]):
             self.store.write(f"left/{self.rank}", "")
 
     def _wait_for_the_others(self) -> None:
-        """Return when all other ranks have left; not much later than that where their message was overwritten."""
+        """Return when all other ranks have left, or LEAVE_S after their last message was overwritten."""
         waiting, overwritten_s = set(range(self.world_size)) - {self.rank}, 0.0
         while True:
             waiting = {rank for rank in waiting if self.store.read(f"left/{rank}") is None}
@@ -242,7 +242,7 @@ class _Guard(AbstractContextManager[None]):
                 self._end_without_store()
         with self.last_message:
             title = f"Rank {failure.rank} failed." if isinstance(error, McoreRlError) else failure.headline
-            # First, as it makes room on a full disk, where stderr may be a file too.
+            # First, because it makes room on a full disk, on which stderr may be a file too.
             note_failure(failure)
             with suppress(OSError):
                 sys.stderr.write(f"{title}\n{failure.text}\n")
@@ -253,9 +253,9 @@ class _Guard(AbstractContextManager[None]):
             end_process(failure.status)
 
     def _lost_peer(self, failure: Failure, cause: str) -> Failure:
-        """Return the failure with the ranks that are gone in its headline, where the store shows that some are."""
+        """Return the failure with the ranks that are gone in its headline, if the store shows any."""
         before = [self._signs_of(rank) for rank in range(self.world_size)]
-        time.sleep(2.5 * LOOK_S)  # in which a rank that lives gives two signs
+        time.sleep(2.5 * LOOK_S)  # in which a living rank gives two signs
         gone = [
             rank
             for rank, count in enumerate(before)
@@ -308,7 +308,7 @@ class _Guard(AbstractContextManager[None]):
             time.sleep(LOOK_S / 10)
 
     def _give_way(self, first: int, headline: str, own_headline: str = "") -> NoReturn:
-        """End because another rank failed; write nothing where this rank failed of the same error."""
+        """End because another rank failed; write nothing if this rank failed with the same error."""
         same = headline == own_headline
         self._end("" if same else f"Rank {self.rank} ends because rank {first} failed: {headline}")
 
@@ -330,7 +330,7 @@ class _Guard(AbstractContextManager[None]):
 
 
 def _origin(error: BaseException | None) -> int | None:
-    """Return the rank that met an error which all ranks raise together, or which led to this error; None: this rank."""
+    """Return the rank with an error that all ranks raise together, or that led to this error; None for this rank."""
     while isinstance(error, McoreRlError):
         if error.rank is not None:
             return error.rank
@@ -352,7 +352,7 @@ def _status(error: BaseException) -> int:
 
 
 def _text(error: BaseException) -> str:
-    """Return a traceback, or a shorter text where a traceback would not help the user."""
+    """Return a traceback, or a shorter text if a traceback would not help the user."""
     if isinstance(error, McoreRlError):
         return error_text(error)
     if isinstance(error, SystemExit | KeyboardInterrupt):

@@ -2,7 +2,7 @@
 
     python -m mcore_rl.processes.rank_process mcore_rl.run.programs.pretrain CONFIG.toml key=value ...
 
-A rank that SIGKILL, SIGSEGV or the out-of-memory killer ends cannot say so itself, and its launcher knows nothing of
+A rank that SIGKILL, SIGSEGV or the out-of-memory killer ends cannot report so itself, and its launcher knows nothing of
 other nodes: the first error in a log then comes from an innocent rank, which has lost its peer. Imports no torch.
 """
 
@@ -71,8 +71,8 @@ def _ended(child: int, awaited: Set[int]) -> tuple[int, list[int]]:
 
 
 def _be_the_rank(parent: int, rank: int, argv: Sequence[str], mask: Set[int]) -> None:
-    """Run the module as `python -m` does, with the signals of `mask` blocked, and end; an error that nobody has handled
-    is recorded, then raised.
+    """Run the module as `python -m` does, with the signals of `mask` blocked, and end; an unhandled error is recorded,
+    then raised.
     """
     die_with(parent)
     for number in FORWARDED:
@@ -87,7 +87,7 @@ def _be_the_rank(parent: int, rank: int, argv: Sequence[str], mask: Set[int]) ->
 
 
 def _note_unforeseen(rank: int, error: BaseException | None) -> None:
-    """Record an error that nobody has handled, as one of an import; Ctrl-C ends the rank without a traceback."""
+    """Record an unhandled error, such as an import's; Ctrl-C ends the rank without a traceback."""
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write(f"Rank {rank} was interrupted.\n")
         sys.stderr.flush()

@@ -1,11 +1,11 @@
-"""Messages between the ranks in torch's key-value store, of which other users of the network can forge none.
+"""Messages between the ranks in torch's key-value store that other users of the network cannot forge.
 
-Everybody who reaches the rendezvous port can read, write and list the keys of a TCPStore: torch knows no password for
-it. Each message therefore carries an HMAC-SHA256 over its key and text, made with a secret that the launcher gives to
-the ranks in a file that only their user can read. A message without the right signature is ignored and reported once.
+Everybody who reaches the rendezvous port can read, write and list the keys of a TCPStore: torch has no password for it.
+Each message therefore carries an HMAC-SHA256 over its key and text, made with a secret that the launcher gives to the
+ranks in a file that only their user can read. A message without the right signature is ignored and reported once.
 
-The secret does not keep anybody from deleting messages, from stopping the store's server, or from disturbing torch's
-own rendezvous, which has the same port: see docs/slurm.md.
+The secret does not prevent anybody from deleting messages, stopping the store's server, or disturbing torch's own
+rendezvous, which has the same port: see docs/slurm.md.
 """
 
 import hmac
@@ -25,17 +25,17 @@ SECRET_FILE = "MCORE_RL_SECRET_FILE"
 
 
 def write_secret(path: Path) -> None:
-    """Write a new secret, readable by this user alone, in the place of an older one."""
+    """Write a new secret, readable only by this user, in place of an older secret."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
 
 
 def secret_of_launcher() -> bytes:
-    """Return the secret of this run's ranks; an empty one, which protects nothing, under a launcher that gives none.
+    """Return the secret of this run's ranks; empty, and without protection, if the launcher gives none.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or can be read by other users.
+        ConfigError: If the file cannot be read, is empty, or can be read by other users.
     """
     path = os.environ.get(SECRET_FILE)
     if not path:
@@ -54,11 +54,11 @@ def secret_of_launcher() -> bytes:
 
 
 class SignedStore:
-    """Texts by key in a `torch.distributed.Store`; those without the right signature do not exist."""
+    """Texts by key in a `torch.distributed.Store`; texts without the right signature count as missing."""
 
     def __init__(self, store: "Store", scope: str, secret: bytes) -> None:
-        """`scope` is a prefix of all keys; a message of another scope, as of an earlier attempt, is not valid in this
-        store.
+        """Use `scope` as a prefix of all keys; a message of another scope, such as an earlier attempt, is not valid in
+        this store.
         """
         self._store, self._scope, self._secret = store, scope, secret
         self._reported: set[str] = set()
@@ -68,13 +68,13 @@ class SignedStore:
         self._store.set(self._full(key), self._signature(key, text) + text)
 
     def read(self, key: str) -> str | None:
-        """Return the text under a key; None when there is none, or none that a rank wrote."""
+        """Return the text under a key; None if there is none, or none that a rank wrote."""
         if not self._store.check([self._full(key)]):
             return None
         return self._verified(key, self._store.get(self._full(key)))
 
     def claim(self, key: str, text: str) -> str:
-        """Set a text under a key unless a rank has set one, and return the text that is there then."""
+        """Set a text under a key unless a rank has done so before, and return the text that is there then."""
         message = self._signature(key, text) + text
         before = self._verified(key, self._store.compare_set(self._full(key), "", message))
         if before is None:  # a forgery: it must not keep the ranks from reporting their failure
@@ -89,7 +89,7 @@ class SignedStore:
         return f"{self._scope}/{key}"
 
     def _signature(self, key: str, text: str) -> str:
-        """Return 64 hexadecimal digits; the key's length keeps its end and the text's beginning apart."""
+        """Return 64 hexadecimal digits; the key's length separates its end from the text's beginning."""
         full = self._full(key)
         return hmac.digest(self._secret, f"{len(full)}:{full}{text}".encode(), "sha256").hex()
 

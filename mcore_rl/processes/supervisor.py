@@ -1,7 +1,7 @@
 """The process above a server: `python -m mcore_rl.processes.supervisor PARENT PROGRAM ARGUMENTS...`.
 
-Servers start processes of their own, which outlive a server that is killed, and keep its GPUs. All of them end with
-the process PARENT, and when it asks for that (process_tree.END_TREE).
+Servers start further processes, which outlive a server that is killed, and keep its GPUs. All of them end with the
+process PARENT, and when it asks for that (process_tree.END_TREE).
 """
 
 import os

@@ -2,7 +2,7 @@
 
     python -m mcore_rl.processes.torchrun SECONDS ARGUMENTS_OF_TORCHRUN...
 
-By itself torchrun kills ranks 30 s after SIGTERM, as of a preemption: a save that takes longer would be lost.
+By default torchrun kills ranks 30 s after SIGTERM, for example on a preemption: a save that takes longer would be lost.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A rank that gets nowhere ends itself, and with it the run, which can then go on from its last checkpoint."""
+"""A watchdog that ends a rank without progress, and with it the run, which can then resume from its last checkpoint."""
 
 import faulthandler
 import sys
@@ -15,22 +15,22 @@ from mcore_rl.processes.failures import Order, note_failure, rank_failure
 from mcore_rl.processes.rank_guard import end_process
 
 LINGER_S = 2.0
-"""The time between a rank's message and its end, in which ranks that wait for it write theirs."""
+"""Seconds between a rank's message and its end, in which ranks that wait for it write their own."""
 TICKS = 50
-"""The number of looks at the clock within a limit."""
+"""Number of looks at the clock within a limit."""
 LONGEST_TICK_S = 5.0
 AUTO_FACTOR = 10.0
-"""A step that takes so many times as long as the longest one before it hangs, with a limit of `auto`."""
+"""With limit `auto`, a step hangs if it takes this many times as long as the longest step before it."""
 AUTO_LEAST_S = 300.0
-"""The least limit of `auto`, for steps of less than half a minute."""
+"""Minimum limit of `auto`, for steps of less than half a minute."""
 
 Phase = Literal["start", "step", "pause"]
-"""The work that a run does: its set-up; a step; an evaluation or a save between two steps."""
+"""The work that a run is doing: its set-up; a step; an evaluation or a save between two steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Seconds that each phase of a run may take; None: it is never ended."""
+    """Seconds that each phase of a run may take; None for no limit."""
 
     start_s: float | None
     step_s: float | Literal["auto"] | None
@@ -53,10 +53,10 @@ class Limits:
 
 
 class Watchdog:
-    """While entered, a limit: when a phase takes longer than it may, the stacks of all threads go to stderr and the
+    """A limit while entered: when a phase takes longer than it may, the stacks of all threads go to stderr and the
     process ends with HUNG_STATUS.
 
-    Only time in which this process was allowed to run counts: a suspended job has no hurry.
+    Only time in which this process was allowed to run counts, so that a suspended job is not ended.
     """
 
     def __init__(self, limits: Limits, rank: int) -> None:
@@ -82,7 +82,7 @@ class Watchdog:
         """Start the time anew, because something was finished and `phase` begins."""
         now_s = time.monotonic()
         if self._phase == "step":
-            if self._num_steps:  # kernels are compiled in the first one: it is no measure
+            if self._num_steps:  # kernels are compiled in the first step, which is no measure
                 self._longest_step_s = max(self._longest_step_s, now_s - self._began_s)
             self._num_steps += 1
         self._phase, self._began_s, self._idle_s = phase, now_s, 0.0

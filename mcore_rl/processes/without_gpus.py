@@ -1,4 +1,4 @@
-"""A module run by another Python that sees no GPU; imports no torch."""
+"""Run a module in another Python that sees no GPU; imports no torch."""
 
 import os
 import subprocess
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 
 def run_without_gpus(module: str, arguments: Sequence[object]) -> None:
-    """Run `python -m module arguments` to its end, on one CPU thread, with every GPU hidden and its output dropped.
+    """Run `python -m module arguments` to its end, on a single CPU thread, with every GPU hidden and its output
+    dropped.
 
-    Megatron is patched for CPUs only where torch sees no GPU, and groups of ranks belong to a process.
+    Megatron is patched for CPUs only if torch sees no GPU, and groups of ranks belong to a process.
 
     Raises:
-        subprocess.CalledProcessError: It failed; its output is on standard error.
+        subprocess.CalledProcessError: If it failed; its output is on standard error.
     """
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", module, *map(str, arguments)]
