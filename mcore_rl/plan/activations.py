@@ -33,7 +33,7 @@ def layers_of(platform: PlatformConfig, *, allows_te: bool) -> Layers:
     """Return the kind of layers that a run uses on GPUs: `auto` takes TransformerEngine to be installed there, as it
     should be.
 
-    Reinforcement learning runs on ours where its rollout engine shares them.
+    Reinforcement learning uses our own layers if its rollout engine shares them.
     """
     is_ours = platform.layers in ("torch", "cpu") or (platform.layers == "auto" and not allows_te)
     return "torch" if is_ours or platform.device == "cpu" else "te"

@@ -147,7 +147,7 @@ class ModelOnRanks:
     store: Store = "device"
     """Memory in which its weights wait, and in training its optimizer state."""
     weights_stay: bool = False
-    """Whether the weights are on the device whatever the store."""
+    """Whether the weights are on the device regardless of the store."""
     is_swapped: bool = False
     """Whether its weights replace the policy's during a pass, tensor by tensor, and take no room of their own."""
     lora: LoraConfig = NO_ADAPTERS
@@ -236,7 +236,7 @@ def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parts of an estimate that the mesh alone decides, for each pipeline stage."""
+    """The parts of an estimate that only the mesh decides, for each pipeline stage."""
 
     kinds: list[dict[LayerKind, int]]
     """Number of layers of each kind."""

@@ -50,7 +50,7 @@ def chunks_in_flight(mesh: MeshConfig, stage: int, num_microbatches: int) -> int
 
 
 def most_kept(mesh: MeshConfig, stage: int, num_microbatches: int, kept: Sequence[int]) -> int:
-    """Return the most bytes that a stage keeps at a time, where a microbatch keeps `kept[chunk]` of them in a chunk."""
+    """Return the most bytes that a stage keeps at a time, if a microbatch keeps `kept[chunk]` of them in a chunk."""
     # After the warm-up each group of pp microbatches is as the one before it.
     num_microbatches = min(num_microbatches, 4 * mesh.pp)
     now = most = 0

@@ -71,7 +71,7 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
         # The last norm and the head, which every rank has whole, and the shift of scores.
         stages[-1] += Weights(dense=2 * hidden, fp32_buffers=1)
         return stages
-    # The last stage has its own copy where the output is tied to it, or an MTP layer needs it.
+    # The last stage has its own copy of the embedding if the output is tied to it, or an MTP layer needs it.
     if mesh.pp > 1 and (model.tied_embeddings or model.mtp_layers):
         stages[-1] += embedding
     if not model.tied_embeddings:

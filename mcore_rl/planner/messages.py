@@ -146,7 +146,7 @@ def _partners(stages: Sequence[Sequence[StageEvent]]) -> dict[End, End]:
 
 
 def _check_uses(stages: Sequence[Sequence[StageEvent]], partners: dict[End, End]) -> None:
-    """Raise a SwappedMessageError where a pass reads the result of a pass that does not come right before it."""
+    """Raise a SwappedMessageError if a pass reads the result of a pass that does not come right before it."""
     made_by = {
         (stage, message.index): message.made_by
         for stage, events in enumerate(stages)
@@ -204,7 +204,7 @@ class _Stage:
         return self.position == len(self.events)
 
     def exchange(self, begun: dict[End, float], partners: dict[End, End], message_s: float) -> bool:
-        """Let the first messages of each queue begin, and end where their other ends have begun.
+        """Let the first messages of each queue begin, and end if their other ends have begun.
 
         Returns:
             Whether any did.

@@ -44,7 +44,7 @@ class Rates:
     host_link_gbytes_per_s: float = 25.0
     """Bandwidth between a device and main memory, in 10^9 bytes per second: a guess (PCIe 4 x16 at 80 %)."""
     hidden: float = 0.50
-    """Fraction of the experts' exchange that is hidden where it overlaps with another microbatch's computation."""
+    """Fraction of the experts' exchange that is hidden if it overlaps with another microbatch's computation."""
     fixed_s: float = 30e-3
     """Seconds of a step for norms of gradients, the loader, the log."""
     nic_latency_s: float = 12e-6

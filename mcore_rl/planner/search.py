@@ -34,8 +34,8 @@ class Choice:
     config: RunConfig
     memory: Memory
     seconds: float | None
-    """Predicted seconds of a step, of reinforcement learning `rl`'s where it is known; None where nothing is
-    known of the device."""
+    """Predicted seconds of a step, or of the whole step `rl` of reinforcement learning if it is known; None if nothing
+    is known of the device."""
     rl: RlStep | None = None
     """Rollout batch with its updates; None without reinforcement learning, a known device, or known servers."""
 

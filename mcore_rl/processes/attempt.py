@@ -17,7 +17,7 @@ class Attempt:
     host: str
     pid: int
     born: int
-    """Start of the process in the kernel's ticks since boot: a pid alone may be used again."""
+    """Start of the process in the kernel's ticks since boot, because a pid may be used again."""
 
     def is_alive_here(self) -> bool:
         """Return whether the process runs on this host; False for another host, about which nothing is known."""

@@ -79,7 +79,7 @@ class Watchdog:
         self._thread.join()
 
     def begin(self, phase: Phase) -> None:
-        """Start the time anew, because something was finished and `phase` begins."""
+        """Restart the clock, because something was finished and `phase` begins."""
         now_s = time.monotonic()
         if self._phase == "step":
             if self._num_steps:  # kernels are compiled in the first step, which is no measure

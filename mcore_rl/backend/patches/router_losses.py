@@ -154,7 +154,7 @@ def _with_balance_loss(
     from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 
     num_experts = logits.shape[-1]
-    # By the scores alone, as in the papers: without groups of experts, expert bias or replayed choices.
+    # By the scores only, as in the papers: without groups of experts, expert bias or replayed choices.
     routed_TE, scores_TE = compute_routing_scores_for_aux_loss(
         logits.view(-1, num_experts),
         router.topk,

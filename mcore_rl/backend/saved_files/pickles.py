@@ -131,7 +131,7 @@ class _LoadingUnpickler(pickle.Unpickler):
     """Makes the objects of the classes of SAVED; torch asks it for each object of an archive (`pickle_module`)."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class or function where SAVED has it."""
+        """Return the class or function if SAVED has it."""
         if (module, name) not in SAVED:
             raise _refusal(module, name)
         return super().find_class(module, name)

@@ -22,8 +22,8 @@ class EngineConfig(Section):
     arguments of rl.engines.make.native_engine, which returns an rl.engines.base.Engine."""
     slots: PositiveInt | Literal["auto"] = "auto"
     """Maximum number of completions in progress; `native`: on each replica of the model, each with memory for the keys
-    and values of the longest; servers: on each server that is started (--max-num-seqs, --max-running-requests); `auto`:
-    64, or as many as the server chooses."""
+    and values of the longest sample; servers: on each server that is started (--max-num-seqs, --max-running-requests);
+    `auto`: 64, or as many as the server chooses."""
 
     @cached_property
     def is_served(self) -> bool:
@@ -85,8 +85,9 @@ class ServersConfig(EngineConfig):
     to a machine."""
     probe_tolerance: PositiveFloat | Literal["auto"] = "auto"
     """Limit in nats on the difference between a server's and the trainer's logprobs of fixed texts after an update: on
-    the largest difference if both compute in fp32, else on the mean; `auto`: 2e-4, or three times the mean that
-    rounding makes within the trainer, at most 0.1; the tokens of each expert are then also compared with the rest."""
+    the largest difference if both compute in fp32, else on the mean; `auto`: 2e-4 in fp32, else three times the mean
+    that rounding makes within the trainer, at most 0.1, and the tokens of each expert are also compared with the
+    rest."""
     api_key_env: Text | None = None
     """Name of the environment variable with the key that servers require (--api-key); `none`: no key."""
     ca_file: Text | None = None
