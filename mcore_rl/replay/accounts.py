@@ -1,4 +1,4 @@
-"""Accounts of a pass: how often each router took its routes, how many choices changed, and the world's sums of both."""
+"""Accounts of a pass: how often each router used its routes, how many choices changed, and world-wide sums of both."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,29 +13,29 @@ from mcore_rl.parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class LayerAccount:
-    """Numbers of tokens of one layer on this rank over one pass, padding left out."""
+    """Token counts of one layer on this rank over one pass, without padding."""
 
     layer: int
     expected: int
     """Tokens of all microbatches."""
     consumed: int
-    """Tokens whose routes the router took, or made, in the forward pass."""
+    """Tokens that the router routed in the forward pass, by cached routes or live."""
     recomputed: int
-    """Tokens whose routes it took once more in recomputation."""
+    """Tokens that it routed again in recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteAccounts:
-    """Count of the times that each layer's router gave the tokens of each microbatch to experts."""
+    """How often each layer's router gave the tokens of each microbatch to experts."""
 
     layers: tuple[int, ...]
     num_tokens: Sequence[int]
-    """Tokens of each microbatch on this rank, padding left out."""
+    """Tokens of each microbatch on this rank, without padding."""
     num_calls: Mapping[tuple[int, int], tuple[int, int]]
     """(layer, microbatch) -> calls in the forward pass and in recomputation, from the witness."""
 
     def by_layer(self) -> list[LayerAccount]:
-        """Return the account of each layer of this rank, by rising layer."""
+        """Return the account of each of this rank's layers, in ascending order."""
         accounts = []
         for layer in self.layers:
             consumed, recomputed = (
@@ -49,7 +49,7 @@ class RouteAccounts:
         return accounts
 
     def problems(self, samples: Sequence[Sequence[int]]) -> Iterator[str]:
-        """Yield a sentence for each router that was not used once; `samples` are those of each microbatch."""
+        """Yield a sentence for each router that was not used exactly once; `samples` has each microbatch's samples."""
         for (layer, index), (forward, recomputed) in self.num_calls.items():
             where = f"layer {layer}, microbatch {index} (samples {list(samples[index])})"
             if forward == 0:
@@ -61,8 +61,8 @@ class RouteAccounts:
 
 
 def changed_choices(live_ltK: Tensor, cached_ltK: Tensor, has_routes_t: Tensor) -> Tensor:
-    """Return which live choices are not among the cached ones, bool `[K, l, t]`; false for tokens without routes."""
-    # K passes over long rows: on a CPU ten times as fast as one pass over K x K.
+    """Mask `[K, l, t]`: True where a live choice is not among the token's cached experts; False without routes."""
+    # K passes over long rows: ten times as fast on a CPU as one pass over K x K.
     live_Klt, cached_Klt = (codes.permute(2, 0, 1).contiguous() for codes in (live_ltK, cached_ltK))
     is_cached_Klt = torch.zeros_like(live_Klt, dtype=torch.bool)
     for cached_lt in cached_Klt:
@@ -72,24 +72,24 @@ def changed_choices(live_ltK: Tensor, cached_ltK: Tensor, has_routes_t: Tensor) 
 
 @dataclass(frozen=True, slots=True)
 class RouteTotals:
-    """Sums over the world: for each layer `L` of the model, and over tokens."""
+    """World-wide sums over tokens, most of them for each layer `L` of the model."""
 
     changed_L: list[float]
-    """Changed choices (token, slot)."""
+    """Number of changed choices (token, slot)."""
     moved_gates_L: list[float]
-    """Gates of the changed choices."""
+    """Sum of the gates of the changed choices."""
     current_changed_L: list[float]
-    """Those of them of the tokens of `current_L`."""
+    """Number of changed choices of the tokens counted in `current_L`."""
     disjoint_L: list[float]
-    """Tokens of `current_L` whose choice has no expert in common with the cached one."""
+    """Tokens of `current_L` that share no expert with their cached choice."""
     compared_L: list[float]
-    """Tokens whose choices were compared with cached ones."""
+    """Tokens with a live choice that was compared with a cached choice."""
     current_L: list[float]
-    """Those of them whose cached choices are of the weights in training."""
+    """Compared tokens with routes cached from the weights in training."""
     consumed_L: list[float]
-    """Tokens whose routes a router took or made."""
+    """Tokens that a router routed, by cached routes or live."""
     expert_choices_2LE: Tensor
-    """float64 on the CPU: live choices of each expert by tokens of `current_L`, and those that are not cached."""
+    """How often tokens of `current_L` chose each expert live, and how often it was not cached; float64 on the CPU."""
     changed_tokens: float
     """Tokens with a changed choice in any layer."""
     compared_tokens: float
@@ -98,7 +98,7 @@ class RouteTotals:
     cached_bytes: float
 
     def metrics(self, name: str, top_k: int, *, compares: bool) -> list[Metric]:
-        """Return metrics `name`/..., as METRICS describes them; only the cached bytes when nothing was compared."""
+        """Return the metrics `name`/..., described in METRICS; only the cached bytes if nothing was compared."""
         metrics = [Metric("routes/cached_bytes", self.cached_bytes)]
         if not compares:
             return metrics
@@ -126,7 +126,7 @@ class RouteTotals:
         ]
 
     def problems(self, is_routed_L: Sequence[bool]) -> Iterator[str]:
-        """Yield a sentence for each layer of the model that accounts for other tokens than the layers with a router."""
+        """Yield a sentence for each layer with another token count than expected: all if it has a router, else none."""
         expected = max(
             (count for count, routed in zip(self.consumed_L, is_routed_L, strict=True) if routed), default=0.0
         )
@@ -156,32 +156,32 @@ def world_totals(
 
     Args:
         mesh: the mesh that ran the pass.
-        num_layers: layers of the whole model.
-        layers: layers of this rank that have routers.
-        changes_l4: changed choices, the sum of their gates, the changed choices of current tokens, and current tokens
-            of which all choices changed, in each of them, float64.
-        expert_choices_2lE: live choices of each expert by current tokens, and those that are not cached, int64.
-        current_tokens: compared tokens whose cached routes are of the weights in training.
-        consumed_l: tokens whose routes were taken in each of them.
-        is_changed_t: uint8, whether a token's choice changed in any of them; reduced in place.
-        compared_tokens: tokens that were compared.
-        unknown_tokens: tokens without cached routes.
-        cached_bytes: bytes of this rank's cache.
+        num_layers: number of layers in the whole model.
+        layers: this rank's layers with routers, `l` of them.
+        changes_l4: for each layer, float64: changed choices, the sum of their gates, changed choices of current
+            tokens, and current tokens with all choices changed.
+        expert_choices_2lE: how often current tokens chose each expert live, and how often it was not cached, int64.
+        current_tokens: compared tokens with routes cached from the weights in training.
+        consumed_l: tokens routed in each layer.
+        is_changed_t: whether a token's choice changed in any of these layers, uint8; reduced in place.
+        compared_tokens: number of tokens compared.
+        unknown_tokens: number of tokens without cached routes.
+        cached_bytes: size of this rank's cache.
     """
-    # A token may have changed in the layers of another pipeline stage only: union first, then count.
+    # A token's choice may have changed only in another pipeline stage: take the union first, then count.
     dist.all_reduce(is_changed_t, op=dist.ReduceOp.MAX, group=mesh.pp.group)
     device = changes_l4.device
     table = torch.zeros(num_layers + 1, 8, dtype=torch.float64, device=device)
     num_experts = expert_choices_2lE.shape[2]
     choices_2LE = torch.zeros(2, num_layers, num_experts, dtype=torch.int64, device=device)
-    # Without sequence parallelism the tensor-parallel ranks have the same tokens: only the first counts them.
+    # Without sequence parallelism all tensor-parallel ranks have the same tokens: only the first counts them.
     if mesh.sequence_parallel or mesh.tp.rank == 0:
         rows = torch.tensor(layers, dtype=torch.int64, device=device)
         counts_l4 = torch.tensor(
             [[compared_tokens, current_tokens, count, unknown_tokens] for count in consumed_l], device=device
         )
         table[rows] = torch.cat([changes_l4, counts_l4.view(-1, 4)], 1).double()
-        # All pipeline stages have the same tokens: only the last one counts them.
+        # All pipeline stages have the same tokens: only the last stage counts them.
         if mesh.is_last_stage:
             table[-1, 0] = is_changed_t.sum()
         choices_2LE[:, rows] = expert_choices_2lE
@@ -192,7 +192,7 @@ def world_totals(
     changed_L, moved_gates_L, current_changed_L, disjoint_L, compared_L, current_L, consumed_L, unknown_L = (
         list(column_L) for column_L in zip(*by_layer, strict=True)
     )
-    # Every layer with a router has all tokens; a stage, even the last, may have no such layer.
+    # Every layer with a router sees all tokens; a stage, even the last, may have no such layer.
     return RouteTotals(
         changed_L,
         moved_gates_L,

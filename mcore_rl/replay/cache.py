@@ -1,4 +1,4 @@
-"""Routes of the samples of a step, kept for this rank's layers and tokens until the passes that impose them."""
+"""Cache of a step's routes, for this rank's layers and tokens, until the passes that impose them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,40 +24,40 @@ class CachedSample:
     """Routes of one sample: row `first + i` of a storage block holds `position_n[i]`."""
 
     num_tokens: int
-    """Tokens of the whole sample."""
+    """Number of tokens in the whole sample."""
     position_n: Tensor
-    """Positions whose routes are on this rank, rising."""
+    """Positions with routes on this rank, ascending."""
     block: int
     first: int
     checksum_l: Tensor | None = None
     """Checksum of the whole sample in each layer; None until the pass that records it has finished."""
     missing_n: Tensor = NO_POSITIONS
-    """Positions that have no routes, rising: the checksum leaves them out, and they are routed live."""
+    """Positions without routes, ascending: they are not in the checksum, and are routed live."""
     shared: SharedRows | None = None
-    """First positions, whose routes are kept with another sample; None: all are kept here."""
+    """Leading positions with routes stored under another sample; None if this sample stores all of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteLocations:
-    """Location of the routes of one microbatch's `t` local tokens in the storage."""
+    """Where the routes of one microbatch's `t` local tokens are in the storage."""
 
     parts: tuple[tuple[int, Tensor, Tensor], ...]
-    """Storage block, rows in it, and the tokens (indices below t) that they belong to."""
+    """Storage block, rows in it, and the tokens (indices below t) that the rows belong to."""
     has_routes_t: Tensor
-    """Mask of the tokens whose routes are cached, bool `[t]` on the CPU; false for padding."""
+    """Mask of the tokens with cached routes, bool `[t]` on the CPU; False for padding."""
     problems: tuple[str, ...]
-    """One sentence for each sample of which routes ought to be here and are not."""
+    """One sentence for each sample that lacks routes on this rank."""
 
 
 class RoutingCache:
     """Routes by (policy version, sample), independent of microbatches, packing and mesh.
 
-    A rank keeps the positions that its routers saw in the pass that recorded them, for its own layers. `receive`
-    replaces them by what another layout of the same samples needs; replay/from_rollouts.py fills a cache so with the
-    routes of a rollout engine.
+    Each rank stores routes for its own layers and for the positions that its routers saw in the recording pass.
+    `receive` replaces them with the routes that another layout of the same samples needs; replay/from_rollouts.py uses
+    it to fill a cache with a rollout engine's routes.
 
-    A route is kept as a code: the expert's index, plus `num_experts` where the expert had no room for the token
-    (`model.moe.capacity_factor`), so that a dropped choice is imposed as a dropped choice.
+    A route is stored as a code: the expert's index, plus `num_experts` if the expert had no room for the token
+    (`model.moe.capacity_factor`), so that a dropped choice is replayed as a dropped choice.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RoutingCache:
         Args:
             chunks: this rank's pipeline chunks.
             model: the whole model.
-            config: where routes are stored, and whether an engine may leave some out.
+            config: where routes are stored, and whether the engine may omit some.
         """
         self.layers = routed_layers(chunks)
         self.model_layers = tuple(layer for layer, is_routed in enumerate(model.moe_layers) if is_routed)
@@ -86,20 +86,20 @@ class RoutingCache:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the routes on this rank."""
+        """Size of this rank's routes in bytes."""
         return self._storage.num_bytes
 
     def samples(self, version: int) -> list[int]:
-        """Return the samples of a policy version that have routes here, rising."""
+        """Return the samples of a policy version with routes on this rank, in ascending order."""
         return sorted(sample for of_version, sample in self._samples if of_version == version)
 
     def sample(self, version: int, sample: int) -> CachedSample:
-        """Return the cached routes of a sample; KeyError when there are none."""
+        """Return the cached routes of a sample. Raises KeyError if there are none."""
         return self._samples[version, sample]
 
     def add_recorded(self, version: int, tokens: LocalTokens, codes_tlK: Tensor) -> None:
-        """Store the routes of a microbatch's tokens, without its padding; checksums follow when the pass is over."""
-        # Sorted by sample, and within a sample by position; padding (-1) comes first and is cut off.
+        """Store the routes of a microbatch's tokens, without padding; `set_checksums` follows after the pass."""
+        # Sort by sample, then by position; padding (-1) comes first and is cut off.
         order_t = (tokens.sample_index_t * 2**32 + tokens.position_t).argsort()
         order_n = order_t[int((~tokens.is_real_t).sum()) :]
         bytes_nw = self.codec.encode(codes_tlK[to_device(order_n, codes_tlK.device)])
@@ -113,24 +113,24 @@ class RoutingCache:
             first += count
 
     def set_checksums(self, version: int, checksums: Mapping[int, Tensor]) -> None:
-        """Store the checksum `[l]` of each whole sample; later passes must reproduce it."""
+        """Store the checksum `[l]` of each whole sample, which later passes must reproduce."""
         for sample, checksum_l in checksums.items():
             self._samples[version, sample].checksum_l = checksum_l
 
     def checksum_of(self, version: int, sample: int) -> Tensor | None:
-        """Return the checksum `[l]` of a whole sample; None when its routes are not cached or not complete."""
+        """Return the checksum `[l]` of a whole sample; None if its routes are not cached or not complete."""
         cached = self._samples.get((version, sample))
         return None if cached is None else cached.checksum_l
 
     def missing_positions(self, version: int, sample: int, num_tokens: int) -> Tensor:
-        """Return the positions of a sample of `num_tokens` tokens that have no routes, rising."""
+        """Return the positions without routes in a sample of `num_tokens` tokens, in ascending order."""
         cached = self._samples.get((version, sample))
         return torch.arange(num_tokens) if cached is None else cached.missing_n
 
     def locate(self, version: int, tokens: LocalTokens) -> RouteLocations:
         """Find the routes of a microbatch's local tokens."""
         if not self.layers:
-            # A stage of dense layers only: it has nothing to read, but its tokens count as known like the others'.
+            # A stage of dense layers has nothing to read, but its tokens count as known, as on the other stages.
             return RouteLocations((), tokens.is_real_t, ())
         has_routes_t = torch.zeros(len(tokens.sample_index_t), dtype=torch.bool)
         parts, problems = [], []
@@ -170,7 +170,7 @@ class RoutingCache:
         return RouteLocations(_merged_by_block(parts), has_routes_t, tuple(problems))
 
     def read(self, locations: RouteLocations, device: torch.device) -> Tensor:
-        """Return the codes `[t, l, K]` of a microbatch's local tokens; zeros where there are no routes."""
+        """Return the codes `[t, l, K]` of a microbatch's local tokens; zeros for tokens without routes."""
         shape = (len(locations.has_routes_t), len(self.layers), self.top_k)
         if len(locations.parts) == 1 and len(locations.parts[0][2]) == shape[0]:
             block, row_n, _ = locations.parts[0]
@@ -182,11 +182,11 @@ class RoutingCache:
         return codes_tlK
 
     def codes(self, cached: CachedSample, index_n: Tensor, device: torch.device = CPU) -> Tensor:
-        """Return the codes `[n, l, K]` of some indices into a sample's `position_n`."""
+        """Return the codes `[n, l, K]` at some indices into a sample's `position_n`."""
         return self.codec.decode(self._storage.read(cached.block, cached.first + index_n, device))
 
     def drop(self, version: int) -> None:
-        """Forget all samples of a policy version."""
+        """Remove all samples of a policy version."""
         dropped = [key for key in self._samples if key[0] == version]
         for block in {self._samples.pop(key).block for key in dropped}:
             self._storage.drop(block)
@@ -194,11 +194,10 @@ class RoutingCache:
     def add_mixed(
         self, version: int, sample: int, below: "RoutingCache", above: "RoutingCache", layer: int
     ) -> None:
-        """Store a sample's routes with those of `below` in the layers before `layer`, of `above` in the others.
+        """Store a sample's routes, taken from `below` in the layers before `layer` and from `above` in the rest.
 
-        The routes of `below` that a pass recorded with live routes are also those of a pass in which routers choose for
-        themselves before `layer` only, because no router depends on a later one. Both caches were filled by passes over
-        the same layouts.
+        `below` was recorded by a live pass. No router depends on a later layer, so a pass that is live only before
+        `layer` has the same routes there. Both caches must have been filled by passes over the same layouts.
         """
         lower, upper = below.sample(version, sample), above.sample(version, sample)
         assert lower.checksum_l is not None and upper.checksum_l is not None
@@ -213,7 +212,7 @@ class RoutingCache:
         )
 
     def codes_at(self, version: int, sample: int, position_n: Tensor) -> Tensor:
-        """Return the codes `[n, l, K]` of positions of a sample that are here, those that it shares included."""
+        """Return the codes `[n, l, K]` at some positions of a sample, all stored on this rank; some may be shared."""
         cached = self._samples[version, sample]
         is_own_n = torch.ones(len(position_n), dtype=torch.bool)
         codes_nlK = torch.empty((len(position_n), len(self.layers), self.top_k), dtype=self.dtype)
@@ -239,7 +238,7 @@ class RoutingCache:
         needed: Mapping[int, NeededPositions],
         axis: Axis,
     ) -> None:
-        """Collective over `axis`: replace a version's routes by `needed`, as far as a rank has them in `offered`."""
+        """Collective over `axis`: replace a version's routes by the `needed` positions that some rank has `offered`."""
         received = exchange(offered, needed, self.layers, self.codec, axis, self.device)
         self.drop(version)
         if not received:
@@ -262,14 +261,14 @@ class RoutingCache:
 
 
 def _found(cached: CachedSample, position_n: Tensor) -> Tensor:
-    """Return the indices of positions in a cached sample, all of which are here."""
+    """Return the indices of positions in a cached sample; all must be on this rank."""
     index_n = torch.searchsorted(cached.position_n, position_n)
     assert torch.equal(cached.position_n[index_n], position_n), "the caches are of other layouts"
     return index_n
 
 
 def _rows(cached: CachedSample | None, length: int, position_n: Tensor) -> tuple[Tensor, str]:
-    """Return the indices of positions in a cached sample, and why they cannot be read ("": they can)."""
+    """Return the indices of positions in a cached sample, and why they cannot be read ("" if they can)."""
     if cached is None:
         return position_n, "there are no routes"
     if cached.num_tokens != length:
@@ -285,7 +284,7 @@ def _rows(cached: CachedSample | None, length: int, position_n: Tensor) -> tuple
 
 
 def _merged_by_block(parts: Iterable[tuple[int, Tensor, Tensor]]) -> tuple[tuple[int, Tensor, Tensor], ...]:
-    """Merge parts of the same block, tokens rising: then one read does, and usually no scatter."""
+    """Merge the parts of each block, tokens ascending, so that one read suffices and usually no scatter is needed."""
     by_block: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for block, row_n, token_n in parts:
         by_block.setdefault(block, []).append((row_n, token_n))

@@ -3,7 +3,7 @@
 The checksum of a sample in one layer is a sum over its tokens, modulo 2^64. A token contributes an odd hash of its id
 and position, times the sum of the hashes of (layer, expert) over its K experts. Partial sums therefore add up in any
 order, the order of a token's experts does not matter, and one wrong expert of one token always changes the checksum: an
-odd number is invertible modulo 2^64, so that no token's factor can cancel a difference.
+odd number is invertible modulo 2^64, so no token's factor can cancel a difference.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ def hashed(numbers: Tensor) -> Tensor:
 
 
 def token_hashes(ids_t: Tensor, position_t: Tensor, is_counted_t: Tensor) -> Tensor:
-    """Return an odd int64 for each token id at its position, `[t]`; 0 where `is_counted_t` is false."""
-    # "+ 1": zero is a fixed point of the hash, and token 0 at position 0 should not be.
+    """Return an odd int64 for each token id at its position, `[t]`; 0 where `is_counted_t` is False."""
+    # "+ 1": zero is a fixed point of the hash, and token 0 at position 0 must not be.
     return (hashed(hashed(ids_t.long() + 1) ^ position_t) | 1) * is_counted_t
 
 
 def expert_hashes(layers: Sequence[int], num_codes: int, device: torch.device) -> Tensor:
-    """Return an int64 for each route code of each of these layers, `[l, codes]`."""
+    """Return an int64 hash of each route code in each of these layers, `[l, codes]`."""
     layer_l = torch.tensor(layers, dtype=torch.int64, device=device)
     return hashed((layer_l[:, None] << 32) + torch.arange(num_codes, device=device) + 1)
 
@@ -49,9 +49,9 @@ def route_checksums(
     Args:
         codes_ltK: route codes of this rank's layers and tokens, of any integer dtype.
         expert_hashes_lE: from `expert_hashes`, for the same layers.
-        token_hashes_t: from `token_hashes`; tokens with 0 do not count.
-        sample_index_t: index of each token's sample, below `num_samples`; -1 for padding, whose token hash is 0.
-        num_samples: N, the samples of the microbatch.
+        token_hashes_t: from `token_hashes`; tokens with hash 0 do not count.
+        sample_index_t: index of each token's sample, below `num_samples`; -1 for padding, which must have hash 0.
+        num_samples: number of samples in the microbatch, N.
     """
     num_layers, num_tokens, _ = codes_ltK.shape
     hashes_ltK = expert_hashes_lE.gather(1, codes_ltK.long().flatten(1)).view(codes_ltK.shape)

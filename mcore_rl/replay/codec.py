@@ -1,4 +1,4 @@
-"""Routes as bytes: one for each expert of a token's layer, or two where there are more codes than a byte holds."""
+"""Encoding of routes: one byte for each expert of a token and layer, or two bytes if there are over 256 codes."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ BYTE_CODES = 256
 
 @dataclass(frozen=True, slots=True)
 class RouteCodec:
-    """Routes `[n, l, K]`, integers below `num_codes`, as `w` bytes for each token, `[n, w]`: layer by layer."""
+    """Encodes routes `[n, l, K]`, integers below `num_codes`, as bytes `[n, w]`, layer by layer."""
 
     num_codes: int
     num_layers: int
@@ -18,24 +18,24 @@ class RouteCodec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of codes: one byte for up to 256 of them, else two (signed: torch cannot index uint16)."""
+        """Dtype of codes: uint8 for up to 256 codes, else int16 (torch cannot index uint16)."""
         return torch.uint8 if self.num_codes <= BYTE_CODES else torch.int16
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's routes in all layers."""
+        """Size in bytes of a token's routes in all layers, w."""
         return self.num_layers * self.top_k * self.dtype.itemsize
 
     def of_layers(self, num_layers: int) -> "RouteCodec":
-        """Return the encoding of routes in another number of layers."""
+        """Return the same encoding for another number of layers."""
         return RouteCodec(self.num_codes, num_layers, self.top_k)
 
     def encode(self, codes_nlK: Tensor) -> Tensor:
-        """Return codes of `dtype` as uint8 `[n, w]`, without a copy where they are contiguous."""
+        """Encode codes `[n, l, K]` of `dtype` as uint8 `[n, w]`; no copy is made if they are contiguous."""
         shape = (len(codes_nlK), self.num_layers * self.top_k)
         return codes_nlK.reshape(shape).contiguous().view(torch.uint8)
 
     def decode(self, bytes_nw: Tensor) -> Tensor:
-        """Return uint8 `[n, w]` as codes `[n, l, K]` of `dtype`, without a copy where it is contiguous."""
+        """Decode uint8 `[n, w]` to codes `[n, l, K]` of `dtype`; no copy is made if the bytes are contiguous."""
         shape = (len(bytes_nw), self.num_layers, self.top_k)
         return bytes_nw.contiguous().view(-1).view(self.dtype).view(shape)

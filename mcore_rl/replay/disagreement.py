@@ -1,4 +1,4 @@
-"""How far the engine's routes may be unlike those that the trainer chooses, and how far they must be."""
+"""Checks that a rollout engine's routes differ from the trainer's as much as they should, and no more."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,49 +8,48 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.replay.accounts import RouteTotals
 
 FIRST_LIMIT, FIRST_LIMIT_OF_ONE = 0.03, 0.1
-"""Limit of the first pass that is measured, with several experts a token and with one: rounding exchanges single
-experts. Of two experts a token both are others in 0.3 % of the choices where rounding changes 12 % of them."""
+"""Limit for the first measured pass, with several experts per token and with a single expert. Rounding usually swaps
+a single expert: with two experts per token, when rounding changes 12 % of the choices, both experts differ in 0.3 %."""
 LOWEST_LIMIT = 0.01
-"""Least limit that is measured; the largest, and the limit of a sample, are twice the first."""
+"""Smallest measured limit; the largest, which is also the limit of a sample, is twice the first limit."""
 MEASURED_TOKENS = 1000
-"""Fewest tokens of a layer from which a limit is measured; passes of fewer are held to the first limit."""
+"""Fewest tokens per layer from which a limit is measured; smaller passes are held to the first limit."""
 TIMES_FIRST = 3.0
 DEVIATIONS = 4.0
-"""Standard deviations of a share that chance may add to its limit."""
+"""Number of standard deviations by which chance may exceed a limit."""
 FEW_TOKENS = 5
-"""Tokens of a layer that are no disagreement, however few were compared."""
+"""Disjoint tokens that a layer may always have, however few tokens were compared."""
 MOST_MISSED = 0.7
-"""Largest share of the trainer's choices of an expert, where it is no rare expert, in which the engine has others."""
+"""Largest share of the trainer's choices of a frequent expert that the engine may miss."""
 FEW_CHOICES = 100
-"""Fewest choices of an expert for it to be judged, if they are also a quarter of its even share."""
+"""An expert is frequent from this many choices, if they are also a quarter of an even share."""
 CHANGED_PER_NAT = 0.02
-"""Share of choices that changes at least where the logprobs of tokens change by 1 nat on average. The models of
-docs/replay.md have 0.12 to 0.17, deep ones more."""
+"""Smallest expected share of changed choices if logprobs change by 1 nat per token on average. The models in
+docs/replay.md have 0.12 to 0.17, deep models more."""
 
 
 class DisagreementLimit:
-    """Limit on the share of a layer's tokens whose live choice has no expert in common with the engine's.
+    """Limit on the share of a layer's tokens for which trainer and engine have no expert in common.
 
-    Engines have returned plausible routes that were of other tokens, or one stale row for a whole chunk of a prompt.
-    Such a token shares its experts with the trainer's choice by chance only, whereas different rounding exchanges one
-    expert for the next best.
+    Engines have returned plausible routes of other tokens, or a single stale row for a whole chunk of a prompt. Such
+    routes match the trainer's experts only by chance, whereas a rounding difference swaps one expert for the next best.
     """
 
     def __init__(self, config: ReplayConfig, top_k: int, measured_L: list[float]) -> None:
-        """Measure the first pass within the first limit for the limits of those that follow, if they are "auto".
+        """Create the limit. If it is "auto", the first pass within the first limit sets the limits of later passes.
 
         Args:
-            config: the settings of replay.
-            top_k: experts of a token.
-            measured_L: limit of each layer that an earlier start of the run has measured; empty: they are measured
-                here, and put there.
+            config: replay settings.
+            top_k: experts per token.
+            measured_L: limit of each layer, measured by an earlier start of the run; if empty, it is filled in place
+                once limits have been measured.
         """
         self._config = config
         self._first = FIRST_LIMIT if top_k > 1 else FIRST_LIMIT_OF_ONE
         self._measured_L = measured_L
 
     def problem(self, totals: RouteTotals) -> str | None:
-        """Return a sentence if a layer is above its limit in a pass with the weights that the engine had."""
+        """Return an error message if a layer exceeds its limit in a pass with the engine's weights, else None."""
         setting = self._config.max_disagreement
         if setting is None:
             return None
@@ -73,7 +72,7 @@ class DisagreementLimit:
             return exchanged
         if not above:
             if setting == "auto" and not self._measured_L and _has_enough(totals):
-                # Not of a pass above the first limit: what is wrong there would be allowed from then on.
+                # Never measure a pass above the first limit: its error would be allowed from then on.
                 self._measured_L += [
                     min(max(LOWEST_LIMIT, TIMES_FIRST * share), 2 * self._first) for share in shares_L
                 ]
@@ -85,8 +84,8 @@ class DisagreementLimit:
         )
 
     def problems_of_samples(self, disjoint_by_sample: Mapping[int, tuple[int, int]]) -> dict[int, str]:
-        """Return a sentence for each sample whose routes are probably not its own, though few of a batch are no large
-        share of a layer's tokens: those of another request, shifted, or of a stale block of the engine's cache.
+        """Return an error message for each sample that probably has wrong routes: of another request, shifted, or from
+        a stale block of the engine's cache. A few such samples in a batch stay below the limit of a layer.
 
         Args:
             disjoint_by_sample: sample -> choices (token, layer) without an expert in common, and compared choices.
@@ -109,10 +108,10 @@ class DisagreementLimit:
 
 
 def exchanged_experts(totals: RouteTotals) -> str | None:
-    """Return a sentence where the engine has others for some experts that the trainer chooses with the same weights.
+    """Return an error message if the engine seems to number some experts differently from the trainer, else None.
 
-    Routes in which a few experts have each other's numbers, as after a load balancer has moved them, differ from the
-    trainer's by one expert of a token at a time, as those that rounding has changed do. But it is always the same.
+    If a few experts have swapped numbers, as after a load balancer has moved them, routes differ by one expert per
+    token, just as after rounding. Unlike after rounding, it is always the same expert.
     """
     chosen_LE, missed_LE = totals.expert_choices_2LE
     is_frequent_LE = chosen_LE >= (chosen_LE.mean(1, keepdim=True) / 4).clamp_min(FEW_CHOICES)
@@ -133,22 +132,22 @@ def exchanged_experts(totals: RouteTotals) -> str | None:
 
 
 class StaleRoutes:
-    """Sums over rollout batches that show whether the routes of tokens which older weights sampled are theirs.
+    """Sums over rollout batches that detect routes which do not belong to the older weights that sampled the tokens.
 
-    A server that computes such tokens again for itself returns the routes of its present weights, with the logprobs of
-    the older ones. It can be seen where logprobs differ from the trainer's by the updates in between, and routes do
-    not: they agree with the trainer's as well as those of tokens that the present weights sampled. Of a policy that has
-    hardly moved, and of few tokens, nothing can be said.
+    A server that recomputes such tokens by itself returns the routes of its present weights with the logprobs of the
+    older weights. The logprobs then differ from the trainer's by the updates in between, but the routes do not: they
+    agree with the trainer's as well as the routes of newly sampled tokens do. If the policy has hardly moved, or there
+    are few tokens, nothing can be concluded.
     """
 
     def __init__(self, top_k: int) -> None:
-        """Begin with no tokens; `top_k`: experts of a token."""
+        """Start with no tokens; `top_k` is the number of experts per token."""
         self._top_k = top_k
         self._stale, self._current = _Agreement(), _Agreement()
         self._is_reported = False
 
     def add_routes(self, totals: RouteTotals) -> None:
-        """Add a pass with the present weights in which the engine's routes were compared with the live choice."""
+        """Add a pass with the present weights that compared the engine's routes with the live choice."""
         changed, current_changed = sum(totals.changed_L), sum(totals.current_changed_L)
         compared, current = sum(totals.compared_L), sum(totals.current_L)
         current_tokens = max(totals.current_L, default=0.0)
@@ -160,9 +159,7 @@ class StaleRoutes:
         )
 
     def add_logprobs(self, sums: Mapping[str, float]) -> None:
-        """Add the statistics of an update (`update_statistics`), where the trainer's logprobs of the tokens that it
-        trained on were compared with those of the engine.
-        """
+        """Add the statistics of an update (`update_statistics`) that compared trainer and engine logprobs."""
         if "stale" not in sums:
             return
         current = sums["mismatch_abs_current"]
@@ -170,18 +167,18 @@ class StaleRoutes:
         self._current.add_logprobs(current, sums["count"] - sums["stale"])
 
     def warning(self) -> str | None:
-        """Return a warning once the routes of older tokens are known to be of the present weights; once."""
+        """Return a warning, at most once, when the routes of older tokens prove to be the present weights'."""
         stale, current = self._stale, self._current
-        if self._is_reported or min(one.num_tokens for one in (stale, current)) < MEASURED_TOKENS:
+        if self._is_reported or min(stale.num_tokens, current.num_tokens) < MEASURED_TOKENS:
             return None
         if not (stale.num_logprobs and current.num_logprobs):
             return None
         moved_nats = stale.difference_nats - current.difference_nats
         least_changed = CHANGED_PER_NAT * moved_nats
-        # Where rounding changes most routes, those of prompts and of long completions may differ by as much.
+        # If rounding changes most routes, prompts and long completions may differ by this much anyway.
         if least_changed <= current.changed_share / 10:
             return None
-        # The choices of one token, in its layers, are not independent: what chance adds is counted by tokens.
+        # A token's choices in its layers are not independent: the deviation is computed from the number of tokens.
         by_chance = DEVIATIONS * math.sqrt(stale.variance + current.variance)
         if stale.changed_share - current.changed_share + by_chance >= least_changed:
             return None
@@ -199,7 +196,7 @@ class StaleRoutes:
 
 @dataclass(slots=True)
 class _Agreement:
-    """Sums over tokens of one age: choices of the engine and the trainer, and their logprobs."""
+    """Sums over tokens of the same age: how engine and trainer differ in choices and logprobs."""
 
     changed: float = 0.0
     choices: float = 0.0
@@ -226,12 +223,12 @@ class _Agreement:
 
     @property
     def variance(self) -> float:
-        """Variance of the share; of none that changed, as if one choice of each layer of a token had."""
+        """Variance of `changed_share`; if it is 0, computed as if the choices of one token had changed."""
         return max(self.changed_share, 1.0 / self.num_tokens) / self.num_tokens
 
 
 def _has_enough(totals: RouteTotals) -> bool:
-    """Return whether each layer with routers has enough tokens to measure a limit; of a few, chance makes any share."""
+    """Return whether each layer with routers has enough tokens to measure a limit; with few, any share is chance."""
     counts = [
         current for compared, current in zip(totals.compared_L, totals.current_L, strict=True) if compared
     ]

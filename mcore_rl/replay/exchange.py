@@ -1,8 +1,8 @@
-"""Exchange of routes: from the ranks that have them to the ranks that need them, and to no others.
+"""Exchange of routes: from the ranks that have them to only the ranks that need them.
 
-Each rank announces which positions and layers of which samples it has, every rank picks from these announcements whom
-to ask for what, and one all-to-all carries the answers. An answer is the encoded routes, then a checksum for each of
-its layers.
+Each rank announces which positions and layers of which samples it has. From these announcements, every rank chooses
+which rank to ask for which routes, and one all-to-all carries the answers. An answer is the encoded routes, then a
+checksum for each of its layers.
 """
 
 from collections import Counter
@@ -24,68 +24,68 @@ NO_POSITIONS = torch.zeros(0, dtype=torch.int64)
 
 
 class SharedRows(NamedTuple):
-    """The first positions of a sample, whose routes are those of another sample: they have one prompt."""
+    """Leading positions of a sample that have the same routes as another sample, because they share a prompt."""
 
     sample: int
-    """The other sample, of the same rank."""
+    """The other sample, from the same rank."""
     num_positions: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfferedRoutes:
-    """Routes of one sample that this rank can give to others."""
+    """Routes of one sample that this rank offers to all ranks."""
 
     num_tokens: int
-    """Tokens of the whole sample."""
+    """Number of tokens in the whole sample."""
     layers: tuple[int, ...]
     position_n: Tensor
-    """Positions of the sample that are here, rising."""
+    """Positions of the sample on this rank, ascending."""
     checksum_l: Tensor
-    """Checksum of the whole sample in each of these layers, not only of the positions that are here."""
+    """Checksum of the whole sample, not only of this rank's positions, in each of these layers."""
     read: Callable[[Tensor], Tensor]
-    """Return codes `[n, l, K]` on the CPU of some indices into `position_n`; only what is asked for is read."""
+    """Function that returns codes `[n, l, K]` on the CPU for some indices into `position_n`, and reads only those."""
     missing_n: Tensor = NO_POSITIONS
-    """Positions of the whole sample that have routes nowhere, rising; the checksum leaves them out."""
+    """Positions of the whole sample that have no routes on any rank, ascending; they are not in the checksum."""
     shared: SharedRows | None = None
-    """First positions that another sample gives; None: this one gives all."""
+    """Leading positions taken from another sample with the same prefix; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class NeededPositions:
-    """Positions of one sample whose routes this rank needs, in all its layers."""
+    """Positions of one sample for which this rank needs routes, in all of its layers."""
 
     num_tokens: int
-    """Tokens of the whole sample."""
+    """Number of tokens in the whole sample."""
     position_n: Tensor
-    """Positions, rising."""
+    """Positions, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedRoutes:
-    """Routes of one sample that have arrived, on the CPU."""
+    """Received routes of one sample, on the CPU."""
 
     num_tokens: int
-    """Tokens of the whole sample."""
+    """Number of tokens in the whole sample."""
     position_n: Tensor
     codes_nlK: Tensor
     checksum_l: Tensor
     """Checksum of the whole sample in each layer."""
     missing_n: Tensor = NO_POSITIONS
-    """Positions of the whole sample that have routes nowhere, rising."""
+    """Positions of the whole sample that have no routes on any rank, ascending."""
     shared: SharedRows | None = None
-    """First positions whose routes have arrived with another sample; None: none have."""
+    """Leading positions with routes that were received with another sample; None if there are none."""
 
 
 class RouteOffer(NamedTuple):
-    """Announcement that a rank has these positions and layers of a sample; it travels to all ranks."""
+    """Announcement to all ranks that a rank has these positions and layers of a sample."""
 
     num_tokens: int
     layers: tuple[int, ...]
     ranges: tuple[PositionRange, ...]
     missing: tuple[PositionRange, ...]
-    """Positions of the whole sample that have routes nowhere."""
+    """Positions of the whole sample that have no routes on any rank."""
     shared: SharedRows | None
-    """First positions that another sample gives."""
+    """Leading positions taken from another sample with the same prefix."""
 
 
 class RouteRequest(NamedTuple):
@@ -96,13 +96,13 @@ class RouteRequest(NamedTuple):
     layers: tuple[int, ...]
 
     def route_bytes(self, codec: RouteCodec) -> int:
-        """Return the number of bytes of the routes in the answer."""
+        """Return the size in bytes of the routes in the answer."""
         return (
             sum(end - begin for begin, end in self.ranges) * codec.of_layers(len(self.layers)).bytes_per_token
         )
 
     def answer_bytes(self, codec: RouteCodec) -> int:
-        """Return the number of bytes of the answer."""
+        """Return the size in bytes of the answer."""
         return self.route_bytes(codec) + len(self.layers) * CHECKSUM_BYTES
 
 
@@ -114,19 +114,20 @@ def exchange(
     axis: Axis,
     device: torch.device,
 ) -> dict[int, ReceivedRoutes]:
-    """Collective over `axis`: return the routes of `needed` samples, each from one rank that offers them.
+    """Collective over `axis`: fetch the routes of the `needed` samples from ranks that offer them.
 
     Args:
-        offered: routes of each sample that this rank has.
-        needed: positions of each sample that this rank needs.
-        layers: layers that this rank needs; other ranks may need others.
-        codec: encoding of the answers; that of another number of layers is derived from it.
-        axis: ranks to exchange with, this one among them.
+        offered: this rank's routes, by sample.
+        needed: positions that this rank needs, by sample.
+        layers: layers that this rank needs; they may differ from rank to rank.
+        codec: encoding of the answers; an answer with fewer layers uses the same encoding for its layers.
+        axis: ranks to exchange with, including this rank.
         device: device of the axis's collectives.
 
     Returns:
-        Routes of each sample in `needed`, without the positions that have routes nowhere or come with another sample,
-        and of these other samples. A sample is left out when the ranks together do not have all of its positions.
+        Routes by sample, for each sample in `needed`, without positions that have no routes on any rank. Positions
+        shared with another sample are returned with that sample. A sample is left out if the ranks together do not
+        have all of its positions.
     """
     offers: list[dict[int, RouteOffer]] = [{} for _ in range(axis.size)]
     offers_here = {
@@ -151,7 +152,7 @@ def exchange(
         for of_rank in to_answer
     ]
     sizes_out = [len(answers) for answers in outgoing]
-    # frombuffer refuses an empty buffer, hence the byte that is cut off again.
+    # frombuffer refuses an empty buffer, hence the extra byte, which is cut off again.
     sent = torch.frombuffer(bytearray(b"".join(outgoing) or b"\0"), dtype=torch.uint8)[: sum(sizes_out)]
     sizes_in = [
         sum(request.answer_bytes(codec) for request in requests.get(rank, [])) for rank in range(axis.size)
@@ -168,13 +169,13 @@ def exchange(
 def with_shared_once(
     needed: Mapping[int, NeededPositions], offer_of: Mapping[int, RouteOffer]
 ) -> dict[int, NeededPositions]:
-    """Return the positions that have to arrive: without those that have routes nowhere, and those that samples share
-    only once, with the sample that gives them.
+    """Return the positions to receive: positions without routes on any rank are removed, and shared positions are
+    moved to the sample that provides them, once.
     """
     arriving: dict[int, NeededPositions] = {}
-    for sample, one in needed.items():
+    for sample, of_sample in needed.items():
         offer = offer_of.get(sample)
-        position_n = one.position_n
+        position_n = of_sample.position_n
         if offer is not None:
             position_n = without(position_n, positions(offer.missing))
             if offer.shared is not None:
@@ -182,7 +183,7 @@ def with_shared_once(
                 giver = offer.shared.sample
                 _add(arriving, giver, offer_of[giver].num_tokens, position_n[is_shared_n])
                 position_n = position_n[~is_shared_n]
-        _add(arriving, sample, one.num_tokens, position_n)
+        _add(arriving, sample, of_sample.num_tokens, position_n)
     return arriving
 
 
@@ -198,17 +199,17 @@ def plan_requests(
     offers: Sequence[Mapping[int, RouteOffer]],
     rank: int,
 ) -> dict[int, list[RouteRequest]]:
-    """Choose whom this rank asks for what: itself first, then the others in turn from the next rank.
+    """Choose which rank to ask for which routes: this rank first, then the other ranks in turn, starting after it.
 
     Args:
-        needed: positions of each sample that this rank needs.
+        needed: positions that this rank needs, by sample.
         layers: layers that this rank needs.
-        offers: what every rank of the axis has.
-        rank: this rank on the axis.
+        offers: for every rank of the axis, its offers by sample.
+        rank: index of this rank on the axis.
 
     Returns:
-        Requests by the rank that they go to. No (position, layer) is requested twice of different ranks, except where
-        one rank's answer is a rectangle that covers a corner which another has given.
+        Requests by the rank that they go to. No (position, layer) is requested from two ranks, except where the
+        rectangle (positions x layers) requested from a rank overlaps an earlier request.
     """
     order = [(rank + step) % len(offers) for step in range(len(offers))]
     requests: dict[int, list[RouteRequest]] = {}
@@ -216,10 +217,10 @@ def plan_requests(
         position_n, own = positions_needed.position_n, offers[rank].get(sample)
         whole = (positions_needed.num_tokens, layers, as_ranges(position_n))
         if layers and own is not None and (own.num_tokens, own.layers, own.ranges) == whole:
-            # What follows comes to the same; on a mesh without replicas it is every sample.
+            # A shortcut with the same result as the code below; without replicas every sample takes it.
             requests.setdefault(rank, []).append(RouteRequest(sample, own.ranges, layers))
             continue
-        # The last row stands for the checksum, which is needed in every layer even without any position.
+        # The last row is the checksum, which is needed in every layer even if no position is.
         is_missing_nl = torch.ones(len(position_n) + 1, len(layers), dtype=torch.bool)
         for other in order:
             offer = offers[other].get(sample)
@@ -240,7 +241,7 @@ def plan_requests(
 
 
 def answer(offered: OfferedRoutes, request: RouteRequest, codec: RouteCodec) -> bytes:
-    """Return the bytes of an answer: encoded routes, then the checksum of each of these layers."""
+    """Encode an answer: the routes, then the checksum of each requested layer."""
     columns = [offered.layers.index(layer) for layer in request.layers]
     row_n = torch.searchsorted(offered.position_n, positions(request.ranges))
     routes_nw = codec.of_layers(len(columns)).encode(offered.read(row_n)[:, columns])
@@ -255,9 +256,9 @@ def assemble(
     layers: tuple[int, ...],
     codec: RouteCodec,
 ) -> dict[int, ReceivedRoutes]:
-    """Put samples together from the answers to `requests`, concatenated in `received` in order of ranks.
+    """Assemble samples from the answers to `requests`, which `received` has concatenated in rank order.
 
-    Samples of which a part is missing are left out: whoever needs them finds that there are no routes.
+    A sample with missing parts is left out; the pass that needs it reports that it has no routes.
     """
     samples: dict[int, ReceivedRoutes] = {}
     is_missing: dict[int, Tensor] = {}
@@ -298,7 +299,7 @@ def assemble(
 
 
 def as_ranges(position_n: Tensor) -> tuple[PositionRange, ...]:
-    """Return the runs of consecutive positions in `position_n`, which rises."""
+    """Return the runs of consecutive positions in `position_n`, which must be ascending."""
     if not len(position_n):
         return ()
     begin, last = int(position_n[0]), int(position_n[-1])
@@ -311,7 +312,7 @@ def as_ranges(position_n: Tensor) -> tuple[PositionRange, ...]:
 
 
 def without(position_n: Tensor, missing_n: Tensor) -> Tensor:
-    """Return the positions that are not among `missing_n`, in their order."""
+    """Return the positions that are not in `missing_n`, in the same order."""
     return position_n[~torch.isin(position_n, missing_n)] if len(missing_n) else position_n
 
 

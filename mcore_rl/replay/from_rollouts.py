@@ -1,4 +1,4 @@
-"""The rollout engine's routes (R3): checked, and sent from the ranks that generated to those that train."""
+"""The rollout engine's routes (R3): check them, and send them from the ranks that generated to the ranks that train."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from mcore_rl.replay.layouts import MicrobatchLayout
 
 CPU = torch.device("cpu")
 ROUTE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-"""Dtypes of an engine's routes; torch does not compare the wider unsigned ones."""
+"""Dtypes allowed for an engine's routes; torch cannot compare wider unsigned integers."""
 BATCH_BYTES = 2**22
-"""Bytes of routes that are computed with together: many short samples one by one would cost more in calls than in
-work. Checksums take sixteen times as many bytes on the way.
+"""Largest size in bytes of the routes that are checked in one batch: for single short samples the calls would cost
+more than the work. Computing checksums temporarily takes sixteen times as much memory.
 """
 
 
@@ -30,12 +30,12 @@ class RolloutRoutes:
     """Routes that an engine returned for one sample, on the CPU."""
 
     tokens_T: Tensor
-    """Ids of the tokens that enter the model in training: prompt and completion without the last token."""
+    """Token ids that the model is trained on as input: prompt and completion without the last token."""
     experts_TLK: Tensor
-    """Experts of these tokens; L counts all layers of the model that have routers, or only those of this rank. A row
-    of -1: the engine left this token out."""
+    """Experts of these tokens, in all of the model's layers that have routers or only in this rank's. A row of -1 means
+    that the engine returned no routes for the token."""
     group: int | None = None
-    """Group of completions of one prompt; None: none is known."""
+    """Group of completions with the same prompt; None if unknown."""
 
     @property
     def has_routes_T(self) -> Tensor:
@@ -45,7 +45,7 @@ class RolloutRoutes:
 
 @dataclass(frozen=True, slots=True)
 class RouteBatch:
-    """Routes of several samples end to end: `n` tokens, on the CPU."""
+    """Concatenated routes of several samples: `n` tokens, on the CPU."""
 
     samples: tuple[int, ...]
     sample_index_n: Tensor
@@ -66,27 +66,27 @@ def cache_rollout_routes(
     layouts: Sequence[MicrobatchLayout],
     mesh: Mesh,
 ) -> list[Metric]:
-    """Collective over the world: cache what a pass over `layouts` needs of all ranks' `generated` routes.
+    """Collective over the world: cache the `generated` routes of all ranks that a pass over `layouts` needs.
 
     Each rank asks a data- or context-parallel peer that generated a sample for the positions that it trains on, in its
-    own layers. Nothing is broadcast or gathered. Where completions of a group begin with the same tokens and routes, as
-    with their prompt, these rows travel, and are kept, once.
+    own layers. Nothing is broadcast or gathered. If completions of a group begin with the same tokens and routes, as
+    they do in their prompt, these rows are sent and stored only once.
 
     Args:
         cache: this rank's cache; its routes of `version` are replaced.
-        version: policy version that generated.
+        version: version of the policy that generated.
         generated: routes of the samples that this rank's model generated, equal on the ranks of one model. Some or
-            all tokens of a sample may have none (rows of -1); a sample that is not here is one that was lost.
+            all tokens of a sample may have no routes (rows of -1); a lost sample is absent.
         layouts: this rank's microbatches.
         mesh: the mesh that trains.
 
     Returns:
-        The share of tokens whose routes are those of the token before, equal on all ranks.
+        Metric with the share of tokens that repeat the routes of the previous token, equal on all ranks.
 
     Raises:
-        RoutingError: on all ranks, when routes have a wrong shape, an expert out of range or one expert twice.
+        RoutingError: on all ranks, if routes have a wrong shape, or an expert is out of range or chosen twice.
     """
-    # Ranks of one tensor-parallel group have the same routes: each checks its share of the samples.
+    # The ranks of a tensor-parallel group have the same routes: each checks its share of the samples.
     of_rank = sorted(generated)[mesh.tp.rank :: mesh.tp.size]
     share = {sample: generated[sample] for sample in of_rank}
     refuse_anywhere(list(_problems(cache, share)), RoutingError)
@@ -103,7 +103,7 @@ def cache_rollout_routes(
 
 
 def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> Iterator[str]:
-    """Yield a sentence for each sample whose routes cannot be imposed."""
+    """Yield a sentence for each sample with routes that cannot be imposed."""
     whole: dict[int, RolloutRoutes] = {}
     for sample, routes in generated.items():
         problem = _problem_of_format(cache, routes)
@@ -119,7 +119,7 @@ def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> It
 
 
 def _problem_of_format(cache: RoutingCache, routes: RolloutRoutes) -> str:
-    """Return what is wrong with shape or dtype, as the end of a sentence; empty when nothing is."""
+    """Describe a wrong shape or dtype, as the end of a sentence; empty if both are right."""
     shape, dtype, num_tokens = tuple(routes.experts_TLK.shape), routes.experts_TLK.dtype, len(routes.tokens_T)
     has_shape = len(shape) == 3 and shape[0] == num_tokens and shape[2] == cache.top_k
     if not has_shape or shape[1] not in (len(cache.model_layers), len(cache.layers)):
@@ -136,7 +136,7 @@ def _problem_of_format(cache: RoutingCache, routes: RolloutRoutes) -> str:
 
 
 def _is_sound(cache: RoutingCache, batch: RouteBatch) -> bool:
-    """Return whether every token with routes has different experts of the model in each layer."""
+    """Return whether every token with routes has distinct, existing experts in each layer."""
     experts_nLK = batch.experts_nLK
     if not batch.has_routes_n.all():
         experts_nLK = experts_nLK[batch.has_routes_n]
@@ -147,9 +147,9 @@ def _is_sound(cache: RoutingCache, batch: RouteBatch) -> bool:
 
 
 def _problems_of_sample(cache: RoutingCache, sample: int, routes: RolloutRoutes) -> Iterator[str]:
-    """Yield a sentence that names the first wrong token, if there is one."""
+    """Yield a sentence that names the first wrong token, if any."""
     position_n = routes.has_routes_T.nonzero()[:, 0]
-    # A pipeline stage without experts has rows of no layer, in which nothing can be wrong.
+    # On a pipeline stage without experts the rows have no layers, and nothing can be wrong.
     if not len(position_n) or not routes.experts_TLK.shape[1]:
         return
     layers, experts_nLK = _given_layers(cache, routes.experts_TLK), routes.experts_TLK[position_n]
@@ -173,7 +173,7 @@ def _has_routes(experts_nLK: Tensor) -> Tensor:
 
 
 def _batches(generated: Mapping[int, RolloutRoutes]) -> Iterator[RouteBatch]:
-    """Yield the samples in rising order, as many together as have routes of one format and fit into `BATCH_BYTES`."""
+    """Yield the samples in ascending order, in batches of up to `BATCH_BYTES` with routes of the same format."""
     together: list[int] = []
     num_bytes, before = 0, None
     for sample in sorted(generated):
@@ -203,14 +203,14 @@ def _batch_of(generated: Mapping[int, RolloutRoutes], samples: Sequence[int]) ->
 
 
 def _repeated_fraction(share: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device) -> Metric:
-    """Collective over the world: return the share of tokens that repeat the previous token's routes in all layers,
-    among the tokens with another id than the previous token's.
+    """Collective over the world: among tokens that differ from the previous token, return the share of tokens with the
+    previous token's routes in all layers.
     """
     masks = [_is_repeated(batch) for batch in _batches(share)]
     is_repeated_n = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(torch.uint8).to(device)
-    # A stage may have been given its own layers only, and a route is repeated when all layers are.
+    # A stage may only have routes of its own layers, and a token counts as repeated only if it is in all layers.
     dist.all_reduce(is_repeated_n, op=dist.ReduceOp.MIN, group=mesh.pp.group)
-    num_tokens = sum(int((one.tokens_T[1:] != one.tokens_T[:-1]).sum()) for one in share.values())
+    num_tokens = sum(int((routes.tokens_T[1:] != routes.tokens_T[:-1]).sum()) for routes in share.values())
     counts_2 = torch.tensor([int(is_repeated_n.sum()), num_tokens], device=device)
     dist.all_reduce(counts_2, group=mesh.world.group)
     num_repeated, num_tokens = counts_2.tolist()
@@ -218,12 +218,12 @@ def _repeated_fraction(share: Mapping[int, RolloutRoutes], mesh: Mesh, device: t
 
 
 def _is_repeated(batch: RouteBatch) -> Tensor:
-    """Return whether each token has another id than the one before it in its sample, and its routes in the layers that
-    are given, bool `[n]`.
+    """Mask `[n]`: True where a token differs from the previous token of its sample but has the same routes in the given
+    layers.
     """
     is_repeated_n = batch.position_n > 0
     is_repeated_n[1:] &= batch.tokens_n[1:] != batch.tokens_n[:-1]
-    # A stage without experts leaves it to the others.
+    # A stage without experts leaves the decision to the other stages.
     if batch.experts_nLK.shape[1]:
         is_repeated_n &= batch.has_routes_n
         is_repeated_n[1:] &= (batch.experts_nLK[1:] == batch.experts_nLK[:-1]).flatten(1).all(1)
@@ -231,8 +231,8 @@ def _is_repeated(batch: RouteBatch) -> Tensor:
 
 
 def _has_duplicates(experts_TLK: Tensor) -> Tensor:
-    """Return which choices have an expert twice, bool `[T, L]`."""
-    # Comparisons of long rows, of bytes up to 256 experts: sorting rows of K takes ten times as long.
+    """Mask `[T, L]`: True where a token's choice has the same expert twice."""
+    # Compares long rows, of bytes with up to 256 experts: sorting rows of K takes ten times as long.
     experts_KTL = experts_TLK.permute(2, 0, 1).contiguous()
     is_twice_TL = torch.zeros(experts_TLK.shape[:2], dtype=torch.bool)
     for index, experts_TL in enumerate(experts_KTL):
@@ -246,8 +246,8 @@ def _checksums(
 ) -> dict[int, Tensor]:
     """Collective over `axis`: return the checksum `[l]` of each sample in this rank's layers.
 
-    It is made of what the engine returned, before layers or positions are cut out or sent, so that the tape finds a
-    mistake in what follows. `share` are the samples that this rank computes.
+    Checksums are computed from the engine's routes before layers and positions are selected and sent, so that the tape
+    detects mistakes in these later steps. `share` has the samples that this rank computes.
     """
     checksums_Nl = torch.zeros(len(samples), len(cache.layers), dtype=torch.int64)
     row_of = {sample: row for row, sample in enumerate(samples)}
@@ -275,16 +275,16 @@ def _given_layers(cache: RoutingCache, experts_nLK: Tensor) -> tuple[int, ...]:
 
 
 def _columns(cache: RoutingCache, experts_nLK: Tensor) -> list[int]:
-    """Return where this rank's layers are among those that are given."""
+    """Return the indices of this rank's layers among the given layers."""
     given_layers = _given_layers(cache, experts_nLK)
     return [given_layers.index(layer) for layer in cache.layers]
 
 
 def _shared_rows(generated: Mapping[int, RolloutRoutes]) -> dict[int, SharedRows]:
-    """Return the first positions that samples share, tokens and routes, with the first sample of their group.
+    """Return the leading positions at which samples have the tokens and routes of the first sample of their group.
 
-    The stages of a pipeline may have been given other layers, and share other numbers of rows: each exchanges its own
-    layers only.
+    Pipeline stages may have routes of different layers and therefore share different numbers of rows. This is harmless,
+    because each stage exchanges only its own layers.
     """
     givers: dict[int, int] = {}
     shared = {}
@@ -311,7 +311,7 @@ def _offer(
     checksum_l: Tensor,
     shared: SharedRows | None,
 ) -> OfferedRoutes:
-    """Return the routes in this rank's layers, with the checksum of what the engine returned."""
+    """Return the routes in this rank's layers, with the checksum of the routes that the engine returned."""
     codes_TlK = routes.experts_TLK[:, _columns(cache, routes.experts_TLK)]
     is_given_T = has_routes_T.clone()
     if shared is not None:

@@ -1,4 +1,4 @@
-"""The tokens of which samples a microbatch holds, and which of them the routers of this rank see."""
+"""Layout of a microbatch: where each sample's tokens are, and which of them this rank's routers see."""
 
 from dataclasses import dataclass
 
@@ -11,29 +11,29 @@ from mcore_rl.parallel.sequence import zigzag, zigzag_spans
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """Consecutive positions of a microbatch that hold one sample, or padding that belongs to no sample."""
+    """Consecutive positions of a microbatch that hold one sample, or only padding."""
 
     sample: int
     """Index of the sample in the rollout batch; -1 for padding."""
     num_tokens: int
-    """Tokens of the sample; they come first."""
+    """Number of tokens in the sample; they come first."""
     num_positions: int
-    """Positions of the span: its tokens and the padding behind them."""
+    """Number of positions in the span: the tokens and the padding after them."""
     first_current: int = 0
-    """First position whose cached routes are of the weights in training; those before it are of older weights."""
+    """First position with routes cached from the weights in training; earlier positions have older weights' routes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLayout:
     """Layout of one microbatch before context and sequence parallelism divide it.
 
-    Packed rows are concatenated into one sequence, and context parallelism divides each span by itself, as
+    Packed rows are concatenated into one sequence, and context parallelism divides each span separately, as
     model/inputs.py does. A padded row holds a single span, and context parallelism divides the row.
     """
 
     rows: tuple[tuple[SampleSpan, ...], ...]
     row_length: int
-    """Positions of each row."""
+    """Number of positions in each row."""
     packed: bool
 
     def __post_init__(self) -> None:
@@ -62,20 +62,20 @@ class LocalTokens:
     position_t: Tensor
     """Position of each token in its sample, int64; 0 for padding."""
     is_current_t: Tensor
-    """Mask of the tokens whose cached routes are of the weights in training, bool `[t]`."""
+    """Mask of the tokens with routes cached from the weights in training, bool `[t]`."""
 
     @property
     def is_real_t(self) -> Tensor:
-        """Mask of the tokens that belong to a sample, bool `[t]`; false for padding."""
+        """Mask of the tokens that belong to a sample, bool `[t]`; False for padding."""
         return self.sample_index_t >= 0
 
     def positions_of(self, index: int) -> Tensor:
-        """Return the positions of `samples[index]` that are on this rank, rising."""
+        """Return the positions of `samples[index]` on this rank, in ascending order."""
         return self.position_t[self.sample_index_t == index].sort().values
 
 
 def local_tokens(layout: MicrobatchLayout, mesh: Mesh) -> LocalTokens:
-    """Return the tokens of `layout` that the routers of this rank see."""
+    """Return the tokens of `layout` that this rank's routers see."""
     spans = [span for span in layout.spans if span.num_positions]
     real = [span for span in spans if span.sample >= 0]
     index_of = {span.sample: index for index, span in enumerate(real)}
@@ -87,14 +87,14 @@ def local_tokens(layout: MicrobatchLayout, mesh: Mesh) -> LocalTokens:
     is_real_T = position_T < tokens_N.repeat_interleave(positions_N)
     index_T = index_N.repeat_interleave(positions_N)
     num_rows = 1 if layout.packed else len(layout.rows)
-    # Sample index and position take the same way through context and sequence parallelism as token ids do.
+    # Sample indices and positions are divided by context and sequence parallelism just like token ids.
     both_2BS = torch.stack([index_T.where(is_real_T, -1), position_T * is_real_T]).view(2, num_rows, -1)
     if layout.packed:
         both_2Bs = [zigzag_spans(full_BS, positions_N.tolist(), mesh.cp) for full_BS in both_2BS]
     else:
         both_2Bs = [zigzag(full_BS, mesh.cp) for full_BS in both_2BS]
     index_t, position_t = (router_order(part_Bs, mesh) for part_Bs in both_2Bs)
-    # The index -1 of padding reads the 0 at the end.
+    # Index -1 (padding) reads the 0 at the end.
     first_current_N1 = torch.tensor([*(span.first_current for span in real), 0])
     return LocalTokens(
         samples=tuple(index_of),
@@ -108,8 +108,8 @@ def local_tokens(layout: MicrobatchLayout, mesh: Mesh) -> LocalTokens:
 def router_order(values_Bs: Tensor, mesh: Mesh) -> Tensor:
     """Flatten `[B, s]`, already divided by context parallelism, in the order in which a router sees its tokens.
 
-    Megatron's hidden states are `[s, B, D]`, so position comes before row; with sequence parallelism a
-    tensor-parallel rank has one contiguous chunk of the positions.
+    Megatron's hidden states are `[s, B, D]`, so position comes before row; with sequence parallelism each
+    tensor-parallel rank has a contiguous chunk of the positions.
     """
     all_sB = values_Bs.t()
     local_sB = all_sB.chunk(mesh.tp.size)[mesh.tp.rank] if mesh.sequence_parallel else all_sB

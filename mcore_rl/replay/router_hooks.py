@@ -1,10 +1,10 @@
 """Hooks that answer Megatron's routers while a tape records, imposes or observes their choice of experts.
 
-A Megatron router that has a `router_replay` asks it for the top-k of its scores, in the first forward pass and again in
-each recomputation. Megatron's own RouterReplay has one target, a queue for recomputation that assumes an order of
-microbatches, and a list of all routers of the process. `RouterHook` knows the microbatch instead: the one whose forward
-pass through the chunk is in progress, else the one whose backward pass is, which a hook on the gradient of the chunk's
-output reports.
+A Megatron router with a `router_replay` asks it for the top-k of its scores, in the first forward pass and again in
+each recomputation. Megatron's own RouterReplay has a single target, a queue for recomputation that assumes an order of
+microbatches, and a list of all routers of the process. `RouterHook` instead knows which microbatch is running through
+the chunk: the microbatch in its forward pass, else the microbatch in its backward pass, which a hook on the gradient of
+the chunk's output reports.
 """
 
 import copy
@@ -26,39 +26,39 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(slots=True, kw_only=True)
 class ChunkMicrobatch:
-    """One microbatch in one chunk: `t` tokens, the `l` routers of the chunk.
+    """One microbatch in one chunk: `t` tokens, and the chunk's `l` routers.
 
-    Routes are codes in few bytes: the expert, plus `num_experts` where the expert had no room for the token.
+    Routes are small integer codes: the expert, plus `num_experts` if the expert had no room for the token.
     """
 
     index: int
     """Index of the microbatch in its pass."""
     num_experts: int
     imposed_ltK: Tensor | None
-    """Codes that the routers must choose; None: they choose for themselves."""
+    """Codes that the routers must choose; None if routing is live."""
     is_live_t1: Tensor | None
-    """Mask of the tokens that are routed live although routes are imposed; None: no token is."""
+    """Mask of the tokens that are routed live although routes are imposed; None if no token is."""
     live_ltK: Tensor
     """Filled with the codes that the routers chose, or would have chosen."""
     cached_ltK: Tensor | None
-    """Codes that the live choice is compared with; None: it is not compared."""
+    """Codes that the live choice is compared with; None if it is not compared."""
     scores_ltK: Tensor | None
-    """Filled with the scores of the live choice, for its gates; None: they are not needed."""
+    """Filled with the scores of the live choice, for its gates; None if they are not needed."""
     ids_Bs: Tensor | None = None
-    """Token ids that the chunk was given."""
+    """Token ids that the chunk received."""
 
 
 class ChunkRouters:
     """The routers of one chunk, and the hooks that a tape installs in them."""
 
     def __init__(self, chunk: nn.Module) -> None:
-        """Find the routers; ConfigError when one of them could not be replayed."""
+        """Find the routers. Raises ConfigError if a router cannot be replayed."""
         self.chunk = chunk
         pairs = replayed_routers(chunk)
         self.layers = tuple(layer for layer, _ in pairs)
         self.routers = [router for _, router in pairs]
         self.has_capacity = any(r.config.moe_expert_capacity_factor is not None for r in self.routers)
-        # A dispatcher between ranks counts top-k tokens for each, and fails with unequal sizes where there are fewer.
+        # A dispatcher between ranks expects K experts per token, and fails with unequal sizes if there are fewer.
         self._needs_distinct = any(
             r.config.expert_model_parallel_size > 1 or (r.config.expert_tensor_parallel_size or 1) > 1
             for r in self.routers
@@ -70,7 +70,7 @@ class ChunkRouters:
         self._check()
 
     def install(self) -> None:
-        """Make every router of the chunk ask a hook of this object until `remove`."""
+        """Make every router of the chunk ask a hook of this object, until `remove` is called."""
         for column, router in enumerate(self.routers):
             assert router.router_replay is None, f"layer {self.layers[column]} has another tape"
             router.router_replay = RouterHook(self, column)
@@ -79,13 +79,13 @@ class ChunkRouters:
                 self._replay_drops(column, router)
 
     def remove(self) -> None:
-        """Let every router choose for itself again."""
+        """Uninstall the hooks: every router is live again."""
         self._installed.close()
         self._in_forward = self._in_backward = None
 
     @contextmanager
     def forward(self, microbatch: ChunkMicrobatch) -> Iterator[None]:
-        """Answer the routers for `microbatch`, around the chunk's forward pass."""
+        """Context for the chunk's forward pass of `microbatch`: the hooks answer the routers for this microbatch."""
         assert self._in_forward is None, (
             f"microbatches {self._in_forward} and {microbatch} are in one chunk at once"
         )
@@ -102,8 +102,8 @@ class ChunkRouters:
                 handle.remove()
 
     def current(self, column: int) -> tuple[ChunkMicrobatch, bool]:
-        """Return the microbatch that the asking router works on, and whether it is its forward pass."""
-        # 1F1B runs forward passes of this chunk between its backward passes; recomputation happens in the latter only.
+        """Return the microbatch that the router is processing, and whether this is its forward pass."""
+        # 1F1B runs forward passes of this chunk between its backward passes; only the latter recompute.
         if self._in_forward is not None:
             return self._in_forward, True
         assert self._in_backward is not None, (
@@ -112,10 +112,10 @@ class ChunkRouters:
         return self._in_backward, False
 
     def distinct(self, column: int, experts_tK: Tensor) -> Tensor:
-        """Return imposed experts, and the first K experts of the model for a token that is to go to one of them twice.
+        """Return the imposed experts, but experts 0 to K - 1 for a token that has the same expert twice.
 
-        Such routes are damaged, and the pass ends in an error that names them (`problems`). Until then every rank must
-        be able to send its tokens, or the others would wait for them.
+        Such routes are damaged, and the pass ends in an error that names them (`problems`). Until then this rank must
+        still send its tokens, or other ranks would wait for them forever.
         """
         if not self._needs_distinct:
             return experts_tK
@@ -126,7 +126,7 @@ class ChunkRouters:
         return first_K.where(is_doubled_t[:, None], experts_tK)
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each layer in which an imposed set names an expert twice; waits for the device."""
+        """Yield a sentence for each layer with imposed routes that name an expert twice. Waits for the device."""
         if not self._num_doubled:
             return
         counts = torch.stack([*self._num_doubled.values()]).tolist()
@@ -165,7 +165,7 @@ class ChunkRouters:
         microbatch = self._in_forward
         assert microbatch is not None
         if last_tensor(output).requires_grad:
-            # The gradient of the output arrives before anything of this microbatch is recomputed.
+            # The gradient of the output arrives before any recomputation of this microbatch.
             last_tensor(output).register_hook(lambda _: self._begin_backward(microbatch))
 
     def _begin_backward(self, microbatch: ChunkMicrobatch) -> None:
@@ -174,10 +174,11 @@ class ChunkRouters:
             done.imposed_ltK = None  # frees the memory: its backward pass is over
 
     def _replay_drops(self, column: int, router: TopKRouter) -> None:
-        """Respect the capacity where routes are live, and record what is dropped; impose the same drops later.
+        """Apply the capacity and record the drops when routing is live; when routes are imposed, impose the same drops.
 
-        Which choices are dropped depends on the tokens of the microbatch and on the gates, so that other microbatches
-        or other weights would drop others. The router therefore runs without capacity where routes are imposed.
+        The capacity drops choices depending on the other tokens of the microbatch and on the gates, so another
+        microbatch or other weights would drop different choices. With imposed routes the router therefore runs without
+        capacity.
         """
         with_capacity = router.config
         without_capacity = copy.copy(with_capacity)
@@ -204,21 +205,21 @@ class ChunkRouters:
                 dropped_TE &= ~microbatch.is_live_t1
             return gates_TE.masked_fill(dropped_TE, 0.0), routed_TE & ~dropped_TE
 
-        # `prepend`: before the hooks that count (model/router_load.py), which must see the map without the drops.
+        # `prepend`: run before the counting hooks (model/router_load.py), which must see the map without the drops.
         self._installed.callback(router.register_forward_pre_hook(before).remove)
         self._installed.callback(router.register_forward_hook(after, prepend=True).remove)
 
 
 class RouterHook:
-    """Object that a router calls in the place of Megatron's `RouterReplay`."""
+    """Object that a router calls in place of Megatron's `RouterReplay`."""
 
     def __init__(self, chunk_routers: ChunkRouters, column: int) -> None:
-        """`column` is the index of the router among those of the chunk."""
+        """`column` is the index of the router among the chunk's routers."""
         self._chunk_routers, self._column = chunk_routers, column
 
     @property
     def imposes(self) -> bool:
-        """Whether experts are imposed on the microbatch that the router works on."""
+        """Whether experts are imposed on the microbatch that the router is processing."""
         return self._chunk_routers.current(self._column)[0].imposed_ltK is not None
 
     def get_replay_topk(
@@ -229,17 +230,17 @@ class RouterHook:
         group_topk: int | None = None,
         default_compute_topk: TopK = torch.topk,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores `[t, K]`, with their gradient, and the experts `[t, K]` of a choice.
+        """Return the chosen experts and their scores: scores `[t, K]`, with gradient, then experts `[t, K]`.
 
-        Megatron's router calls this by name. Imposed experts get their scores from the dense scores of the live
-        router, so that it keeps learning.
+        Megatron's router calls this method by name. The scores of imposed experts are taken from the live router's
+        dense scores, so that the router keeps learning.
 
         Args:
-            scores: scores of all experts `[t, E]`; with an expert bias, biased ones.
-            topk: K.
-            num_groups: groups of experts for group-limited routing.
-            group_topk: groups that a token may choose from.
-            default_compute_topk: the router's own choice.
+            scores: scores of all experts `[t, E]`, including any expert bias.
+            topk: number of experts per token, K.
+            num_groups: number of expert groups for group-limited routing.
+            group_topk: number of groups that a token may choose from.
+            default_compute_topk: the router's own top-k function.
         """
         microbatch, is_forward = self._chunk_routers.current(self._column)
         assert len(scores) == microbatch.live_ltK.shape[1], (
@@ -261,7 +262,7 @@ class RouterHook:
         if is_forward:
             self._note(microbatch, *choose(scores.detach()))
         if microbatch.is_live_t1 is not None:
-            # The forward pass's choice in recomputation too, whose scores may round otherwise.
+            # Recomputation uses the forward pass's choice too: its scores may be rounded differently.
             live_tK = microbatch.live_ltK[self._column].long()
             experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)
         experts_tK = self._chunk_routers.distinct(self._column, experts_tK)
@@ -274,21 +275,21 @@ class RouterHook:
 
 
 def live_gates(scores_ltK: Tensor, live_ltK: Tensor, routers: Sequence[TopKRouter]) -> Tensor:
-    """Return the gates of the live choice, float32 `[K, l, t]`, normalised to sum to one over K.
+    """Return the gates of the live choice, float32 `[K, l, t]`, normalised to sum to 1 over K.
 
     Args:
-        scores_ltK: scores by which the routers chose; logits with `moe_router_pre_softmax=False`, biased where the
-            router has an expert bias.
+        scores_ltK: scores that the routers chose by: logits with `moe_router_pre_softmax=False`; they include the
+            expert bias, if any.
         live_ltK: the chosen experts.
-        routers: the routers of these layers, all of one kind.
+        routers: the routers of these layers, all of the same kind.
     """
     router = routers[0]
-    # K passes over long rows: on a CPU twenty times as fast as one softmax for each token.
+    # K passes over long rows: twenty times as fast on a CPU as one softmax per token.
     scores_Klt = scores_ltK.permute(2, 0, 1).contiguous()
     if router.score_function == "softmax" and not router.config.moe_router_pre_softmax:
         return scores_Klt.softmax(0)
     if router.expert_bias is not None:
-        # The bias decides the choice only; gates are made of the scores without it.
+        # The bias affects only the choice; gates are computed from the scores without it.
         biases_lE = torch.stack([router.expert_bias for router in routers])
         bias_ltK = biases_lE.gather(1, live_ltK.long().flatten(1)).view_as(scores_ltK)
         scores_Klt = scores_Klt - bias_ltK.permute(2, 0, 1)

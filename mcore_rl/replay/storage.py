@@ -11,26 +11,26 @@ Store = Literal["device", "pinned"]
 
 
 class RouteStorage:
-    """Blocks of encoded tokens, uint8 `[n, w]`, in one kind of memory."""
+    """Blocks of encoded routes, uint8 `[n, w]`, a row per token, in one kind of memory."""
 
     def __init__(self, store: Store, device: torch.device) -> None:
-        """Create an empty storage; `device` is the device that "device" means.
+        """Create an empty storage; with `store="device"` blocks are on `device`.
 
-        Page-locked memory is a GPU's: on a CPU both stores are main memory.
+        Page-locked memory needs a GPU: on a CPU both stores are ordinary main memory.
         """
         self._store, self._device = store, device
         self._blocks: dict[int, Tensor] = {}
         self._next_block = 0
         self._copies: dict[int, torch.cuda.Event] = {}
-        """Copies from the device into blocks in main memory, of which none has been read yet."""
+        """Copies from the device into blocks in main memory that have not been read yet."""
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of all blocks."""
+        """Size of all blocks in bytes."""
         return sum(block_nw.nbytes for block_nw in self._blocks.values())
 
     def add(self, bytes_nw: Tensor) -> int:
-        """Copy encoded tokens into a new block and return its index."""
+        """Copy encoded routes into a new block and return its index."""
         index, self._next_block = self._next_block, self._next_block + 1
         if self._store == "device":
             self._blocks[index] = bytes_nw.to(self._device, copy=True)
@@ -42,8 +42,8 @@ class RouteStorage:
         return index
 
     def drop(self, block: int) -> None:
-        """Forget a block."""
-        # torch does not use page-locked memory again before a copy into it is over.
+        """Remove a block."""
+        # torch does not reuse page-locked memory before a copy into it has finished.
         del self._blocks[block]
         self._copies.pop(block, None)
 
@@ -51,7 +51,7 @@ class RouteStorage:
         """Return some rows of a block, uint8 `[n, w]` on `device`; `rows_n` is on the CPU."""
         block_nw = self._blocks[block]
         copy = self._copies.pop(block, None)
-        # The host reads the block itself. The copy is long over, unless the pass that made it goes on.
+        # The host reads the block, so the copy must be complete. It usually is, unless its pass is still running.
         if copy is not None and not copy.query():
             copy.synchronize()
         return to_device(block_nw[to_device(rows_n, block_nw.device)], device)

@@ -1,10 +1,10 @@
 """The tape of routing replay: it records, imposes or observes the experts that routers choose in one pass.
 
 The files of this package in the order of a step: tape.py arms the routers of each chunk for one microbatch
-(router_hooks.py); a pass that records adds their choices to a cache (cache.py, storage.py) by sample and position
-(layouts.py), with a checksum (checksums.py); ranks exchange what a later pass needs elsewhere (exchange.py,
-from_rollouts.py); the next tape imposes it. A witness observes what the routers then give to the experts (witness.py),
-and the accounts of the pass compare it with the record (accounts.py).
+(router_hooks.py); a recording pass adds their choices to a cache (cache.py, storage.py) by sample and position
+(layouts.py), with a checksum (checksums.py); ranks exchange the routes that a later pass needs on other ranks
+(exchange.py, from_rollouts.py); the next tape imposes them. A witness observes which tokens the routers then give to
+which experts (witness.py), and the accounts of the pass compare this with the record (accounts.py).
 """
 
 from collections import Counter
@@ -37,37 +37,37 @@ from mcore_rl.replay.witness import Witness
 
 @dataclass(slots=True)
 class TapeMicrobatch:
-    """One microbatch on this rank over all of its chunks; tensors with the axis `t` are on the device."""
+    """One microbatch on this rank, over all of the rank's chunks; tensors with the axis `t` are on the device."""
 
     tokens: LocalTokens
     locations: RouteLocations
-    """Cached routes of its tokens."""
+    """Where the cached routes of its tokens are."""
     sample_index_t: Tensor
     """Index of each token's sample, as in `tokens`."""
     has_routes_t: Tensor
-    """Mask of the tokens whose routes are cached, as in `locations`."""
+    """Mask of the tokens with cached routes, as in `locations`."""
     is_current_t: Tensor
-    """Mask of the tokens whose cached routes are of the weights in training, as in `tokens`."""
+    """Mask of the tokens with routes cached from the weights in training, as in `tokens`."""
     token_hashes_t: Tensor | None = None
     """Factor of each token in the checksums; None before the first chunk has run."""
     checksums_Nl: Tensor | None = None
     """Checksums of the codes of this rank's part of its samples."""
     drop_checksums_Nl: Tensor | None = None
-    """The part of the dropped choices in them; None: nothing is dropped."""
+    """Contribution of dropped choices to the checksums; None if no choice is dropped."""
     is_changed_t: Tensor | None = None
-    """Mask of the tokens whose choice changed in a chunk that has run."""
+    """Mask of the tokens with a changed choice in any chunk run so far."""
     disjoint_t: Tensor | None = None
-    """Layers of the chunks that have run in which a current token's choice has no expert in common with the cached."""
+    """Number of layers, in the chunks run so far, in which a current token shares no expert with its cached choice."""
     recorded_tlK: Tensor | None = None
-    """Codes recorded in the chunks that have run."""
+    """Codes recorded in the chunks run so far."""
     num_chunks: int = 0
-    """Chunks that have run."""
+    """Number of chunks run so far."""
 
 
 class RoutingTape:
-    """Routes of one pass over this rank's microbatches: recorded into a cache, imposed from it, or compared with it.
+    """Records the routes of one pass into a cache, imposes routes from it, or compares them with it.
 
-    Call one of `record`, `impose` and `observe`, give what it returns to `run_pass`, then call `finish`:
+    Call `record`, `impose` or `observe`, pass the returned routing to `run_pass`, then call `finish`:
 
         with RoutingTape(chunks, mesh, layouts, cache, version) as tape:
             run_pass(chunks, microbatches, head, backward=True, routing=tape.impose())
@@ -76,10 +76,10 @@ class RoutingTape:
     Routers are armed for one chunk and one microbatch at a time, in recomputation too. Only the selection is imposed:
     gates are the live router's dense scores at the imposed experts. Padding, tokens without cached routes, and
     multi-token-prediction layers are routed live. Megatron computes balance losses from the live scores and the live
-    choice; the expert bias counts the imposed one.
+    choice; the expert bias is updated from the imposed choice.
 
-    Live choices are compared with the routes of `against`, else of `cache` (`routes/...` in METRICS). Nothing waits for
-    the device before `finish`.
+    Live choices are compared with the routes of `against` if it is given, else of `cache` (`routes/...` in METRICS).
+    Nothing waits for the device before `finish`.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class RoutingTape:
             chunks: this rank's pipeline chunks, in order of their layers.
             mesh: the mesh that runs the pass.
             layouts: layout of each of this rank's microbatches.
-            cache: what is recorded into or imposed from.
+            cache: cache to record into or to impose from.
             version: policy version that the routes belong to.
-            against: another cache that a recording pass is compared with.
+            against: another cache to compare a recording pass with.
 
         Raises:
-            RoutingError: on all ranks, when the chunks and a cache have different layers.
-            ConfigError: when a router of the chunks cannot be replayed.
+            RoutingError: on all ranks, if the chunks and a cache have different layers.
+            ConfigError: if a router of the chunks cannot be replayed.
         """
         self._mesh, self._cache, self._version = mesh, cache, version
         self._compared_cache = against or cache
@@ -121,24 +121,24 @@ class RoutingTape:
         self._device = next(chunks[0].parameters()).device
         self._ahead = Ahead(self._device)
         self._begun: dict[tuple[nn.Module, int], Callable[[], Tensor]] = {}
-        """Reads of cached codes that have begun: of one microbatch for each chunk."""
+        """Reads of cached codes in progress, for one microbatch of each chunk."""
         self._microbatches = [self._prepared(local_tokens(layout, mesh)) for layout in layouts]
         self._expert_hashes_lE = expert_hashes(self.layers, cache.num_codes, self._device)
         self._num_tokens = [int(microbatch.tokens.is_real_t.sum()) for microbatch in self._microbatches]
         self._layouts = layouts
         self._witness: Witness | None = None
-        # Changed choices of each layer, the sum of their gates, the changed choices of current tokens, and the current
-        # tokens of which all choices changed.
+        # For each layer: changed choices, the sum of their gates, changed choices of current tokens, and current
+        # tokens with all choices changed.
         self._changes_l4 = torch.zeros(len(self.layers), 4, dtype=torch.float64, device=self._device)
-        # Live choices of each expert by current tokens, and those that are not cached.
+        # How often current tokens chose each expert live, and how often it was not cached.
         self._choices_2lE = torch.zeros(
             2, len(self.layers), cache.num_experts, dtype=torch.int64, device=self._device
         )
         self.totals: RouteTotals | None = None
-        """Sums over the world, once the pass is finished."""
+        """World-wide sums; None until the pass is finished."""
         self.disjoint_by_sample: dict[int, tuple[int, int]] = {}
-        """Choices (token, layer) of each sample of this rank's microbatches, on all ranks of the model, that have no
-        expert in common with the cached, and all that were compared with routes of the weights in training."""
+        """For each sample of this rank's microbatches, summed over all ranks of the model: choices (token, layer) with
+        no expert in common with the cached choice, and all choices compared with routes of the weights in training."""
         self._mode: Literal["unused", "record", "impose", "observe"] = "unused"
         self._compares = self._is_finished = False
 
@@ -156,14 +156,14 @@ class RoutingTape:
     def record(self) -> Routing:
         """Collective over the world: return routing for `run_pass` that adds the live choices to the cache.
 
-        Raises RoutingError on all ranks when a sample has been recorded already.
+        Raises RoutingError on all ranks if a sample has already been recorded.
         """
         return self._start("record", compares=self._compared_cache is not self._cache)
 
     def impose(self) -> Routing:
         """Collective over the world: return routing for `run_pass` that makes routers choose the cached experts.
 
-        Raises RoutingError on all ranks when the cache lacks a route.
+        Raises RoutingError on all ranks if the cache lacks a route.
         """
         assert self._compared_cache is self._cache, "routes are imposed from the cache and compared with it"
         return self._start("impose", compares=True)
@@ -171,7 +171,7 @@ class RoutingTape:
     def observe(self) -> Routing:
         """Collective over the world: return routing for `run_pass` that only compares live choices with the cache.
 
-        Raises RoutingError on all ranks when the cache lacks a route.
+        Raises RoutingError on all ranks if the cache lacks a route.
         """
         return self._start("observe", compares=True)
 
@@ -181,7 +181,7 @@ class RoutingTape:
         return self._accounts().by_layer()
 
     def close(self) -> None:
-        """Let every router choose for itself again; `finish` does it too."""
+        """Make every router live again; `finish` does this too."""
         self._begun.clear()
         if self._witness is not None:
             self._witness.remove()
@@ -199,13 +199,14 @@ class RoutingTape:
 
         Raises:
             RoutingError: on all ranks, naming layer and samples, unless every router gave the tokens of every
-                microbatch to the experts of the record once in the forward pass, to the same ones at most once in
-                recomputation, and with gates that are the live router's (witness.py).
+                microbatch to the recorded experts once in the forward pass and at most once in recomputation, with the
+                live router's gates (witness.py).
         """
         assert self._mode != "unused" and self._witness is not None, "the tape was not given to a pass"
         self.close()
         self._is_finished = True
-        problems = [*self._accounts().problems([one.tokens.samples for one in self._microbatches])]
+        samples = [microbatch.tokens.samples for microbatch in self._microbatches]
+        problems = [*self._accounts().problems(samples)]
         problems += [problem for routers in self._routers.values() for problem in routers.problems()]
         if self._mode == "record":
             problems += self._recorded_otherwise(self._witness.checksums())
@@ -214,9 +215,10 @@ class RoutingTape:
             problems += self._mismatches(checksums)
         problems += self._witness.problems()
         refuse_anywhere(problems, RoutingError)
-        compared = sum(int(one.locations.has_routes_t.sum()) for one in self._microbatches)
+        compared = sum(int(microbatch.locations.has_routes_t.sum()) for microbatch in self._microbatches)
         current = sum(
-            int((one.locations.has_routes_t & one.tokens.is_current_t).sum()) for one in self._microbatches
+            int((microbatch.locations.has_routes_t & microbatch.tokens.is_current_t).sum())
+            for microbatch in self._microbatches
         )
         totals = world_totals(
             self._mesh,
@@ -231,7 +233,7 @@ class RoutingTape:
             unknown_tokens=sum(self._num_tokens) - compared if self._compares else 0,
             cached_bytes=self._cache.num_bytes,
         )
-        # The sums are equal on all ranks, so that all of them raise.
+        # The sums are equal on all ranks, so all ranks raise.
         if problems := list(totals.problems(_routed_layers(self._config))):
             raise RoutingError("; ".join(problems))
         if self._mode == "record":
@@ -252,7 +254,7 @@ class RoutingTape:
         )
 
     def _start(self, mode: Literal["record", "impose", "observe"], *, compares: bool) -> Routing:
-        """Check that the pass can run on every rank, and install the hooks."""
+        """Collective over the world: check that the pass can run on every rank, and install the hooks."""
         assert self._mode == "unused", f"the tape was used to {self._mode}; another pass needs another tape"
         if mode == "record":
             problems = [
@@ -262,8 +264,10 @@ class RoutingTape:
                 if self._cache.checksum_of(self._version, sample) is not None
             ]
         else:
-            problems = [problem for one in self._microbatches for problem in one.locations.problems]
-        counts = Counter(sample for one in self._microbatches for sample in one.tokens.samples)
+            problems = [
+                problem for microbatch in self._microbatches for problem in microbatch.locations.problems
+            ]
+        counts = Counter(sample for microbatch in self._microbatches for sample in microbatch.tokens.samples)
         problems += [f"sample {n} is in {count} microbatches" for n, count in counts.items() if count > 1]
         refuse_anywhere(problems, RoutingError)
         self._mode, self._compares = mode, compares
@@ -284,19 +288,19 @@ class RoutingTape:
 
     @contextmanager
     def _armed(self, chunk: nn.Module, index: int) -> Iterator[None]:
-        """Arm one chunk's routers for its forward pass of one microbatch, then account for what they chose."""
+        """Arm one chunk's routers for its forward pass of one microbatch, then account for their choices."""
         routers, microbatch = self._routers[chunk], self._microbatches[index]
         in_chunk = self._in_chunk(chunk, index)
         with routers.forward(in_chunk):
             yield
         microbatch.num_chunks += 1
-        # Where routes are imposed, the witness's checksums are enough, except for drops, which it cannot observe.
+        # If routes are imposed, the witness's checksums suffice, except for drops, which it cannot observe.
         if self._mode != "impose" or self._has_drops:
             if microbatch.token_hashes_t is None:
                 microbatch.token_hashes_t = self._token_hashes(microbatch, in_chunk)
             self._add_checksums(chunk, microbatch, in_chunk)
         self._add_changes(chunk, microbatch, in_chunk)
-        # The backward pass needs `imposed_ltK` only.
+        # The backward pass only needs `imposed_ltK`.
         in_chunk.cached_ltK = in_chunk.scores_ltK = None
         if self._mode == "record":
             self._add_recorded(chunk, microbatch, in_chunk)
@@ -307,12 +311,12 @@ class RoutingTape:
         shape = (columns.stop - columns.start, len(microbatch.sample_index_t), self._cache.top_k)
         cached_ltK = is_live_t1 = None
         if self._compares:
-            # The next microbatch's routes travel while this one is computed.
+            # The next microbatch's routes are copied while this microbatch is computed.
             begun = self._begun.pop((chunk, index), None) or self._begin_reading(index)
             cached_tLK = begun()
             if index + 1 < len(self._microbatches):
                 self._begun[chunk, index + 1] = self._begin_reading(index + 1)
-            # A damaged code must not stop the pass on one rank only: the checksum reports it on all of them.
+            # A damaged code must not stop the pass on a single rank: the checksum reports it on all ranks.
             in_range_tlK = cached_tLK[:, columns].clamp(0, self._cache.num_codes - 1)
             cached_ltK = in_range_tlK.transpose(0, 1).contiguous()
         imposes = self._mode == "impose"
@@ -329,12 +333,12 @@ class RoutingTape:
         )
 
     def _begin_reading(self, index: int) -> Callable[[], Tensor]:
-        """Begin to bring a microbatch's cached codes `[t, L, K]` to the device; the result returns them for use."""
+        """Start copying a microbatch's cached codes `[t, L, K]` to the device; the returned function returns them."""
         read = self._compared_cache.read
         return self._ahead.begin(partial(read, self._microbatches[index].locations, self._device))
 
     def _token_hashes(self, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> Tensor:
-        """Hash the token ids that the model was given, so that routes of other tokens have other checksums."""
+        """Hash the token ids that the model received, so that routes of different tokens have different checksums."""
         assert in_chunk.ids_Bs is not None
         ids_t = router_order(in_chunk.ids_Bs, self._mesh)
         assert len(ids_t) == len(microbatch.sample_index_t), (
@@ -360,7 +364,7 @@ class RoutingTape:
             microbatch.drop_checksums_Nl[:, columns] = drops_Nl
 
     def _add_changes(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
-        """Compare the live choices with the cached ones."""
+        """Compare the live choices with the cached choices."""
         routers = self._routers[chunk]
         live_ltK, cached_ltK, scores_ltK = in_chunk.live_ltK, in_chunk.cached_ltK, in_chunk.scores_ltK
         if cached_ltK is None or scores_ltK is None or not routers.layers:
@@ -384,7 +388,7 @@ class RoutingTape:
     def _count_experts(
         self, columns: slice, live_ltK: Tensor, missed_Klt: Tensor, microbatch: TapeMicrobatch
     ) -> None:
-        """Count the live choices of each expert by current tokens, and those that are not cached."""
+        """Count how often current tokens chose each expert live, and how often it was not cached."""
         num_experts = self._cache.num_experts
         first_l11 = (
             torch.arange(columns.start, columns.stop, device=self._device)[:, None, None] * num_experts
@@ -398,7 +402,7 @@ class RoutingTape:
             )
 
     def _add_recorded(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
-        """Collect a microbatch's codes over the chunks; the last chunk's complete them, and they go to the cache."""
+        """Collect a microbatch's codes from each chunk; after the last chunk, add them to the cache."""
         if microbatch.recorded_tlK is None:
             shape = (len(microbatch.sample_index_t), len(self.layers), self._cache.top_k)
             microbatch.recorded_tlK = torch.zeros(shape, dtype=self._cache.dtype, device=self._device)
@@ -416,15 +420,15 @@ class RoutingTape:
         return RouteAccounts(self.layers, self._num_tokens, calls)
 
     def _recorded_otherwise(self, used: Sequence[Tensor]) -> Iterator[str]:
-        """Yield a sentence for each sample whose codes are not the experts that routers used, on this rank."""
-        codes = [self._code_checksums(one) for one in self._microbatches]
-        drops = [self._drop_checksums(one) for one in self._microbatches]
+        """Yield a sentence for each sample on this rank with recorded codes that differ from the experts used."""
+        codes = [self._code_checksums(microbatch) for microbatch in self._microbatches]
+        drops = [self._drop_checksums(microbatch) for microbatch in self._microbatches]
         is_wrong = [
             (code_Nl != used_Nl + drop_Nl).cpu()
             for code_Nl, used_Nl, drop_Nl in zip(codes, used, drops, strict=True)
         ]
-        for index, (one, is_wrong_Nl) in enumerate(zip(self._microbatches, is_wrong, strict=True)):
-            for sample, is_wrong_l in zip(one.tokens.samples, is_wrong_Nl, strict=True):
+        for index, (microbatch, is_wrong_Nl) in enumerate(zip(self._microbatches, is_wrong, strict=True)):
+            for sample, is_wrong_l in zip(microbatch.tokens.samples, is_wrong_Nl, strict=True):
                 if is_wrong_l.any():
                     yield (
                         f"layers {self._named(is_wrong_l)}, microbatch {index}, sample {sample} of version "
@@ -440,26 +444,26 @@ class RoutingTape:
         """Collective over the ranks that have parts of the same samples: return each whole sample's checksum `[l]`.
 
         Args:
-            used: checksums `[N, l]` of the experts used on this rank, of each microbatch.
+            used: for each microbatch, checksums `[N, l]` of the experts used on this rank.
         """
-        samples = [sample for one in self._microbatches for sample in one.tokens.samples]
+        samples = [sample for microbatch in self._microbatches for sample in microbatch.tokens.samples]
         if self._mode == "observe":
-            # The routers choose for themselves: the codes that their choice is compared with must be the recorded.
-            parts = [self._code_checksums(one) for one in self._microbatches]
+            # Routing is live: check that the codes which it is compared with are the recorded codes.
+            parts = [self._code_checksums(microbatch) for microbatch in self._microbatches]
         else:
             parts = [
-                used_Nl + self._drop_checksums(one)
-                for used_Nl, one in zip(used, self._microbatches, strict=True)
+                used_Nl + self._drop_checksums(microbatch)
+                for used_Nl, microbatch in zip(used, self._microbatches, strict=True)
             ]
         empty = torch.zeros(0, len(self.layers), dtype=torch.int64, device=self._device)
         sums_Nl = torch.cat([empty, *parts])
         groups = self._mesh.groups
-        # Without sequence parallelism the tensor-parallel ranks have the same tokens, and would count them twice.
+        # Without sequence parallelism all tensor-parallel ranks have the same tokens, and would count them repeatedly.
         dist.all_reduce(sums_Nl, group=groups.tp_cp if self._mesh.sequence_parallel else groups.cp)
         return dict(zip(samples, sums_Nl.cpu(), strict=True))
 
     def _code_checksums(self, microbatch: TapeMicrobatch) -> Tensor:
-        """Return the checksums of a microbatch's codes on this rank; zeros where no chunk has run it."""
+        """Return the checksums of a microbatch's codes on this rank; zeros for chunks that have not run it."""
         if microbatch.checksums_Nl is None:
             shape = (len(microbatch.tokens.samples), len(self.layers))
             microbatch.checksums_Nl = torch.zeros(shape, dtype=torch.int64, device=self._device)
@@ -481,30 +485,30 @@ class RoutingTape:
                 )
 
     def _is_changed(self) -> Tensor:
-        """Return whether the choice of each token of all microbatches changed in any layer of this rank, uint8."""
+        """Return for each token of all microbatches whether its choice changed in any of this rank's layers, uint8."""
         is_changed = [
-            torch.zeros(len(one.sample_index_t), dtype=torch.bool, device=self._device)
-            if one.is_changed_t is None
-            else one.is_changed_t
-            for one in self._microbatches
+            torch.zeros(len(microbatch.sample_index_t), dtype=torch.bool, device=self._device)
+            if microbatch.is_changed_t is None
+            else microbatch.is_changed_t
+            for microbatch in self._microbatches
         ]
         return torch.cat(is_changed).to(torch.uint8)
 
     def _disjoint_by_sample(self) -> dict[int, tuple[int, int]]:
         """Collective over the ranks that share samples: return disjoint and compared choices of each sample."""
         sums = [torch.zeros(0, 2, dtype=torch.int64, device=self._device)]
-        for one in self._microbatches:
-            is_compared_t = one.has_routes_t & one.is_current_t
-            disjoint_t = torch.zeros_like(one.sample_index_t) if one.disjoint_t is None else one.disjoint_t
+        for microbatch in self._microbatches:
+            is_compared_t = microbatch.has_routes_t & microbatch.is_current_t
+            index_t, disjoint_t = microbatch.sample_index_t, microbatch.disjoint_t
+            if disjoint_t is None:
+                disjoint_t = torch.zeros_like(index_t)
             both_t2 = torch.stack([disjoint_t, is_compared_t * len(self.layers)], 1)
-            sums_N2 = both_t2.new_zeros(len(one.tokens.samples), 2)
-            sums.append(
-                sums_N2.index_add_(0, one.sample_index_t.clamp_min(0), both_t2) if len(sums_N2) else sums_N2
-            )
+            sums_N2 = both_t2.new_zeros(len(microbatch.tokens.samples), 2)
+            sums.append(sums_N2.index_add_(0, index_t.clamp_min(0), both_t2) if len(sums_N2) else sums_N2)
         sums_N2, groups = torch.cat(sums), self._mesh.groups
         dist.all_reduce(sums_N2, group=groups.tp_cp if self._mesh.sequence_parallel else groups.cp)
         dist.all_reduce(sums_N2, group=self._mesh.pp.group)
-        samples = [sample for one in self._microbatches for sample in one.tokens.samples]
+        samples = [sample for microbatch in self._microbatches for sample in microbatch.tokens.samples]
         return {
             sample: (disjoint, compared)
             for sample, (disjoint, compared) in zip(samples, sums_N2.tolist(), strict=True)
@@ -515,7 +519,7 @@ class RoutingTape:
 
 
 def _columns(routers: Mapping[nn.Module, ChunkRouters]) -> tuple[dict[nn.Module, slice], tuple[int, ...]]:
-    """Return where each chunk's layers are among this rank's layers, and these layers."""
+    """Return the slice of each chunk's layers among this rank's layers, and this rank's layers."""
     columns: dict[nn.Module, slice] = {}
     layers: list[int] = []
     for chunk, of_chunk in routers.items():
@@ -526,7 +530,7 @@ def _columns(routers: Mapping[nn.Module, ChunkRouters]) -> tuple[dict[nn.Module,
 
 
 def _routed_layers(config: TransformerConfig) -> list[bool]:
-    """Return for each layer of the model whether it routes tokens to experts."""
+    """Return for each of the model's layers whether it routes tokens to experts."""
     frequency, num_layers = config.moe_layer_freq, config.num_layers
     if isinstance(frequency, int):
         return [layer % frequency == 0 for layer in range(num_layers)]

@@ -1,16 +1,16 @@
 """The witness of a pass: which experts each router gave its tokens to, and with which gates.
 
-A tape (tape.py) answers routers before they choose. The witness observes what they return, after every other hook, and
-shares no code with the tape: it finds out by itself which microbatch a router works on, and lays out tokens by a
-formula of its own (`labels_at_routers`). Three things are compared, all of them on the device until the pass is over:
+A tape (tape.py) answers routers before they choose. The witness observes their outputs, after every other hook, and
+shares no code with the tape: it tracks independently which microbatch a router is processing, and lays out tokens by
+its own formula (`labels_at_routers`). Three things are checked, all on the device until the pass is over:
 
-- a checksum of the experts used by the tokens of each sample that have routes, in each layer, in the forward pass and
-  again in recomputation;
-- for a few tokens of every microbatch and layer, the gates with those that the definition of the router makes of the
-  live logits and the used experts; where the choice is live, also the experts with the best ones. Of tokens that are
-  routed live among others with imposed routes, because they have none, all are compared;
-- once a layer and pass, in another microbatch for another layer or version, the derivative of these gates by the
-  logits with that of the definition.
+- a checksum of the experts used by the tokens with routes, for each sample and layer, in the forward pass and again in
+  recomputation;
+- for a few tokens of every microbatch and layer, that the gates are equal to the gates that the router's definition
+  gives for the live logits and the used experts, and, if the choice is live, that the experts are the best. In a pass
+  with imposed routes, all tokens that lack routes, and are therefore routed live, are checked;
+- once per layer and pass, in a microbatch that varies with layer and version, that the derivative of the gates by the
+  logits is equal to the derivative of the definition.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,35 +33,35 @@ from mcore_rl.replay.checksums import expert_hashes, token_hashes
 from mcore_rl.replay.layouts import MicrobatchLayout
 
 SAMPLED_TOKENS = 4
-"""Tokens of each microbatch and layer whose gates are computed again."""
+"""Number of tokens per microbatch and layer for which gates are recomputed."""
 BATCHED_CALLS, BATCHED_TOKENS = 64, 4096
-"""Calls of routers, and tokens, that are compared together: one comparison costs as much as dozens."""
+"""Router calls, and tokens, that are compared in one batch: dozens of calls cost as much as a single call."""
 GATE_TOLERANCE = 1e-5
-"""Largest difference of a gate; logits and gates are float32 (`moe_router_dtype`)."""
+"""Largest allowed difference of a gate; logits and gates are float32 (`moe_router_dtype`)."""
 DERIVATIVE_TOLERANCE = 1e-4
 
 OnCall = Callable[[int, TopKRouter, Tensor, Tensor, Tensor], None]
-"""Function of a call of a router: layer, router, logits `[t, E]`, gates `[t, E]` and used experts `[t, E]` (bool)."""
+"""Function called after a router: layer, router, logits `[t, E]`, gates `[t, E]` and used experts `[t, E]` (bool)."""
 
 
 class RouterWatch:
-    """Hooks on the routers of chunks that see the logits that a router scored and what it returned."""
+    """Hooks on the routers of chunks that observe each router's logits and outputs."""
 
     def __init__(self, on_call: Callable[[nn.Module], OnCall]) -> None:
-        """`on_call(chunk)` makes the function that is called for the routers of a chunk."""
+        """`on_call(chunk)` returns the function to call for the routers of a chunk."""
         self._on_call = on_call
         self._logits: dict[int, Tensor] = {}
         self._installed = ExitStack()
 
     def install(self, chunks: Sequence[nn.Module]) -> None:
-        """Observe every router whose choices reach the logits, until `remove`."""
+        """Observe every router that affects the model's logits, until `remove` is called."""
         for chunk in chunks:
             on_call = self._on_call(chunk)
             for layer, router in replayed_routers(chunk):
                 self._watch(layer, router, on_call)
 
     def remove(self) -> None:
-        """Observe no router any more."""
+        """Stop observing."""
         self._installed.close()
         self._logits.clear()
 
@@ -78,17 +78,17 @@ class RouterWatch:
             assert used_TE.dtype == torch.bool, f"the router of layer {layer} returned no map of its experts"
             on_call(layer, module, self._logits.pop(layer), gates_TE, used_TE)
 
-        # `gating` is a method of the class: an attribute of the object hides it until it is deleted.
+        # `gating` is a method of the class: an instance attribute hides it until it is deleted.
         router.gating = keeping
         if hidden is None:
             self._installed.callback(delattr, router, "gating")
-        else:  # another watch's, which will be removed after this one
+        else:  # set by another watch, which will be removed after this watch
             self._installed.callback(setattr, router, "gating", hidden)
         self._installed.callback(router.register_forward_hook(after).remove)
 
 
 class SampledTokens:
-    """Comparison of sampled tokens' gates and experts with the definition of the router."""
+    """Compares gates and experts of sampled tokens with the router's definition."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, TopKRouter, Tensor | None, Tensor, Tensor, Tensor, bool | Tensor]] = []
@@ -105,19 +105,19 @@ class SampledTokens:
         row_n: Tensor,
         is_live: bool | Tensor,
     ) -> None:
-        """Keep some tokens of one call.
+        """Store some tokens of one call for comparison.
 
         Args:
-            where: layer and microbatch, for a message.
+            where: layer and microbatch, for error messages.
             router: the router that was called.
             logits_TE: live logits.
-            gates_TE: gates that the experts get.
+            gates_TE: gates returned by the router.
             used_TE: experts that the tokens go to.
             row_n: the tokens to compare, on the device.
-            is_live: whether the router chose for itself: for all of these tokens, or a mask of them.
+            is_live: whether routing was live, for all of these tokens or as a mask.
         """
         kept = [values.detach()[row_n] for values in (logits_TE, gates_TE, used_TE)]
-        # A copy: finalize_model_grads moves the bias of the choice before the tokens are compared.
+        # A copy: finalize_model_grads updates the expert bias before the tokens are compared.
         bias_E = None if router.expert_bias is None else router.expert_bias.detach().clone()
         self._calls.append((where, router, bias_E, kept[0], kept[1], kept[2], is_live))
         self._num_tokens += len(row_n)
@@ -125,7 +125,7 @@ class SampledTokens:
             self._compare()
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each call with a wrong token; waits for the device."""
+        """Yield a sentence for each call with a wrong token. Waits for the device."""
         self._compare()
         if not self._found:
             return
@@ -143,7 +143,7 @@ class SampledTokens:
         if not calls:
             return
         places, routers, biases, logits, gates, used, lives = zip(*calls, strict=True)
-        sizes = [len(one) for one in logits]
+        sizes = [len(logits_nE) for logits_nE in logits]
         logits_nE, gates_nE, used_nE = torch.cat(logits), torch.cat(gates), torch.cat(used)
         is_live_n = torch.cat(
             [
@@ -164,7 +164,7 @@ WRONG = (
     "a token does not go to top-k different experts",
     "a token that is routed live does not go to the experts with the best scores",
 )
-"""Sentences for the rows of `wrong_tokens`."""
+"""Error messages for the rows of `wrong_tokens`."""
 
 
 def wrong_tokens(
@@ -175,24 +175,25 @@ def wrong_tokens(
     is_live_n: Tensor,
     bias_nE: Tensor | None,
 ) -> Tensor:
-    """Return bool `[3, n]`: whether a token's gates, number of experts, or live choice are wrong, as in WRONG; of
-    tokens whose logits are not finite nothing is.
+    """Mask `[3, n]`: True where a token's gates, number of experts, or live choice (the order of WRONG) are wrong.
+
+    Tokens with logits that are not finite are never wrong.
 
     Args:
-        router: a router; all `n` tokens are of routers of its kind.
+        router: a router; all `n` tokens must come from routers of its kind.
         logits_nE: live logits.
-        gates_nE: gates that the experts get.
+        gates_nE: gates returned by the routers.
         used_nE: experts that the tokens go to.
-        is_live_n: whether the router chose for itself.
-        bias_nE: bias of the router's choice (`expert_bias`); None: it has none.
+        is_live_n: whether routing was live.
+        bias_nE: bias added to the scores for the choice (`expert_bias`), if the routers have it.
     """
     has_capacity = router.config.moe_expert_capacity_factor is not None
     expected_nE, given_nE = definition_of_gates(router, logits_nE, used_nE), gates_nE.float()
     if has_capacity:
-        # A dropped choice has its part of the sum, but is not in the map: only the ratios of the others are known.
+        # A dropped choice counts in the sum, but is not in the map: only ratios of the remaining gates are known.
         expected_nE, given_nE = _as_shares(expected_nE), _as_shares(given_nE)
     scale = router.config.moe_router_topk_scaling_factor or 1.0
-    # "not <=": a NaN is wrong.
+    # "not <=" makes a NaN wrong.
     is_wrong_gate_n = ~((given_nE - expected_nE).abs().amax(1) <= GATE_TOLERANCE * max(1.0, scale))
     count_n = used_nE.sum(1)
     is_wrong_count_n = (count_n > router.topk) | ((count_n < router.topk) & (not has_capacity))
@@ -200,26 +201,26 @@ def wrong_tokens(
     best_nK = _best_scores(router, scores_nE)
     slack_n = 1e-6 + 1e-5 * best_nK.abs().amax(1)
     if has_capacity:
-        # Some of the best have no room. The others must still be among the best.
+        # Some of the best experts had no room. The used experts must still be among the best.
         worst_n = scores_nE.masked_fill(~used_nE, torch.inf).amin(1)
         is_best_n = worst_n >= best_nK.amin(1) - slack_n
     else:
-        # Sums, because among equal scores any is right.
+        # Compare sums: among experts with equal scores any choice is right.
         sum_n = (scores_nE * used_nE).sum(1)
         is_best_n = (sum_n - best_nK.sum(1)).abs() <= slack_n
     found_3n = torch.stack([is_wrong_gate_n, is_wrong_count_n, ~is_best_n & is_live_n])
-    # An overflow before the router is no fault of its gates: the step is skipped, and train.max_skipped ends the run.
+    # An overflow before the router is not an error of its gates: the step is skipped, and train.max_skipped applies.
     return found_3n & logits_nE.isfinite().all(1)
 
 
 def definition_of_gates(router: TopKRouter, logits_nE: Tensor, used_nE: Tensor) -> Tensor:
-    """Return the gates, float32 `[n, E]`, that a router's definition makes of logits and used experts."""
+    """Return the gates, float32 `[n, E]`, that the router's definition gives for these logits and used experts."""
     logits_nE = logits_nE.float()
     if router.score_function == "softmax":
         if router.config.moe_router_pre_softmax:
             gates_nE = logits_nE.softmax(1) * used_nE
         else:
-            # A token whose choices are all dropped has no gates.
+            # If all choices of a token are dropped, its gates are 0.
             gates_nE = logits_nE.masked_fill(~used_nE, -torch.inf).softmax(1).nan_to_num(0.0)
     else:
         assert router.score_function == "sigmoid", router.score_function
@@ -230,18 +231,18 @@ def definition_of_gates(router: TopKRouter, logits_nE: Tensor, used_nE: Tensor) 
 
 
 def labels_at_routers(layout: MicrobatchLayout, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Return the sample's index and the position of each token that this rank's routers see, int64 `[t]` on the CPU.
+    """Return sample index and position of each token that this rank's routers see, int64 `[t]` on the CPU.
 
-    A formula for the t-th token, where layouts.local_tokens cuts and moves whole tensors: each finds the mistakes of
-    the other. A router sees `[s, B]` with B fastest, of which sequence parallelism gives it a contiguous part of s.
+    This is a formula for the t-th token, whereas layouts.local_tokens slices and reorders whole tensors: each detects
+    mistakes in the other. A router sees `[s, B]` with B fastest; sequence parallelism gives it a contiguous part of s.
     Context parallelism gives rank r of C the pieces r and 2 C - 1 - r of the 2 C pieces of each span.
 
     Args:
-        layout: the microbatch before it is divided.
+        layout: layout of the whole microbatch.
         mesh: the mesh that divides it.
 
     Returns:
-        Index among the microbatch's samples, in order, and position; both -1 for padding.
+        Index among the microbatch's samples, and position in the sample; both are -1 for padding.
     """
     spans = [span for span in layout.spans if span.num_positions]
     num_rows = 1 if layout.packed else len(layout.rows)
@@ -258,7 +259,7 @@ def labels_at_routers(layout: MicrobatchLayout, mesh: Mesh) -> tuple[Tensor, Ten
     else:
         span_t = token_t % num_rows
     if size > 1:
-        # The second piece, 2 C - 1 - r, follows the first here: its places begin at one piece.
+        # On this rank the second piece, 2 C - 1 - r, directly follows the first: it begins at offset `piece_t`.
         piece_t = here_N[span_t] // 2
         place_t = place_t + piece_t * torch.where(place_t < piece_t, rank, 2 * size - 2 - rank)
     num_tokens_N = torch.tensor([span.num_tokens if span.sample >= 0 else 0 for span in spans])
@@ -276,20 +277,20 @@ class WitnessedMicrobatch:
     """Index into `samples` of each token, on the CPU; -1 for padding."""
     position_t: Tensor
     is_counted_t: Tensor
-    """Mask of the tokens whose experts are in the checksums, on the CPU: all, or those with imposed routes."""
+    """Mask of the tokens in the checksums, on the CPU: all, or the tokens with imposed routes."""
     row_n: Tensor
-    """Tokens that are sampled, on the device."""
+    """Indices of the sampled tokens, on the device."""
     is_live_n: bool | Tensor
-    """Whether the sampled tokens are routed live: all, or a mask."""
+    """Whether the sampled tokens are routed live, for all of them or as a mask."""
     target_t: Tensor | None = None
-    """`sample_index_t` on the device, 0 for padding; None before a chunk was given the token ids."""
+    """`sample_index_t` on the device, 0 for padding; None before a chunk has received the token ids."""
     token_hashes_t: Tensor | None = None
     used: dict[int, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
-    """Layer -> checksums `[N]` of the used experts, of each call in the forward pass and in recomputation."""
+    """Layer -> checksums `[N]` of the used experts, for each call in the forward pass and in recomputation."""
 
 
 class Witness:
-    """Observer of the routers in one pass with a tape; it answers no router and changes nothing."""
+    """Observer of the routers in one pass with a tape; it changes nothing."""
 
     def __init__(
         self,
@@ -310,11 +311,11 @@ class Witness:
             mesh: the mesh that runs the pass.
             layouts: layout of each of this rank's microbatches.
             layers: layers of this rank that have routers.
-            num_experts: E.
-            missing_positions: positions of a sample, of which it is given the index and the number of tokens, that have
-                no routes to be imposed; they must be routed live.
-            seed: number that chooses the sampled tokens, such as the policy version.
-            is_imposed: whether routes are imposed in the pass; all tokens must be routed live where they are not.
+            num_experts: number of experts per layer, E.
+            missing_positions: function of a sample's index and number of tokens that returns the positions without
+                routes; these must be routed live.
+            seed: number that selects the sampled tokens, such as the policy version.
+            is_imposed: whether routes are imposed in the pass; if not, all tokens must be routed live.
         """
         self._chunks, self._mesh, self._layers = chunks, mesh, tuple(layers)
         self._device = next(chunks[0].parameters()).device
@@ -323,8 +324,8 @@ class Witness:
         hashes_lE = expert_hashes(self._layers, num_experts, self._device)
         self._expert_hashes = dict(zip(self._layers, hashes_lE, strict=True))
         self._tokens = SampledTokens()
-        # Any microbatch of this rank that has tokens, or what is wrong in the others only would never be seen.
-        with_tokens = [index for index, one in enumerate(self._microbatches) if len(one.row_n)]
+        # Every microbatch with tokens gets its turn: always checking the same would miss errors in the rest.
+        with_tokens = [index for index, microbatch in enumerate(self._microbatches) if len(microbatch.row_n)]
         self._differentiated = {
             layer: with_tokens[(seed + layer) % len(with_tokens)] for layer in layers if with_tokens
         }
@@ -336,7 +337,7 @@ class Witness:
         self._hooks = ExitStack()
 
     def install(self) -> None:
-        """Begin to observe, after all hooks that change what a router returns."""
+        """Start observing; call this after installing all hooks that change a router's output."""
         for chunk in self._chunks:
             self._hooks.callback(chunk.register_forward_pre_hook(self._on_input, with_kwargs=True).remove)
             self._hooks.callback(chunk.register_forward_hook(self._on_output).remove)
@@ -344,13 +345,13 @@ class Witness:
         self._hooks.callback(self._watch.remove)
 
     def remove(self) -> None:
-        """Observe no more."""
+        """Stop observing."""
         self._hooks.close()
         self._in_forward.clear()
         self._in_backward.clear()
 
     def around(self, routing: Routing) -> Routing:
-        """Return `routing`, with a note of which chunk runs which microbatch."""
+        """Wrap `routing` to track which microbatch each chunk is running."""
 
         @contextmanager
         def watched(chunk: nn.Module, index: int) -> Iterator[None]:
@@ -364,7 +365,7 @@ class Witness:
         return watched
 
     def num_calls(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return (layer, microbatch) -> times that its router gave tokens to experts, forward and in recomputation."""
+        """Return (layer, microbatch) -> number of calls of its router, in the forward pass and in recomputation."""
         nothing: tuple[list[Tensor], list[Tensor]] = ([], [])
         calls = {}
         for index, microbatch in enumerate(self._microbatches):
@@ -374,11 +375,11 @@ class Witness:
         return calls
 
     def checksums(self) -> list[Tensor]:
-        """Return for each microbatch the checksums of this rank's part of its samples, `[N, l]`; zero if unused."""
+        """Return for each microbatch the checksums of this rank's part of its samples, `[N, l]`; 0 without a call."""
         return [self._checksums(microbatch) for microbatch in self._microbatches]
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for everything that is wrong on this rank; waits for the device."""
+        """Yield a sentence for each problem on this rank. Waits for the device."""
         for layer in sorted(self._without_gradient):
             yield f"layer {layer}: the gates have no gradient to the router's logits, so that it would not learn"
         if self._derivatives:
@@ -410,14 +411,14 @@ class Witness:
                     is_missing_t |= (sample_index_t == index) & torch.isin(position_t, missing_n)
             if is_missing_t.any():
                 is_counted_t = is_counted_t & ~is_missing_t
-                # No checksum covers them: all are compared.
+                # No checksum covers these tokens, so all of them are compared.
                 row_n = torch.cat([_some(is_counted_t.nonzero()[:, 0], seed), is_missing_t.nonzero()[:, 0]])
                 is_live_n = to_device(is_missing_t[row_n], self._device)
         row_n = to_device(row_n, self._device)
         return WitnessedMicrobatch(samples, sample_index_t, position_t, is_counted_t, row_n, is_live_n)
 
     def _on_input(self, chunk: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Hash the token ids that the chunk was given, at the labels of the layout."""
+        """Hash the token ids that the chunk received, at the positions given by the layout."""
         if chunk not in self._in_forward:
             return  # the routers will refuse to answer
         microbatch = self._microbatches[self._in_forward[chunk]]
@@ -437,7 +438,7 @@ class Witness:
     def _on_output(self, chunk: nn.Module, args: Any, output: Logits) -> None:
         index = self._in_forward.get(chunk)
         if index is not None and last_tensor(output).requires_grad:
-            # The gradient of the output arrives before anything of this microbatch is recomputed.
+            # The gradient of the output arrives before any recomputation of this microbatch.
             last_tensor(output).register_hook(lambda _: self._in_backward.__setitem__(chunk, index))
 
     def _on_router_of(self, chunk: nn.Module) -> OnCall:
@@ -468,9 +469,9 @@ class Witness:
         return on_call
 
     def _used_checksums(self, layer: int, microbatch: WitnessedMicrobatch, used_TE: Tensor) -> Tensor:
-        """Return the checksum of the used experts of each sample, int64 `[N]`: the one reduction of a layer."""
+        """Return the checksum of the used experts of each sample, int64 `[N]`."""
         assert microbatch.token_hashes_t is not None and microbatch.target_t is not None
-        # -1 & hash is the hash, 0 & hash is 0: a product of bool and int64 takes ten times as long.
+        # -1 & hash is the hash, 0 & hash is 0: multiplying bool by int64 takes ten times as long.
         hashes_TE = used_TE.long().neg_() & self._expert_hashes[layer]
         hashes_t: Tensor = hashes_TE.sum(1) * microbatch.token_hashes_t
         sums_N = hashes_t.new_zeros(max(1, len(microbatch.samples)))
@@ -485,8 +486,8 @@ class Witness:
         used_TE: Tensor,
         row_n: Tensor,
     ) -> None:
-        """Compare the derivative of sampled tokens' gates with that of the definition."""
-        # Any direction will do that is not constant: the gates of a token sum to a constant.
+        """Compare the derivative of sampled tokens' gates with the derivative of the definition."""
+        # Any direction that is not constant will do: the gates of a token sum to a constant.
         number_n = torch.arange(len(row_n) * gates_TE.shape[1], device=gates_TE.device)
         direction_nE = (12.9898 * number_n).sin().view(len(row_n), -1)
         direction_TE = torch.zeros_like(gates_TE).index_copy_(0, row_n, direction_nE.to(gates_TE.dtype))
@@ -499,10 +500,10 @@ class Witness:
         if forth is None or back is None:
             self._without_gradient.add(layer)
             return
-        # A balance loss hangs on the gates, and its gradient comes with theirs: the same both times.
+        # A balance loss is attached to the gates and adds the same gradient both times: the difference cancels it.
         found_nE = (forth - back).view(gates_TE.shape)[row_n].float() / 2
         if router.config.moe_expert_capacity_factor is not None:
-            # What a dropped choice does to the other gates is not in the map; that they have a gradient is known.
+            # The effect of a dropped choice on the remaining gates is unknown: check only that a gradient exists.
             has_two = (used_TE[row_n].sum(1) > 1).any()
             error = (has_two & ~found_nE.any()).float()
         else:
@@ -525,7 +526,7 @@ class Witness:
         return torch.stack(columns, 1)
 
     def _recomputed_otherwise(self) -> Iterator[str]:
-        """Yield a sentence for each router that used other experts in recomputation than in the forward pass."""
+        """Yield a sentence for each router that used different experts in recomputation than in the forward pass."""
         for index, microbatch in enumerate(self._microbatches):
             again = [layer for layer in self._layers if microbatch.used.get(layer, ([], []))[1]]
             columns = [self._layers.index(layer) for layer in again]
@@ -545,14 +546,14 @@ class Witness:
 
 @contextmanager
 def proving(chunks: Sequence[nn.Module], *, is_imposed: bool) -> Iterator[None]:
-    """Collective over the world on leaving: prove that the pass inside imposed routes, or that it imposed none.
+    """Context for a pass; collective over the world on exit: check that the pass imposed routes, or that it did not.
 
-    For whoever asks for a pass, whatever routing it was given. That the imposed experts were used is proved by the
-    witness of the tape; where no tape is, a few tokens of each call must go to the experts with the best scores.
+    This checks the pass independently of the routing that it ran with. The tape's witness checks that the imposed
+    experts were used; without a tape, a few tokens of each call must go to the experts with the best scores.
 
     Args:
         chunks: this rank's pipeline chunks.
-        is_imposed: whether routes must be imposed on every router in the pass.
+        is_imposed: whether the pass must impose routes on every router.
 
     Raises:
         RoutingError: on all ranks, naming the layers.
@@ -589,7 +590,7 @@ def proving(chunks: Sequence[nn.Module], *, is_imposed: bool) -> Iterator[None]:
 
 
 def _some(index_n: Tensor, seed: int) -> Tensor:
-    """Return at most SAMPLED_TOKENS of some indices, spread over them, others for another seed."""
+    """Return at most SAMPLED_TOKENS of the given indices, evenly spread; the selection depends on the seed."""
     if not len(index_n):
         return index_n
     count = min(SAMPLED_TOKENS, len(index_n))
@@ -602,7 +603,7 @@ def _as_shares(gates_nE: Tensor) -> Tensor:
 
 
 def _scores_of_choice(router: TopKRouter, logits_nE: Tensor, bias_nE: Tensor | None) -> Tensor:
-    """Return the scores by whose size a router chooses."""
+    """Return the scores that a router selects the top-k of."""
     logits_nE = logits_nE.float()
     if router.score_function == "softmax":
         return logits_nE.softmax(1) if router.config.moe_router_pre_softmax else logits_nE
@@ -611,7 +612,7 @@ def _scores_of_choice(router: TopKRouter, logits_nE: Tensor, bias_nE: Tensor | N
 
 
 def _best_scores(router: TopKRouter, scores_nE: Tensor) -> Tensor:
-    """Return the scores `[n, K]` of the experts that a router would choose."""
+    """Return the scores `[n, K]` of the experts that a live router would choose."""
     if not router.config.moe_router_group_topk:
         return scores_nE.topk(router.topk).values
     config = router.config
