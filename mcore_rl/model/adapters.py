@@ -1,4 +1,4 @@
-"""Low-rank adapters in a model: put in, drawn, switched off."""
+"""Low-rank adapters in a model: add, initialize, merge and disable them."""
 
 import math
 import zlib
@@ -35,29 +35,29 @@ from mcore_rl.model.layers.experts import GroupedExperts, StackedLinear
 from mcore_rl.model.layers.linear import ReplicatedLinear
 
 MTP = "mtp."
-"""Beginning of the names of layers for multi-token prediction, which get no adapters."""
+"""Name prefix of layers for multi-token prediction, which get no adapters."""
 PLACES: dict[str, Target] = {
     ".self_attention.": "attention",
     ".mlp.shared_experts.": "shared_experts",
     ".mlp.experts.": "experts",
     ".mlp.": "mlp",
 }
-"""Part of a layer's name, the narrower first, and the kind of module that it is in."""
+"""Substring of a layer's name -> the kind of module that it is in; more specific substrings come first."""
 LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear)
 
 
 def add_adapters(chunks: Sequence[nn.Module], lora: LoraConfig, model: ModelConfig, seed: int) -> None:
-    """Put new adapters into the chunks of a model, before they are wrapped, and freeze all else but a scalar head.
+    """Add new adapters to a model's chunks, before these are wrapped, and freeze all other weights but a scalar head.
 
-    A is uniform within 1 / sqrt(inputs), as PEFT draws it, and B is 0. They depend on the seed and the names of the
-    tensors alone, so that they are the same on every mesh, and no random state moves.
+    A is uniform within 1 / sqrt(inputs), as in PEFT, and B is 0. They depend only on the seed and the tensors' names,
+    so they are the same on every mesh. No random state is changed.
     """
     targets = lora.targets_in(model)
     for chunk in map(unwrap, chunks):
         chunk.requires_grad_(False)
         if isinstance(chunk, ScoreModel) and chunk.post_process:
             chunk.output_layer.requires_grad_(True)
-        # Megatron moves the experts' biases by their load, with or without a gradient.
+        # Megatron would still update the experts' biases by their load, although they have no gradient.
         chunk.config.moe_router_bias_update_rate = 0.0
         for name, module in list(chunk.named_modules()):
             target = target_of(name)
@@ -73,7 +73,7 @@ def add_adapters(chunks: Sequence[nn.Module], lora: LoraConfig, model: ModelConf
 
 
 def target_of(name: str) -> Target | None:
-    """Return the kind of module that a parameter or layer of this name is in; None: it has none with adapters."""
+    """Return the kind of module that a parameter or layer of this name is in; None if adapters do not apply to it."""
     return next((target for part, target in PLACES.items() if part in name), None)
 
 
@@ -86,7 +86,7 @@ def fill_adapters(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) ->
 
 
 def describe_adapters(chunks: Sequence[nn.Module]) -> str:
-    """Collective over the world: return a line for the log: matrices with adapters, and parameters, by target."""
+    """Collective over the world: return a log line that counts adapted matrices and their parameters by target."""
     counts: Counter[str] = Counter()
     for shard in local_shards(chunks):
         if not shard.is_main:
@@ -97,7 +97,7 @@ def describe_adapters(chunks: Sequence[nn.Module]) -> str:
         target = target_of(shard.key)
         assert target is not None
         counts[f"{target} parameters"] += shard.data.numel()
-        # The first element of each A is on one rank.
+        # Only one rank has the first element of each A.
         if shard.key.endswith("A") and all(
             not index.start for index in shard.where if isinstance(index, slice)
         ):
@@ -115,7 +115,7 @@ def describe_adapters(chunks: Sequence[nn.Module]) -> str:
 
 
 def adapters_in(chunks: Sequence[nn.Module]) -> Iterator[Adapter]:
-    """Yield all adapters of this rank."""
+    """Yield all adapters on this rank."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, Adapter):
@@ -124,7 +124,7 @@ def adapters_in(chunks: Sequence[nn.Module]) -> Iterator[Adapter]:
 
 @contextmanager
 def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Let the model be its base inside."""
+    """Context in which all adapters are off: the model computes as its base."""
     adapters = [adapter for adapter in adapters_in(chunks) if adapter.is_on]
     for adapter in adapters:
         adapter.is_on = False
@@ -137,13 +137,13 @@ def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weight(module: Any) -> Tensor:
-    """Return W + scale * B A of an adapted layer or of its experts, summed in fp32 and rounded once to W's type."""
+    """Return W + scale * B A of an adapted layer or its experts, summed in fp32 and rounded once to W's dtype."""
     merged: Tensor = (module.weight.float() + _added(module.adapter)).to(module.weight.dtype)
     return merged
 
 
 def merged_shards(chunks: Sequence[nn.Module], shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Return shards of the chunks' weights with their adapters added, where they have some, in new memory."""
+    """Return shards of the chunks' weights; where there is an adapter, it is added in new memory."""
     owners = {owner.weight.untyped_storage().data_ptr(): owner for owner in _adapted_layers(chunks)}
     merged: dict[nn.Module, Tensor] = {}
     found = []
@@ -163,16 +163,16 @@ def merged_shards(chunks: Sequence[nn.Module], shards: Sequence[LocalShard]) -> 
 
 @torch.no_grad()
 def merge_loss(chunks: Sequence[nn.Module], dtype: torch.dtype) -> float:
-    """Collective over the world: return what rounding merged weights to `dtype` loses of the adapters.
+    """Collective over the world: return the relative error of the adapters after rounding merged weights to `dtype`.
 
-    It is the root of the sum of squares, over that of the adapters themselves; 0 where these are 0.
+    This is the norm of the rounding error divided by the norm of scale * B A; 0 if the latter is 0.
     """
     sums = torch.zeros(2, dtype=torch.float64)
     for layer in _adapted_layers(chunks):
         weight, added = layer.weight.float(), _added(layer.adapter)
         lost = (weight + added).to(dtype).float() - weight - added
         sums += torch.stack([lost.double().square().sum(), added.double().square().sum()]).cpu()
-    # Copies of a weight on several ranks count in both sums alike.
+    # Copies of a weight on several ranks count in both sums equally often.
     of_ranks: list[Tensor] = [sums] * dist.get_world_size()
     dist.all_gather_object(of_ranks, sums)
     lost_total, added_total = torch.stack(of_ranks).sum(0).tolist()
@@ -187,7 +187,7 @@ def _adapted_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
 
 
 def _added(adapter: Adapter) -> Tensor:
-    """Return scale * B A, fp32, in the shape of the weight."""
+    """Return scale * B A, fp32, with the shape of the weight."""
     weight_a, weight_b = (tensor.detach().float() for tensor in adapter())
     if weight_a.dim() == 2:
         product = expanded(weight_a.t(), weight_b, adapter.rows).t()
@@ -199,13 +199,13 @@ def _added(adapter: Adapter) -> Tensor:
 
 
 def _adapt(module: Any, rows: Rows, rank: int, scale: float) -> None:
-    """Give a layer an adapter."""
+    """Add an adapter to a layer."""
     num_out, num_in = module.weight.shape
     module.adapter = Adapter(
         (len(rows.sizes) * rank, num_in), (num_out, rank), module.weight, scale=scale, rows=rows
     )
     weight_a, weight_b = module.adapter()
-    # Under sequence parallelism what is whole on every rank has the gradient of the rank's positions: Megatron sums it.
+    # Under sequence parallelism a replicated weight only has the gradient of the rank's positions: Megatron sums it.
     if isinstance(module, ColumnParallelLinear):
         module.__class__, module.is_gated = AdaptedColumnLinear, len(rows.sizes) == 2
         weight_a.sequence_parallel = module.sequence_parallel
@@ -220,7 +220,7 @@ def _adapt(module: Any, rows: Rows, rank: int, scale: float) -> None:
 
 
 def _adapt_experts(module: Any, owner: GroupedExperts, rank: int, lora: LoraConfig) -> None:
-    """Give one of the two layers of experts an adapter for each expert."""
+    """Add an adapter for each expert to fc1 or fc2 of the experts."""
     num_experts, num_out, num_in = module.weight.shape
     is_first = module is owner.linear_fc1
     num_blocks = 2 if is_first and lora.expert_gate_up == "split" else 1
@@ -238,8 +238,8 @@ def _adapt_experts(module: Any, owner: GroupedExperts, rank: int, lora: LoraConf
         is_split = (name == "B") == is_first
         axis = (1 if is_first else 2) if is_split else 1
         param.allreduce = False
-        # To Megatron's norm of the gradient a whole tensor is a copy on all dense tensor-parallel ranks but the first,
-        # which have other experts here; what is whole on expert-tensor ranks is counted on the first of these.
+        # Megatron's gradient norm would skip an unsplit tensor on all dense tensor-parallel ranks but the first, but
+        # these ranks have different experts. A tensor replicated over expert-tensor ranks counts on the first of them.
         set_tensor_model_parallel_attributes(param, True, axis, 1)
         if not is_split:
             param.shared = owner.tp_group.rank() != 0
@@ -247,11 +247,11 @@ def _adapt_experts(module: Any, owner: GroupedExperts, rank: int, lora: LoraConf
 
 @torch.no_grad()
 def _draw(chunks: Sequence[nn.Module], seed: int) -> None:
-    """Fill this rank's parts of every A."""
+    """Initialize this rank's parts of every A."""
     for shard in local_shards(chunks):
         if not shard.key.endswith(".adapter.A"):
             continue
-        # A layer or an expert is an index into the global tensor: each has numbers of its own.
+        # A layer or an expert is an index into the global tensor: each has its own random numbers.
         indices = tuple(index for index in shard.where if isinstance(index, int))
         inside = shard.where[len(indices) :]
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {shard.key} {indices}".encode()))

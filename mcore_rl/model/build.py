@@ -1,4 +1,4 @@
-"""Building the chunks of a model that this rank holds."""
+"""Build this rank's chunks of a model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,25 +24,25 @@ from mcore_rl.parallel.vocab import DeferredLogits, cross_entropy, exclude_paddi
 
 
 class LanguageModel(GPTModel):
-    """Megatron's model with losses over the `num_tokens` ids of the vocabulary, without the rows that pad it.
+    """Megatron's model with losses over the `num_tokens` ids of the vocabulary, excluding its padding rows.
 
-    With `platform.logits_chunk_tokens` the logits of a microbatch are never all in memory.
+    With `platform.logits_chunk_tokens` the logits of a microbatch are never all in memory at once.
     """
 
     num_tokens: int
     logits_chunks: tuple[int, int | None]
-    """Most positions whose logits are computed at once, and positions of a chunk of more; None: there are no chunks."""
+    """Largest number of positions computed at once, and the chunk size in positions beyond it (None: never chunk)."""
     _chunk_tokens = 0
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Let the output layer defer its product; parameters and checkpoints stay as they are."""
+        """Make the output layer able to defer its product; parameters and checkpoints do not change."""
         if self.post_process:
             assert type(self.output_layer) is ColumnParallelLinear
             self.output_layer.__class__ = output_layer(self.config)
         super().setup_embeddings_and_output_layer()
 
     def forward(self, *args: Any, defers_logits: bool = False, **kwargs: Any) -> Tensor | DeferredLogits:
-        """Return what GPTModel does: losses with labels, logits without; `defers_logits` allows deferred ones."""
+        """Return losses if labels are given, else logits, as GPTModel does; `defers_logits` allows `DeferredLogits`."""
         chunk_tokens = None
         if self.post_process and (defers_logits or kwargs.get("labels") is not None):
             most_whole, chunk = self.logits_chunks
@@ -58,9 +58,9 @@ class LanguageModel(GPTModel):
         return output if kwargs.get("labels") is not None else self._deferred(output)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the cross entropy `[B, s]` of `labels` `[B, s]`; of `logits` `[s, B, v]`, padding is overwritten.
+        """Return the cross entropy `[B, s]` of `labels` `[B, s]`; logits of vocabulary padding are overwritten.
 
-        With a deferred output layer `logits` are the hidden states `[s, B, D]`.
+        `logits` are `[s, B, v]`, or with a deferred output layer the hidden states `[s, B, D]`.
         """
         tp = self.pg_collection.tp
         if self.output_layer.is_deferred:
@@ -76,14 +76,14 @@ class LanguageModel(GPTModel):
         return losses
 
     def _postprocess(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what Megatron does: the logits, or with labels the losses and the gradient of those of MTP layers."""
+        """Return the logits, or the losses if labels are given; the losses' backward pass includes the MTP losses."""
         if not self.config.mtp_num_layers or not self.post_process:
             return super()._postprocess(*args, **kwargs)
         assert not args, "GPTModel.forward names every argument of _postprocess"
         return postprocessed_with_mtp(self, super()._postprocess, **kwargs)
 
     def _deferred(self, hidden: Tensor) -> DeferredLogits:
-        # The output layer has no weight of its own where it is tied to an embedding on this rank.
+        # An output layer tied to an embedding on this rank has no weight of its own.
         is_tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         return DeferredLogits(hidden, weight, self._chunk_tokens)
@@ -92,9 +92,9 @@ class LanguageModel(GPTModel):
 def build_model(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
 ) -> list[nn.Module]:
-    """Return this rank's chunks in pipeline order, on the device, with random weights by the states of `seed_ranks`.
+    """Return this rank's chunks in pipeline order, on the device, with random weights drawn after `seed_ranks`.
 
-    They end in logits or in scores, as `model.head` says.
+    The model's output is logits or scores, depending on `model.head`.
     """
     config = transformer_config(model, mesh, platform, settings)
     stages = range(mesh.config.vpp) if mesh.config.vpp > 1 else [None]
@@ -104,14 +104,14 @@ def build_model(
 def build_uninitialized(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
 ) -> nn.Module:
-    """Return the whole model as one chunk with uninitialized weights, whose memory is not touched yet."""
+    """Return the whole model as a single chunk with uninitialized weights; their memory is not touched yet."""
     config = transformer_config(model, mesh, platform, settings)
     config.perform_initialization = False
     return _build_chunk(config, model, platform, settings, None)
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:
-    """Return the Megatron model inside its wrappers for data parallelism and 16-bit numbers."""
+    """Return the Megatron model inside its wrappers for data parallelism and 16-bit weights."""
     inner: Any = chunk
     while not isinstance(inner, GPTModel):
         inner = inner.module
@@ -121,11 +121,11 @@ def unwrap(chunk: nn.Module) -> GPTModel:
 def settle_weights(chunks: Sequence[nn.Module]) -> None:
     """Collective over the data-parallel ranks: give every rank the weights of the last optimizer step.
 
-    With overlap_param_gather Megatron gathers them only in the next forward pass; whatever reads weights in between
-    (checkpoints, weight sync, another pass's modules) would get those of the step before.
+    With overlap_param_gather Megatron gathers weights only in the next forward pass. Without this call, anything that
+    reads weights in between (checkpoints, weight sync, another pass's modules) would get the previous step's weights.
     """
     for chunk in chunks:
-        # A chunk that is not trained has no optimizer steps, and no wrapper.
+        # A chunk that is not trained has no wrapper, and no optimizer steps.
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
@@ -164,8 +164,8 @@ def _build_chunk(
     chunk.model_type = ModelType.encoder_or_decoder
     for name, param in chunk.named_parameters():
         # Megatron 0.16 reduces experts' gradients over the dense data-parallel group when ep = 1, which is wrong for
-        # etp != tp. Marked here on every mesh, experts also have an optimizer of their own on every mesh, so that all
-        # meshes read the same optimizer checkpoint.
+        # etp != tp. This marks experts on every mesh, so they also have their own optimizer on every mesh, and all
+        # meshes can read the same optimizer checkpoint.
         if ".experts." in name:
             param.allreduce = False
     if platform.is_cuda:
@@ -175,6 +175,6 @@ def _build_chunk(
 
 
 def _require_gradient(embedding: nn.Module, inputs: Any, output: Tensor) -> None:
-    """Make the output of a frozen embedding require a gradient: recomputed layers get none where no input does."""
+    """Make the output of a frozen embedding require a gradient: recomputed layers get none if no input requires it."""
     if torch.is_grad_enabled():
         output.requires_grad_()

@@ -1,4 +1,4 @@
-"""A model's weights by the names and indices that they have in checkpoints, whatever the mesh."""
+"""A model's weights by their names and indices in checkpoints, independent of the mesh."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from mcore_rl.model.build import unwrap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalShard:
-    """A region of a global tensor, and this rank's memory of it."""
+    """A region of a global tensor, and its memory on this rank."""
 
     key: str
     """Name of the global tensor in checkpoints."""
@@ -24,14 +24,14 @@ class LocalShard:
     data: Tensor
     """View of the parameter or buffer: writing to it changes the model."""
     is_main: bool
-    """True on one of the ranks that hold copies of the region."""
+    """True on exactly one rank among those with a copy of the region."""
 
 
 def local_shards(chunks: Sequence[nn.Module]) -> Iterator[LocalShard]:
     """Yield every weight and persistent buffer of this rank's chunks."""
     for chunk in chunks:
         model = unwrap(chunk)
-        # Megatron needs the group only where an MTP stage holds a copy of the embedding.
+        # Megatron needs the group only if an MTP stage has a copy of the embedding.
         state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
         apply_factories(state)
         for tensor in _leaves(state):
@@ -48,10 +48,10 @@ def local_shards(chunks: Sequence[nn.Module]) -> Iterator[LocalShard]:
 def copy_in(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
     """Fill this rank's weights from global tensors, converted to the weights' dtype.
 
-    Tensors that only other ranks hold are ignored.
+    Tensors that are not on this rank are ignored.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
+        CheckpointError: a tensor is missing or has the wrong shape.
     """
     for shard in local_shards(chunks):
         source = tensors.get(shard.key)

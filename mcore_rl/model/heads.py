@@ -1,7 +1,7 @@
-"""The scalar head: a number for every position in the place of logits, for reward models and critics.
+"""The scalar head: a number for every position instead of logits, for reward models and critics.
 
-A model with `model.head` = "score" ends in one row of weights instead of the vocabulary's. At the last token of a
-sequence the number is a reward (arXiv 2203.02155), at every token a value (arXiv 1707.06347).
+A model with `model.head` = "score" ends in a single row of weights instead of a row for each token id. At the last
+token of a sequence the number is a reward (arXiv 2203.02155), at every token a value (arXiv 1707.06347).
 """
 
 from typing import Any
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from mcore_rl.parallel.mesh import layer_groups
 
 SCORE_WEIGHT, SCORE_SHIFT = "score.weight", "score.shift"
-"""Keys of the head's tensors in checkpoints; a checkpoint without the first one has another head."""
+"""Keys of the head's tensors in checkpoints; a checkpoint without SCORE_WEIGHT has another head."""
 
 
 class ScoreLayer(nn.Module):
-    """The product of each hidden state with one weight, less a shift, in fp32; whole on every tensor-parallel rank.
+    """Scores `weight @ hidden - shift` in fp32; the layer is replicated on all tensor-parallel ranks.
 
-    Both start at zero, which is the same on every mesh: all scores are 0 then, and the first step moves the head alone.
+    Weight and shift start at zero, which is the same on every mesh: all scores are 0, and the first step only changes
+    the head.
     """
 
     shift: Tensor
@@ -35,25 +36,25 @@ class ScoreLayer(nn.Module):
         self.weight = nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device)
         )
-        # Under sequence parallelism each rank has the gradient of its own positions: Megatron sums marked weights'.
+        # Under sequence parallelism each rank has the gradient of its own positions: Megatron sums it if marked.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.register_buffer("shift", torch.zeros(1, dtype=torch.float32, device=device))
 
     def forward(self, hidden_SBD: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Collective over the tensor-parallel ranks: return the scores `[S, B, 1]`, fp32, and None for a bias.
 
-        The arguments beside the hidden states `[s, B, D]` are those of Megatron's output layer, without a use here.
+        Takes hidden states `[s, B, D]`; the other arguments of Megatron's output layer are ignored.
         """
         scores_SB1 = nn.functional.linear(hidden_SBD.float(), self.weight.float()) - self.shift
         if self.sequence_parallel:
-            # Every rank computes the whole loss, so that its own positions' part of the gradient is already complete.
+            # Every rank computes the whole loss, so its own positions' part of the gradient is already complete.
             scores_SB1 = gather_from_sequence_parallel_region(
                 scores_SB1, tensor_parallel_output_grad=False, group=self.tp_group
             )
         return scores_SB1, None
 
     def _apply(self, *args: Any, **kwargs: Any) -> "ScoreLayer":
-        # A model in bf16 converts its buffers too, and rewards of mean 0 would be 0 to three digits only.
+        # A model in bf16 also converts its buffers, and the mean of the rewards would be 0 to only three digits.
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.shift = self.shift.float()
         return self
@@ -61,7 +62,7 @@ class ScoreLayer(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the tensors under the keys that they have in checkpoints, as copies on all ranks of the stage."""
+        """Return the tensors under their checkpoint keys, as replicas on all ranks of the stage."""
         assert metadata is not None
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         return {
@@ -74,27 +75,27 @@ class ScoreLayer(nn.Module):
 
 
 class ScoreModel(GPTModel):
-    """Megatron's model that returns scores `[B, S, 1]` in fp32; there is no output layer of the vocabulary's size."""
+    """Megatron's model, returning scores `[B, S, 1]` in fp32 instead of logits over the vocabulary."""
 
     def __init__(self, config: TransformerConfig, *args: Any, vocab_size: int, **kwargs: Any) -> None:
         assert not config.mtp_num_layers, "an MTP layer predicts tokens"
         pre_process, post_process = kwargs["pre_process"], kwargs["post_process"]
-        # Megatron makes its output layer before ours takes its place. An output that is tied to an embedding of the
-        # same rank has no weight; on another rank it is one row a rank, as no embedding there needs the vocabulary.
+        # Megatron builds its output layer before ours replaces it. Tied to an embedding on the same rank, it has no
+        # weight; on other ranks it gets a single row per rank, as no embedding there needs the vocabulary.
         if post_process and not pre_process:
             vocab_size = config.tensor_model_parallel_size
         kwargs["share_embeddings_and_output_weights"] = pre_process and post_process
         super().__init__(config, *args, vocab_size=vocab_size, **kwargs)
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Put the head in the place of the output layer, and untie the embedding from it."""
+        """Replace the output layer by the head, and untie the embedding from it."""
         self.share_embeddings_and_output_weights = False
         if self.post_process:
             self.output_layer = ScoreLayer(self.config)
         super().setup_embeddings_and_output_layer()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the weights and buffers as shards; none may have another shape in a checkpoint."""
+        """Return weights and buffers as shards; loading a head of another shape is refused."""
         state: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
         for tensor in state.values():
             if getattr(tensor, "key", None) == SCORE_WEIGHT:

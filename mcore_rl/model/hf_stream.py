@@ -1,6 +1,6 @@
-"""Weights of the live model as Hugging Face's tensors, layer by layer, on one rank: an export without files.
+"""Weights of the live model as Hugging Face tensors, layer by layer, on one rank: an export without files.
 
-The families' rules decide, as they do for `convert`: the tensors are bit for bit those of an export of this model.
+It uses the families' rules, like `convert`: the tensors are bit for bit equal to an export of this model.
 """
 
 import itertools
@@ -23,38 +23,38 @@ from mcore_rl.model.global_tensors import LocalShard, local_shards
 from mcore_rl.parallel.mesh import Mesh
 
 MESSAGE_BYTES = 16 << 20
-"""Most bytes of one message between two ranks, unless one element has more."""
+"""Largest size in bytes of a message between two ranks, unless a single element is larger."""
 MTP = "mtp."
-"""Beginning of the keys of layers for multi-token prediction."""
+"""Key prefix of layers for multi-token prediction."""
 LAYERS = "model.layers."
-"""Beginning of Hugging Face's names of a layer's tensors."""
+"""Prefix of Hugging Face's names of a layer's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Whole modules of Hugging Face's model: all tensors of one decoder layer, or one tensor outside of the layers."""
+    """Whole modules of Hugging Face's model: all tensors of a decoder layer, or a single tensor outside the layers."""
 
     name: str
-    """Common beginning of the tensors' names, such as "model.layers.3.", or the name of the one tensor."""
+    """Common prefix of the tensors' names, such as "model.layers.3.", or the name of the single tensor."""
     tensors: dict[str, Tensor]
-    """Tensors by name, on the model's device; empty on the other ranks, and once the next bucket is asked for."""
+    """Tensors by name, on the model's device; empty on other ranks, and after the next bucket is requested."""
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Window:
-    """Rows of a shard that travel together."""
+    """Rows of a shard that are sent together."""
 
     rank: int
-    """Rank of the world that has the shard."""
+    """World rank that has the shard."""
     shard: int
-    """Index of the shard among those of its rank."""
+    """Index of the shard among its rank's shards."""
     key: str
-    """Name of the global tensor of Megatron's."""
+    """Name of Megatron's global tensor."""
     where: Region
     """Region of the global tensor."""
     local: Region
@@ -75,13 +75,13 @@ class _Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of its elements."""
+        """Size of the piece in bytes."""
         return math.prod(sizes(self.where)) * self.window.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Target:
-    """A Hugging Face tensor, and the pieces that make it, in the same order on all ranks."""
+    """A Hugging Face tensor, and the pieces that make it up, in the same order on all ranks."""
 
     name: str
     shape: Shape
@@ -92,35 +92,35 @@ class _Target:
 def iter_hf_weights(
     chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, *, to_rank: int = 0
 ) -> Iterator[Bucket]:
-    """Collective over the world: yield the weights as Hugging Face's tensors, in buckets, on the rank `to_rank`.
+    """Collective over the world: yield the weights as Hugging Face tensors, in buckets, on the rank `to_rank`.
 
-    All ranks take all buckets: a rank that has something of a bucket waits until `to_rank` asks for that bucket. No
-    rank has more than one bucket in memory, and two messages of MESSAGE_BYTES.
+    All ranks must iterate over all buckets: a rank with part of a bucket waits until `to_rank` requests that bucket.
+    No rank has more than one bucket in memory, plus two messages of MESSAGE_BYTES.
 
     Low-rank adapters are added to their weights, in fp32 and rounded once.
 
-    A tied output comes as `lm_head.weight`, which exports leave out: a server may have a copy of its own that nothing
-    else renews. Layers for multi-token prediction are left out, as by `convert export --mtp drop`: a server uses them
-    to propose tokens, never to decide them.
+    A tied output is yielded as `lm_head.weight`, which exports omit: a server may have its own copy, which would
+    otherwise not be updated. Layers for multi-token prediction are omitted, as by `convert export --mtp drop`: a server
+    only uses them to propose tokens.
 
     Args:
         chunks: This rank's chunks of the model, wrapped or not.
-        mesh: The mesh that they are cut by.
+        mesh: The model's mesh.
         model: The model's config.
-        to_rank: Rank of the world that gathers.
+        to_rank: World rank that gathers the tensors.
 
     Yields:
         Buckets in the order of the family's rules.
 
     Raises:
-        CheckpointError: The modules do not have the tensors that the family's rules describe; on all ranks alike.
+        CheckpointError: on all ranks, if the modules do not have the tensors that the family's rules describe.
     """
     shards = [shard for shard in local_shards(chunks) if shard.is_main and not shard.key.startswith(MTP)]
     targets = _targets(weight_map(model.model_copy(update={"mtp_layers": 0})), shards, mesh)
     buckets: dict[str, list[_Target]] = {}
     for target in targets:
         buckets.setdefault(bucket_of(target.name), []).append(target)
-    # A replica beside the first has no shard of its own to take it from.
+    # Taken from a parameter, because only the first replica has shards.
     device = next(chunks[0].parameters()).device
     for name, members in buckets.items():
         needed = {
@@ -129,17 +129,17 @@ def iter_hf_weights(
             for piece in target.pieces
             if piece.window.rank == mesh.world.rank
         }
-        # No more than a bucket's weights exist a second time, with their adapters added.
+        # Weights with adapters added are copies: make them only for the current bucket.
         merged = merged_shards(chunks, [shards[index] for index in sorted(needed)])
         at_hand = dict(zip(sorted(needed), merged, strict=True))
         bucket = Bucket(name, _gathered(members, at_hand, mesh, to_rank, device))
         yield bucket
-        # The reader may still have the bucket while it asks for the next one.
+        # The reader may still hold the bucket while it requests the next.
         bucket.tensors.clear()
 
 
 def bucket_of(name: str) -> str:
-    """Return the name of the bucket of a tensor. A server takes a module whole or not at all: no layer is cut."""
+    """Return the name of a tensor's bucket. A server only accepts whole modules, so layers are never split."""
     if not name.startswith(LAYERS):
         return name
     return LAYERS + name.removeprefix(LAYERS).partition(".")[0] + "."
@@ -183,7 +183,7 @@ def _targets(weights: WeightMap, shards: Sequence[LocalShard], mesh: Mesh) -> li
 
 
 def _check(weights: WeightMap, pieces: Mapping[str, Sequence[_Piece]]) -> None:
-    """Raise CheckpointError unless the pieces make up every tensor, in one type."""
+    """Raise CheckpointError unless the pieces make up every tensor, with a single dtype."""
     faults = []
     for name, shape in weights.hf_shapes.items():
         count = sum(math.prod(sizes(piece.where)) for piece in pieces[name])
@@ -199,7 +199,7 @@ def _check(weights: WeightMap, pieces: Mapping[str, Sequence[_Piece]]) -> None:
 
 
 def _windows(shard: LocalShard, rank: int, index: int) -> Iterator[_Window]:
-    """Yield the parts of a shard, of at most MESSAGE_BYTES each."""
+    """Yield parts of a shard of at most MESSAGE_BYTES each."""
     where = tuple(
         AxisRange(at, at + 1) if isinstance(at, int) else AxisRange(*at.indices(size)[:2])
         for at, size in zip(shard.where, shard.global_shape, strict=True)
@@ -209,7 +209,7 @@ def _windows(shard: LocalShard, rank: int, index: int) -> Iterator[_Window]:
     while axis and bytes_of_row * shape[axis] <= MESSAGE_BYTES:
         bytes_of_row *= shape[axis]
         axis -= 1
-    # `axis` is cut into runs of rows; each index of the axes before it is cut apart.
+    # `axis` is split into runs of rows, and the axes before it into single indices.
     step = max(1, MESSAGE_BYTES // bytes_of_row)
     for front in itertools.product(*(range(size) for size in shape[:axis])):
         for start in range(0, shape[axis], step):
@@ -236,7 +236,7 @@ def _gathered(
     to_rank: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Collective over the world: return the tensors on `to_rank`, {} on the others."""
+    """Collective over the world: return the tensors on `to_rank`, and an empty dict on all other ranks."""
     rank = mesh.world.rank
     tensors = {}
     if rank == to_rank:
@@ -264,7 +264,7 @@ def _gathered(
 
 
 def _messages(pieces: Sequence[tuple[str, _Piece]]) -> Iterator[tuple[int, list[tuple[str, _Piece]]]]:
-    """Yield rank by rank what one message carries: pieces of one type, at most MESSAGE_BYTES or one piece."""
+    """Yield messages as (rank, pieces), rank by rank: pieces of one dtype, up to MESSAGE_BYTES or a single piece."""
     kind = {
         dtype: index for index, dtype in enumerate(dict.fromkeys(piece.window.dtype for _, piece in pieces))
     }
@@ -282,7 +282,7 @@ def _messages(pieces: Sequence[tuple[str, _Piece]]) -> Iterator[tuple[int, list[
 
 
 def _elements(shards: Mapping[int, LocalShard], piece: _Piece) -> Tensor:
-    """Return a piece of this rank's shard, its axes in Hugging Face's order."""
+    """Return a piece of this rank's shard, with axes in Hugging Face's order."""
     window = piece.window
     shard = shards[window.shard]
     shape = tuple(1 if isinstance(at, int) else size for at, size in _axes(shard))

@@ -1,4 +1,4 @@
-"""Inputs of this rank's model: a microbatch on its device, cut for context parallelism."""
+"""Inputs of this rank's model: a microbatch on the device, split for context parallelism."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ class LocalMicrobatch:
     """This rank's positions of a microbatch, `[B, s]`."""
 
     shape: tuple[int, int]
-    """Shape `[B, S]` of the whole microbatch; packed sequences are laid end to end, so that B is 1."""
+    """Shape `[B, S]` of the whole microbatch; packed sequences are concatenated, so B is 1."""
     tokens_Bs: Tensor
     """Token ids, int64."""
     labels_Bs: Tensor
@@ -28,23 +28,24 @@ class LocalMicrobatch:
     position_ids_Bs: Tensor
     """Positions for the rotary embedding, int64."""
     packed: PackedParams | None = None
-    """Boundaries of packed sequences; None when each row is one sequence."""
+    """Boundaries of packed sequences; None if each row is one sequence."""
     is_padding_Bs: Tensor | None = None
-    """True at padding, bool; None when there is none."""
+    """True at padding, bool; None without padding."""
     packed_spans: tuple[Tensor, int] | None = None
-    """Index of each position's packed sequence, int64 `[s]`, -1 at padding, and their number; None as `packed` is."""
+    """Index of each position's packed sequence, int64 `[s]`, -1 at padding, and the number of sequences; None if
+    `packed` is None."""
 
     @property
     def routed_tokens(self) -> Tensor | int:
-        """Number of positions on this rank that are no padding, a scalar."""
+        """Number of positions on this rank that are not padding, a scalar."""
         return self.tokens_Bs.numel() if self.is_padding_Bs is None else (~self.is_padding_Bs).sum()
 
     def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
-        """Return the arguments of GPTModel.forward: with labels it returns losses `[B, s]`, else logits `[B, s, v]`."""
+        """Return the arguments of GPTModel.forward, for losses `[B, s]` with labels, else for logits `[B, s, v]`."""
         inputs: dict[str, Any] = {
             "input_ids": self.tokens_Bs,
             "position_ids": self.position_ids_Bs,
-            # All attention is causal, by the mask type of the layers' specs.
+            # All attention is causal, as set by the mask type in the layers' specs.
             "attention_mask": None,
         }
         if self.packed is not None:
@@ -58,23 +59,23 @@ class LocalMicrobatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedMicrobatch:
-    """One packed sequence with what an objective needs of it; the model reads `inputs`."""
+    """One packed sequence; objectives add fields of their own, and the model reads `inputs`."""
 
     inputs: LocalMicrobatch
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows (1) and length of the packed sequence before context parallelism cuts it."""
+        """Rows (1) and length of the packed sequence before context parallelism splits it."""
         return self.inputs.shape
 
     @property
     def routed_tokens(self) -> Tensor | int:
-        """Number of positions on this rank that are no padding."""
+        """Number of positions on this rank that are not padding."""
         return self.inputs.routed_tokens
 
     @property
     def packed_spans(self) -> tuple[Tensor, int] | None:
-        """Index of each position's sequence, -1 at padding, and the number of spans."""
+        """Index of each position's sequence, -1 at padding, and the number of sequences."""
         return self.inputs.packed_spans
 
     def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
@@ -83,12 +84,12 @@ class PackedMicrobatch:
 
 
 def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMicrobatch:
-    """Return the part of `microbatch` that this rank's model reads; each packed sequence is cut by itself."""
+    """Return the part of `microbatch` that this rank's model reads; each packed sequence is split separately."""
     rows, length = microbatch.tokens_BS.shape
     packed: PackedParams | None = None
     lengths: tuple[int, ...] = ()
     if microbatch.packed is not None:
-        # Megatron takes packed sequences in one row.
+        # Megatron expects packed sequences in a single row.
         rows, length = 1, rows * length
         lengths = tuple(microbatch.packed.cu_seqlens.diff().tolist())
         assert sum(lengths) == length, f"sequences of {sum(lengths)} positions in rows of {length}"

@@ -1,10 +1,10 @@
 """The loss of multi-token prediction as a sum over tokens, the same on every mesh and in every version of Megatron.
 
-Megatron 0.19 weighs it by each microbatch's and rank's own tokens, so that its gradient depends on microbatches,
-packing and context parallelism; both versions record its mean per microbatch and rank, which for a mask of zeros is 0/0
-in 0.16. Without labels 0.16 fails, and 0.19 makes up labels from the input and adds the gradient of that loss to
-whatever is made of the logits. This can go when Megatron's is a sum and a count like the main loss, computed only where
-labels are given.
+Megatron 0.19 weighs it by the tokens of each microbatch and rank, so its gradient depends on microbatches, packing and
+context parallelism; both versions record its mean per microbatch and rank, which in 0.16 is 0/0 for a mask of zeros.
+Without labels 0.16 fails, and 0.19 makes up labels from the input and adds the gradient of that loss to the gradient
+through the logits. This module can go when Megatron returns a sum and a count, as for the main loss, and only if labels
+are given.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ MTP_INPUTS = (
 
 
 def postprocessed_with_mtp(model: Any, postprocess: Callable[..., Any], **inputs: Any) -> Any:
-    """Return what `postprocess` does, Megatron's `_postprocess` of a model that predicts several tokens, with the loss
-    of the further ones as a sum, and only where labels are given.
+    """Call `postprocess`, Megatron's `_postprocess` of a model with MTP layers, with our MTP losses instead of
+    Megatron's: as sums over tokens, and only if labels are given.
     """
     depth = model.config.mtp_num_layers
     if inputs["labels"] is not None:
         inputs["hidden_states"] = _with_mtp_losses(model, depth, **inputs)
-    # Nothing is left of multi-token prediction for Megatron: the other layers' logits and loss remain.
+    # Hide the MTP layers from Megatron, which then computes only the main logits and loss.
     model.config.mtp_num_layers = None
     try:
         return postprocess(**inputs | {"mtp_in_postprocess": False})
@@ -43,10 +43,10 @@ def _with_mtp_losses(
     loss_mask: torch.Tensor | None,
     **inputs: Any,
 ) -> torch.Tensor:
-    """Hidden states `[s, B, D]` whose backward pass also adds the gradients of the multi-token prediction's losses.
+    """Return the main hidden states `[s, B, D]`; their backward pass also adds the gradients of the MTP losses.
 
-    Collective over the context-parallel ranks, which exchange the tokens at the ends of their parts. While the model
-    trains, `model.mtp_sums` `[depth, 2]` adds up each depth's loss and tokens on this rank, for the metric.
+    Collective over the context-parallel ranks, which exchange the tokens at the ends of their parts. In training mode
+    `model.mtp_sums` `[depth, 2]` accumulates each depth's loss and token count on this rank, for the metric.
     """
     config = model.config
     assert config.calculate_per_token_loss, "the schedule divides all losses by the world's tokens"
@@ -64,7 +64,7 @@ def _with_mtp_losses(
         logits, _ = model.output_layer(
             prediction, weight=weight, runtime_gather_output=inputs["runtime_gather_output"]
         )
-        # One token further on at each depth; the mask falls to zero where a sequence ends.
+        # Each depth predicts one token further ahead; the mask becomes zero where a sequence ends.
         labels, mask = (
             roll_tensor(
                 tensor,
@@ -81,7 +81,7 @@ def _with_mtp_losses(
                 model.mtp_sums = torch.zeros(depth, 2, device=losses.device)
             model.mtp_sums[index] += torch.stack([losses.detach().sum(), mask.sum()])
         # A sum, like the main loss: finalize_model_grads divides both by the world's count of main tokens. Divided by
-        # the tokens of a microbatch or of a rank, it would depend on how the batch is cut.
+        # the tokens of a microbatch or rank, it would depend on how the batch is split.
         hidden_states = MTPLossAutoScaler.apply(
             hidden_states, config.mtp_loss_scaling_factor / depth * losses
         )

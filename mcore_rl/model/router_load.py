@@ -1,4 +1,4 @@
-"""The load of the experts: the number of tokens that each expert of each layer works on."""
+"""The load of the experts: how many tokens each expert of each layer processes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,20 +18,20 @@ from mcore_rl.parallel.routers import routers
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoads:
-    """Counts of the routers' decisions since the counts were last taken.
+    """Counts of the routers' decisions since the last reset.
 
     Rows are the model's layers from 0, then its MTP layers; the row of a dense layer is zero.
     """
 
     tokens_LE: Tensor
-    """Number of tokens that expert e of layer l worked on, int64."""
+    """Number of tokens that expert e of layer l processed, int64."""
     dropped_L: Tensor
     """Number of a layer's choices that were dropped because the expert was full, int64."""
     num_layers: int
-    """Number of layers without the MTP layers."""
+    """Number of layers, not counting MTP layers."""
 
     def metrics(self) -> list[Metric]:
-        """Return the metrics `moe/...` of the layers and `mtp/...` of the MTP layers, which METRICS describes."""
+        """Return the metrics `moe/...` of the layers and `mtp/...` of the MTP layers, described in METRICS."""
         end = self.num_layers
         return [
             *_metrics("moe", self.tokens_LE[:end], self.dropped_L[:end]),
@@ -42,8 +42,8 @@ class ExpertLoads:
 class RouterLoad:
     """Hooks on the routers of this rank's chunks that count their decisions, without waiting for the device.
 
-    A forward pass counts when it records gradients. A training token therefore counts once, also under recomputation,
-    whose first pass records none; evaluation and padding do not count.
+    A forward pass counts if it records gradients. A training token therefore counts once, even with recomputation,
+    because the first pass then records none. Evaluation and padding do not count.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -61,18 +61,18 @@ class RouterLoad:
         ]
 
     def take(self) -> ExpertLoads:
-        """Return the counts of this rank's layers and tokens, and start again from zero."""
+        """Return the counts of this rank's layers and tokens, and reset them to zero."""
         counts_LE = self._counts_LE.clone()
         self._counts_LE.zero_()
         return ExpertLoads(counts_LE[:, :-1], counts_LE[:, -1], self._num_layers)
 
     def gather(self, mesh: Mesh) -> ExpertLoads:
-        """Collective over the world: return the counts of all layers and tokens, on the CPU, and start again from zero.
+        """Collective over the world: return the counts of all layers and tokens, on the CPU, and reset them to zero.
 
-        Each rank has counted its own tokens (DP cuts the batch, CP the sequence, SP a rank's part of it) in its own
-        layers (PP), so that the sum over the world counts everything once.
+        Each rank has counted its own tokens (DP splits the batch, CP the sequence, SP a rank's part of it) in its own
+        layers (PP), so the sum over the world counts everything once.
         """
-        # Without SP the tensor-parallel ranks would count the same tokens; Megatron refuses to train so.
+        # Without SP all tensor-parallel ranks would count the same tokens; Megatron refuses to train that way.
         assert mesh.sequence_parallel or mesh.tp.size == 1
         counts_LE = self._counts_LE.clone()
         self._counts_LE.zero_()
@@ -94,7 +94,7 @@ class RouterLoad:
                 return
             routed_TE, num_tokens = _routed_tokens(inputs, output)
             tokens_E = routed_TE.sum(0)
-            # In place and on the device: reading a number here would wait for all kernels before it.
+            # In place and on the device: reading a number on the host would wait for all earlier kernels.
             counts_E.add_(tokens_E)
             if may_drop:
                 dropped.add_(num_tokens * top_k - tokens_E.sum())
@@ -103,9 +103,9 @@ class RouterLoad:
 
 
 def _routed_tokens(inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, int | Tensor]:
-    """Return a router's map `[T, E]` of tokens and experts without padding, and the number of tokens."""
+    """Return a router's map `[T, E]` of tokens to experts without padding, and the number of tokens."""
     _, routed_TE = output
-    # Megatron's inference router returns indices of experts instead of a map; it records no gradients.
+    # Megatron's inference router returns expert indices instead of a map, but records no gradients.
     assert routed_TE.dtype == torch.bool
     is_padding = inputs[1] if len(inputs) > 1 else None
     if is_padding is None:
@@ -115,12 +115,12 @@ def _routed_tokens(inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, 
 
 
 def load_max_over_mean(tokens_E: Tensor) -> float:
-    """Return the tokens of the busiest expert over the mean: 1 when even, E when one expert has all."""
+    """Return the tokens of the busiest expert over the mean: 1 if even, E if a single expert has all tokens."""
     return float(tokens_E.max() * len(tokens_E) / tokens_E.sum())
 
 
 def load_entropy(tokens_E: Tensor) -> float:
-    """Return the entropy of the experts' shares over log E: 1 when even, 0 when one expert has all."""
+    """Return the entropy of the experts' shares over log E: 1 if even, 0 if a single expert has all tokens."""
     shares_E = tokens_E.double() / tokens_E.sum()
     return float(torch.special.entr(shares_E).sum()) / math.log(len(tokens_E))
 

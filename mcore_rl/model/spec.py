@@ -1,4 +1,4 @@
-"""Megatron's specs of the layers, with our modules or with TransformerEngine's."""
+"""Megatron's layer specs, with our modules or TransformerEngine's."""
 
 from typing import Any
 
@@ -35,18 +35,18 @@ from mcore_rl.model.layers.output import OutputLayer
 from mcore_rl.model.layers.provider import TorchSpecProvider
 
 PROVIDERS: dict[str, type[TorchSpecProvider]] = {"torch": TorchSpecProvider, "cpu": CpuSpecProvider}
-"""The layers of `platform.layers`, beside those of TransformerEngine, which Megatron's own specs have."""
+"""Providers for the values of `platform.layers` except "te": Megatron's own specs have TransformerEngine's layers."""
 
 
 class LatentNorm(RMSNorm):
-    """Norm of a latent with an epsilon of its own; Megatron passes one epsilon to all norms."""
+    """Norm of a latent with its own epsilon; Megatron passes the same epsilon to all norms."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config=config, hidden_size=hidden_size, eps=config.latent_norm_eps)
 
 
 def provider_of(config: TransformerConfig) -> TorchSpecProvider:
-    """Return the layers of a config that does not have TransformerEngine's."""
+    """Return the provider for a config that does not use TransformerEngine's layers."""
     return PROVIDERS[config.layers](config)
 
 
@@ -77,7 +77,7 @@ def mtp_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
 
 
 def output_layer(config: TransformerConfig) -> type[OutputLayer]:
-    """Return the class of the output layer, which with TransformerEngine's layers is Megatron's too."""
+    """Return the class of the output layer; TransformerEngine's layers use it as well."""
     return OutputLayer if config.layers == "te" else provider_of(config).output_layer
 
 
@@ -112,8 +112,8 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
         pre_mlp_layernorm=norm,
         mlp=with_moe_layer(mlp, MoELayer) if is_moe else mlp,
         mlp_bda=get_bias_dropout_add,
-        # TransformerEngine fuses these norms into the linear layer that follows; with its names in our checkpoints
-        # either implementation reads what the other saved.
+        # TransformerEngine fuses these norms into the following linear layer; our checkpoints use its names, so each
+        # implementation can read checkpoints of the other.
         sharded_state_dict_keys_map=renamed,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)

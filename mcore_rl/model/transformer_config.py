@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig of a model on a mesh and a platform."""
+"""Megatron's TransformerConfig for a model on a mesh and a platform."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "quick_gelu": quick_gelu,
 }
-"""Functions of the activations, which families name because they import no torch."""
+"""Activation functions by name; families use names because they do not import torch."""
 
 PERMUTE_KERNELS = (
     "fused_permute",
@@ -33,15 +33,15 @@ PERMUTE_KERNELS = (
     "fused_sort_chunks_by_index_with_probs",
     "fused_unpermute",
 )
-"""Names in Megatron of the kernels of TransformerEngine with which it permutes tokens: it takes all or none."""
+"""Megatron's names of the TransformerEngine kernels that permute tokens; it needs all of them or uses none."""
 ROUTER_KERNELS = ("fused_topk_with_score_function", "fused_moe_aux_loss")
-"""Names in Megatron of the kernels of TransformerEngine that the fused router needs."""
+"""Megatron's names of the TransformerEngine kernels that the fused router needs."""
 
 
 def transformer_config(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
 ) -> TransformerConfig:
-    """Return the config that makes `model`'s chunks on this rank; the run must have passed `mcore_rl.checks`.
+    """Return the config to build `model`'s chunks on this rank; the run must have passed `mcore_rl.checks`.
 
     Raises:
         ConfigError: the model needs layers or packages that this platform does not have.
@@ -62,7 +62,7 @@ def transformer_config(
     arguments["activation_func"] = ACTIVATIONS[family.activation]
     # TransformerEngine's experts do not support this fusion together with biases.
     arguments["bias_dropout_fusion"] &= not arguments["add_bias_linear"]
-    # Megatron's fused kernel for latent attention supports YaRN only.
+    # Megatron's fused kernel for latent attention only supports YaRN.
     arguments["apply_rope_fusion"] = platform.layers == "te" and (
         not family.is_latent or model.rope.scaling == "yarn"
     )
@@ -149,7 +149,7 @@ def _parallel(model: ModelConfig, mesh: Mesh, platform: Platform) -> dict[str, A
 
 
 def _pipeline_layout(model: ModelConfig, mesh: MeshConfig) -> list[list[str]] | None:
-    """Return the contents of each chunk in the model's order, by Megatron's names; None: stages of equal chunks."""
+    """Return the contents of each chunk in the model's order, by Megatron's names; None for stages of equal chunks."""
     if mesh.pp_layout is None:
         return None
     chunks = [["decoder"] * count for count in mesh.chunk_layers(model.num_layers, model.mtp_layers)]
@@ -214,14 +214,14 @@ def _fusions(platform: Platform, settings: PlatformConfig, flags: SpeedFlags) ->
 
 
 def machine_of(platform: Platform) -> Machine:
-    """Return the facts on which the flags of `auto` depend, for a rank of a run."""
+    """Return the properties that "auto" flags depend on, for a rank of a run."""
     has_te_layers = platform.layers == "te"
     return machine_here(platform.device, has_te_layers=has_te_layers, world_size=platform.world_size)
 
 
 def machine_here(device: torch.device, *, has_te_layers: bool, world_size: int) -> Machine:
-    """Return the facts on which the flags of `auto` depend in this process."""
-    # Older versions of TransformerEngine lack some kernels; their names in Megatron are then None.
+    """Return the properties that "auto" flags depend on, for this process."""
+    # Older versions of TransformerEngine lack some kernels; Megatron then sets their names to None.
     kernels: dict[Kernel, bool] = {
         "permute": has_kernels(*PERMUTE_KERNELS),
         "router": has_kernels(*ROUTER_KERNELS),
@@ -264,5 +264,5 @@ def _dispatch(model: ModelConfig, platform: Platform) -> dict[str, Any]:
 
 
 def has_kernels(*names: str) -> bool:
-    """Return whether Megatron has imported all these kernels of TransformerEngine."""
+    """Return whether Megatron has imported all of these TransformerEngine kernels."""
     return all(getattr(moe_utils, name, None) is not None for name in names)

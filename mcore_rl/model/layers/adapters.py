@@ -1,7 +1,7 @@
-"""Linear layers with a low-rank adapter beside their frozen weight: x W^T + scale * (x A^T) B^T (arXiv 2106.09685).
+"""Linear layers with a frozen weight and a low-rank adapter: x W^T + scale * (x A^T) B^T (arXiv 2106.09685).
 
-A layer becomes one of these by its class, so that modules and keys of the base stay as they are, and A and B are added
-under `adapter.`. The branch's output must lie on the ranks as the base's output does that it is added to.
+An existing layer is adapted by changing its class, so the base's modules and keys do not change; A and B are added
+under `adapter.`. The branch's output must be distributed over the ranks like the base output that it is added to.
 """
 
 from typing import Any
@@ -27,17 +27,23 @@ from mcore_rl.model.layers.linear import ReplicatedLinear
 
 
 class Adapter(nn.Module):
-    """A and B of one matrix, or stacked of the matrices of experts.
+    """A and B of one matrix, or stacked for the matrices of all experts.
 
-    They must be read by a call, as those of `StackedLinear`: under an overlapped gather of parameters Megatron waits
+    As in `StackedLinear`, they must be read by calling the module: with an overlapped parameter gather, Megatron waits
     for them before the forward pass of the module that owns them.
     """
 
     def __init__(
         self, shape_a: tuple[int, ...], shape_b: tuple[int, ...], like: Tensor, *, scale: float, rows: Rows
     ) -> None:
-        """Take the shapes on this rank, a tensor of their type and device, the factor on B A, and the order of B's
-        rows. A has a block of rows for each of `rows.sizes`, or one block for all.
+        """Create A and B.
+
+        Args:
+            shape_a: Shape of A on this rank. A has a block of rows for each of `rows.sizes`, or one block for all.
+            shape_b: Shape of B on this rank.
+            like: Tensor with the dtype and device of A and B.
+            scale: Factor on B A.
+            rows: Order of B's rows.
         """
         super().__init__()
         self.A = nn.Parameter(like.new_empty(shape_a))
@@ -50,7 +56,7 @@ class Adapter(nn.Module):
 
 
 def expanded(low: Tensor, weight_b: Tensor, rows: Rows) -> Tensor:
-    """Return `[..., O]`: each row of B `[O, r]` times the block of `low` `[..., P * r]` of its projection."""
+    """Return `[..., O]`: each row of B `[O, r]` multiplied by its projection's block of `low` `[..., P * r]`."""
     rank = weight_b.shape[-1]
     if low.shape[-1] == rank:
         return linear(low, weight_b)
@@ -63,11 +69,11 @@ def expanded(low: Tensor, weight_b: Tensor, rows: Rows) -> Tensor:
 
 
 class AdaptedColumnLinear(ColumnParallelLinear):
-    """Megatron's layer that splits its outputs: A is whole on every rank, and B is split as the weight."""
+    """Megatron's layer that splits its outputs: A is replicated on every rank, and B is split like the weight."""
 
     adapter: Adapter
     is_gated: bool
-    """Whether the rows of each rank are of a gate, then of an up-projection, as a SwiGLU MLP has them."""
+    """Whether each rank's rows are a gate, then an up-projection, as in a SwiGLU MLP."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Collective over the tensor-parallel ranks: return this rank's outputs `[S, B, o]`, and the layer's bias."""
@@ -75,7 +81,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
         if not self.adapter.is_on:
             return output, bias
         weight_a, weight_b = self.adapter()
-        low = linear(input_, weight_a)  # of this rank's positions: what travels has r columns, not D
+        low = linear(input_, weight_a)  # this rank's positions: r columns are communicated, not D
         if self.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, group=self.tp_group)  # backward: reduce-scatter
         else:
@@ -86,16 +92,16 @@ class AdaptedColumnLinear(ColumnParallelLinear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the tensors as shards; Megatron would take B for a copy on every rank, and lose parts of it."""
+        """Return the tensors as shards; Megatron's method would save B as replicated and lose parts of it."""
         state = _sharded(self, prefix, {"weight": 0, "bias": 0, "adapter.B": 0}, sharded_offsets, metadata)
-        if self.is_gated:  # Megatron's MLP does so with the weight
+        if self.is_gated:  # as Megatron's MLP does for the weight
             key = f"{prefix}adapter.B"
             state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
         return state
 
 
 class AdaptedRowLinear(RowParallelLinear):
-    """Megatron's layer that splits its inputs: A is split as the weight, and B is whole on every rank."""
+    """Megatron's layer that splits its inputs: A is split like the weight, and B is replicated on every rank."""
 
     adapter: Adapter
 
@@ -105,7 +111,7 @@ class AdaptedRowLinear(RowParallelLinear):
         if not self.adapter.is_on:
             return output, bias
         weight_a, weight_b = self.adapter()
-        low = linear(input_, weight_a)  # a part of the sum over the ranks
+        low = linear(input_, weight_a)  # this rank's part of a sum over the ranks
         if self.sequence_parallel:
             low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
         else:
@@ -115,12 +121,12 @@ class AdaptedRowLinear(RowParallelLinear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the tensors as shards, A as the weight."""
+        """Return the tensors as shards; A is split like the weight."""
         return _sharded(self, prefix, {"weight": 1, "adapter.A": 1}, sharded_offsets, metadata)
 
 
 class AdaptedReplicatedLinear(ReplicatedLinear):
-    """A layer that every tensor-parallel rank holds whole, as A and B are."""
+    """A layer that is replicated on every tensor-parallel rank, as are A and B."""
 
     adapter: Adapter
 
@@ -137,7 +143,7 @@ class AdaptedReplicatedLinear(ReplicatedLinear):
 class AdaptedStackedLinear(StackedLinear):
     """A matrix of every expert `[e, O, I]` and its adapters.
 
-    With expert tensor parallelism the ranks have a part of either A or B, and the other one whole.
+    Expert tensor parallelism splits either A or B, and replicates the other matrix.
     """
 
     adapter: Adapter
@@ -145,14 +151,14 @@ class AdaptedStackedLinear(StackedLinear):
     splits_outputs: bool
     """Whether expert tensor parallelism splits O, and with it B; else it splits I, and with it A."""
     merges: bool
-    """Whether the experts compute with the sum W + scale * B A, not with products of its two parts."""
+    """Whether the experts multiply by the merged weight W + scale * B A, instead of by W, A and B."""
 
     def forward(self) -> Linear:
         """Return weights, biases and adapters."""
         if not self.adapter.is_on:
             return super().forward()
         weight_a, weight_b = self.adapter()
-        # Each rank has a part of the gradient of what they all hold, and no mark of Megatron's sums it over them.
+        # Each rank has only a part of the gradient of the replicated matrix, and no Megatron attribute makes it sum.
         if self.splits_outputs:
             weight_a = copy_to_tensor_model_parallel_region(weight_a, group=self.etp)
         else:

@@ -30,13 +30,13 @@ from mcore_rl.model.layers.sinks import with_sinks
 from mcore_rl.parallel.mesh import layer_groups
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
-"""Mask types of causal attention; padding is masked by the loss."""
+"""Mask types of causal attention; padding is masked in the loss."""
 
 
 class SDPAttention(MegatronModule):
-    """Attention by torch's `scaled_dot_product_attention`, on a GPU also by its kernel for packed sequences.
+    """Attention by torch's `scaled_dot_product_attention`, and on a GPU by its kernel for packed sequences.
 
-    It supports grouped queries, values of another width than keys, dropout, sliding windows, sinks (Megatron's
+    Supports grouped queries, values with a different width than keys, dropout, sliding windows, sinks (Megatron's
     learnable softmax) and packed sequences. With context parallelism keys and values are gathered, and each rank
     computes its two chunks of each sequence.
     """
@@ -69,7 +69,7 @@ class SDPAttention(MegatronModule):
         self._is_invariant = batch_invariant.is_on()
         self._has_packed_kernel = kernel_found() is not None
         self.cache: KeyValueCache | None = None
-        """Cache of earlier positions, set while the tokens are those of a generating step."""
+        """Cache of earlier positions, set only while generating."""
 
     def forward(
         self,
@@ -80,15 +80,15 @@ class SDPAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         **options: Any,
     ) -> Tensor:
-        """Return the output `[s, B, N * Dv]`; packed sequences have no axis B, in inputs and output.
+        """Return the output `[s, B, N * Dv]`; with packed sequences, inputs and output have no axis B.
 
         Args:
             query: Queries `[s, B, N, D]` of this rank's heads and positions.
-            key: Keys `[s, B, G, D]`, G a divisor of N.
+            key: Keys `[s, B, G, D]`; G divides N.
             value: Values `[s, B, G, Dv]`.
-            attention_mask: True where attention is forbidden; it replaces the mask type.
-            attn_mask_type: Causal or none, where there is no mask.
-            **options: Megatron's further arguments, of which `packed_seq_params` is used.
+            attention_mask: True where attention is forbidden; overrides the mask type.
+            attn_mask_type: Causal or no mask, if `attention_mask` is None.
+            **options: Megatron's other arguments; only `packed_seq_params` is used.
         """
         if options.get("attention_bias") is not None:
             raise NotImplementedError("SDPAttention adds no bias to the scores: give none, or a mask")
@@ -111,7 +111,7 @@ class SDPAttention(MegatronModule):
         return mixed.flatten(2)
 
     def _cached(self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache) -> Tensor:
-        """Return the output `[T, 1, N * Dv]` of each token over its slot up to its own position, zeros for padding."""
+        """Return the output `[T, 1, N * Dv]`: each token attends to its slot up to its own position; padding is 0."""
         step, num_decode = cache.step, cache.step.num_decode
         where = step.slots_T, step.positions_T
         cache.keys[where], cache.values[where] = key[:, 0], value[:, 0]
@@ -124,14 +124,14 @@ class SDPAttention(MegatronModule):
         return mixed.flatten(2)
 
     def _newest(self, query_BND: Tensor, cache: KeyValueCache) -> Tensor:
-        """Return the output `[B, N, Dv]` of the query of each decoding slot over the keys that it sees."""
+        """Return the output `[B, N, Dv]` for the query of each decoding slot, over its visible keys."""
         longest, visible = cache.step.longest, cache.step.visible(self.window)
         key, value = (kv[: len(query_BND), :longest].transpose(0, 1) for kv in (cache.keys, cache.values))
         if self._is_invariant:
             return self._invariant(query_BND[None], key, value, visible)[0]
         if self.softmax_offset is not None:
             return self._attend(query_BND[None], key, value, visible)[0]
-        # Heads that share a key are passed as positions, so that no key or value is repeated.
+        # Pass heads that share a key as positions, so that no key or value is repeated.
         rows, heads, width = query_BND.shape
         groups = key.shape[2]
         query = query_BND.view(rows, groups, heads // groups, width).permute(2, 0, 1, 3)
@@ -146,7 +146,7 @@ class SDPAttention(MegatronModule):
         return torch.cat([self._prefix(*part) for part in self._chunks(query, key, value)])
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Return the output of packed sequences, each by itself; positions behind the last one form another."""
+        """Return the output of packed sequences; positions after the last sequence count as another sequence."""
         ranks = self.cp_group.size()
         num_tokens = query.shape[0] * ranks
         lengths = lengths_of(packed, num_tokens, 2 * ranks if ranks > 1 else 1)
@@ -172,9 +172,9 @@ class SDPAttention(MegatronModule):
         return torch.cat(mixed).flatten(1)
 
     def _at_once(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedParams) -> Tensor | None:
-        """Return the same by one call; None where it cannot be, on all ranks alike.
+        """Return the output of all sequences by a single kernel call, or None, on all ranks, if there is no kernel.
 
-        Collective over the context-parallel group where it has several ranks and there is a kernel.
+        Collective over the context-parallel group if it has several ranks and there is a kernel.
         """
         rank, ranks = self.cp_group.rank(), self.cp_group.size()
         has_dropout = self.dropout > 0.0 and self.training
@@ -200,7 +200,7 @@ class SDPAttention(MegatronModule):
         return None if mixed is None else mixed.flatten(1)
 
     def _side_by_side(self, query: Tensor, key: Tensor, value: Tensor, batches: SideBySide) -> Tensor:
-        """Return the same in few batches: for short sequences a call each costs more than the arithmetic."""
+        """Return the output of all sequences, computed in few batches: a call per short sequence would cost more."""
         sizes = [rows * width for rows, width in batches.shapes]
         parts = [heads.index_select(0, batches.positions_N).split(sizes) for heads in (query, key, value)]
         mixed = []
@@ -211,7 +211,7 @@ class SDPAttention(MegatronModule):
 
     def _gathered(self, key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         """Collective over the context-parallel group: return keys and values of all ranks' positions in this order."""
-        # One collective for both.
+        # A single collective for both.
         both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
         ordered_key, ordered_value = both.index_select(0, order).split([key.shape[-1], value.shape[-1]], -1)
         return ordered_key, ordered_value
@@ -225,7 +225,7 @@ class SDPAttention(MegatronModule):
         return [(part, key[:end], value[:end]) for part, end in zip((first, second), ends, strict=True)]
 
     def _prefix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return causal attention of queries at the last of the keys' positions."""
+        """Return causal attention; the queries are at the last positions of the keys."""
         is_plain = self.window is None and self.softmax_offset is None
         if self._is_invariant:
             return self._invariant(query, key, value, self._visible(query, key))
@@ -234,14 +234,14 @@ class SDPAttention(MegatronModule):
         return self._attend(query, key, value, self._visible(query, key))
 
     def _invariant(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        """Return the output of attention whose result for a query depends on its visible keys alone."""
+        """Return the output of batch-invariant attention: a query's result depends only on its visible keys."""
         assert self.softmax_offset is None and (self.dropout == 0.0 or not self.training), (
             "checks refuse these"
         )
         return batch_invariant.attention(query, key, value, visible, self.scale)
 
     def _visible(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return a mask that is true where a key is not after its query, and inside the window."""
+        """Return a mask, True where a key is not after its query and is inside the window."""
         length = key.shape[0]
         positions = torch.arange(length, device=key.device)
         distance = positions[length - query.shape[0] :, None] - positions
@@ -255,7 +255,7 @@ class SDPAttention(MegatronModule):
         visible = ~mask
         if self.window is not None:
             visible = visible & self._visible(query, key)
-        # A query without a key would be 0 / 0: it attends to all instead, as with Megatron's finite mask value.
+        # A query without visible keys would give 0 / 0: it attends to all keys, as with Megatron's finite mask value.
         return self._attend(query, key, value, visible | ~visible.any(-1, keepdim=True))
 
     def _attend(
@@ -267,7 +267,7 @@ class SDPAttention(MegatronModule):
         query_BNSD, key_BGSD, value_BGSD = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
         width, value_width = query.shape[-1], value.shape[-1]
         if value_width < width:
-            # torch's fused kernels need equal widths; without them the scores of all heads are stored.
+            # torch's fused kernels need equal widths; without a fused kernel the scores of all heads would be stored.
             value_BGSD = pad(value_BGSD, (0, width - value_width))
         dropout = self.dropout if self.training else 0.0
         # Under sequence parallelism the whole layer already draws from this rank's random state.
@@ -286,7 +286,7 @@ class SDPAttention(MegatronModule):
         return mixed_BNSD[..., :value_width].permute(2, 0, 1, 3)
 
     def _sinks(self) -> nn.Parameter:
-        """Return the parameter of one score for each of this rank's heads."""
+        """Create the parameter with a score for each of this rank's heads."""
         config = self.config
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         heads = divide(config.num_attention_heads, self.tp_group.size())
@@ -300,7 +300,7 @@ class SDPAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the sinks, if the model has them, as one tensor of all heads."""
+        """Return the sinks, if the model has them, as a single tensor over all heads."""
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -313,14 +313,15 @@ class SDPAttention(MegatronModule):
 
 
 def lengths_of(packed: PackedSeqParams, num_tokens: int, multiple: int) -> tuple[int, ...]:
-    """Return the number of positions of each sequence of a packed row; those behind the last one count as another.
+    """Return the length of each sequence of a packed row; positions after the last sequence count as another sequence.
 
-    `PackedParams` has them on the host; Megatron's own record has them on the device, from which they are read once.
+    `PackedParams` has the lengths on the host; Megatron's own class has them on the device, from where they are read
+    once.
 
     Args:
         packed: Description of the row.
         num_tokens: Length of the row.
-        multiple: Number that every length must be a multiple of.
+        multiple: Every length must be a multiple of this.
     """
     if packed.qkv_format != "thd":
         raise NotImplementedError(f'SDPAttention packs sequences as "thd", not as {packed.qkv_format!r}')

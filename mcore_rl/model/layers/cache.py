@@ -1,4 +1,4 @@
-"""The caches of the native engine, each kind by its layer, and the tokens of the step that reads them."""
+"""Caches of the native engine's layers, and the tokens of a generating step."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -8,21 +8,21 @@ from torch import Tensor
 
 
 class PrefillRows(NamedTuple):
-    """Tokens of a step that are consecutive positions of one slot: the beginning of a completion's cache."""
+    """Tokens of a step that are consecutive positions of one slot: a part of a completion's prompt."""
 
     begin: int
-    """Index of the first one among the step's tokens."""
+    """Index of the first token among the step's tokens."""
     end: int
-    """Index behind the last one."""
+    """Index after the last token."""
     slot: int
     """Index of the slot in the cache."""
     stop: int
-    """Position behind the last one: after the step the slot holds this many."""
+    """Position after the last token: the number of positions in the slot after the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTokens:
-    """The tokens of one step: one of each decoding slot 0 ... num_decode - 1, then prefills, then padding.
+    """Tokens of one step: a token for each decoding slot 0 ... num_decode - 1, then prefills, then padding.
 
     Padding writes to the cache's last slot, which no token reads.
     """
@@ -34,15 +34,15 @@ class StepTokens:
     positions_T: Tensor
     """Position of each token in its slot, int64."""
     num_decode: int
-    """Number of slots that get one token."""
+    """Number of decoding slots, which get one token each."""
     longest: int
-    """Largest number of keys of a decoding slot, its new one included."""
+    """Largest number of keys in a decoding slot, including the new token's."""
     spans: tuple[PrefillRows, ...]
-    """The prefills."""
+    """Prefills of the step."""
     _visible: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
 
     def visible(self, window: int | None) -> Tensor:
-        """Return which keys each decoding slot's query attends to, bool `[num_decode, 1, 1, longest]`.
+        """Return the mask of keys that each decoding slot's query attends to, bool `[num_decode, 1, 1, longest]`.
 
         The mask is computed once for all layers with the same window.
         """
@@ -56,7 +56,7 @@ class StepTokens:
 
 _NONE = torch.empty(0, dtype=torch.int64)
 NO_TOKENS = StepTokens(ids_T=_NONE, slots_T=_NONE, positions_T=_NONE, num_decode=0, longest=0, spans=())
-"""The step of a cache between steps."""
+"""Value of a cache's `step` between steps."""
 
 
 class LayerCache(Protocol):
@@ -66,7 +66,7 @@ class LayerCache(Protocol):
     """Tokens that the layer is computing, set for each step."""
 
     def copy(self, source: int, targets: slice, length: int) -> None:
-        """Give the first `length` positions of a slot to others."""
+        """Copy the first `length` positions of the slot `source` to the slots `targets`."""
 
 
 @dataclass(slots=True)
@@ -81,6 +81,6 @@ class KeyValueCache:
     """Tokens that the layer is computing."""
 
     def copy(self, source: int, targets: slice, length: int) -> None:
-        """Give the first `length` positions of a slot to others."""
+        """Copy the first `length` positions of the slot `source` to the slots `targets`."""
         self.keys[targets, :length] = self.keys[source, :length]
         self.values[targets, :length] = self.values[source, :length]

@@ -1,4 +1,4 @@
-"""A gated delta net in the place of a layer's self-attention (arXiv 2412.06464)."""
+"""A gated delta net, which replaces a layer's self-attention (arXiv 2412.06464)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ from mcore_rl.model.layers.packed import gathered_order
 from mcore_rl.parallel.mesh import layer_groups
 
 PARTS = ("query", "key", "value", "z", "beta", "alpha")
-"""Parts of the input projection, in the order of its rows on each rank; checkpoints have a tensor for each."""
+"""Parts of the input projection, in the order of its rows on each rank; checkpoints have a tensor for each part."""
 NUM_CONVOLVED = 3
-"""Number of parts, the first ones, that pass the convolution."""
+"""Number of leading parts that pass through the convolution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +57,23 @@ class DeltaSubmodules:
 
 @dataclass(slots=True)
 class DeltaCache:
-    """The cache of a gated delta net: as large for a long completion as for a short one."""
+    """The cache of a gated delta net; its size does not depend on the length of completions."""
 
     inputs: Tensor
-    """The last inputs of the convolution, `[slots, W - 1, C]`."""
+    """Last inputs of the convolution, `[slots, W - 1, C]`."""
     states: Tensor
     """`[slots, H, K, V]`, fp32."""
     step: StepTokens = NO_TOKENS
     """Tokens that the layer is computing."""
 
     def copy(self, source: int, targets: slice, length: int) -> None:
-        """Give all positions of a slot to others: a state cannot be cut back to fewer, so `length` must be all."""
+        """Copy slot `source` to the slots `targets`. `length` must be all of its positions: states cannot rewind."""
         self.inputs[targets] = self.inputs[source]
         self.states[targets] = self.states[source]
 
 
 class NamedWeight(nn.Module):
-    """A weight that checkpoints have under the name of a module."""
+    """A weight that is in checkpoints under the name of a module."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -81,20 +81,20 @@ class NamedWeight(nn.Module):
 
 
 class HeadWeights(NamedTuple):
-    """The weights between the projections, of the heads that a rank computes."""
+    """The weights between the projections, for the heads that a rank computes."""
 
     conv_CW: Tensor
     decay_H: Tensor
-    """Logarithms of the decay's rate (`A_log`)."""
+    """Logarithm of the decay rate (`A_log`)."""
     decay_bias_H: Tensor
     norm_V: Tensor
 
 
 class GatedDeltaNet(MegatronModule):
-    """Projection, convolution, gated delta rule, norm with a gate, projection.
+    """Projection, convolution, gated delta rule, gated norm, projection.
 
-    Tensor parallelism cuts the heads of keys, each with its heads of values. With context parallelism a rank exchanges
-    its positions of all these heads for all positions of its share of them, and back. Keys in checkpoints are those of
+    Tensor parallelism splits the key heads, each with its value heads. With context parallelism a rank exchanges its
+    positions of all its heads for all positions of a share of the heads, and back. Checkpoint keys are the same as for
     Megatron's own layer.
     """
 
@@ -110,7 +110,7 @@ class GatedDeltaNet(MegatronModule):
         groups = layer_groups("tp", "cp") if pg_collection is None else pg_collection
         self.tp_group, self.cp_group, self.layer_number = groups.tp, groups.cp, layer_number
         self.cache: DeltaCache | None = None
-        """Cache of earlier positions, set while the tokens are those of a generating step."""
+        """Cache of earlier positions, set only while generating."""
         tp = self.tp_group.size()
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         query, value = (
@@ -121,7 +121,7 @@ class GatedDeltaNet(MegatronModule):
         self.sizes = (query, query, value, value, self.num_heads, self.num_heads)
         """Rows of `PARTS` on this rank."""
         self.widths = (key_dim, key_dim, value_dim)
-        """Widths of a head of the convolved parts."""
+        """Head widths of the convolved parts."""
         linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = build_module(
             submodules.in_proj,
@@ -152,7 +152,7 @@ class GatedDeltaNet(MegatronModule):
             set_tensor_model_parallel_attributes(weight, True, 0, 1)
         if config.perform_initialization:
             with torch.no_grad(), get_cuda_rng_tracker().fork():
-                # As torch's convolution of so many taps, and the published models' rates of decay.
+                # As torch initializes a depthwise convolution, and with the published models' decay rates.
                 bound = config.linear_conv_kernel_dim**-0.5
                 self.conv1d.weight.uniform_(-bound, bound)
                 self.A_log.uniform_(0.01, 16.0).log_()
@@ -164,13 +164,13 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output `[s, B, D]` of hidden states of that shape, and no bias; the layer is causal.
+        """Return the output `[s, B, D]`, and no bias; the layer is causal.
 
         Args:
-            hidden_states: This rank's positions.
-            attention_mask: None, or a causal mask.
-            packed_seq_params: The sequences of a packed row; those behind the last one count as another.
-            **_: Megatron's further arguments of attention.
+            hidden_states: Hidden states `[s, B, D]` of this rank's positions.
+            attention_mask: None or a causal mask.
+            packed_seq_params: Sequences of a packed row; positions after the last sequence count as another sequence.
+            **_: Megatron's other arguments of attention.
         """
         projected, _bias = self.in_proj(hidden_states)
         if self.cache is not None:
@@ -183,10 +183,10 @@ class GatedDeltaNet(MegatronModule):
         order = zigzag(of_row, ranks, projected.device) if ranks > 1 else None
         if order is not None:
             projected = self._exchanged(projected, order.forth)
-        tokens_TP = projected.transpose(0, 1).flatten(0, 1)  # one row after another
+        tokens_TP = projected.transpose(0, 1).flatten(0, 1)  # rows are concatenated
         outputs = partial(self._outputs, grid=chunk_grid(of_row * num_rows, tokens_TP.device))
         operands = tokens_TP, *self._weights(rank, ranks)
-        # The rule would keep fifty times its inputs for the backward pass.
+        # Without recomputation the rule would keep fifty times the size of its inputs for the backward pass.
         mixed_TU = checkpoint(outputs, False, *operands) if torch.is_grad_enabled() else outputs(*operands)
         mixed = mixed_TU.unflatten(0, (num_rows, length)).transpose(0, 1)
         if order is not None:
@@ -208,7 +208,8 @@ class GatedDeltaNet(MegatronModule):
     def _weights(self, rank: int = 0, ranks: int = 1) -> HeadWeights:
         """Return the weights of the heads that context-parallel rank `rank` of `ranks` computes.
 
-        The others get no gradient there: the reduction over all context- and data-parallel ranks adds the parts up.
+        The remaining heads get no gradient on that rank; the reduction over all context- and data-parallel ranks sums
+        the parts.
         """
         conv_CW: Tensor = self.conv1d.weight[:, 0]
         decay_H: Tensor = self.A_log
@@ -217,8 +218,8 @@ class GatedDeltaNet(MegatronModule):
             parts = conv_CW.split(self.sizes[:NUM_CONVOLVED])
             conv_CW = torch.cat([part.chunk(ranks)[rank] for part in parts])
             decay_H, bias_H = decay_H.chunk(ranks)[rank], bias_H.chunk(ranks)[rank]
-        # Every tensor-parallel rank has the whole norm, and sees its own heads: the sum of the gradients belongs here,
-        # since Megatron adds those of marked weights up under sequence parallelism alone.
+        # The norm is replicated, and each tensor-parallel rank only sees its own heads: sum its gradients here, because
+        # Megatron sums gradients of marked weights only under sequence parallelism.
         norm_V = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
         return HeadWeights(conv_CW, decay_H, bias_H, norm_V)
 
@@ -231,7 +232,7 @@ class GatedDeltaNet(MegatronModule):
         return self._gated(mixed, z, heads.norm_V)
 
     def _split(self, tokens_TP: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the convolved parts side by side, z, beta and alpha, of all heads or of a rank's share of them."""
+        """Return the convolved parts (concatenated), z, beta and alpha, for all heads or a rank's share of them."""
         sizes = [size * tokens_TP.shape[-1] // sum(self.sizes) for size in self.sizes]
         convolved, z, beta, alpha = tokens_TP.split([sum(sizes[:NUM_CONVOLVED]), *sizes[NUM_CONVOLVED:]], -1)
         return convolved, z, beta, alpha
@@ -262,7 +263,7 @@ class GatedDeltaNet(MegatronModule):
         return gated_delta(query, key, value, decay_TH, beta_TH, grid, states)
 
     def _gated(self, mixed: Tensor, z: Tensor, norm_V: Tensor) -> Tensor:
-        """Return the normed heads times their gates, side by side; this norm's weight is never zero-centered."""
+        """Return the normalized heads times their gates, concatenated; this norm's weight is never zero-centered."""
         wide = mixed.float()
         wide = wide * (wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon).rsqrt()
         gated = norm_V * wide.to(mixed.dtype) * silu(z.unflatten(-1, (-1, self.widths[2])).float())
@@ -284,7 +285,7 @@ class GatedDeltaNet(MegatronModule):
         return own.permute(1, 2, 0, 3).flatten(2)
 
     def _cached(self, projected_TP: Tensor, cache: DeltaCache) -> Tensor:
-        """Return the gated outputs `[T, U]` of a step's tokens, zeros for padding, and advance the slots."""
+        """Return the gated outputs `[T, U]` of a step's tokens, zeros for padding, and update the slots."""
         step, heads = cache.step, self._weights()
         mixed = projected_TP.new_zeros(len(projected_TP), self.sizes[NUM_CONVOLVED])
         if step.num_decode:
@@ -295,10 +296,10 @@ class GatedDeltaNet(MegatronModule):
         return mixed
 
     def _newest(self, projected_BP: Tensor, cache: DeltaCache, heads: HeadWeights) -> Tensor:
-        """Return the outputs of the token of each decoding slot; nothing is read on the host."""
+        """Return the output of each decoding slot's token, without a device synchronization."""
         count = len(projected_BP)
         slots_B, is_new_B = cache.step.slots_T[:count], cache.step.positions_T[:count] == 0
-        # A slot's first token begins with zeros, and not with what an earlier completion left.
+        # A slot's first token starts from zeros, not from an earlier completion's state.
         before = cache.inputs[slots_B].masked_fill(is_new_B[:, None, None], 0)
         states = cache.states[slots_B].masked_fill(is_new_B[:, None, None, None], 0)
         convolved, z, beta, alpha = self._split(projected_BP)
@@ -308,7 +309,7 @@ class GatedDeltaNet(MegatronModule):
         return self._gated(mixed, z, heads.norm_V)
 
     def _prefills(self, projected_TP: Tensor, cache: DeltaCache, heads: HeadWeights) -> Tensor:
-        """Return the outputs of spans of prompts, which lie one behind another."""
+        """Return the outputs of the prefills, which are consecutive in the step."""
         spans, device = cache.step.spans, projected_TP.device
         lengths = tuple(span.end - span.begin for span in spans)
         slots_R = to_device(torch.tensor([span.slot for span in spans]), device)
@@ -323,12 +324,12 @@ class GatedDeltaNet(MegatronModule):
         return self._gated(mixed, z, heads.norm_V)
 
     def backward_dw(self) -> None:
-        """Do nothing: weight gradients are computed with the others, not later."""
+        """Do nothing: weight gradients are computed in the backward pass, not later."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the weights as Megatron's own layer does: a tensor for each part of the projection."""
+        """Return the weights as Megatron's own layer does, with a tensor for each part of the projection."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         linears = {"in_proj": self.in_proj, "out_proj": self.out_proj}
         own = {
@@ -356,7 +357,7 @@ class GatedDeltaNet(MegatronModule):
     def _in_parts(
         self, whole: ShardedTensor, sizes: Sequence[int], offsets: tuple[Any, ...]
     ) -> ShardedTensorFactory:
-        """Return a factory of a rank's parts: the optimizer knows the parameter by its own tensor."""
+        """Return a factory of this rank's parts: the optimizer identifies the parameter by its whole tensor."""
 
         def build(
             key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None
@@ -379,22 +380,22 @@ class GatedDeltaNet(MegatronModule):
 
 
 def gates(alpha: Tensor, beta: Tensor, heads: HeadWeights) -> tuple[Tensor, Tensor]:
-    """Return the logarithms of the decay and the shares of a value that are written, fp32 `[T, H]`."""
+    """Return the logarithm of the decay and the written share of the value, fp32 `[T, H]`."""
     rate_H = -heads.decay_H.float().exp()
     return rate_H * softplus(alpha.float() + heads.decay_bias_H.float()), beta.float().sigmoid()
 
 
 class ZigZag(NamedTuple):
-    """The order of a row's positions, as context-parallel ranks hold parts of each sequence."""
+    """Permutation between a row's positions and the context-parallel ranks' zig-zag parts of each sequence."""
 
     forth: Tensor
-    """Index of each position in the ranks' parts laid end to end."""
+    """Index of each position of the row in the concatenated parts of the ranks."""
     back: Tensor
-    """Index in the row of each position of the parts."""
+    """Index in the row of each position of the concatenated parts."""
 
 
 @lru_cache(8)
 def zigzag(lengths: tuple[int, ...], ranks: int, device: torch.device) -> ZigZag:
-    """Return the order of sequences of these lengths, which all layers of a pass share."""
+    """Return the permutation for sequences of these lengths; it is cached, as all layers of a pass share it."""
     order_T = gathered_order(lengths, ranks)
     return ZigZag(to_device(order_T, device), to_device(order_T.argsort(), device))

@@ -4,9 +4,9 @@ A head has a state S `[K, V]`, which each token decays and corrects before its q
 
     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = S_t^T q_t / sqrt(K)
 
-A chunk of tokens is one triangular solve. Chunks of a sequence follow each other, those of different sequences need not
-wait: there are as many steps as the longest sequence has chunks, each for all sequences that are that long. Everything
-is computed in fp32.
+A chunk of tokens takes a triangular solve. The chunks of a sequence are computed in order, but different sequences in
+parallel: there are as many steps as the longest sequence has chunks, each over all sequences that are long enough.
+Everything is computed in fp32.
 """
 
 from functools import lru_cache
@@ -19,43 +19,43 @@ from torch.nn.functional import silu
 from mcore_rl.backend.transfer import to_device
 
 CHUNK = 64
-"""Most positions of a chunk."""
+"""Largest number of positions in a chunk."""
 UNIT_EPSILON = 1e-6
-"""Number under the root of a query's or key's length, with which the published models were trained."""
+"""Epsilon under the square root when queries and keys are normalized, as in the published models."""
 
 
 class ChunkGrid(NamedTuple):
-    """The places of a packed row's tokens in a grid of chunks `[N, C]`, ordered by depth, then by falling length."""
+    """Where a packed row's tokens are in a grid of chunks `[N, C]`, ordered by depth, then by descending length."""
 
     lengths: tuple[int, ...]
-    """Number of tokens of each sequence, R of them."""
+    """Number of tokens of each of the R sequences."""
     chunk: int
-    """C, the positions of a chunk."""
+    """Positions per chunk, C."""
     num_chunks: int
-    """N."""
+    """Number of chunks, N."""
     active: tuple[int, ...]
-    """Number of sequences that have a chunk of each depth."""
+    """Number of sequences with a chunk at each depth."""
     cells_T: Tensor
-    """Index of each token in the grid's cells, laid end to end."""
+    """Index of each token in the flattened grid."""
     order_R: Tensor
-    """The sequences by falling number of chunks."""
+    """Indices of the sequences, by descending number of chunks."""
     rows_T: Tensor
     """Index of each token's sequence."""
 
     def scatter(self, tokens: Tensor) -> Tensor:
-        """Return `[N, H, C, ...]` of `[T, H, ...]`; cells without a token are zeros, which change no state."""
+        """Arrange `[T, H, ...]` as `[N, H, C, ...]`; cells without a token are zero, which does not change states."""
         cells = tokens.new_zeros(self.num_chunks * self.chunk, *tokens.shape[1:])
         filled = cells.index_copy(0, self.cells_T, tokens)
         return filled.view(-1, self.chunk, *tokens.shape[1:]).transpose(1, 2)
 
     def gather(self, cells: Tensor) -> Tensor:
-        """Return `[T, H, D]` of `[N, H, C, D]`."""
+        """Arrange `[N, H, C, D]` as `[T, H, D]`; the inverse of `scatter`."""
         return cells.transpose(1, 2).flatten(0, 1).index_select(0, self.cells_T)
 
 
 @lru_cache(8)
 def chunk_grid(lengths: tuple[int, ...], device: torch.device) -> ChunkGrid:
-    """Return the grid of sequences of these lengths, which all layers of a pass share."""
+    """Return the grid for sequences of these lengths; it is cached, as all layers of a pass share it."""
     chunk = min(CHUNK, max(lengths))
     lengths_R = torch.tensor(lengths)
     counts_R = (lengths_R + chunk - 1) // chunk
@@ -87,16 +87,16 @@ def gated_delta(
     grid: ChunkGrid,
     states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[T, H, V]` in the values' type, and the states `[R, H, K, V]` after the last tokens, fp32.
+    """Return the outputs `[T, H, V]` in the values' dtype, and the states `[R, H, K, V]` after the last tokens, fp32.
 
     Args:
-        query: `[T, G, K]` of any length; H is a multiple of G.
-        key: `[T, G, K]`.
+        query: `[T, G, K]`, not normalized; H is a multiple of G.
+        key: `[T, G, K]`, not normalized.
         value: `[T, H, V]`.
-        decay_TH: Logarithms of the decay, at most 0.
-        beta_TH: Shares of a value that are written, between 0 and 1.
+        decay_TH: Logarithm of the decay, at most 0.
+        beta_TH: Written share of the value, between 0 and 1.
         grid: The sequences.
-        states: State of each sequence before its first token `[R, H, K, V]`; None: zeros.
+        states: State of each sequence before its first token `[R, H, K, V]`; None for zeros.
     """
     dtype, repeat = value.dtype, value.shape[1] // key.shape[1]
     query, key = (unit(heads.float()).repeat_interleave(repeat, 1) for heads in (query, key))
@@ -105,11 +105,11 @@ def gated_delta(
     query, key, value, decay, beta = map(grid.scatter, operands)
     total = decay.cumsum(-1)  # since the chunk's beginning
     seen_CC = torch.ones(grid.chunk, grid.chunk, dtype=torch.bool, device=query.device).tril()
-    # Masked before exp: differences above the diagonal are positive and may overflow, and inf * 0 has no gradient.
+    # Mask before exp: differences above the diagonal are positive and may overflow, and the gradient of inf * 0 is NaN.
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~seen_CC, -torch.inf).exp()
     written_keys = beta[..., None] * key
     system = (written_keys @ key.mT) * between
-    # Two right sides at once: what the chunk would write into an empty state, and what it reads from a full one.
+    # Solve for two right-hand sides at once: writes into an empty state, and reads from the state before the chunk.
     sides = torch.cat([beta[..., None] * value, written_keys * total.exp()[..., None]], -1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     wrote, read = solved.split([value.shape[-1], key.shape[-1]], -1)
@@ -136,15 +136,15 @@ def gated_delta(
 def gated_delta_step(
     query: Tensor, key: Tensor, value: Tensor, decay_BH: Tensor, beta_BH: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[B, H, V]` of one token of each of B states `[B, H, K, V]`, and the states after it, fp32.
+    """Return the outputs `[B, H, V]` of one token for each of B states, and the states after it, fp32.
 
     Args:
-        query: `[B, G, K]` of any length; H is a multiple of G.
-        key: `[B, G, K]`.
+        query: `[B, G, K]`, not normalized; H is a multiple of G.
+        key: `[B, G, K]`, not normalized.
         value: `[B, H, V]`.
-        decay_BH: Logarithms of the decay.
-        beta_BH: Shares of a value that are written.
-        states: The states before the tokens, fp32.
+        decay_BH: Logarithm of the decay.
+        beta_BH: Written share of the value.
+        states: States before the tokens `[B, H, K, V]`, fp32.
     """
     repeat = value.shape[1] // key.shape[1]
     query, key = (unit(heads.float()).repeat_interleave(repeat, 1) for heads in (query, key))
@@ -156,7 +156,7 @@ def gated_delta_step(
 
 
 def unit(heads: Tensor) -> Tensor:
-    """Return heads of length one, but for an epsilon under the root."""
+    """Normalize heads to unit length, with an epsilon under the square root."""
     return heads * (heads.square().sum(-1, keepdim=True) + UNIT_EPSILON).rsqrt()
 
 
@@ -167,12 +167,12 @@ def causal_conv(
 
     Args:
         inputs_TC: The packed sequences.
-        weight_CW: The taps of each channel, the token's own last.
+        weight_CW: The taps of each channel; the last tap applies to the current token.
         grid: The sequences.
-        before: The inputs before the first ones `[R, W - 1, C]`; None: zeros.
+        before: Inputs before the first token of each sequence `[R, W - 1, C]`; None for zeros.
     """
     (num_tokens, channels), back = inputs_TC.shape, weight_CW.shape[1] - 1
-    # Each sequence with W - 1 rows in front.
+    # Put W - 1 rows before each sequence.
     places_T = torch.arange(num_tokens, device=inputs_TC.device) + back * (grid.rows_T + 1)
     wide = inputs_TC.new_zeros(num_tokens + back * len(grid.lengths), channels).index_copy(
         0, places_T, inputs_TC
@@ -192,6 +192,6 @@ def causal_conv(
 
 
 def causal_conv_step(inputs_BC: Tensor, weight_CW: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `causal_conv` of one token of each of B sequences, given their last inputs `[B, W - 1, C]`."""
+    """Return `causal_conv` for one token of each of B sequences, given their last inputs `[B, W - 1, C]`."""
     window = torch.cat([before, inputs_BC[:, None]], 1)
     return silu((window * weight_CW.T).sum(1)), window[:, 1:]

@@ -1,4 +1,4 @@
-"""Stacked experts in distributed checkpoints, under the names and shapes that Megatron's experts have there."""
+"""Stacked experts in distributed checkpoints, with the same names and shapes as Megatron's experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ SPLIT_AXIS = {
     "linear_fc2.adapter.A": 1,
     "linear_fc2.adapter.B": None,
 }
-"""Axis of one expert's parameter that expert tensor parallelism splits; None: each rank has a copy. Experts with biases
+"""Axis of an expert's parameter that expert tensor parallelism splits; None if it is replicated. Experts with biases
 are not split."""
 
 
@@ -36,10 +36,10 @@ class ExpertShards:
     tp_group: ProcessGroup
     dp_group: ProcessGroup
     is_singleton: bool
-    """True when every expert is a tensor, as `experts.7.linear_fc1`, not a slice along an axis of experts."""
+    """Whether each expert is a tensor of its own, such as `experts.7.linear_fc1`, not a slice along an expert axis."""
 
     def prefix_and_offsets(self, expert: int, outer: Offsets) -> tuple[str, Offsets]:
-        """Return the prefix of the weight's name, and the offsets, of local expert `expert`."""
+        """Return the prefix of the weight's name, and its offsets, for local expert `expert`."""
         global_index = self.ep_group.rank() * self.num_local + expert
         if self.is_singleton:
             return f"experts.{global_index}.", outer
@@ -51,7 +51,7 @@ def sharded_experts(
 ) -> dict[str, Any]:
     """Return, for each stacked parameter `[e, ...]`, a factory of one sharded tensor per expert.
 
-    With them come the empty extra states that Megatron writes for its own experts.
+    The result also has the empty extra states that Megatron writes for its own experts.
     """
     tp_rank, dp_rank = shards.tp_group.rank(), shards.dp_group.rank()
     state: dict[str, Any] = {}
@@ -85,7 +85,7 @@ class _Stack:
     name: str
     outer: Offsets
     halves: int
-    """2 for a gated fc1: saved apart, gate and up-projection make the same global tensor for every ETP."""
+    """2 for a gated fc1: gate and up-projection are saved separately, for the same global tensor at every ETP size."""
 
     @property
     def suffix(self) -> str:
@@ -94,7 +94,7 @@ class _Stack:
     def build(
         self, key: str, stacked: Tensor, replica_id: Any, flattened_range: slice | None
     ) -> list[ShardedTensor]:
-        """Return the sharded tensors of `stacked` under `key`, which has the prefixes of layers and optimizer."""
+        """Return the sharded tensors of `stacked` under `key`, which includes the prefixes of layers and optimizer."""
         assert flattened_range is None, "optimizer state is saved in whole tensors"
         tp_rank, tp_size = self.shards.tp_group.rank(), self.shards.tp_group.size()
         lead = key.removesuffix(self.suffix)
@@ -124,7 +124,7 @@ class _Stack:
         return parts
 
     def merge(self, parts: list[Tensor]) -> Tensor:
-        """Return the stacked tensor of the parts that `build` returned."""
+        """Join the parts that `build` returned into the stacked tensor."""
         with torch.no_grad():
             experts = [torch.cat(parts[i : i + self.halves]) for i in range(0, len(parts), self.halves)]
             return torch.stack(experts)

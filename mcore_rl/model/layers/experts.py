@@ -1,4 +1,4 @@
-"""The experts of a layer with their weights stacked, which replace Megatron's SequentialMLP and TEGroupedMLP."""
+"""A layer's experts with stacked weights, which replace Megatron's SequentialMLP and TEGroupedMLP."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ from mcore_rl.model.layers.experts_sorted import routed_experts
 
 
 class StackedLinear(nn.Module):
-    """One weight of every expert, `[e, O, I]`, and its bias, `[e, O]`, if it has one.
+    """A weight of every expert, `[e, O, I]`, and optionally its bias, `[e, O]`.
 
-    The parameters must be read by a call: Megatron waits for a gathered parameter before the forward pass of the
-    module that owns it, so that reading the attribute from elsewhere would train on the values of the last step.
+    Read the parameters by calling the module: Megatron waits for gathered parameters before the forward pass of the
+    module that owns them. Reading an attribute from elsewhere could train on the previous step's values.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -37,12 +37,12 @@ class StackedLinear(nn.Module):
 class GroupedExperts(MegatronModule):
     """This rank's experts, which compute gate * fc2(activation(fc1(x))) of each row by grouped matrix products.
 
-    They are called, saved and initialized like Megatron's own. With expert tensor parallelism each rank holds a part
-    of the inner width, and the token dispatcher sums the outputs.
+    They are called, saved and initialized like Megatron's own. With expert tensor parallelism each rank has a part of
+    the inner width, and the token dispatcher sums the outputs.
     """
 
     skips_dropped = False
-    """Whether `routed` computes the routed rows alone; else each token has its top-k rows, dropped or not."""
+    """Whether `routed` computes only the routed rows; else each token has top-k rows, dropped or not."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class GroupedExperts(MegatronModule):
 
     @property
     def is_queued(self) -> bool:
-        """Whether `routed` queues its work on a GPU, without a number read by the host.
+        """Whether `routed` queues its work on a GPU without reading numbers on the host.
 
-        torch has one kernel for all experts in bf16 on Hopper and Blackwell; elsewhere it multiplies expert by expert,
-        by sizes that it reads.
+        torch has a single kernel for all experts in bf16 on Hopper and Blackwell; elsewhere it multiplies expert by
+        expert, with sizes read on the host.
         """
         weight = self.linear_fc1.weight
         if not HAS_GROUPED_MM or not weight.is_cuda or weight.dtype != torch.bfloat16:
@@ -88,7 +88,7 @@ class GroupedExperts(MegatronModule):
         return grouped_experts(sorted_ND, gates_N, fc1, fc2, tokens_per_expert, self.config)
 
     def routed(self, input_TD: Tensor, probs_TE: Tensor, routed_TE: Tensor) -> Tensor:
-        """Return every token's sum over its experts, `[T, D]`, on a rank that holds all experts whole."""
+        """Return every token's sum over its experts, `[T, D]`, on a rank that has all experts unsplit."""
         fc1, fc2 = self.linear_fc1(), self.linear_fc2()
 
         def compute(rows_ND: Tensor, gates_N: Tensor, counts_E: Tensor) -> Tensor:
@@ -97,12 +97,12 @@ class GroupedExperts(MegatronModule):
         return routed_experts(input_TD, probs_TE, routed_TE, self.config.moe_router_topk, compute)
 
     def backward_dw(self) -> None:
-        """Do nothing: weight gradients are computed with the others, not later."""
+        """Do nothing: weight gradients are computed in the backward pass, not later."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the same tensors, expert by expert, that Megatron's own experts save."""
+        """Return the same tensors as Megatron's own experts, expert by expert."""
         shards = ExpertShards(
             num_local=self.num_local_experts,
             ep_group=self.ep_group,
@@ -115,7 +115,7 @@ class GroupedExperts(MegatronModule):
         return sharded_experts(weights, shards, prefix, tuple(sharded_offsets), is_gated)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Checkpoints of TransformerEngine's experts have extra states, which stacked experts do not.
+        # Checkpoints of TransformerEngine's experts have extra states; stacked experts have none.
         for name in [key for key in state_dict if key.startswith(prefix) and "_extra_state" in key]:
             del state_dict[name]
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -135,7 +135,7 @@ class GroupedExperts(MegatronModule):
             stacked, stacked.new_zeros(stacked.shape[:2]) if config.add_bias_linear else None
         )
         for param in owner.parameters():
-            # Megatron then sums the gradients over the expert-data-parallel ranks, on every mesh.
+            # Makes Megatron sum the gradients over the expert-data-parallel ranks, on every mesh.
             param.allreduce = False  # type: ignore[attr-defined]
             set_tensor_model_parallel_attributes(param, True, split_axis if param.dim() == 3 else 1, 1)
         return owner

@@ -15,9 +15,9 @@ class LowRank(NamedTuple):
     """The low-rank adapter of a linear layer of all experts, which adds scale * B A to each weight."""
 
     a_ERI: Tensor
-    """A of each expert; where each projection has one, in blocks of rows, one below the other."""
+    """A of each expert: a single block of rows, or a block for each projection, concatenated."""
     b_EOr: Tensor
-    """B of each expert, of the rank of one block."""
+    """B of each expert; r is the rank of a single block."""
     scale: float
 
 
@@ -29,7 +29,7 @@ class Linear(NamedTuple):
     adapter: LowRank | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all that a gradient may be of."""
+        """Yield all tensors that may get a gradient."""
         yield self.weight_EOI
         if self.bias_EO is not None:
             yield self.bias_EO
@@ -38,8 +38,8 @@ class Linear(NamedTuple):
 
 
 GROUPED_ALIGNMENT_BYTES = 16
-"""Multiple of bytes of a row that grouped_mm takes."""
-# Older versions of torch lack it: a loop over the experts then computes the same.
+"""grouped_mm needs row sizes that are multiples of this, in bytes."""
+# Older versions of torch lack grouped_mm: a loop over the experts then computes the same.
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 
 
@@ -56,14 +56,14 @@ def grouped_experts(
     Args:
         rows_ND: Inputs, sorted by expert.
         gates_N: Router probability of each row.
-        fc1: First linear layer of all experts; gated ones have the gate above the up-projection.
+        fc1: First linear layer of all experts; gated experts have the gate's rows above the up-projection's.
         fc2: Second linear layer.
         counts_E: Number of rows of each expert.
         config: Activation and recomputation.
     """
     if not len(rows_ND):
-        # The gates and weights must get a gradient even without a row: in the backward pass ranks exchange those of the
-        # gates, and would wait for this one, and overlapped reduction waits for every parameter.
+        # Gates and weights need a gradient even without any row: ranks exchange the gates' gradients in the backward
+        # pass and would wait for this rank, and overlapped reduction waits for every parameter.
         used = (gates_N, *fc1.tensors(), *fc2.tensors())
         return rows_ND + 0.0 * sum(tensor.sum() for tensor in used)
     activate = partial(_activate, config=config)
@@ -74,19 +74,19 @@ def grouped_experts(
         checkpoint = CheckpointWithoutOutput(fp8=None)
         active_NF = checkpoint.checkpoint(activate, hidden_NF, gates_N1)
         output_ND = _adapted(active_NF, fc2, counts_E)
-        # The activation is freed once fc2 has read it, and computed again before fc2's backward pass.
+        # The activation is freed after fc2 has read it, and recomputed before fc2's backward pass.
         checkpoint.discard_output_and_register_recompute(output_ND)
     else:
         output_ND = _adapted(activate(hidden_NF, gates_N1), fc2, counts_E)
     if fc2.bias_EO is not None:
-        # The activations contain the gate already, the biases do not.
+        # The activations already include the gate, the biases do not.
         biases_ND = _of_each_row(fc2.bias_EO, counts_E, len(rows_ND)) * gates_N1
         output_ND = output_ND + biases_ND.to(output_ND.dtype)
     return output_ND
 
 
 def _adapted(rows_NI: Tensor, layer: Linear, counts_E: Tensor) -> Tensor:
-    """Return each row times the transposed weight of its expert, with the adapter's part where there is one."""
+    """Return each row times the transposed weight of its expert, plus the adapter's part, if any."""
     output_NO = _products(rows_NI, layer.weight_EOI, counts_E)
     if layer.adapter is None:
         return output_NO

@@ -1,4 +1,4 @@
-"""Tokens of a rank that holds all experts, sorted by expert and summed again, without a number read by the host."""
+"""Sort the tokens of a rank that has all experts by expert, and sum them again, without reading numbers on the host."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,10 +9,10 @@ from torch.autograd.function import once_differentiable
 
 
 class SortedRoutes(NamedTuple):
-    """K rows of every token, sorted by expert and, for one expert, by token; all tensors are on the device."""
+    """K rows of every token, sorted by expert, then by token; all tensors are on the device."""
 
     experts_TK: Tensor
-    """Experts of each token, rising."""
+    """Experts of each token, ascending."""
     order_N: Tensor
     """Index in `experts_TK` (flat) of each of the T * K rows."""
     row_TK: Tensor
@@ -22,15 +22,15 @@ class SortedRoutes(NamedTuple):
 
 
 def sort_routes(probs_TE: Tensor, routed_TE: Tensor, top_k: int) -> SortedRoutes:
-    """Return the rows of a router's choice of `top_k` experts for each token.
+    """Return the rows for a router's choice of `top_k` experts per token.
 
-    A token with fewer experts, which damaged routes can have, gets others whose gates are zero: the number of rows
-    must not depend on what is routed, or the host would have to read it.
+    A token with fewer experts, which damaged routes can cause, gets additional experts with a gate of zero: the number
+    of rows must not depend on the routes, or the host would have to read it.
 
     Args:
-        probs_TE: gates, zero where an expert is not chosen.
+        probs_TE: gates, zero for experts that are not chosen.
         routed_TE: the choice, bool.
-        top_k: K.
+        top_k: number of experts per token, K.
     """
     num_tokens, num_experts = routed_TE.shape
     gates_TE = probs_TE.detach().float().masked_fill(~routed_TE, -1.0)
@@ -58,9 +58,9 @@ def routed_experts(
         input_TD: hidden states.
         probs_TE: gates.
         routed_TE: the router's choice, bool.
-        top_k: experts of each token.
-        compute: the experts' output `[N, D]`, times the gates, of rows `[N, D]` sorted by expert, their gates `[N]`
-            and the number of rows of each expert `[E]`.
+        top_k: number of experts per token.
+        compute: function of rows `[N, D]` sorted by expert, their gates `[N]` and the number of rows of each expert
+            `[E]`; returns the experts' output times the gates, `[N, D]`.
     """
     routes = sort_routes(probs_TE, routed_TE, top_k)
     rows_ND: Tensor = _Spread.apply(input_TD, routes.order_N, routes.row_TK)  # type: ignore[no-untyped-call]
@@ -72,8 +72,8 @@ def routed_experts(
 
 
 class _Spread(torch.autograd.Function):
-    """K rows of each token, in the order of the experts. Its gradient reads rows by index instead of adding to them,
-    so that it is the same each time.
+    """K rows of each token, in the order of the experts. The gradient is deterministic: it reads rows by index instead
+    of adding to them.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The way back: each token's sum over its rows."""
+    """The inverse direction: each token's sum over its rows."""
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, order_N: Tensor, row_TK: Tensor) -> Tensor:

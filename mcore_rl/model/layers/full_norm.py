@@ -1,4 +1,4 @@
-"""RMSNorm of queries or keys over all heads at once, across the ranks among which tensor parallelism splits them."""
+"""RMSNorm of queries or keys over all heads at once, across tensor-parallel ranks."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from mcore_rl.parallel.mesh import layer_groups
 class FullQueryNorm(nn.Module):
     """x / rms(x) * weight in fp32, where rms is taken over the heads of all tensor-parallel ranks.
 
-    It replaces Megatron's norm of each head. Every rank has the whole weight and uses the part of its own heads:
-    Megatron sums the gradient of norms with this attribute's name over the ranks, which would mix the parts of a
+    It replaces Megatron's norm of each head. Every rank has the whole weight and uses the part for its own heads: by
+    the attribute's name Megatron sums the gradient of these norms over the ranks, which would mix the parts of a
     sharded weight.
     """
 
@@ -28,11 +28,11 @@ class FullQueryNorm(nn.Module):
 
     @staticmethod
     def num_heads(config: TransformerConfig) -> int:
-        """Return the number of heads on all ranks together."""
+        """Return the total number of heads on all ranks."""
         return int(config.num_attention_heads)
 
     def forward(self, heads_SBND: Tensor) -> Tensor:
-        """Collective over the tensor-parallel group: return the normalized heads in their shape and dtype."""
+        """Collective over the tensor-parallel group: return the normalized heads with the same shape and dtype."""
         wide = heads_SBND.flatten(-2).float()
         total, weight = wide.square().sum(-1, keepdim=True), self.weight
         if self.tp_group.size() > 1:
@@ -43,16 +43,16 @@ class FullQueryNorm(nn.Module):
 
 
 class FullKeyNorm(FullQueryNorm):
-    """Norm of keys: as the norm of queries."""
+    """Norm of keys, like `FullQueryNorm`."""
 
     @staticmethod
     def num_heads(config: TransformerConfig) -> int:
-        """Return the number of heads on all ranks together."""
+        """Return the total number of heads on all ranks."""
         return int(config.num_query_groups)
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the ranks. Each rank uses the sum for its own heads, so that the gradients are summed as well."""
+    """Sum over the ranks. Each rank uses the sum for its own heads, so the gradients are summed as well."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:

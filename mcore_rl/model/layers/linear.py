@@ -1,4 +1,4 @@
-"""Linear layers that every tensor-parallel rank holds whole."""
+"""Linear layers that are replicated on every tensor-parallel rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,22 +41,22 @@ class ReplicatedLinear(nn.Module):
             torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
         )
         if config.perform_initialization:
-            # Among Megatron's random states the data-parallel one is equal on the ranks of a TP group.
+            # Megatron's data-parallel random state is equal on all ranks of a TP group.
             with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
                 init_method(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> tuple[Tensor, None]:
-        """Return the product, and no bias, as Megatron's linear layers do."""
+        """Return the product, and None for a bias, as Megatron's linear layers do."""
         return nn.functional.linear(input, self.weight), None
 
     def backward_dw(self) -> None:
-        """Do nothing: weight gradients are computed with the others, not later."""
+        """Do nothing: weight gradients are computed in the backward pass, not later."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the weight as one tensor, of which the ranks of a TP group hold replicas."""
+        """Return the weight as a single tensor, replicated over the ranks of a TP group."""
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -68,7 +68,7 @@ class ReplicatedLinear(nn.Module):
         return sharded
 
     def get_extra_state(self) -> None:
-        """Return None: TransformerEngine's layers save an extra state, so that checkpoints of both need the key."""
+        """Return None. TransformerEngine's layers save an extra state, so checkpoints of both need the key."""
 
     def set_extra_state(self, state: Any) -> None:
         """Ignore the extra state of TransformerEngine's layer."""
@@ -77,8 +77,8 @@ class ReplicatedLinear(nn.Module):
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with its down-projections replicated.
 
-    Sharded ones, Megatron's choice without TransformerEngine, lose a part of the gradient of the rotary key under
-    tensor parallelism. Megatron accepts only its own classes in a spec, so the layers are replaced after construction.
+    Without TransformerEngine, Megatron shards them, which loses a part of the rotary key's gradient under tensor
+    parallelism. Megatron only accepts its own classes in a spec, so the layers are replaced after construction.
     """
 
     def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's Mixture-of-Experts layer, with a shorter path where no token leaves its rank."""
+"""Megatron's Mixture-of-Experts layer, with a shorter path if no token leaves its rank."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from mcore_rl.parallel.routers import best_in_groups, own_group_score
 class Router(router.TopKRouter):
     """Megatron's router, which ranks groups of experts as the model's family does.
 
-    It does not ask in each pass whether its weights are on the device: they are.
+    Unlike Megatron's, it does not check in each pass whether its weights are on the device.
     """
 
     router_replay: Any
-    """Object that is asked for the experts; None: Megatron's choice."""
+    """Object that is asked for the experts; None for Megatron's choice."""
 
     def routing(self, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return the gates and the map `[T, E]` of the chosen experts, from the logits `[s, B, E]`."""
+        """Return gates and map of the chosen experts, both `[T, E]`, for logits `[s, B, E]`."""
         best = own_group_score(self.config)
         if best is None:
             routed: tuple[Tensor, Tensor] = super().routing(logits, *args, **options)
@@ -44,10 +44,10 @@ class Router(router.TopKRouter):
 
 
 class GroupChoice:
-    """Object that a router asks for its experts in the place of a hook of replay, which it asks in turn."""
+    """Object that a router asks for its experts instead of the replay hook; it passes the question on to the hook."""
 
     def __init__(self, experts_in_score: int, hook: Any) -> None:
-        """`hook` is an object with the same method; None: nothing is recorded or imposed."""
+        """`hook` is an object with the same method; None if nothing is recorded or imposed."""
         self._experts_in_score, self._hook = experts_in_score, hook
 
     def get_replay_topk(
@@ -72,11 +72,11 @@ class GroupChoice:
 
 
 class MoELayer(moe_layer.MoELayer):
-    """Megatron's layer, with the same router, shared experts, recomputation and numbers.
+    """Megatron's layer, with the same router, shared experts, recomputation and results.
 
-    Where a rank holds all experts whole, they gather and sum the tokens themselves. Megatron's dispatchers copy top-k
-    times the batch six times to sort it, even if nothing is sent, and read on the host how many tokens each expert
-    gets, so that a GPU is drained once a layer. Everywhere else this is Megatron's layer unchanged.
+    If a rank has all experts unsplit, the experts gather and sum the tokens themselves. Megatron's dispatchers would
+    copy top-k times the batch six times to sort it, even if nothing is sent, and read the number of tokens per expert
+    on the host, which drains the GPU's queue in every layer. In all other cases this is Megatron's layer unchanged.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -84,7 +84,7 @@ class MoELayer(moe_layer.MoELayer):
         assert type(self.router) is router.TopKRouter
         self.router.__class__ = Router
         self.is_local = _is_local(self.config, self.experts)
-        """Whether no token leaves its rank."""
+        """True if no token leaves its rank."""
 
     @property
     def waits_for_device(self) -> bool:
@@ -99,7 +99,7 @@ class MoELayer(moe_layer.MoELayer):
         Args:
             hidden_states: The tokens `[s, B, D]`.
             intermediate_tensors: Megatron's argument between parts of a CUDA graph.
-            padding_mask: True at padding, `[B, s]`; None without.
+            padding_mask: True at padding, `[B, s]`; None without padding.
         """
         if not self.is_local:
             output: tuple[Tensor, None] = super().forward(hidden_states, intermediate_tensors, padding_mask)
@@ -111,7 +111,7 @@ class MoELayer(moe_layer.MoELayer):
         return self._routed(hidden_states, padding_mask), None
 
     def _routed(self, hidden_sBD: Tensor, is_padding_sB: Tensor | None) -> Tensor:
-        """Return the sum of each token's experts, and of the shared ones."""
+        """Return the sum over each token's experts and the shared experts."""
         shared_sBD = self.shared_experts_compute(hidden_sBD) if self.use_shared_expert else None
         gates_TE, routed_TE = self.router(hidden_sBD, is_padding_sB)
         tokens_TD = hidden_sBD.reshape(-1, hidden_sBD.shape[-1])
@@ -122,7 +122,7 @@ class MoELayer(moe_layer.MoELayer):
 def _is_local(config: TransformerConfig, experts: Any) -> bool:
     return (
         isinstance(experts, GroupedExperts)
-        # With its top-k rows for each token, dropped or not, a capacity would save nothing.
+        # With top-k rows per token, dropped or not, a capacity would save nothing.
         and (experts.skips_dropped or config.moe_expert_capacity_factor is None)
         and experts.ep_group.size() == experts.tp_group.size() == 1
         and config.moe_token_dispatcher_type in ("alltoall", "allgather")

@@ -20,11 +20,11 @@ class RMSNorm(nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         start = torch.zeros if self.zero_centered else torch.ones
         self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype, device=device))
-        # Each tensor-parallel rank sees only its part of the sequence: Megatron sums the gradients of marked weights.
+        # Under sequence parallelism a rank only sees its part: the mark makes Megatron sum the weight's gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalized input in its shape and dtype."""
+        """Return the normalized input with the same shape and dtype."""
         weight = self.weight + 1 if self.zero_centered else self.weight
         return nn.functional.rms_norm(input, (self.hidden_size,), weight, self.eps)
 

@@ -12,22 +12,22 @@ from torch.nn.functional import linear
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Megatron's output layer, which can leave its product to whoever reads the logits."""
+    """Megatron's output layer, which can defer its product until the logits are used."""
 
     is_deferred = False
-    """Whether the result is the hidden states `[s, B, D]` of all positions in the place of the logits `[s, B, v]`."""
+    """Whether the layer returns the hidden states `[s, B, D]` of all positions instead of the logits `[s, B, v]`."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Collective over the tensor-parallel ranks: return the logits, or the hidden states, and None for a bias."""
         if not self.is_deferred:
             result: tuple[Tensor, Tensor | None] = super().forward(input_, *args, **kwargs)
             return result
-        # Each rank's slice of the vocabulary gives a part of the gradient: on the way back they are added up.
+        # Each rank's slice of the vocabulary gives a part of the gradient: the backward pass sums the parts.
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
         return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
 
     @staticmethod
     def product(rows: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's logits `[N, v]` of hidden states `[N, D]`, as `forward` computes them."""
+        """Return this rank's logits `[N, v]` for hidden states `[N, D]`, computed as in `forward`."""
         return linear(rows, weight)

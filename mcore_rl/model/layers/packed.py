@@ -1,4 +1,4 @@
-"""Sequences packed one after another into a row (Megatron's "thd"), with their lengths known to the host."""
+"""Sequences packed into a row (Megatron's "thd"), with their lengths known on the host."""
 
 from dataclasses import dataclass, field
 
@@ -10,22 +10,22 @@ from mcore_rl.backend.transfer import to_device
 from mcore_rl.backend.varlen import Bounds
 
 SHORT = 64
-"""Number of positions up to which sequences are filled up to a multiple of WIDTH_MULTIPLE, to share a batch."""
+"""Sequences up to this length are padded to a multiple of WIDTH_MULTIPLE, so that more of them share a batch."""
 WIDTH_MULTIPLE = 8
-"""Multiple of the widths of batches of short sequences."""
+"""The widths of batches of short sequences are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Batches of equally wide rows that hold the sequences of a packed row.
+    """Batches of rows of equal width that hold the sequences of a packed row.
 
-    A row of a batch is a sequence, filled up by its last position, which causal attention does not see.
+    A row of a batch is a sequence, padded by repeating its last position, which causal attention ignores.
     """
 
     shapes: tuple[tuple[int, int], ...]
     """Number of rows and width of each batch."""
     positions_N: Tensor
-    """Index in the packed row of each position of the batches, which are laid end to end."""
+    """Index in the packed row of each position of the concatenated batches."""
     back_T: Tensor
     """Index in the batches of each position of the packed row."""
 
@@ -37,26 +37,27 @@ class RankChunks:
     """
 
     queries: Bounds
-    """The chunks, as this rank's queries hold them."""
+    """Bounds of the chunks in this rank's queries."""
     keys: Bounds
-    """The keys of each chunk."""
+    """Bounds of each chunk's keys."""
     order_U: Tensor
-    """Index of each of these keys in the ranks' parts laid end to end: (2 * ranks + 1) / (2 * ranks) of the row."""
+    """Index of each of these keys in the concatenated parts of the ranks; U is (2 * ranks + 1) / (2 * ranks) times the
+    length of the row."""
 
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Megatron's description of a packed row, with its lengths on the host: reading them would wait for the device."""
+    """Megatron's description of a packed row, plus its lengths on the host, where reading them does not synchronize."""
 
     lengths: tuple[int, ...] = ()
-    """Number of positions of each sequence, with padding, on all context-parallel ranks together."""
+    """Number of positions of each sequence, including padding, over all context-parallel ranks."""
     _bounds: list[Bounds] = field(default_factory=list, repr=False)
     _orders: dict[int, Tensor] = field(default_factory=dict, repr=False)
     _batches: list[SideBySide | None] = field(default_factory=list, repr=False)
     _chunks: dict[tuple[int, int], RankChunks] = field(default_factory=dict, repr=False)
 
     def bounds(self, device: torch.device) -> Bounds:
-        """Return where the sequences begin and end, computed once for all layers."""
+        """Return the bounds of the sequences, computed once for all layers."""
         if not self._bounds:
             cumulative = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
             self._bounds.append(Bounds(to_device(cumulative, device), max(self.lengths)))
@@ -82,7 +83,7 @@ class PackedParams(PackedSeqParams):
 
 
 def packed_params(lengths: tuple[int, ...], device: torch.device) -> PackedParams:
-    """Return the description of a row of sequences that have `lengths` positions."""
+    """Return the description of a row of sequences with these lengths."""
     packed = PackedParams(qkv_format="thd", lengths=lengths)
     cumulative, longest = packed.bounds(device)
     packed.cu_seqlens_q = packed.cu_seqlens_kv = cumulative
@@ -91,16 +92,16 @@ def packed_params(lengths: tuple[int, ...], device: torch.device) -> PackedParam
 
 
 def gathered_order(lengths: tuple[int, ...], ranks: int) -> Tensor:
-    """Return the index of each position of the full row in the ranks' zig-zag parts laid end to end.
+    """Return the index of each position of the full row in the concatenated zig-zag parts of the ranks.
 
-    Each sequence is cut into 2 * ranks chunks, of which rank r holds chunk r and then chunk 2 * ranks - 1 - r.
+    Each sequence is split into 2 * ranks chunks; rank r has chunk r, followed by chunk 2 * ranks - 1 - r.
     """
     tokens_of_rank = sum(lengths) // ranks
     parts, begin = [], 0
     for length in lengths:
         chunk = length // (2 * ranks)
         first = torch.arange(ranks)[:, None] * tokens_of_rank + begin + torch.arange(chunk)
-        # The second chunks lie in reverse order of the ranks.
+        # The second chunks are in reverse order of the ranks.
         parts += [first.flatten(), (first + chunk).flip(0).flatten()]
         begin += 2 * chunk
     return torch.cat(parts)
@@ -127,7 +128,7 @@ def rank_chunks(lengths: tuple[int, ...], rank: int, ranks: int, device: torch.d
 
 
 def side_by_side(lengths: tuple[int, ...], device: torch.device) -> SideBySide | None:
-    """Return the sequences in fewer batches than there are sequences; None when no two have the same width."""
+    """Return the sequences in fewer batches than there are sequences; None if no two have the same width."""
     members: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         width = -(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE if length <= SHORT else length

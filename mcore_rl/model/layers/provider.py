@@ -1,4 +1,4 @@
-"""The layers of torch, in the places where Megatron's specs take layers."""
+"""The layers of torch, as a provider for Megatron's specs."""
 
 from typing import Any, ClassVar
 
@@ -25,13 +25,13 @@ class TorchSpecProvider(LocalSpecProvider):
         self.config = config
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """Return our norm, which marks its weight under sequence parallelism."""
+        """Return our norm, which marks its weight for sequence parallelism."""
         return self.norm
 
     def core_attention(self) -> type:
-        """Return attention with all that families need."""
+        """Return attention with all features that families need."""
         return self.attention
 
     def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
-        """Return experts that compute grouped matrix products."""
+        """Return experts that use grouped matrix products."""
         return as_experts_entry(GroupedExperts)

@@ -1,20 +1,20 @@
-"""Attention sinks: each head has a score that takes part in the softmax and adds nothing to the output."""
+"""Attention sinks: each head has a score that is part of the softmax but adds nothing to the output."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 WIDTH_MULTIPLE = 8
-"""Multiple of the widths of heads that torch's fused kernels accept."""
+"""torch's fused kernels accept head widths that are multiples of this."""
 
 
 def with_sinks(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the arguments of attention with one more key, the first, whose product with head n is `scores_N[n]`.
+    """Return the arguments of attention with an additional first key, for which head n has the score `scores_N[n]`.
 
-    Its value is zero. The heads get further columns, in which each query holds its head's score, the new key one, and
-    the other keys zero: any attention then computes sinks, also where heads share keys. Shapes are those of
+    The key's value is zero. The heads get additional columns, in which each query has its head's score, the new key
+    has a 1, and all other keys have 0. Any attention then computes sinks, even if heads share keys. Shapes are as in
     `SDPAttention.forward`.
     """
     width = query.shape[-1]

@@ -1,4 +1,4 @@
-"""Core attention by the compiled file."""
+"""Core attention by the compiled library."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from mcore_rl.model.layers.packed import PackedParams
 
 
 class CompiledAttention(SDPAttention):
-    """`SDPAttention`, whose causal attention without windows, sinks and dropout is compiled."""
+    """`SDPAttention` with compiled causal attention if there is no window, sink or dropout."""
 
     @property
     def _is_plain(self) -> bool:

@@ -1,7 +1,7 @@
-"""SwiGLU experts by the compiled file: tokens are gathered, computed and added back block by block, inside the cache.
+"""SwiGLU experts by the compiled library: tokens are gathered, computed and added back block by block, in the cache.
 
-Whole-batch intermediate tensors (tokens x top-k rows of hidden and inner width) are read from main memory several
-times in each direction; a block of an expert's rows stays in the second-level cache from gather to scatter.
+Intermediate tensors of the whole batch (tokens x top-k rows of hidden and inner width) would be read from main memory
+several times in each direction; a block of an expert's rows stays in the L2 cache from gather to scatter.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ BLOCK_ROWS = 512
 
 
 class CompiledExperts(GroupedExperts):
-    """`GroupedExperts`, of which plain SwiGLU without biases is compiled."""
+    """`GroupedExperts` with compiled code for plain SwiGLU without biases."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **options: Any) -> None:
         super().__init__(num_local_experts, config, *args, **options)
@@ -40,7 +40,7 @@ class CompiledExperts(GroupedExperts):
         return self._computed(sorted_ND, gates_N, assign(identity_N, identity_N, tokens_per_expert.tolist()))
 
     def routed(self, input_TD: Tensor, probs_TE: Tensor, routed_TE: Tensor) -> Tensor:
-        """Return every token's sum over its experts, `[T, D]`, on a rank that holds all experts whole."""
+        """Return every token's sum over its experts, `[T, D]`, on a rank that has all experts unsplit."""
         if not self.skips_dropped:
             return super().routed(input_TD, probs_TE, routed_TE)
         expert_N, token_N = routed_TE.t().nonzero(as_tuple=True)
@@ -53,20 +53,20 @@ class CompiledExperts(GroupedExperts):
 
 
 class Assignment(NamedTuple):
-    """The rows of the input that each expert works on, cut into blocks."""
+    """The input rows that each expert processes, split into blocks."""
 
     rows_N: Tensor
     """Indices of input rows, sorted by expert, int64."""
     gates_index_N: Tensor
     """Index of each row's gate in the flattened gates."""
     blocks_B3: Tensor
-    """Expert of each block, its first row and the row behind its last, int64."""
+    """Expert, first row and end row (exclusive) of each block, int64."""
     longest: int
-    """Number of rows of the longest block, 0 where there is none."""
+    """Number of rows of the longest block; 0 without blocks."""
 
 
 def assign(rows_N: Tensor, gates_index_N: Tensor, counts: list[int]) -> Assignment:
-    """Return the assignment of rows that are sorted by expert, `counts` of them for each."""
+    """Return the assignment of rows sorted by expert, with `counts` rows for each expert."""
     blocks, begin, longest = [], 0, 0
     for expert, count in enumerate(counts):
         end = begin + count
@@ -92,8 +92,8 @@ def swiglu_experts(
 
     Args:
         input_TD: The rows x.
-        gates: Gates in any shape; `assignment.gates_index_N` counts in the flattened tensor.
-        fc1_EFD: For each expert g above u.
+        gates: Gates in any shape; `assignment.gates_index_N` indexes the flattened tensor.
+        fc1_EFD: For each expert the rows of g above the rows of u.
         fc2_EDF: The experts' output matrices.
         assignment: The rows of each expert.
         rounds: Whether products round their operands to bf16.
@@ -108,7 +108,7 @@ def swiglu_experts(
 def _forward(
     input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment, rounds: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output, and what the backward pass reads: the input, the gates of rows, the first product."""
+    """Return the output, and tensors for the backward pass: the input, the gates of the rows, the first product."""
     input_TD = input_TD.contiguous()
     gates_N = gates.reshape(-1).index_select(0, assignment.gates_index_N)
     _, width, inner = fc2_EDF.shape
@@ -162,10 +162,10 @@ class _SwiGLUExperts(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """Gradient of a weight, summed in its final place, which saves writing and reading a tensor of the weight's size.
+    """Gradient of a weight, accumulated in place, which saves writing and reading a tensor of the weight's size.
 
-    Under Megatron's data parallelism that is the weight's `main_grad`. As in Megatron's fused layers,
-    `grad_added_to_main_grad` says so to its hook, which then reads no other gradient of this weight in the step.
+    Under Megatron's data parallelism it is accumulated in the weight's `main_grad`. As in Megatron's fused layers,
+    `grad_added_to_main_grad` tells Megatron's hook, which then ignores the gradient returned to autograd.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -177,10 +177,10 @@ class _WeightGradient:
             and hasattr(weight, "grad_added_to_main_grad")
         )
         self.total = main_grad if self._is_fused and main_grad is not None else torch.zeros_like(weight)
-        """Sum so far, fp32, in the shape of the weight."""
+        """Sum so far, fp32, with the shape of the weight."""
 
     def result(self) -> Tensor:
-        """Return the gradient for autograd, or a tensor that is never read but whose arrival runs Megatron's hook."""
+        """Return the gradient for autograd; if it is in `main_grad`, a dummy tensor that triggers Megatron's hook."""
         if not self._is_fused:
             return self.total
         self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]

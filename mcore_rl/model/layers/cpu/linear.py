@@ -14,7 +14,7 @@ from mcore_rl.model.layers.output import OutputLayer
 
 
 class _Rounded:
-    """The product of a linear layer, for whose collectives Megatron's layers are as they were."""
+    """Mixin that replaces the product of Megatron's linear layers, and keeps their collectives."""
 
     def _forward_impl(
         self,
@@ -27,7 +27,7 @@ class _Rounded:
         tp_group: Any,
         **_: Any,
     ) -> Tensor:
-        # The other arguments are Megatron's ways to save time on GPUs.
+        # The ignored arguments are Megatron's optimizations for GPUs.
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
@@ -37,17 +37,17 @@ class _Rounded:
 
 
 class RoundedColumnLinear(_Rounded, ColumnParallelLinear):
-    """`ColumnParallelLinear` whose products round their operands to bf16."""
+    """`ColumnParallelLinear` with the operands of its products rounded to bf16."""
 
 
 class RoundedRowLinear(_Rounded, RowParallelLinear):
-    """`RowParallelLinear` whose products round their operands to bf16."""
+    """`RowParallelLinear` with the operands of its products rounded to bf16."""
 
 
 class RoundedOutputLayer(_Rounded, OutputLayer):
-    """The output layer, whose products round their operands to bf16 where it is not deferred."""
+    """`OutputLayer` with the operands of its products rounded to bf16."""
 
     @staticmethod
     def product(rows: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's logits `[N, v]` of hidden states `[N, D]`, as `forward` computes them."""
+        """Return this rank's logits `[N, v]` for hidden states `[N, D]`, computed as in `forward`."""
         return rounded_linear(rows, weight)

@@ -1,4 +1,4 @@
-"""RMSNorm in one pass over memory, where torch's is a dozen small operations on a CPU."""
+"""RMSNorm in one pass over memory; on a CPU torch's is a dozen small operations."""
 
 from typing import Any
 
@@ -11,20 +11,20 @@ from mcore_rl.model.layers.norm import RMSNorm
 
 
 class CompiledRMSNorm(RMSNorm):
-    """`RMSNorm` by the compiled file, in fp32."""
+    """`RMSNorm` by the compiled library, in fp32."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalized input in its shape."""
+        """Return the normalized input with the same shape."""
         weight = self.weight + 1 if self.zero_centered else self.weight
         if not torch.is_grad_enabled():
-            # The rows of a decoding step are so few that the record of a gradient would take longer than the norm.
+            # A decoding step has so few rows that recording for autograd would take longer than the norm.
             return _normalized(input, weight, self.eps)[0]
         normalized: Tensor = _RMSNorm.apply(input, weight, self.eps)  # type: ignore[no-untyped-call]
         return normalized
 
 
 def _normalized(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalized input, the input as it was read, and 1 / rms of each row."""
+    """Return the normalized input, the contiguous input, and 1 / rms of each row."""
     input, width = input.contiguous(), weight.shape[0]
     output, inverse = input.new_empty(input.shape), input.new_empty(*input.shape[:-1], 1)
     library().rms_norm_forward(input, weight, inverse.numel(), width, eps, output, inverse)

@@ -1,4 +1,4 @@
-"""The compiled layers of a CPU, in the places where Megatron's specs take layers."""
+"""The compiled layers for CPUs, as a provider for Megatron's specs."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from mcore_rl.model.layers.provider import TorchSpecProvider
 
 
 class CpuSpecProvider(TorchSpecProvider):
-    """Provider of the layers of `platform.layers = "cpu"`; what has no compiled form is torch's."""
+    """Provider of the layers for `platform.layers = "cpu"`; layers without a compiled form are torch's."""
 
     norm = CompiledRMSNorm
     attention = CompiledAttention
@@ -26,15 +26,15 @@ class CpuSpecProvider(TorchSpecProvider):
             self.output_layer = RoundedOutputLayer
 
     def column_parallel_linear(self) -> type:
-        """Return Megatron's layer, or with `platform.bf16_products` ours."""
+        """Return Megatron's layer, or ours with `platform.bf16_products`."""
         layer: type = RoundedColumnLinear if self.config.rounds_products else super().column_parallel_linear()
         return layer
 
     def row_parallel_linear(self) -> type:
-        """Return Megatron's layer, or with `platform.bf16_products` ours."""
+        """Return Megatron's layer, or ours with `platform.bf16_products`."""
         layer: type = RoundedRowLinear if self.config.rounds_products else super().row_parallel_linear()
         return layer
 
     def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
-        """Return experts that the compiled file computes block by block."""
+        """Return experts that the compiled library computes block by block."""
         return as_experts_entry(CompiledExperts)

@@ -23,7 +23,7 @@ OF_INFERENCE = (
     "rotary_pos_sin",
     "rotary_pos_cos_sin",
 )
-"""Arguments that Megatron's own inference gives to a layer."""
+"""Arguments that Megatron's own inference passes to a layer."""
 
 
 class Angles(NamedTuple):
@@ -32,9 +32,9 @@ class Angles(NamedTuple):
     cos: Tensor
     """Cosines `[angles, width]`, float32, contiguous."""
     sin: Tensor
-    """Sines of the same."""
+    """Sines `[angles, width]`, float32, contiguous."""
     positions_S: Tensor | None
-    """The row of each position's angle, int64 `[S]`, contiguous; None where position s has row s."""
+    """Row of each position's angles, int64 `[S]`, contiguous; None if position s has row s."""
 
 
 class HeadNorms(NamedTuple):
@@ -45,27 +45,26 @@ class HeadNorms(NamedTuple):
     key: Tensor
     """Weight of the keys' norm, `[width]`."""
     eps: float
-    """Epsilon of both."""
+    """Epsilon of both norms."""
 
 
 class _OnePass(NamedTuple):
-    """The parts that one pass needs to split, normalize and rotate the heads of a layer."""
+    """The norms and angles needed to split, normalize and rotate a layer's heads in one pass."""
 
     norms: HeadNorms | None
     angles: Angles | None
 
 
 class FusedSelfAttention(SelfAttention):
-    """Megatron's self-attention, whose heads the compiled file splits, normalizes and rotates in one pass on a CPU.
+    """Megatron's self-attention; the compiled library splits, normalizes and rotates the heads in one pass on a CPU.
 
-    Layers and calls that it does not compute take Megatron's steps, one after another: those with norms over all heads
-    or zero-centered ones, output gates, fewer groups than tensor-parallel ranks, layers without rotation among others,
-    rotations of a part of a head, interleaved or scaled ones, packed sequences under context parallelism, and
-    Megatron's own inference.
+    Megatron's separate steps are used for norms over all heads, zero-centered norms, output gates, fewer groups than
+    tensor-parallel ranks, models with rotation in only some layers, rotation of a part of a head, interleaved or scaled
+    rotation, packed sequences under context parallelism, and Megatron's own inference.
     """
 
     _pass: _OnePass | None = None
-    """Set while `forward` runs and the heads are split in one pass."""
+    """Set during `forward` if the heads are split in one pass."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
@@ -92,7 +91,7 @@ class FusedSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **options: Any,
     ) -> Any:
-        """Return Megatron's output and bias; arguments are Megatron's."""
+        """Return output and bias; arguments and results are the same as Megatron's."""
         if not any(options.get(name) is not None for name in OF_INFERENCE):
             self._pass = self._one_pass(hidden_states, rotary_pos_emb, packed_seq_params)
         if self._pass is not None:
@@ -104,7 +103,7 @@ class FusedSelfAttention(SelfAttention):
             self._pass = None
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        """Return queries, keys and values of `hidden_states`; inside `forward` they may be rotated already."""
+        """Return queries, keys and values of `hidden_states`; inside `forward` they may already be rotated."""
         if self._pass is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **options)
         norms, angles = self._pass
@@ -113,7 +112,7 @@ class FusedSelfAttention(SelfAttention):
         return split_heads(mixed, self.hidden_size_per_attention_head, norms, angles)
 
     def _one_pass(self, hidden: Tensor, rotary: Any, packed: PackedSeqParams | None) -> _OnePass | None:
-        """Return what one pass needs, None where Megatron's steps are needed."""
+        """Return the norms and angles for one pass; None if Megatron's steps are needed."""
         if not self._is_plain:
             return None
         norms = self._norms() if self._has_norms else None
@@ -131,12 +130,12 @@ class FusedSelfAttention(SelfAttention):
         return HeadNorms(query.weight, key.weight, query.eps)
 
     def _angles(self, rotary: Any, packed: PackedSeqParams | None, num_positions: int) -> Angles | None:
-        """Return the angles of Megatron's rotary embedding; None where it is not one of whole heads in halves."""
+        """Return the angles of Megatron's rotary embedding; None unless it rotates the two halves of whole heads."""
         width = self.hidden_size_per_attention_head
         if not (self._rotates_halves and isinstance(rotary, Tensor) and rotary.shape[1:] == (1, 1, width)):
             return None
         positions_S = None
-        # With as many angles as positions, each position has its own, packed or not.
+        # With as many angles as positions, each position has its own angles, packed or not.
         if len(rotary) != num_positions:
             if packed is None or self.pg_collection.cp.size() > 1:
                 return None
@@ -154,8 +153,8 @@ def positions_in_sequences(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return the position of each token in its sequence, int64 `[T]`.
 
     Args:
-        cu_seqlens: Where the sequences of a packed row begin, and where the last ends.
-        num_tokens: T, the number of tokens in all of them.
+        cu_seqlens: Start of each sequence of a packed row, and the end of the last.
+        num_tokens: Total number of tokens, T.
     """
     begins_T = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
     return torch.arange(num_tokens) - begins_T
@@ -167,11 +166,11 @@ def split_heads(
     """Return queries `[S, B, groups * queries, width]`, keys and values `[S, B, groups, width]`.
 
     Args:
-        mixed: Mixed projection `[S, B, groups, (queries + 2) * width]`, fp32: in each group its queries, then the key
-            and the value.
+        mixed: Mixed projection `[S, B, groups, (queries + 2) * width]`, fp32: for each group its queries, then its key
+            and value.
         width: Width of a head.
-        norms: Norms of queries and keys; None without.
-        angles: Angles that turn queries and keys behind their norms; None without.
+        norms: Norms of queries and keys, if any.
+        angles: Angles by which queries and keys are rotated after the norms, if any.
     """
     weights = (None, None) if norms is None else (norms.query, norms.key)
     eps = 0.0 if norms is None else norms.eps
@@ -191,7 +190,7 @@ def _split(
     width: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return queries, keys, values, 1 / rms of each head, and the projection as it was read."""
+    """Return queries, keys, values, 1 / rms of each head, and the contiguous projection."""
     mixed = mixed.contiguous()
     *rows, groups, columns = mixed.shape
     queries = columns // width - 2
@@ -231,7 +230,7 @@ class _SplitHeads(torch.autograd.Function):
         mixed, query_weight, key_weight, cos, sin, positions_S, inverse = ctx.saved_tensors
         *rows, groups, columns = mixed.shape
         sizes = *rows, groups, columns // ctx.width - 2, ctx.width
-        # Attention gives its gradients in a layout of its own, which is read as it is.
+        # Attention's gradients have a layout of their own, which the library reads by strides.
         heads = [gradient if gradient.stride(3) == 1 else gradient.contiguous() for gradient in gradients]
         strides = torch.tensor([gradient.stride()[:3] for gradient in heads])
         d_mixed, d_weights = torch.empty_like(mixed), mixed.new_empty(2, ctx.width)
