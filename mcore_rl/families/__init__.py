@@ -1,4 +1,4 @@
-"""The families of models, one file each, and the questions that are answered by a model's family."""
+"""Model families, each in its own file, and functions that look up a model's family."""
 
 from typing import Any, Literal
 
@@ -61,18 +61,18 @@ FAMILIES: dict[str, Family] = {
         solar_open.FAMILY,
     )
 }
-"""The families that `model.family` may name, by Hugging Face's `model_type`."""
+"""Built-in values of `model.family`: families by Hugging Face's `model_type`."""
 
 
 CAUSAL_CLASS, SCORE_CLASS = "ForCausalLM", "ForSequenceClassification"
-"""Endings of the names of transformers' classes with logits, and with a score."""
+"""Suffixes of transformers' class names for models with logits and for models with a score."""
 
 
 def family_of(model: ModelConfig) -> Family:
     """Return the family that `model.family` names.
 
     Raises:
-        ConfigError: no such family is known, or the user's own cannot be imported.
+        ConfigError: the family is unknown, or the user's own family cannot be imported.
     """
     return _family_named(model.family)
 
@@ -81,11 +81,11 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
     """Return the model that a config.json describes.
 
     Args:
-        config: The content of config.json, of a model of images too: the model is the text model inside.
-        family: A family of the user's own, as `module:name`; None: the one that `model_type` names.
+        config: The content of config.json. For a vision-language model, the text model inside is described.
+        family: A family of the user's own, as `module:name`; None to choose by `model_type`.
 
     Raises:
-        ConfigError: the family is not known, or the model has something that Megatron's does not.
+        ConfigError: the family is unknown, or the model has a feature that Megatron's does not have.
     """
     head = _head_of(config)
     if head == "score" and shell_of(config) is not None:
@@ -118,7 +118,7 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
 
 
 def hf_config(model: ModelConfig) -> dict[str, Any]:
-    """Return a config.json with which transformers opens the model: `model_from_hf` undone.
+    """Return a config.json with which transformers opens the model, the inverse of `model_from_hf`.
 
     Raises:
         ConfigError: transformers cannot represent the model.
@@ -130,10 +130,10 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def score_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json by which transformers opens a model with a scalar head.
+    """Return the keys of config.json with which transformers opens a model with a scalar head.
 
     Raises:
-        ConfigError: transformers has no such class of the family.
+        ConfigError: transformers has no such class for the family.
     """
     family = family_of(model)
     if not family.has_score_class:
@@ -146,13 +146,13 @@ def score_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def weight_map(model: ModelConfig, experts: ExpertLayout = "each") -> WeightMap:
-    """Return which part of which Hugging Face tensor is which part of which tensor of a Megatron checkpoint."""
+    """Map each region of a Megatron tensor to the region of the Hugging Face tensor that it is copied from."""
     family = family_of(model)
     return build_map(family.rules(model, experts), family.duplicates(model))
 
 
 def _head_of(config: HfConfig) -> Literal["logits", "score"]:
-    """Return the head that a config.json names by its architectures; ConfigError for one that Megatron has not."""
+    """Return the head that a config.json's `architectures` names. Raises ConfigError if Megatron's model lacks it."""
     check_types(config, {"architectures": LIST, "id2label": OBJECT})
     names = [str(name) for name in config.get("architectures") or []]
     other = [name for name in names if "For" in name and not name.endswith((CAUSAL_CLASS, SCORE_CLASS))]

@@ -10,7 +10,7 @@ from mcore_rl.families.hf_export import grouped_experts_to_hf, latents_to_hf
 
 
 class DeepseekV2(Family):
-    """The gates are the softmax's probabilities and do not sum to one."""
+    """DeepSeek-V2: gates are the softmax's probabilities and do not sum to 1."""
 
     model_type = "deepseek_v2"
     hf_class = "DeepseekV2ForCausalLM"
@@ -33,7 +33,7 @@ class DeepseekV2(Family):
         moe = grouped_experts(config)
         method = config.get("topk_method") or "greedy"
         if method == "greedy":
-            # Published configs of this method nevertheless name groups.
+            # Published configs with this method set groups nevertheless.
             del moe["num_groups"], moe["top_groups"]
         elif method != "group_limited_greedy":
             raise refusal(config, "topk_method", "has only 'greedy' and 'group_limited_greedy'")
@@ -59,7 +59,7 @@ class DeepseekV2(Family):
         )
 
     def violations(self, model: ModelConfig) -> Iterator[str]:
-        """Yield a sentence for gates that are normalized to sum to one."""
+        """Yield a sentence if gates are normalized to sum to 1."""
         if model.is_moe and model.moe.normalize_top_k:
             yield (
                 f"model.moe.normalize_top_k=true: the gates of {self.model_type} are the softmax's probabilities "

@@ -18,7 +18,7 @@ from mcore_rl.families.hf_export import grouped_experts_to_hf, latents_to_hf
 
 
 class DeepseekV3(Family):
-    """A bias on the choice of experts evens out their load; MTP layers predict further tokens."""
+    """DeepSeek-V3: a bias on the choice of experts balances their load; MTP layers predict more than one token."""
 
     model_type = "deepseek_v3"
     other_model_types = ("kimi_k2",)

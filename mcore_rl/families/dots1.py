@@ -1,4 +1,4 @@
-"""dots.llm1 (arXiv 2506.05767): grouped-query attention with normed queries and keys, experts as DeepSeek-V3's."""
+"""dots.llm1 (arXiv 2506.05767): grouped-query attention with query and key norms, experts as in DeepSeek-V3."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from mcore_rl.families.hf_export import grouped_experts_to_hf
 
 
 class Dots1(Family):
-    """A bias on the choice of experts evens out their load; every layer attends to all positions."""
+    """dots.llm1: a bias on the choice of experts balances their load; every layer attends to all positions."""
 
     model_type = "dots1"
     hf_class = "Dots1ForCausalLM"
@@ -33,7 +33,7 @@ class Dots1(Family):
         require_keys(config, "num_key_value_heads", "norm_topk_prob")
         if config.get("norm_topk_prob") is not True:
             raise refusal(config, "norm_topk_prob", "has only True")
-        # Published configs name the method of balancing where others name the function of the scores.
+        # Published configs have the balancing method in `scoring_func`; other models have the score function there.
         if config.get("scoring_func") != "noaux_tc":
             require(config, {"scoring_func": "sigmoid"})
         arguments = common(config)
@@ -53,7 +53,7 @@ class Dots1(Family):
 
 
 def _refuse_windows(config: HfConfig, num_layers: int) -> None:
-    """Raise ConfigError for a model some layers of which see a window only, by the defaults of transformers."""
+    """Raise ConfigError if some layers only attend to a window, taking transformers' defaults for absent keys."""
     check_types(config, KINDS)
     types = config.get("layer_types")
     if types is not None and types != ["full_attention"] * num_layers:

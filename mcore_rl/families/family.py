@@ -1,4 +1,4 @@
-"""The class that every family of models fills in: what the rest of the code asks about an architecture."""
+"""The base class of all model families: the properties of an architecture that the rest of the code needs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ OPTIONAL_SETTINGS = (
     "moe.routed_scaling",
     "moe.expert_bias",
 )
-"""Fields of `ModelConfig` that only some families know; in all others they keep their defaults."""
+"""Fields of `ModelConfig` that only some families support; in all other families they keep their defaults."""
 GROUPED_EXPERTS = (
     "moe.first_dense_layers",
     "moe.shared_experts",
@@ -43,55 +43,55 @@ GROUPED_EXPERTS = (
     "moe.top_groups",
     "moe.routed_scaling",
 )
-"""The optional settings that DeepSeek's kind of experts has."""
+"""The optional settings of experts like DeepSeek's."""
 
 
 class Family(ABC):
-    """An architecture of Hugging Face as Megatron builds it.
+    """A Hugging Face architecture, as Megatron builds it.
 
     The attributes are properties that configs, checks, estimates and layers depend on; the methods make Megatron's
-    arguments, pair the weights, and translate config.json. The defaults are those of Llama. A family of one's own
-    is a subclass, of this class or of a known family's, that `model.family` names as `module:name`.
+    arguments, pair the weights, and translate config.json. The defaults describe Llama. To add your own family,
+    subclass this class or a built-in family's, and set `model.family` to `module:name`.
     """
 
     model_type: str
     """Hugging Face's name of the architecture, `model_type` in config.json."""
     other_model_types: tuple[str, ...] = ()
-    """Further values of `model_type` that name the same architecture."""
+    """Other values of `model_type` for the same architecture."""
     hf_class: str
     """Class of transformers that opens an exported checkpoint."""
     has_score_class: bool = True
-    """Whether transformers has a class of the family for sequence classification, as reward models are."""
+    """Whether transformers has a sequence-classification class for the family, which reward models need."""
     score_class: str | None = None
-    """Name of that class, where it is not the name of the class with logits but for the ending."""
+    """Name of that class; None if it is `hf_class` with the suffix replaced."""
     router: Literal["none", "softmax", "sigmoid"] = "none"
-    """Scores by which tokens choose experts; a dense family has none."""
+    """Function of the scores by which tokens choose experts; "none" for a dense family."""
     is_latent: bool = False
     """True for multi-head latent attention, which Megatron builds from its MLATransformerConfig."""
     qkv_bias: tuple[Switch, ...] = OFF
-    """Biases of queries, keys and values that a model of the family may have, the default first."""
+    """Whether queries, keys and values may have biases: the allowed settings, the default first."""
     qk_norm: tuple[Switch, ...] = OFF
-    """Norms of queries and keys that a model of the family may have, the default first."""
+    """Whether queries and keys may be normed: the allowed settings, the default first."""
     has_full_qk_norm: bool = False
-    """True when those norms are taken over all heads at once, not over each head."""
+    """True if these norms are over all heads at once, not over each head."""
     has_linear_bias: bool = False
-    """True when the attention's output, the router and the experts have biases (Megatron's `add_bias_linear`)."""
+    """True if attention's output projection, the router and the experts have biases (Megatron's `add_bias_linear`)."""
     has_attention_sinks: bool = False
-    """True when every head has a learned score that takes part in the softmax (Megatron's learnable softmax)."""
+    """True if every head has a learned score that takes part in the softmax (Megatron's learnable softmax)."""
     has_output_gate: bool = False
-    """True when a sigmoid gate of each head's width scales what attention returns."""
+    """True if a sigmoid gate of each head's width scales the output of attention."""
     has_zero_centered_norms: bool = False
-    """True when the factor of a norm is one plus its weight; the norm inside a gated delta net has plain weights."""
+    """True if norms multiply by 1 + weight; the norm inside a gated delta net always multiplies by its weight."""
     has_shared_expert_gate: bool = False
-    """True when a sigmoid gate scales the output of the shared expert."""
+    """True if a sigmoid gate scales the output of the shared expert."""
     activation: Literal["silu", "quick_gelu"] = "silu"
-    """Activation of the gated MLPs; `mcore_rl.model.transformer_config` knows the functions."""
+    """Activation of the gated MLPs; `mcore_rl.model.transformer_config` has the functions."""
     settings: tuple[str, ...] = ()
-    """Names of the `OPTIONAL_SETTINGS` that the family knows."""
+    """Names of the `OPTIONAL_SETTINGS` that the family supports."""
     experts_in_group_score: int | None = None
-    """Number of best experts whose scores rank a group of experts; None for a family without groups."""
+    """A group of experts is ranked by the scores of this many best experts; None for a family without groups."""
     mtp_prefix: str | None = None
-    """Beginning of the names of all tensors of MTP layers; None: they are layers behind the model's."""
+    """Name prefix of all tensors of MTP layers; None if they are numbered after the model's layers."""
     moe_names: MoENames = MoENames()
     """Hugging Face's names of the tensors in an MoE layer."""
 
@@ -100,28 +100,28 @@ class Family(ABC):
         """Return the keyword arguments of ModelConfig, without `family`, that a config.json describes.
 
         Raises:
-            ConfigError: Megatron's model of this family has something else.
+            ConfigError: Megatron's model of this family differs from the config.
         """
 
     @abstractmethod
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of config.json that this family has beside the common ones, or other than these.
+        """Return the keys of config.json that this family adds to the common keys, or overrides.
 
         Raises:
-            ConfigError: transformers' model of this family has something else.
+            ConfigError: transformers' model of this family cannot represent the model.
         """
 
     def violations(self, model: ModelConfig) -> Iterator[str]:
-        """Yield one sentence, with a remedy, for each setting that this family alone refuses."""
+        """Yield a sentence, with a remedy, for each setting that this family in particular refuses."""
         yield from ()
 
     def architecture(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keyword arguments of Megatron's config that make the family's layers."""
+        """Return the keyword arguments of Megatron's config for the family's layers."""
         arguments = latent_attention(model) if self.is_latent else self._grouped_query_attention(model)
         if self.router != "none":
             arguments |= routed_experts(model)
         if self.router == "softmax":
-            # Megatron's word for gates that are not normalized over the chosen experts.
+            # Megatron's name for gates that are not normalized over the chosen experts.
             arguments["moe_router_pre_softmax"] = not model.moe.normalize_top_k
         if self.router == "sigmoid":
             arguments |= {
@@ -142,14 +142,14 @@ class Family(ABC):
         return arguments | (delta_nets(model) if "delta" in model.mixers else {})
 
     def rules(self, model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
-        """Yield a rule for each of Megatron's tensors or slices of one; an export reads the same rules backwards."""
+        """Yield a rule for each Megatron tensor or slice of a tensor; an export applies the same rules backwards."""
         yield from outer(model)
         for layer in (*decoder_layers(model), *mtp_layers(model)):
             yield from self.layer_rules(model, layer, experts)
         yield from mtp(model)
 
     def duplicates(self, model: ModelConfig) -> Iterator[DuplicateTensor]:
-        """Yield the tensors of Hugging Face's checkpoints that repeat others."""
+        """Yield the tensors in Hugging Face checkpoints that repeat another tensor."""
         yield from duplicates(model)
 
     def layer_rules(
@@ -175,17 +175,17 @@ class Family(ABC):
         )
 
     def has_qkv_bias(self, model: ModelConfig) -> bool:
-        """Return whether queries, keys and values have biases: the setting, or the family's default for `auto`."""
+        """Return whether queries, keys and values have biases: the setting, or the family's default if "auto"."""
         return (self.qkv_bias[0] if model.qkv_bias == "auto" else model.qkv_bias) == "on"
 
     def has_qk_norm(self, model: ModelConfig) -> bool:
-        """Return whether queries and keys are normed: the setting, or the family's default for `auto`."""
+        """Return whether queries and keys are normed: the setting, or the family's default if "auto"."""
         return (self.qk_norm[0] if model.qk_norm == "auto" else model.qk_norm) == "on"
 
     def own_group_score(self, model: ModelConfig) -> int | None:
-        """Return the number of best experts that rank a group, where Megatron would take another; None elsewhere.
+        """Return the number of best experts that rank a group if Megatron would use another number, else None.
 
-        Megatron takes `top_k // top_groups`. Where all groups are chosen their scores do not matter.
+        Megatron uses `top_k // top_groups`. If all groups are chosen, their scores do not matter.
         """
         best, groups, chosen = self.experts_in_group_score, model.moe.num_groups, model.moe.top_groups
         if best is None or groups is None or chosen is None or chosen == groups:
@@ -203,7 +203,7 @@ class Family(ABC):
 
 
 def latent_attention(model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron's arguments of multi-head latent attention (arXiv 2405.04434)."""
+    """Return Megatron's arguments for multi-head latent attention (arXiv 2405.04434)."""
     mla, rope = model.mla, model.rope
     is_yarn = rope.scaling == "yarn"
     return {
@@ -216,7 +216,7 @@ def latent_attention(model: ModelConfig) -> dict[str, Any]:
         "qk_layernorm": True,
         "rope_type": "yarn" if is_yarn else "rope",
         "rotary_base": rope.theta,
-        # Megatron scales the softmax by these whatever rope_type says: 1 leaves it alone.
+        # Megatron scales the softmax by these for any rope_type: 1 has no effect.
         "rotary_scaling_factor": rope.factor if is_yarn else 1.0,
         "original_max_position_embeddings": rope.original_length,
         "beta_fast": rope.beta_fast,
@@ -227,11 +227,11 @@ def latent_attention(model: ModelConfig) -> dict[str, Any]:
 
 
 def delta_nets(model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron's arguments of gated delta nets (arXiv 2412.06464)."""
+    """Return Megatron's arguments for gated delta nets (arXiv 2412.06464)."""
     delta = model.delta
     return {
-        # As a list it makes the keys in checkpoints have layer numbers. `experimental_attention_variant` stays unset:
-        # with it Megatron's checks ask for Megatron's own layer, which needs the package fla.
+        # As a list, so that checkpoint keys have layer numbers. `experimental_attention_variant` stays unset: with it
+        # Megatron's checks require Megatron's own layer, which needs the package fla.
         "linear_attention_freq": [int(mixer == "delta") for mixer in model.mixers],
         "linear_conv_kernel_dim": delta.conv_width,
         "linear_key_head_dim": delta.key_dim,
@@ -242,7 +242,7 @@ def delta_nets(model: ModelConfig) -> dict[str, Any]:
 
 
 def yarn(model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron's names and values of YaRN without latent attention (arXiv 2309.00071)."""
+    """Return Megatron's names and values for YaRN without latent attention (arXiv 2309.00071)."""
     rope = model.rope
     return {
         "yarn_rotary_scaling_factor": rope.factor,
@@ -256,7 +256,7 @@ def yarn(model: ModelConfig) -> dict[str, Any]:
 
 
 def routed_experts(model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron's arguments of the experts and of the part of the router that all families share."""
+    """Return Megatron's arguments for the experts, and for the part of the router that all families share."""
     moe = model.moe
     layers = [int(is_moe) for is_moe in model.moe_layers]
     return {
@@ -267,13 +267,13 @@ def routed_experts(model: ModelConfig) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": moe.routed_scaling if moe.routed_scaling != 1 else None,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_width or None,
-        # An int keeps the checkpoint keys that Megatron-LM writes for a model whose layers are all alike.
+        # With an int the checkpoint keys are the same as Megatron-LM's for a model of identical layers.
         "moe_layer_freq": 1 if all(model.moe_layers) else layers,
         "moe_router_load_balancing_type": moe.balance,
         "moe_aux_loss_coeff": 0.0 if moe.balance == "none" else moe.aux_loss_coeff,
         "moe_z_loss_coeff": moe.z_loss_coeff or None,
         "moe_expert_capacity_factor": moe.capacity_factor,
-        # In bf16 the scores of close experts would be equal, and which of them is chosen an accident.
+        # In bf16 close experts would have equal scores, and the choice between them would be arbitrary.
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": True,
     }

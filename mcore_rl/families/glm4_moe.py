@@ -1,4 +1,4 @@
-"""GLM-4.5 and later (arXiv 2508.06471): grouped-query attention that turns half a head, experts as DeepSeek-V3's."""
+"""GLM-4.5 and later (arXiv 2508.06471): grouped-query attention that rotates half a head, experts as in DeepSeek-V3."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from mcore_rl.families.hf_export import grouped_experts_to_hf
 
 
 class Glm4Moe(Family):
-    """Biases and norms of the attention differ between the published sizes."""
+    """GLM-4.5: attention biases and norms differ between the published sizes."""
 
     model_type = "glm4_moe"
     hf_class = "Glm4MoeForCausalLM"
@@ -31,7 +31,7 @@ class Glm4Moe(Family):
         """Return the keyword arguments of ModelConfig."""
         require_keys(config, "num_key_value_heads")
         require(config, {"norm_topk_prob": True})
-        # `attention_bias` means queries, keys and values alone here; `common` refuses it for all other families.
+        # In this family `attention_bias` means only queries, keys and values; `common` would refuse it.
         arguments = common({**config, "attention_bias": False}, fraction=0.5)
         return arguments | {
             "qkv_bias": "on" if config.get("attention_bias") else "off",

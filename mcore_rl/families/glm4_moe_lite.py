@@ -22,7 +22,7 @@ from mcore_rl.families.hf_export import grouped_experts_to_hf, latents_to_hf
 
 
 class Glm4MoeLite(Family):
-    """A bias on the choice of experts evens out their load; MTP layers predict further tokens."""
+    """GLM-4.7-Flash: a bias on the choice of experts balances their load; MTP layers predict more than one token."""
 
     model_type = "glm4_moe_lite"
     hf_class = "Glm4MoeLiteForCausalLM"
@@ -53,7 +53,7 @@ class Glm4MoeLite(Family):
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json: the dense layers as published configs and as transformers 5 do."""
+        """Return the family's keys of config.json; dense layers are set by the published key and transformers 5's."""
         return (
             grouped_experts_to_hf(model)
             | latents_to_hf(model)
@@ -67,7 +67,7 @@ class Glm4MoeLite(Family):
 
 
 def _first_dense_layers(config: HfConfig) -> int:
-    """Return the number of first layers without experts; ConfigError unless both keys for it agree."""
+    """Return the number of leading layers without experts. Raises ConfigError unless both keys for it agree."""
     check_types(config, KINDS)
     stated = {"first_k_dense_replace": config.get("first_k_dense_replace")}
     types = config.get("mlp_layer_types")

@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv 2508.10925): biases everywhere, attention sinks, every second layer sees a window only."""
+"""gpt-oss (arXiv 2508.10925): biases everywhere, attention sinks, and a window in every second layer."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,11 +11,11 @@ from mcore_rl.families.rules import ExpertLayout, LayerNames, decoder_layers, ou
 from mcore_rl.families.weight_map import HfRows, WeightRule
 
 LIMIT, ALPHA = 7.0, 1.702
-"""Limit at which the experts' activations are cut off, and slope of their sigmoid, which Megatron has built in."""
+"""Limit to which the experts' activations are clamped, and slope of their sigmoid, which is built into Megatron."""
 
 
 class GptOss(Family):
-    """Every layer has experts, whose activation is a clamped GELU by a sigmoid."""
+    """gpt-oss: every layer has experts, with a clamped GELU approximated by a sigmoid."""
 
     model_type = "gpt_oss"
     hf_class = "GptOssForCausalLM"
@@ -30,7 +30,7 @@ class GptOss(Family):
         """Return the keyword arguments of Megatron's TransformerConfig."""
         window = model.sliding_window
         return super().architecture(model) | {
-            # Megatron counts the positions before a token, our setting the token itself too.
+            # Megatron counts only the positions before a token; our setting includes the token itself.
             "window_size": (window - 1, 0) if window else None,
             "window_attn_skip_freq": 2,
             "activation_func_clamp_value": LIMIT,
@@ -94,9 +94,9 @@ class GptOss(Family):
 
 
 def _expert(model: ModelConfig, layer: LayerNames, expert: int) -> Iterator[WeightRule]:
-    """Yield the rules of one expert. Hugging Face multiplies from the left: its matrices are Megatron's transposed.
+    """Yield the rules of one expert. Hugging Face's matrices are Megatron's transposed.
 
-    Columns of gate and up-projection alternate there, and lie in two halves in Megatron.
+    In Hugging Face's tensors the columns of gate and up-projection alternate; in Megatron's they are two halves.
     """
     hidden, width = model.hidden_size, model.moe.ffn_hidden_size
     slice_of_expert = replace(layer, index=(*layer.index, expert), lead=(*layer.lead, model.moe.num_experts))

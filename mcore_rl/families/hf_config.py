@@ -1,4 +1,4 @@
-"""Reading Hugging Face's config.json: each setting is translated, or refused by name if our config has none for it."""
+"""Read Hugging Face's config.json: each setting is translated, or refused by name if our config has no equivalent."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +13,11 @@ LLAMA3_CONSTANTS = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Parameters of Llama 3's wavelengths that Megatron has built in."""
+"""Parameters of Llama 3's rotary scaling that are built into Megatron."""
 ATTENDS, DELTA = "full_attention", "linear_attention"
-"""Kinds of layers of models with gated delta nets."""
+"""Layer types of models with gated delta nets."""
 MAX_LAYERS = 10_000
-"""Largest number of layers, as of model.num_layers: they are looked at one by one."""
+"""Largest number of layers, as for model.num_layers, because code iterates over them."""
 
 
 class Kind(NamedTuple):
@@ -64,15 +64,15 @@ KINDS = {
     )
     for name in names.split()
 }
-"""Kind of each key that is read, of those of the rotary positions too."""
+"""Kind of each key that is read, including the keys of rotary positions."""
 BESIDE_ROPE_SETTINGS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-"""Keys of the rotary positions that a config has in their object, beside it, or in both."""
+"""Keys of rotary positions that a config has in its object of rotary settings, next to this object, or in both."""
 
 
 def check_types(config: HfConfig, kinds: Mapping[str, Kind]) -> None:
-    """Raise a ConfigError, with key and value, for a value that is not of its key's kind; null passes.
+    """Raise ConfigError, with key and value, if a value is not of its key's kind; null passes.
 
-    A text must not pass as a flag, for any text is true: "false" for tie_word_embeddings would tie the embeddings.
+    A string must not pass as a flag, because any string is true: tie_word_embeddings="false" would tie the embeddings.
     """
     for name, kind in kinds.items():
         value = config.get(name)
@@ -83,15 +83,15 @@ def check_types(config: HfConfig, kinds: Mapping[str, Kind]) -> None:
 
 
 def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None = None) -> dict[str, Any]:
-    """Return the arguments of ModelConfig that all families take.
+    """Return the arguments of ModelConfig that all families have.
 
     Args:
         config: The content of config.json.
-        theta: The family's default of rope_theta.
-        fraction: The family's default of partial_rotary_factor; None for a family that has no such key.
+        theta: The family's default for rope_theta.
+        fraction: The family's default for partial_rotary_factor; None for a family without this key.
 
     Raises:
-        ConfigError: a key is absent, or has a value of another kind, or one that Megatron's model has not.
+        ConfigError: a key is absent, or has a value of the wrong kind or that Megatron's model does not support.
     """
     check_types(config, KINDS)
     require(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
@@ -101,7 +101,7 @@ def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None =
         "hidden_size": needed(config, "hidden_size"),
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
-        # 0 heads are refused with the others of ModelConfig's fields.
+        # ModelConfig refuses 0 heads.
         "head_dim": config.get("head_dim") or needed(config, "hidden_size") // (heads or 1),
         "ffn_hidden_size": needed(config, "intermediate_size"),
         "vocab_size": needed(config, "vocab_size"),
@@ -115,11 +115,11 @@ def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None =
 
 
 def grouped_experts(config: HfConfig) -> dict[str, Any]:
-    """Return the arguments of MoEConfig that DeepSeek and the families after it name alike."""
+    """Return the arguments of MoEConfig, from the keys that DeepSeek and similar families share."""
     check_types(config, KINDS)
     require_keys(config, "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor")
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
-    # A choice among all groups restricts nothing, which our config writes as no groups.
+    # A choice among all groups restricts nothing; our config writes this as no groups.
     limited = chosen < groups
     return {
         "num_experts": either(config, "n_routed_experts", "num_local_experts"),
@@ -134,9 +134,9 @@ def grouped_experts(config: HfConfig) -> dict[str, Any]:
 
 
 def qwen_experts(config: HfConfig) -> dict[str, Any]:
-    """Return the arguments of MoEConfig that Qwen's families name alike."""
+    """Return the arguments of MoEConfig, from the keys that Qwen's families share."""
     return {
-        # transformers 5 has another key for it.
+        # transformers 5 uses another key.
         "num_experts": either(config, "num_experts", "num_local_experts"),
         "top_k": needed(config, "num_experts_per_tok"),
         "ffn_hidden_size": needed(config, "moe_intermediate_size"),
@@ -147,7 +147,7 @@ def qwen_experts(config: HfConfig) -> dict[str, Any]:
 
 
 def delta_nets(config: HfConfig) -> dict[str, Any]:
-    """Return the arguments of DeltaConfig: the widths of gated delta nets, and which layers attend instead."""
+    """Return the arguments of DeltaConfig: the widths of gated delta nets, and which layers use attention instead."""
     check_types(config, KINDS)
     every, num_layers = config.get("full_attention_interval"), needed(config, "num_hidden_layers")
     if (kinds := config.get("layer_types")) is not None:
@@ -179,12 +179,12 @@ def latents(config: HfConfig) -> dict[str, Any]:
 
 
 def num_mtp_layers(config: HfConfig) -> int:
-    """Return the number of multi-token-prediction layers of the checkpoint."""
+    """Return the number of multi-token-prediction layers in the checkpoint."""
     return int(alias(config, "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers") or 0)
 
 
 def needed(config: HfConfig, name: str) -> Any:
-    """Return the value of `name`; ConfigError when it is absent."""
+    """Return the value of `name`. Raises ConfigError if it is absent."""
     value = config.get(name)
     if value is None:
         raise ConfigError(
@@ -195,16 +195,15 @@ def needed(config: HfConfig, name: str) -> Any:
 
 
 def either(config: HfConfig, *names: str) -> Any:
-    """Return the value of a setting that has several names; ConfigError when the config has none, or they differ."""
+    """Return the value of a setting with several names. Raises ConfigError if it is absent or contradictory."""
     value = alias(config, *names)
     return needed(config, names[0]) if value is None else value
 
 
 def require_keys(config: HfConfig, *names: str) -> None:
-    """Raise ConfigError for a key that is absent; null is a value.
+    """Raise ConfigError if a key is absent; null counts as a value.
 
-    These are the keys for which transformers would put a number of the family's best-known model, so that no neutral
-    value is right.
+    For these keys transformers' default is the value of the family's best-known model, so there is no neutral default.
     """
     for name in names:
         if name not in config:
@@ -212,7 +211,7 @@ def require_keys(config: HfConfig, *names: str) -> None:
 
 
 def require(config: HfConfig, wanted: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a key that has another value than Megatron's model of the family; absent keys pass."""
+    """Raise ConfigError if a key has a value that Megatron's model of the family does not have; absent keys pass."""
     for name, value in wanted.items():
         found = config.get(name)
         if found is not None and found != value:
@@ -220,7 +219,7 @@ def require(config: HfConfig, wanted: Mapping[str, Any]) -> None:
 
 
 def refusal(config: HfConfig, name: str, reason: str) -> ConfigError:
-    """Return the error that refuses the value of `name`; `reason` continues "Megatron's model of this family"."""
+    """Return the error that refuses the value of `name`; `reason` completes "Megatron's model of this family ..."."""
     return ConfigError(
         f"config.json has {name}={config.get(name)!r}, but Megatron's model of this family {reason}. These weights "
         "cannot be run there; changing the setting would make it another model."
@@ -230,11 +229,11 @@ def refusal(config: HfConfig, name: str, reason: str) -> ConfigError:
 def rope(config: HfConfig, default_theta: float, default_fraction: float | None = None) -> RopeConfig:
     """Return the rotary positions, from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
 
-    The defaults are the family's, as in `common`. A config may have the keys of both, which must then describe the
-    same positions: transformers 4 reads one, transformers 5 prefers one to the other.
+    The defaults are the family's, as in `common`. If a config has both sets of keys, they must describe the same
+    positions, because versions 4 and 5 of transformers read different keys.
 
     Raises:
-        ConfigError: the keys contradict each other, or describe positions that Megatron's model has not.
+        ConfigError: the keys contradict each other, or describe positions that Megatron's model does not support.
     """
     found = {name: _rope_settings(config, name) for name in ("rope_parameters", "rope_scaling")}
     given = {name: settings for name, settings in found.items() if settings}
@@ -262,7 +261,7 @@ def rope(config: HfConfig, default_theta: float, default_fraction: float | None 
 
 
 def alias(config: HfConfig, *names: str) -> Any:
-    """Return the value of the first of the names of one setting that the config has; None when it has none.
+    """Return the value of a setting with several names; None if the config has none of them.
 
     Raises:
         ConfigError: the config has several of the names, with different values.
@@ -272,7 +271,7 @@ def alias(config: HfConfig, *names: str) -> Any:
 
 
 def _rope_settings(config: HfConfig, name: str) -> dict[str, Any]:
-    """Return what the object `name` sets; ConfigError for settings that differ between kinds of layers."""
+    """Return the settings in the object `name`. Raises ConfigError if they differ between layer types."""
     settings = config.get(name) or {}
     if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
         raise refusal(
@@ -285,14 +284,14 @@ def _rope_settings(config: HfConfig, name: str) -> dict[str, Any]:
 def _rope_of(
     config: HfConfig, settings: dict[str, Any], default_theta: float, default_fraction: float | None
 ) -> RopeConfig:
-    """Return the positions that one of the objects describes; `settings` has the keys beside it too."""
+    """Return the positions described by `settings`: the keys of one object, and keys next to it."""
     if default_fraction is None:
         require(settings, {"partial_rotary_factor": 1.0})
     fraction = float(settings.get("partial_rotary_factor") or default_fraction or 1.0)
     theta = float(settings.get("rope_theta") or default_theta)
     kind = alias(settings, "rope_type", "type") or "default"
     if kind == "default":
-        # Without its type, a factor would be left out.
+        # Without a rope type, the factor would be ignored.
         require(settings, {"factor": 1.0})
         return RopeConfig(theta=theta, fraction=fraction)
     if kind not in ("llama3", "yarn"):
@@ -304,7 +303,7 @@ def _rope_of(
 
 
 def _agreed(values: Mapping[str, Any]) -> Any:
-    """Return the value that all keys have; ConfigError, with keys and values, when they have several."""
+    """Return the value that all keys have. Raises ConfigError, with keys and values, if they differ."""
     first, *others = values.values()
     if any(other != first for other in others):
         raise _contradiction([f"{name}={value!r}" for name, value in values.items()])
@@ -319,7 +318,7 @@ def _contradiction(keys: Sequence[str], differences: str = "") -> ConfigError:
 
 
 def _first_dense_layers(config: HfConfig, num_layers: int) -> int:
-    """Return the number of layers without experts, by Qwen's two keys; ConfigError unless they are the first ones."""
+    """Return the number of layers without experts, from Qwen's two keys. Raises ConfigError unless they come first."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     is_moe = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
     first = is_moe.index(True) if True in is_moe else num_layers
@@ -342,7 +341,7 @@ def _yarn(settings: HfConfig, theta: float) -> RopeConfig:
     if all_dim and not mscale:
         raise refusal(settings, "mscale_all_dim", "has it only together with mscale")
     if not all_dim:
-        mscale = 1.0  # transformers reads mscale only beside mscale_all_dim
+        mscale = 1.0  # transformers reads mscale only together with mscale_all_dim
     temperature = _temperature(factor, mscale) / _temperature(factor, all_dim)
     if not math.isclose(settings.get("attention_factor") or temperature, temperature, rel_tol=1e-6):
         raise refusal(
@@ -362,5 +361,5 @@ def _yarn(settings: HfConfig, theta: float) -> RopeConfig:
 
 
 def _temperature(factor: float, mscale: float) -> float:
-    """Return YaRN's factor on queries and on keys, which grows with the context (arXiv 2309.00071, section 3.4)."""
+    """Return YaRN's factor on queries and keys, which grows with the context (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""Writing Hugging Face's config.json from our config, in keys that transformers 4 and 5 read."""
+"""Write Hugging Face's config.json from our config, with keys that both transformers 4 and 5 read."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def common_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def grouped_experts_to_hf(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of the experts that DeepSeek and the families after it name alike."""
+    """Return the keys of the experts that DeepSeek and similar families share."""
     moe = model.moe
     return {
         "n_routed_experts": moe.num_experts,
@@ -42,7 +42,7 @@ def grouped_experts_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def qwen_experts_to_hf(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of the experts that Qwen's families name alike."""
+    """Return the keys of the experts that Qwen's families share."""
     moe = model.moe
     return {
         "num_experts": moe.num_experts,
@@ -74,7 +74,7 @@ def latents_to_hf(model: ModelConfig) -> dict[str, Any]:
     mla = model.mla
     return {
         "attention_bias": False,
-        # transformers calls the rotary part of a head its width here.
+        # For latent attention, transformers' head_dim is the rotary part of a head.
         "head_dim": mla.qk_rope_head_dim,
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,

@@ -1,4 +1,4 @@
-"""Llama (arXiv 2307.09288, 2407.21783): the plain dense decoder, which the defaults of `Family` describe."""
+"""Llama (arXiv 2307.09288, 2407.21783): the plain dense decoder, described by the defaults of `Family`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from mcore_rl.families.hf_config import HfConfig, common
 
 
 class Llama(Family):
-    """Grouped-query attention, gated MLPs, no biases."""
+    """Llama: grouped-query attention, gated MLPs, no biases."""
 
     model_type = "llama"
     hf_class = "LlamaForCausalLM"

@@ -1,4 +1,4 @@
-"""MiniMax-M2 and later M2.x: norms over all heads at once, half a head turned, sigmoid routing with a bias."""
+"""MiniMax-M2 and later M2.x: norms over all heads at once, half a head rotated, sigmoid routing with a bias."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from mcore_rl.families.rules import MoENames
 
 
 class MiniMaxM2(Family):
-    """Every layer has experts; the bias on their choice lies next to the router's matrix."""
+    """MiniMax-M2: every layer has experts; the bias on their choice is a tensor next to the router's matrix."""
 
     model_type = "minimax_m2"
     hf_class = "MiniMaxM2ForCausalLM"
@@ -36,8 +36,8 @@ class MiniMaxM2(Family):
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig.
 
-        Published configs count MTP modules although the folders have none; tensors of such modules would be refused
-        by name as left over.
+        Published configs count MTP modules although the folders have none. If a folder had such tensors, they would be
+        refused as unused.
         """
         check_types(config, KINDS)
         require_keys(config, "num_key_value_heads", "head_dim")
@@ -53,7 +53,7 @@ class MiniMaxM2(Family):
             },
         )
         turned = config.get("rotary_dim")
-        # Published configs count the turned dimensions of a head, others state their fraction.
+        # Published configs have the number of rotated dimensions of a head; other configs have their fraction.
         stated = {
             "partial_rotary_factor": config.get("partial_rotary_factor"),
             "rotary_dim / head_dim": None if turned is None else turned / (config["head_dim"] or 1),

@@ -8,7 +8,7 @@ from mcore_rl.families.hf_config import HfConfig, common, refusal, require_keys
 
 
 class Mistral(Family):
-    """Llama under another name; a window as long as the context is none."""
+    """Mistral: the same as Llama; a window as long as the context counts as no window."""
 
     model_type = "mistral"
     hf_class = "MistralForCausalLM"

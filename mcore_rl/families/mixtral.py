@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088): few large experts, the softmax taken over the chosen ones."""
+"""Mixtral (arXiv 2401.04088): few large experts, with the softmax over the chosen experts."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mcore_rl.families.rules import MoENames
 
 
 class Mixtral(Family):
-    """Every layer has experts, which Hugging Face names in its own way."""
+    """Mixtral: every layer has experts, with names of their own in Hugging Face's checkpoints."""
 
     model_type = "mixtral"
     hf_class = "MixtralForCausalLM"

@@ -9,7 +9,7 @@ from mcore_rl.families.hf_config import HfConfig, common, either, needed, refusa
 
 
 class Olmoe(Family):
-    """Every layer has experts."""
+    """OLMoE: every layer has experts."""
 
     model_type = "olmoe"
     hf_class = "OlmoeForCausalLM"
@@ -34,7 +34,7 @@ class Olmoe(Family):
         return arguments | {"moe": moe}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json; ConfigError for heads that do not fill the hidden size."""
+        """Return the family's keys of config.json. Raises ConfigError if the heads do not fill the hidden size."""
         if model.num_heads * model.head_dim != model.hidden_size:
             raise ConfigError(
                 f"model.num_heads={model.num_heads} x model.head_dim={model.head_dim} is not "

@@ -1,4 +1,4 @@
-"""The order of the rows of matrices that Megatron packs: queries, keys and values, or a gate and an up-projection."""
+"""Row order of matrices that Megatron packs: queries, keys and values, or a gate and an up-projection."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ from mcore_rl.config.model import ModelConfig
 
 
 class Rows(NamedTuple):
-    """Order of a matrix's rows: `groups` times the rows of each projection, `sizes` of them."""
+    """Order of a matrix's rows: `groups` times, the rows of each projection in turn; `sizes` has their numbers."""
 
     groups: int
     sizes: tuple[int, ...]
 
 
 def packed_rows(layer: str, num_rows: int, model: ModelConfig) -> Rows:
-    """Return the order of rows of the linear layer of this name, such as "linear_qkv", or of a rank's part of it."""
+    """Return the row order of the linear layer of this name, such as "linear_qkv", or of a rank's part of it."""
     if layer == "linear_qkv":
         width = model.head_dim
         sizes: tuple[int, ...] = (model.num_heads // model.num_kv_heads * width, width, width)

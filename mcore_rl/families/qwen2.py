@@ -8,7 +8,7 @@ from mcore_rl.families.hf_config import HfConfig, common, require, require_keys
 
 
 class Qwen2(Family):
-    """Queries, keys and values always have biases."""
+    """Qwen2: queries, keys and values always have biases."""
 
     model_type = "qwen2"
     hf_class = "Qwen2ForCausalLM"

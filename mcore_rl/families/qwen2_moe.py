@@ -11,7 +11,7 @@ from mcore_rl.families.rules import MoENames
 
 
 class Qwen2Moe(Family):
-    """One shared expert of a width of its own."""
+    """Qwen2-MoE: a single shared expert with its own width."""
 
     model_type = "qwen2_moe"
     hf_class = "Qwen2MoeForCausalLM"
@@ -44,7 +44,7 @@ class Qwen2Moe(Family):
         }
 
     def violations(self, model: ModelConfig) -> Iterator[str]:
-        """Yield a sentence for more or less than one shared expert."""
+        """Yield a sentence unless there is exactly one shared expert."""
         if model.is_moe and model.moe.shared_experts != 1:
             yield (
                 f"model.moe.shared_experts={model.moe.shared_experts}: {self.model_type} has one shared expert, "

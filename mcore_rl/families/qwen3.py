@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv 2505.09388), dense: Llama with normed queries and keys."""
+"""Qwen3 (arXiv 2505.09388), dense: Llama with query and key norms."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from mcore_rl.families.hf_config import HfConfig, common, require, require_keys
 
 
 class Qwen3(Family):
-    """Queries and keys are always normed, each head by itself."""
+    """Qwen3: queries and keys are always normed, separately for each head."""
 
     model_type = "qwen3"
     hf_class = "Qwen3ForCausalLM"

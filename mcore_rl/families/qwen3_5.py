@@ -1,4 +1,4 @@
-"""The text models of Qwen3.5 and Qwen3.6: Qwen3-Next's layers with other names of the projections, dense or MoE."""
+"""The text models of Qwen3.5 and Qwen3.6: Qwen3-Next's layers with different projection names, dense or MoE."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from mcore_rl.families.weight_map import HfRows
 
 
 class Qwen35Moe(Qwen3Next):
-    """Every layer has experts, whose gates sum to one."""
+    """Qwen3.5-MoE: every layer has experts, and their gates sum to 1."""
 
     model_type = "qwen3_5_moe_text"
     hf_class = "Qwen3_5MoeForCausalLM"
@@ -20,7 +20,7 @@ class Qwen35Moe(Qwen3Next):
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
         require(config, {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1})
-        # Without dense layers published configs have no width of one.
+        # Published configs have no dense layers, and therefore no width for them.
         width = config.get("intermediate_size") or config.get("moe_intermediate_size")
         return super().from_hf({**config, "intermediate_size": width})
 
@@ -31,12 +31,12 @@ class Qwen35Moe(Qwen3Next):
             yield f"model.moe.normalize_top_k=false: {self.model_type} always norms its gates. Set it to true."
 
     def projections(self, model: ModelConfig, prefix: str) -> Mapping[str, Sequence[HfRows]]:
-        """Return the rows of each part of a delta net's projection: queries, keys and values one behind another."""
+        """Return the rows of each part of a delta net's projection; queries, keys and values are concatenated."""
         return apart(model, prefix)
 
 
 class Qwen35(Qwen3Next):
-    """The dense models."""
+    """Qwen3.5, dense."""
 
     model_type = "qwen3_5_text"
     hf_class = "Qwen3_5ForCausalLM"
@@ -59,12 +59,12 @@ class Qwen35(Qwen3Next):
         return self._positions_and_layers(model)
 
     def projections(self, model: ModelConfig, prefix: str) -> Mapping[str, Sequence[HfRows]]:
-        """Return the rows of each part of a delta net's projection: queries, keys and values one behind another."""
+        """Return the rows of each part of a delta net's projection; queries, keys and values are concatenated."""
         return apart(model, prefix)
 
 
 def apart(model: ModelConfig, prefix: str) -> dict[str, list[HfRows]]:
-    """Return the rows of each part of a delta net's projection, where only queries, keys and values share a tensor."""
+    """Return the rows of each part of a delta net's projection if only queries, keys and values share a tensor."""
     delta = model.delta
     query, value, qkv = delta.query_width, delta.value_width, prefix + "in_proj_qkv.weight"
     return {

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388): normed queries and keys, softmax routing over many small experts."""
+"""Qwen3-MoE (arXiv 2505.09388): query and key norms, softmax routing over many small experts."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mcore_rl.families.hf_export import qwen_experts_to_hf
 
 
 class Qwen3Moe(Family):
-    """The first layers may be dense; nothing is shared between experts."""
+    """Qwen3-MoE: the first layers may be dense; there are no shared experts."""
 
     model_type = "qwen3_moe"
     hf_class = "Qwen3MoeForCausalLM"

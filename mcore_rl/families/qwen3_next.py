@@ -30,11 +30,11 @@ from mcore_rl.families.rules import (
 from mcore_rl.families.weight_map import DuplicateTensor, HfRows, WeightRule
 
 FRACTION = 0.25
-"""Fraction of a head that is turned where config.json does not say."""
+"""Fraction of a head that is rotated if config.json does not set it."""
 
 
 class Qwen3Next(Family):
-    """Norms are zero-centered. An MTP layer attends, and its tensors have names of their own."""
+    """Qwen3-Next: norms are zero-centered; an MTP layer uses attention, and its tensors have names of their own."""
 
     model_type = "qwen3_next"
     hf_class = "Qwen3NextForCausalLM"
@@ -65,12 +65,12 @@ class Qwen3Next(Family):
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json; transformers ignores those of MTP layers."""
+        """Return the family's keys of config.json; transformers ignores the keys of MTP layers."""
         experts = qwen_experts_to_hf(model) | {"shared_expert_intermediate_size": model.moe.shared_width}
         return self._positions_and_layers(model) | experts
 
     def violations(self, model: ModelConfig) -> Iterator[str]:
-        """Yield a sentence for each number of heads, layers and shared experts that the family has not."""
+        """Yield a sentence for each number of heads, layers or shared experts that the family does not support."""
         delta = model.delta
         if delta.full_every is None:
             yield (
@@ -91,7 +91,7 @@ class Qwen3Next(Family):
             yield f"model.mtp_layers={model.mtp_layers}: {self.model_type} has one. Set it to 1 or 0."
 
     def rules(self, model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
-        """Yield a rule for each of Megatron's tensors or slices of one."""
+        """Yield a rule for each Megatron tensor or slice of a tensor."""
         yield from outer(model)
         for layer in decoder_layers(model):
             yield from self.layer_rules(model, layer, experts)
@@ -105,7 +105,7 @@ class Qwen3Next(Family):
             yield around.vector("final_layernorm.weight", "norm.weight", hidden)
 
     def duplicates(self, model: ModelConfig) -> Iterator[DuplicateTensor]:
-        """Yield the output layer where it is tied: an MTP layer has no embeddings of its own."""
+        """Yield the output layer if it is tied; MTP layers have no embeddings of their own."""
         return tied_output(model)
 
     def attention_rules(self, model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
@@ -115,9 +115,10 @@ class Qwen3Next(Family):
         return delta_net(model, layer, self.projections(model, layer.hf + "linear_attn."))
 
     def projections(self, model: ModelConfig, prefix: str) -> Mapping[str, Sequence[HfRows]]:
-        """Return the rows of each part of a delta net's projection; `prefix` is that of the tensors' names.
+        """Return the rows of each part of a delta net's projection; tensor names begin with `prefix`.
 
-        Each key head has its query, key, values and gates together, and its values' betas and alphas.
+        The rows of each key head are contiguous: query, key, values and gates in one tensor, and the betas and alphas
+        of its values in another.
         """
         delta, values = model.delta, model.delta.value_heads // model.delta.key_heads
         wide = {"query": delta.key_dim, "key": delta.key_dim}
@@ -132,7 +133,7 @@ class Qwen3Next(Family):
         return parts
 
     def _experts(self, config: HfConfig) -> dict[str, Any]:
-        # transformers' class has gates that sum to one where config.json does not say.
+        # transformers' default is gates that sum to 1.
         return qwen_experts({"norm_topk_prob": True, **config}) | {
             "shared_experts": 1,
             "shared_ffn_hidden_size": needed(config, "shared_expert_intermediate_size"),

@@ -1,4 +1,4 @@
-"""Architectures that have no family here, by Hugging Face's `model_type`, and what each would need."""
+"""Architectures without a family, by Hugging Face's `model_type`, and the reason for each."""
 
 KIMI_DELTA = "most of its layers are Kimi delta attention, which is not built here"
 INDEXER = "an indexer chooses the keys that a query sees (DSA), which is not built here"
@@ -77,4 +77,4 @@ REFUSED: dict[str, str] = {
     "step3p5": STEP,
     "step3p7": STEP,
 }
-"""The reason why a config.json with this `model_type` is refused: a clause that ends the message."""
+"""Reason why a config.json with this `model_type` is refused: a clause at the end of the error message."""

@@ -1,4 +1,4 @@
-"""Parts of the families' weight rules: names of a model's tensors on both sides, and which rows go where."""
+"""Building blocks of the families' weight rules: tensor names on both sides, and which rows go where."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,13 +8,13 @@ from mcore_rl.config.model import Mixer, ModelConfig
 from mcore_rl.families.weight_map import DuplicateTensor, HfRows, Shape, WeightRule
 
 ExpertLayout = Literal["each", "fused", "transposed"]
-"""Layout of Hugging Face's experts: a tensor each, as in most published checkpoints, or one tensor for all of a layer,
-in which each matrix may be transposed."""
+"""Layout of Hugging Face's experts: a tensor for each expert, as in most published checkpoints, or a single tensor for
+all experts of a layer, in which each matrix may be transposed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerNames:
-    """Prefixes of one transformer layer's tensors, and its index in Megatron tensors that hold several layers."""
+    """Name prefixes of one transformer layer's tensors, and its index in Megatron tensors that hold several layers."""
 
     hf: str
     """Prefix of Hugging Face's names."""
@@ -30,15 +30,15 @@ class LayerNames:
     """Sizes of these axes."""
 
     def vector(self, key: str, name: str, size: int) -> WeightRule:
-        """Return the rule of a vector that is the same on both sides."""
+        """Return the rule for a vector that is the same on both sides."""
         return self.tensor(key, [HfRows(self.hf + name, 0, size)], ())
 
     def matrix(self, key: str, width: int, *parts: tuple[str, int]) -> WeightRule:
-        """Return the rule of a matrix of `width` columns: whole Hugging Face tensors (name, rows) below one another."""
+        """Return the rule for a matrix with `width` columns: the concatenated Hugging Face tensors (name, rows)."""
         return self.tensor(key, [HfRows(self.hf + name, 0, count) for name, count in parts], (width,))
 
     def interleaved(self, key: str, row: Shape, groups: int, *parts: tuple[str, int]) -> WeightRule:
-        """Return the rule of a tensor with, for each group in turn, the rows of each part (name, rows of one group)."""
+        """Return the rule for a tensor with, for each group in turn, the rows of each part (name, rows per group)."""
         rows = [
             HfRows(self.hf + name, group * count, (group + 1) * count)
             for group in range(groups)
@@ -47,34 +47,34 @@ class LayerNames:
         return self.tensor(key, rows, row)
 
     def tensor(self, key: str, rows: Sequence[HfRows], row: Shape) -> WeightRule:
-        """Return the rule of a tensor of these rows, each of shape `row`; their names are complete."""
+        """Return the rule for a tensor of these rows, each of shape `row`; their names must be complete."""
         return WeightRule(key=self.mcore + key, rows=tuple(rows), row=row, index=self.index, lead=self.lead)
 
 
 @dataclass(frozen=True, slots=True)
 class MoENames:
-    """Hugging Face's names in an MoE layer; the defaults are those of most families."""
+    """Hugging Face's names in an MoE layer; the defaults fit most families."""
 
     prefix: str = "mlp."
     """Prefix of all tensors of the MoE layer."""
     gate: str = "gate_proj"
-    """An expert's matrix whose product passes the activation."""
+    """An expert's gate projection; the activation is applied to its output."""
     up: str = "up_proj"
-    """An expert's matrix whose product is multiplied by the activation."""
+    """An expert's up-projection; its output is multiplied by the activation's."""
     down: str = "down_proj"
     """An expert's output matrix."""
     shared: str = "shared_experts"
     """The MLP of the shared experts."""
     shared_gate: str = "shared_expert_gate"
-    """The sigmoid gate on the shared experts' output, in a family that has one."""
+    """The sigmoid gate on the shared experts' output, in families with such a gate."""
     bias: str = "gate.e_score_correction_bias"
-    """The bias on the choice of experts, in a family that has one."""
+    """The bias on the choice of experts, in families with such a bias."""
 
 
 def decoder_layers(model: ModelConfig) -> list[LayerNames]:
     """Return the names of all layers, in order.
 
-    Layers that are all alike share tensors with a leading layer axis, as Megatron stores them.
+    If all layers are of the same kind, they share tensors with a leading layer axis, as Megatron stores them.
     """
     stacked = model.layers_alike
     return [
@@ -93,7 +93,7 @@ def decoder_layers(model: ModelConfig) -> list[LayerNames]:
 def mtp_layers(model: ModelConfig) -> list[LayerNames]:
     """Return the names of the transformer layers inside the MTP layers.
 
-    Hugging Face counts them after the model's layers; each has experts if the model's last layer has.
+    Hugging Face numbers them after the model's layers; they have experts if the model's last layer has.
     """
     return [
         LayerNames(
@@ -106,12 +106,12 @@ def mtp_layers(model: ModelConfig) -> list[LayerNames]:
 
 
 def outer(model: ModelConfig) -> Iterator[WeightRule]:
-    """Yield the rules of the embeddings, with their padding, of the scalar head, and of the last norm."""
+    """Yield the rules of the embeddings and their padding, of the output layer or scalar head, and of the last norm."""
     names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
     if model.head == "score":
         score = HfRows("score.weight", 0, 1)
         yield WeightRule(key="score.weight", rows=(score,), row=(model.hidden_size,))
-        # Hugging Face's models have no such number: it is 0 after an import, and an export subtracts nothing.
+        # Hugging Face's models have no shift: it is 0 after an import, and an export does not subtract it.
         yield WeightRule(key="score.shift", rows=(), row=(), padding=1, fp32=True)
     elif not model.tied_embeddings:
         names["output_layer.weight"] = "lm_head.weight"
@@ -138,19 +138,19 @@ def grouped_query(
     """Yield the rules of grouped-query attention and of the norm before it.
 
     Args:
-        model: The shape.
-        layer: The names.
-        has_bias: Queries, keys and values have biases.
-        has_norms: Queries and keys are normed.
-        has_full_norms: These norms are over all heads at once: their weights are as long as all heads together.
-        has_gate: The query's projection has each head's gate behind the head's query.
+        model: The model's config.
+        layer: Names of the layer.
+        has_bias: Whether queries, keys and values have biases.
+        has_norms: Whether queries and keys are normed.
+        has_full_norms: Whether the norms are over all heads at once, with a weight for each element of all heads.
+        has_gate: Whether the query projection has each head's gate after the head's query.
     """
     head, hidden = model.head_dim, model.hidden_size
     sizes = {"q": model.num_heads // model.num_kv_heads * head, "k": head, "v": head}
     yield layer.vector("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", hidden)
     for kind, row in (("weight", (hidden,)), ("bias", ()))[: 1 + has_bias]:
         parts = [(f"self_attn.{part}_proj.{kind}", size) for part, size in sizes.items()]
-        # Megatron keeps the queries, the key and the value of a group together, so that tensor parallelism cuts
+        # Megatron keeps the queries, the key and the value of a group together, so that tensor parallelism splits
         # between groups.
         if has_gate:
             yield layer.tensor(f"self_attention.linear_qkv.{kind}", _gated_rows(model, layer, kind), row)
@@ -167,13 +167,13 @@ def grouped_query(
 
 
 def _gated_rows(model: ModelConfig, layer: LayerNames, kind: str) -> list[HfRows]:
-    """Return the rows of queries, gates, keys and values: a group of Megatron's has its queries before its gates."""
+    """Return the rows of queries, gates, keys and values; each group in Megatron has its queries before its gates."""
     head, name = model.head_dim, layer.hf + "self_attn.{}_proj." + kind
     rows, per_group = [], model.num_heads // model.num_kv_heads
     for group in range(model.num_kv_heads):
         heads = range(group * per_group, (group + 1) * per_group)
         for part in (0, 1):
-            starts = [(2 * one + part) * head for one in heads]
+            starts = [(2 * index + part) * head for index in heads]
             rows += [HfRows(name.format("q"), start, start + head) for start in starts]
         rows += [HfRows(name.format(part), group * head, (group + 1) * head) for part in "kv"]
     return rows
@@ -185,9 +185,9 @@ def delta_net(
     """Yield the rules of a gated delta net and of the norm before it.
 
     Args:
-        model: The shape.
-        layer: The names.
-        projections: Hugging Face's rows of each part of the input projection, by Megatron's name of the part.
+        model: The model's config.
+        layer: Names of the layer.
+        projections: Hugging Face's rows for each part of the input projection, by Megatron's name of the part.
     """
     delta, hidden, key = model.delta, model.hidden_size, "self_attention."
     yield layer.vector(key + "in_proj.layer_norm_weight", "input_layernorm.weight", hidden)
@@ -209,7 +209,7 @@ def delta_net(
 
 
 def latent(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
-    """Yield the rules of multi-head latent attention and of the norm before it; a head's rows are equally ordered."""
+    """Yield the rules of multi-head latent attention and of the norm before it; row orders are equal on both sides."""
     mla, hidden, heads = model.mla, model.hidden_size, model.num_heads
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     key_value = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
@@ -246,7 +246,7 @@ def feed_forward(
 
 
 def mtp(model: ModelConfig) -> Iterator[WeightRule]:
-    """Yield the rules of what each MTP layer has beside its transformer layer."""
+    """Yield the rules of each MTP layer's tensors outside its transformer layer."""
     hidden = model.hidden_size
     for i in range(model.mtp_layers):
         around = LayerNames(
@@ -260,13 +260,13 @@ def mtp(model: ModelConfig) -> Iterator[WeightRule]:
 
 
 def tied_output(model: ModelConfig) -> Iterator[DuplicateTensor]:
-    """Yield the output layer where it repeats the embedding."""
+    """Yield the output layer if it repeats the embedding."""
     if model.tied_embeddings and model.head == "logits":
         yield DuplicateTensor("lm_head.weight", "model.embed_tokens.weight", written=False)
 
 
 def duplicates(model: ModelConfig) -> Iterator[DuplicateTensor]:
-    """Yield the embeddings that Hugging Face checkpoints repeat: a tied output, and those of each MTP layer."""
+    """Yield the embeddings that Hugging Face checkpoints repeat: a tied output, and copies in each MTP layer."""
     yield from tied_output(model)
     if model.head == "score":
         return
@@ -278,7 +278,7 @@ def duplicates(model: ModelConfig) -> Iterator[DuplicateTensor]:
 
 
 def _gated(model: ModelConfig, layer: LayerNames, key: str, width: int, name: str) -> Iterator[WeightRule]:
-    """Yield the rules of a gated MLP: Megatron's first matrix has the gate's rows above those of the up-projection."""
+    """Yield the rules of a gated MLP: Megatron's first matrix has the gate's rows above the up-projection's."""
     gate, up = (name + "gate_proj.weight", width), (name + "up_proj.weight", width)
     yield layer.matrix(key + "linear_fc1.weight", model.hidden_size, gate, up)
     yield layer.matrix(key + "linear_fc2.weight", width, (name + "down_proj.weight", model.hidden_size))
@@ -320,7 +320,7 @@ def _experts(model: ModelConfig, layer: LayerNames, names: MoENames) -> Iterator
 
 
 def _fused_experts(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
-    """Yield the rules of experts that lie in one Hugging Face tensor a layer: its rows, as rules count, are experts."""
+    """Yield the rules of experts in a single Hugging Face tensor per layer; a rule's "rows" are then whole experts."""
     moe, hidden = model.moe, model.hidden_size
     for key, name, row in (
         ("linear_fc1", "gate_up_proj", (2 * moe.ffn_hidden_size, hidden)),
@@ -332,7 +332,7 @@ def _fused_experts(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule
 
 
 def _transposed_experts(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
-    """Yield the rules of experts that lie in one tensor a layer, each as the transpose of Megatron's matrix."""
+    """Yield the rules of experts in a single tensor per layer, each as the transpose of Megatron's matrix."""
     moe, hidden = model.moe, model.hidden_size
     for e in range(moe.num_experts):
         expert = replace(layer, index=(*layer.index, e), lead=(*layer.lead, moe.num_experts))

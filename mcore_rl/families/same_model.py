@@ -1,4 +1,4 @@
-"""Settings by which the same weights compute something else: whether two configs describe the same model."""
+"""Whether two configs describe the same model: find settings with which the same weights give other results."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,26 +15,26 @@ TRAINING_ONLY = (
     *("moe.balance", "moe.aux_loss_coeff", "moe.expert_bias_rate", "moe.z_loss_coeff"),
     *("moe.capacity_factor", "moe.dispatcher"),
 )
-"""Settings that do not change what the same weights compute, or that the names of the tensors show."""
+"""Settings that do not change the results of the same weights, or that are evident from the tensors' names."""
 YARN_ONLY = ("original_length", "truncate", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Settings of `model.rope` that only YaRN reads."""
 
 
 def model_changes(before: Mapping[str, Any], now: ModelConfig) -> list[ConfigChange]:
-    """Return the settings by which the weights of one model would compute something else in another.
+    """Return the changed settings with which the same weights would give other results.
 
-    Left out are settings of training and those that are not in use in one of the two.
+    Training settings, and settings that either model does not use, are left out.
 
     Args:
-        before: The model that the weights were made for, as `model_dump(mode="json")` returns it; an earlier version
-            may have written it.
-        now: The model that they would be used in.
+        before: The model that the weights belong to, as returned by `model_dump(mode="json")`, possibly by an earlier
+            version.
+        now: The model that the weights would be used in.
     """
     recorded, family = as_recorded(before, ModelConfig), family_of(now)
     here = _in_use(now, family)
     if isinstance(recorded, ModelConfig):
         there = _in_use(recorded, family)
-    else:  # of a later version: the settings that both have are compared as they are written
+    else:  # from a later version: compare the recorded values of the settings that both have
         plain = dict(leaves(now, "model."))
         there, here = dict(leaves(recorded, "model.")), {key: plain[key] for key in here}
     if now.head == "score":  # without an output layer
@@ -47,7 +47,7 @@ def model_changes(before: Mapping[str, Any], now: ModelConfig) -> list[ConfigCha
 
 
 def _in_use(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Return the settings that decide what the model computes, by key, with the values that `auto` stands for."""
+    """Return the settings that affect the model's results, by key, with "auto" resolved."""
     moe = model.moe
     each = moe.ffn_hidden_size if moe.shared_ffn_hidden_size == "auto" else moe.shared_ffn_hidden_size
     switches = {"qkv_bias": family.has_qkv_bias(model), "qk_norm": family.has_qk_norm(model)}
@@ -68,7 +68,7 @@ def _in_use(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _unused(model: ModelConfig, family: Family) -> Iterator[str]:
-    """Yield the settings and sections that a model does not read."""
+    """Yield the settings and sections that a model does not use."""
     yield from ("head_dim", "num_kv_heads") if family.is_latent else ("mla",)
     if not model.is_moe:
         yield from (f"moe.{name}" for name in type(model.moe).model_fields if name != "num_experts")

@@ -7,11 +7,11 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.hf_config import HfConfig, common, require, require_keys
 
 DROPOUT = 0.1
-"""transformers' default of both probabilities of dropout, which published configs state too."""
+"""transformers' default for both dropout probabilities; published configs have the same value."""
 
 
 class SeedOss(Family):
-    """Llama with biases, and with dropout in training, which Megatron applies to the embeddings too."""
+    """Seed-OSS: Llama with biases, and with dropout in training, which Megatron also applies to the embeddings."""
 
     model_type = "seed_oss"
     hf_class = "SeedOssForCausalLM"
@@ -21,7 +21,7 @@ class SeedOss(Family):
         """Return the keyword arguments of ModelConfig."""
         require_keys(config, "num_key_value_heads", "head_dim")
         require(config, {"attention_out_bias": False})
-        # `attention_bias` means queries, keys and values alone here; `common` refuses it for all other families.
+        # In this family `attention_bias` means only queries, keys and values; `common` would refuse it.
         arguments = common({"attention_dropout": DROPOUT, **config, "attention_bias": False})
         return arguments | {
             "qkv_bias": "on" if config.get("attention_bias", True) else "off",

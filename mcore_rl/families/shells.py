@@ -1,4 +1,4 @@
-"""Models of images whose folders have the text model of a known family inside: their names and settings."""
+"""Vision-language models with a text model of a known family inside: their names and settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,37 +8,37 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families.hf_config import FLAG, OBJECT, HfConfig, check_types, needed, require
 
 TEXT = "text_config"
-"""Key in config.json of the text model's config."""
+"""Key of the text model's config in config.json."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shell:
-    """A model around a text model, by its folder. Tensors that are not of the text model are never opened."""
+    """The folder of a model around a text model. Tensors outside the text model are never opened."""
 
     text_types: Mapping[str, str]
-    """Family of each `model_type` that the text model's config may have."""
+    """`model_type` of the text model's config -> family."""
     prefixes: Mapping[str, str]
-    """Beginnings of the text tensors' names in the folder, and what a family's names begin with instead."""
+    """Name prefix of the text model's tensors in the folder -> prefix in the family's names."""
     passing: tuple[str, ...]
-    """Beginnings of the names of all other tensors."""
+    """Name prefixes of all other tensors."""
     is_tied: bool | None
-    """Whether embeddings are tied where config.json does not tell; None: it must."""
+    """Whether embeddings are tied by default; None if config.json must set it."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the text model that its class has built in."""
+    """Settings that are hard-coded in transformers' class of the text model."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the text model that its class takes where config.json has none, other than the family's."""
+    """Defaults of transformers' class of the text model that differ from the family's."""
     has_transposed_experts: bool = False
-    """True when a published tensor of all experts of a layer has each matrix transposed."""
+    """True if published checkpoints have a single tensor for all experts of a layer, with transposed matrices."""
 
     def text_name(self, name: str) -> str | None:
-        """Return the family's name of a tensor; None for a tensor that is not of the text model."""
+        """Return the family's name of a tensor; None for a tensor outside the text model."""
         for before, after in self.prefixes.items():
             if name.startswith(before):
                 return after + name.removeprefix(before)
         return None if name.startswith(self.passing) else name
 
     def folder_name(self, text_name: str) -> str:
-        """Return the name in the folder of a tensor of the text model, from the family's name."""
+        """Return a text model's tensor name in the folder, from the family's name."""
         for before, after in self.prefixes.items():
             if text_name.startswith(after):
                 return before + text_name.removeprefix(after)
@@ -88,7 +88,7 @@ SHELLS: dict[str, Shell] = {
         is_tied=None,
     ),
 }
-"""The models around text models that conversions read and write, by `model_type`."""
+"""Models around text models that conversions can read and write, by `model_type`."""
 
 
 def shell_of(config: HfConfig) -> Shell | None:
@@ -97,10 +97,10 @@ def shell_of(config: HfConfig) -> Shell | None:
 
 
 def text_config(config: HfConfig) -> HfConfig:
-    """Return the config of the text model in a config.json: of a text model that is all of it.
+    """Return the config of the text model in a config.json; for a text model, this is the config itself.
 
     Raises:
-        ConfigError: there is no such part, or it is of another kind than the shell's.
+        ConfigError: there is no text model's config, or it has the wrong `model_type`.
     """
     shell = shell_of(config)
     if shell is None:
@@ -114,7 +114,7 @@ def text_config(config: HfConfig) -> HfConfig:
             f"{', '.join(shell.text_types)}."
         )
     require(inner, shell.fixed)
-    # Whether embeddings are tied stands outside of the text model's config, which has a default of its own.
+    # Tied embeddings are set outside the text model's config, which has its own default for them.
     tied = config.get("tie_word_embeddings", shell.is_tied)
     if tied is None:
         needed(config, "tie_word_embeddings")

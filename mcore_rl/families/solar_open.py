@@ -1,4 +1,4 @@
-"""Solar Open: grouped-query attention, in every layer experts as GLM-4.5's."""
+"""Solar Open: grouped-query attention, and experts as in GLM-4.5 in every layer."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mcore_rl.families.hf_export import grouped_experts_to_hf
 
 
 class SolarOpen(Family):
-    """A bias on the choice of experts evens out their load; no layer is dense."""
+    """Solar Open: a bias on the choice of experts balances their load; no layer is dense."""
 
     model_type = "solar_open"
     hf_class = "SolarOpenForCausalLM"
@@ -33,7 +33,7 @@ class SolarOpen(Family):
                 "topk_method": "noaux_tc",
             },
         )
-        # `attention_bias` means queries, keys and values alone here, and the width of dense layers has no use.
+        # In this family `attention_bias` means only queries, keys and values; the width of dense layers is unused.
         width = needed(config, "moe_intermediate_size")
         arguments = common({**config, "attention_bias": False, "intermediate_size": width}, theta=1e6)
         moe = grouped_experts({**config, "first_k_dense_replace": 0})

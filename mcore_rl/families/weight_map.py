@@ -1,7 +1,7 @@
-"""The pairing of two formats: a region of a Hugging Face tensor is a region of a Megatron tensor.
+"""The mapping between two formats: each region of a Hugging Face tensor is a region of a Megatron tensor.
 
-Megatron's distributed checkpoints hold whole tensors, whatever mesh they were trained on, and so do Hugging Face's
-files: a conversion is a set of copies of regions, the same in both directions. Nothing here needs a model or a byte.
+Megatron's distributed checkpoints have whole tensors, independent of the mesh, and so do Hugging Face's files: a
+conversion is a set of copies of regions, the same in both directions. This module needs neither a model nor weights.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from mcore_rl.errors import CheckpointError
 Shape = tuple[int, ...]
 
 NO_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Names of Hugging Face tensors that old checkpoints carry although the config determines them."""
+"""Names of tensors in old Hugging Face checkpoints that are determined by the config."""
 
 
 class AxisRange(NamedTuple):
-    """Indices start <= i < stop of one axis, every `step`-th of them."""
+    """Indices start <= i < stop of an axis, in steps of `step`."""
 
     start: int
     stop: int
@@ -29,7 +29,7 @@ class AxisRange(NamedTuple):
     @property
     def count(self) -> int:  # type: ignore[override]
         """Number of indices."""
-        # The quotient of negative numbers, rounded down, is the positive one rounded up.
+        # Negated twice, floor division rounds up.
         return -((self.start - self.stop) // self.step)
 
 
@@ -39,20 +39,20 @@ Region = tuple[AxisRange, ...]
 
 @dataclass(frozen=True, slots=True)
 class HfRows:
-    """Rows start <= i < stop of a Hugging Face tensor; a row is what one index of its first axis selects."""
+    """Rows start <= i < stop of a Hugging Face tensor; a row is one index of the first axis."""
 
     name: str
     """Complete name of the tensor."""
     start: int
     """Index of the first row."""
     stop: int
-    """Index behind the last row."""
+    """Index after the last row."""
     step: int = 1
-    """Distance of one row to the next."""
+    """Distance from each row to the next."""
     at: tuple[int, ...] = ()
-    """Indices on axes before that of the rows, as of one expert in a tensor that holds all."""
+    """Indices on the axes before the row axis, such as an expert's in a tensor of all experts."""
     transposed: bool = False
-    """True when the rows are counted on the last axis: Hugging Face's matrix is Megatron's transposed."""
+    """True if rows are counted on the last axis: Hugging Face's matrix is Megatron's transposed."""
 
     def where(self, row: Shape) -> Region:
         """Return the region that rows of shape `row` cover."""
@@ -66,29 +66,29 @@ class HfRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightRule:
-    """Megatron's tensor `key`, or the slice of it at `index`, consists of these rows in order, then rows of zeros."""
+    """Megatron's tensor `key`, or its slice at `index`, consists of these rows in order, then rows of zeros."""
 
     key: str
     """Complete key of the tensor in a distributed checkpoint."""
     rows: tuple[HfRows, ...]
-    """Rows of Hugging Face's tensors, from the first row of Megatron's on."""
+    """Rows of Hugging Face's tensors, in the order of Megatron's rows."""
     row: Shape
-    """Shape of one row; () when the tensors are vectors."""
+    """Shape of one row; () for vectors."""
     index: tuple[int, ...] = ()
-    """Layer and expert of the slice, where the tensor holds several."""
+    """Layer and expert of the slice, if the tensor has several layers or experts."""
     lead: Shape = ()
     """Sizes of the axes that `index` selects from."""
     padding: int = 0
     """Number of rows of zeros at the end."""
     fp32: bool = False
-    """True when Megatron holds the tensor in fp32, whatever the model's type."""
+    """True if Megatron keeps the tensor in fp32 for any model dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBlock:
-    """The region `hf_where` of tensor `hf_name` is the region `mcore_where` of `mcore_key`, element by element.
+    """The region `hf_where` of tensor `hf_name` equals the region `mcore_where` of `mcore_key`, element by element.
 
-    One side may have further axes in front, of which the region has one index each.
+    One side may have additional leading axes, on which the region has size 1.
     """
 
     hf_name: str
@@ -96,17 +96,17 @@ class WeightBlock:
     mcore_key: str
     mcore_where: Region
     transposed: bool = False
-    """True when the last two axes of one side are those of the other, exchanged."""
+    """True if the last two axes of the two sides are swapped."""
 
 
 @dataclass(frozen=True, slots=True)
 class DuplicateTensor:
-    """A Hugging Face tensor that repeats another: it may be absent, and is equal to the original if present."""
+    """A Hugging Face tensor that repeats another tensor: it may be absent, but if present, it equals the original."""
 
     name: str
     original: str
     written: bool
-    """True when the family's published checkpoints have the tensor, so that an export writes it too."""
+    """True if the family's published checkpoints have the tensor; an export then writes it too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,18 +115,18 @@ class WeightMap:
 
     blocks: tuple[WeightBlock, ...]
     hf_shapes: Mapping[str, Shape]
-    """Shapes of Hugging Face's tensors, without the duplicates."""
+    """Shapes of Hugging Face's tensors, without duplicates."""
     mcore_shapes: Mapping[str, Shape]
     """Shapes of Megatron's tensors."""
     padding: tuple[tuple[str, Region], ...]
-    """Regions of Megatron tensors, by key, that are zero on import and left out on export."""
+    """Regions of Megatron tensors, as (key, region), that are set to zero on import and left out on export."""
     fp32_keys: frozenset[str]
     """Keys of Megatron tensors that are fp32 in every checkpoint."""
     copies: tuple[DuplicateTensor, ...]
-    """Hugging Face tensors that repeat others."""
+    """Hugging Face tensors that repeat another tensor."""
 
     def prove(self) -> None:
-        """Raise CheckpointError unless each Hugging Face element is used, and each Megatron element written, once."""
+        """Raise CheckpointError unless each Hugging Face element is read, and each Megatron element written, once."""
         used: dict[str, list[Region]] = {name: [] for name in self.hf_shapes}
         written: dict[str, list[Region]] = {key: [] for key in self.mcore_shapes}
         faults = []
@@ -157,7 +157,7 @@ class WeightMap:
             )
 
     def check_hf(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise CheckpointError when `shapes` are not the tensors of a Hugging Face checkpoint of this model."""
+        """Raise CheckpointError if `shapes` are not the tensors of a Hugging Face checkpoint of this model."""
         copies = {copy.name: self.hf_shapes[copy.original] for copy in self.copies}
         known = {
             name: shape
@@ -172,12 +172,12 @@ class WeightMap:
         _check("The Hugging Face tensors", [*_differences(known, self.hf_shapes), *faults])
 
     def check_mcore(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise CheckpointError when `shapes` are not the global tensors of this model in Megatron."""
+        """Raise CheckpointError if `shapes` are not the global tensors of this model in Megatron."""
         _check("The Megatron tensors", list(_differences(shapes, self.mcore_shapes)))
 
 
 def build_map(rules: Iterable[WeightRule], copies: Iterable[DuplicateTensor]) -> WeightMap:
-    """Return the map that `rules` describe: each rule's rows take the next rows of the Megatron tensor."""
+    """Return the map described by `rules`; the rows of each rule fill the Megatron tensor in order."""
     blocks: list[WeightBlock] = []
     padding: list[tuple[str, Region]] = []
     hf_shapes: dict[str, Shape] = {}
@@ -212,10 +212,10 @@ def build_map(rules: Iterable[WeightRule], copies: Iterable[DuplicateTensor]) ->
 
 
 def covered_otherwise_than_once(shape: Shape, regions: list[Region]) -> Iterator[tuple[Region, int]]:
-    """Yield the parts of a tensor of `shape` that no region, or more than one, covers, and the number that do.
+    """Yield the parts of a tensor that are not covered by exactly one region, and the number of regions covering them.
 
-    The number is -1 for a region that does not fit the shape. The result is exact for any regions: each axis is cut
-    at every start and stop, and between two cuts by the remainder modulo the steps.
+    The number is -1 for a region that does not fit the shape. The result is exact for any regions: each axis is split
+    at every start and stop, and in between by the remainder modulo the steps.
     """
     for region in regions:
         fits = len(region) == len(shape)
@@ -228,7 +228,7 @@ def covered_otherwise_than_once(shape: Shape, regions: list[Region]) -> Iterator
 
 
 def listed(lines: Iterable[str], most: int = 20) -> str:
-    """Return the first `most` lines, indented, and the number of further ones."""
+    """Return the first `most` lines, indented, and the number of remaining lines."""
     lines = list(lines)
     more = [f"... and {len(lines) - most} more"] if len(lines) > most else []
     return "\n".join(f"  {line}" for line in [*lines[:most], *more])
@@ -245,9 +245,9 @@ def _miscovered(shape: Shape, regions: list[Region], front: Region) -> Iterator[
 
 
 def _slabs(size: int, regions: list[Region]) -> list[tuple[AxisRange, list[Region]]]:
-    """Return the parts of the first axis that each region covers whole or not at all.
+    """Split the first axis into parts that each region covers either completely or not at all.
 
-    With each part come the regions that cover it, without that axis.
+    Each part is returned with the regions that cover it, without the first axis.
     """
     axis = [region[0] for region in regions]
     cuts = sorted({0, size, *(span.start for span in axis), *(span.stop for span in axis)})
@@ -284,7 +284,7 @@ def _check(what: str, faults: list[str]) -> None:
 
 
 def _squeezed(where: Region, num_axes: int) -> Shape:
-    """Return the sizes on the last `num_axes` axes if the region has one index on each of the others, else all."""
+    """Return the sizes of the last `num_axes` axes if the region has size 1 on all other axes, else all sizes."""
     sizes = tuple(span.count for span in where)
     extra = len(sizes) - num_axes
     return sizes[extra:] if extra >= 0 and math.prod(sizes[:extra]) == 1 else sizes
