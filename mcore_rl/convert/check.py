@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint, an export or a dataset are those that were written, without a second copy."""
+"""Check that the files of a checkpoint, an export or a dataset are as they were written, without a second copy."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ from mcore_rl.folders.huggingface import is_hf, read_json
 AS_WRITTEN = "as written (CRC-32)"
 NOTHING_RECORDED = "nothing was recorded when it was written"
 MAX_LISTED = 3
-"""Most names that a finding lists."""
+"""Largest number of names listed in a finding."""
 DATASET_ENDINGS = (".bin", ".idx", ".json")
 
 
@@ -41,9 +41,9 @@ class CheckedFile:
 
     name: str
     num_bytes: int | None
-    """Its length; None: it is missing."""
+    """Length of the file; None if it is missing."""
     finding: str
-    """The comparison that was made, the damage, or the part that is not understood."""
+    """The comparison that was made, the damage, or the part that could not be checked."""
     verdict: Literal["sound", "damaged", "not understood"]
 
 
@@ -54,11 +54,11 @@ class CheckPlan:
     title: str
     """The checked path, and its kind."""
     checks: Sequence[Callable[[], CheckedFile]]
-    """One for each file."""
+    """A check for each file."""
 
     def run(self, workers: int) -> Iterator[CheckedFile]:
-        """Yield the findings in the order of the files; so many files are read at a time."""
-        # Threads: reading and checksums of a block leave Python's lock.
+        """Yield the findings in the order of the files, reading `workers` files at a time."""
+        # Threads suffice: reading and computing checksums release Python's lock.
         with ThreadPoolExecutor(workers) as pool:
             yield from pool.map(_read, self.checks)
 
@@ -81,7 +81,7 @@ def plan_check(path: Path) -> CheckPlan:
     """Plan the check of a checkpoint, of the newest in a folder, of a Hugging Face folder, or of a .bin/.idx pair.
 
     Raises:
-        CheckpointError: There is no such thing at `path`.
+        CheckpointError: There is nothing to check at `path`.
     """
     prefix = str(path)
     for ending in DATASET_ENDINGS:
@@ -97,7 +97,7 @@ def plan_check(path: Path) -> CheckPlan:
 
 
 def _plan_checkpoint(path: Path) -> CheckPlan:
-    """Plan the check of a checkpoint by its marker; without one, by the checksums inside of its archives."""
+    """Plan the check of a checkpoint by its marker, or if it has no marker, by the checksums inside its archives."""
     parts: dict[str, list[tuple[str, FileRange]]] = {}
     try:
         for index, info in (load_metadata(path).storage_data or {}).items():
@@ -160,7 +160,7 @@ def _checked_by_marker(
 
 
 def _checked_by_parts(path: Path, name: str, parts: Sequence[tuple[str, FileRange]]) -> CheckedFile:
-    """Check a file of which only the checksums in its archives are known."""
+    """Check a file by the checksums in its archives only."""
     file = path / name
     if not file.is_file():
         return _missing(name)
@@ -205,7 +205,7 @@ def _part_faults(path: Path, parts: Iterable[tuple[str, FileRange]]) -> list[str
 
 
 def _plan_hf(path: Path) -> CheckPlan:
-    """Plan the check of a Hugging Face folder by the manifest of its export; without one, of its headers."""
+    """Plan the check of a Hugging Face folder by the manifest of its export, or without a manifest, by its headers."""
     folder = path if path.is_dir() else path.parent
     manifest = folder / MANIFEST
     if not manifest.is_file():

@@ -1,4 +1,4 @@
-"""Export: a Megatron checkpoint becomes a Hugging Face folder."""
+"""Export: convert a Megatron checkpoint to a Hugging Face folder."""
 
 import json
 import math
@@ -53,29 +53,29 @@ from mcore_rl.model.heads import SCORE_SHIFT
 Quantization = Literal["none", "int4"]
 INT4_PARTS = (INT4_PACKED, INT4_SCALE, INT4_SHAPE)
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Names that configs have for the number of MTP layers."""
+"""Keys of config.json for the number of MTP layers."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
-"""Names that transformers 5 and 4 have in config.json for the type in which a model is opened."""
+"""Keys of config.json for the type in which transformers 5 and 4 open a model."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
-"""Names that transformers, compressed-tensors and MLX have in config.json for a quantization."""
+"""Keys of config.json for a quantization, in transformers, compressed-tensors and MLX."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """The user's choices about the output of an export."""
+    """User options for the output of an export."""
 
     reference: Path | None = None
-    """A folder of the same model, of which config, tokenizer and other small files are copied."""
+    """A folder of the same model, from which config, tokenizer and other small files are copied."""
     dtype: OutputDtype = "keep"
     """Type of the weights; expert biases stay fp32."""
     mtp: MtpLayers = "keep"
     """Whether layers for multi-token prediction are kept or left out."""
     quantize: Quantization = "none"
-    """`int4`: tensors that the reference has in int4 blocks are written in blocks of the same scales."""
+    """`int4`: tensors that the reference has in int4 blocks are written in int4 blocks with the same scales."""
     text: ModelText | None = None
-    """The tokenizer that the model was trained with; None: the reference's, if any."""
+    """The tokenizer that the model was trained with; None for the reference's, if any."""
     run: Path | None = None
-    """Folder of the run that trained the model, of which the model card tells."""
+    """Folder of the run that trained the model, for the model card."""
     merges: bool = False
     """Whether low-rank adapters are added to the weights."""
 
@@ -83,7 +83,7 @@ class ExportOptions:
 def plan_export(source: Path, folder: Path, options: ExportOptions, settings: CopySettings) -> Conversion:
     """Plan the export of a checkpoint to the Hugging Face folder `folder`.
 
-    Everything that can be refused is refused at this point (CheckpointError or ConfigError, with names).
+    All errors that can be found now are raised at this point (CheckpointError or ConfigError, with names).
     """
     reference, others = _reference(options.reference)
     copied = small_files(options.reference) if options.reference is not None else {}
@@ -145,7 +145,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
 
 
 def _sources(source: Path, dist_model: DistModel, options: ExportOptions) -> Iterator[tuple[str, Path]]:
-    """Yield all that an export reads, each behind its name in messages."""
+    """Yield everything that an export reads, as (name for messages, path)."""
     yield from (("the source", source), ("the checkpoint", dist_model.folder.path))
     if options.run is not None:
         yield "its run", options.run
@@ -177,10 +177,10 @@ def export_targets(
 
 
 def _reference(path: Path | None) -> tuple[HfFolder | None, tuple[str, ...]]:
-    """Return the reference's tensors under their family's names, and the names of those that are not of its text model.
+    """Return the reference's tensors under their family's names, and the names of tensors outside its text model.
 
-    A folder with config and tokenizer alone is a reference too, unless it is of a model around a text model: an export
-    copies the tensors around it.
+    A folder with only config and tokenizer is a valid reference too, except for a model around a text model, because
+    an export copies the tensors outside the text model.
     """
     if path is None:
         return None, ()
@@ -209,7 +209,7 @@ def _passing(reference: HfFolder | None, names: Sequence[str]) -> list[TargetTen
 
 
 def _as_stored(reference: HfFolder | None, name: str) -> TargetTensor:
-    """Return a tensor of the reference, of its name, shape and type, to be filled from there."""
+    """Return a target with the name, shape and type of a tensor of the reference, to be filled from the reference."""
     assert reference is not None
     tensor = reference.tensors[name]
     copies = (RegionCopy(whole(tensor.shape), name, whole(tensor.shape)),)
@@ -219,7 +219,7 @@ def _as_stored(reference: HfFolder | None, name: str) -> TargetTensor:
 def _packed(
     options: ExportOptions, reference: HfFolder | None, targets: Sequence[TargetTensor]
 ) -> dict[str, TargetTensor]:
-    """Return the tensors that are written in int4 blocks, by name, as they would be without."""
+    """Return the tensors that are written in int4 blocks, by name, as they would be written without blocks."""
     if options.quantize == "none":
         return {}
     blocks = int4_shapes(reference.tensors) if reference else {}
@@ -234,16 +234,16 @@ def _packed(
 def _source(
     dist_model: DistModel, reference: HfFolder | None, packed: Mapping[str, TargetTensor]
 ) -> TensorSource:
-    """Open the checkpoint, and the reference where tensors or scales are taken from it."""
+    """Open the checkpoint, and the reference if tensors or scales are taken from it."""
     source = dist_model.source()
     return source if reference is None else WithReference(source, HfSource(reference), packed)
 
 
 class WithReference:
-    """Tensors of a checkpoint, tensors of a Hugging Face folder that it does not have, and weights in int4 blocks."""
+    """A checkpoint's tensors, tensors that only the reference folder has, and weights in int4 blocks."""
 
     def __init__(self, source: TensorSource, reference: HfSource, packed: Mapping[str, TargetTensor]) -> None:
-        """`packed` has the tensors, by name, for which the folder's words are made of the checkpoint's weights."""
+        """`packed` has, by name, the tensors of packed words that are computed from the checkpoint's weights."""
         self._source, self._reference = source, reference
         self._packed = {name + INT4_PACKED: (name, target) for name, target in packed.items()}
 
@@ -280,12 +280,12 @@ class WithReference:
 
 
 def _is_written(duplicate: DuplicateTensor, reference: HfFolder | None) -> bool:
-    """Return whether the reference has the duplicate; without one, whether the family's checkpoints have it."""
+    """Return whether the reference has the duplicate; without a reference, whether published checkpoints have it."""
     return duplicate.name in reference.tensors if reference else duplicate.written
 
 
 def _dtype(dist_model: DistModel, name: str, copies: Sequence[RegionCopy], dtype: OutputDtype) -> torch.dtype:
-    """Return the type of a Hugging Face tensor: fp32 where Megatron keeps it so, the user's choice, or its sources'."""
+    """Return a Hugging Face tensor's type: fp32 if Megatron requires it, else the user's choice or its sources' type."""
     if any(copy.source in dist_model.weights.fp32_keys for copy in copies):
         return torch.float32
     if dtype != "keep":
@@ -317,8 +317,8 @@ def _small_files(
 def score_padding(special: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the special tokens for the config.json of a model with scores, and a note.
 
-    Transformers reads a score at the last token that is no padding. Where texts end in the token of padding
-    that would be the token before it; without such a token transformers takes the last token, of one text at a time.
+    Transformers reads a score at the last token that is not padding. If texts end in the padding token, this would be
+    the token before it. Without a padding token, transformers uses the last token, but only for one text at a time.
     """
     pad = special.get("pad_token_id")
     if pad is not None and pad != special.get("eos_token_id"):
@@ -340,9 +340,9 @@ def _digest(files: Mapping[str, bytes]) -> str:
 def _config(
     dist_model: DistModel, options: ExportOptions, targets: Sequence[TargetTensor], special: dict[str, Any]
 ) -> tuple[bytes, list[str]]:
-    """Return config.json, byte for byte the reference's where nothing in it changes, and notes about it.
+    """Return config.json, byte for byte the reference's if nothing in it changes, and notes about it.
 
-    Without a reference it has `special`, the ids of the special tokens: absent keys would mean another model's.
+    Without a reference it includes `special`, the ids of the special tokens: absent keys would mean other ids.
     """
     dtype = usual_dtype(targets)
     if options.reference is None:
@@ -355,7 +355,7 @@ def _config(
             name: token for name, token in special.items() if name == "pad_token_id"
         }
         changed.append("the model is one for sequence classification, with one label")
-    # Of a model around a text model both configs tell of the weights.
+    # For a model around a text model, both configs describe the weights.
     for part in (config, config[TEXT]) if shell_of(config) is not None else (config,):
         changed += [
             f"{name} is left out, as the weights are not quantized any more"
@@ -363,7 +363,7 @@ def _config(
             if options.quantize == "none" and part.pop(name, None)
         ]
         for name in DTYPE_KEYS:
-            # A null is no claim: readers take the type of the weights then.
+            # With null, readers use the type of the weights.
             if str(part.get(name) or dtype).removeprefix("torch.") != dtype:
                 changed.append(f"{name} is {dtype}, as the weights are, instead of {part[name]}")
                 part[name] = dtype
@@ -377,9 +377,7 @@ def _config(
 
 
 def usual_dtype(targets: Sequence[TargetTensor]) -> str:
-    """Return the name of the type of most elements: expert biases, and some models' norms, are fp32 among bf16
-    weights.
-    """
+    """Return the name of the most frequent type of elements: in a bf16 model, expert biases and some norms are fp32."""
     elements: Counter[torch.dtype] = Counter()
     for target in targets:
         elements[target.dtype] += math.prod(target.shape) if target.dtype.is_floating_point else 0
@@ -397,7 +395,7 @@ def _target(folder: Path, name: str) -> Path:
 
 
 def _padding_notes(dist_model: DistModel) -> list[str]:
-    """Return a note where training has moved the rows that pad the vocabulary; they are dropped all the same."""
+    """Return a note if training has changed the rows that pad the vocabulary; they are dropped anyway."""
     notes = []
     source = dist_model.source()
     for key, where in dist_model.weights.padding:
@@ -426,7 +424,7 @@ def _shift_notes(dist_model: DistModel) -> list[str]:
 
 
 def _merge_notes(dist_model: DistModel, options: ExportOptions) -> list[str]:
-    """Return notes on the adapters that are added; a CheckpointError where some are asked for and there are none."""
+    """Return notes on the adapters that are merged. Raises CheckpointError if merging is requested without adapters."""
     if not options.merges:
         return []
     source = dist_model.source()
@@ -460,7 +458,7 @@ def _finish(
 
 
 def write_index(folder: Path, file_of: Mapping[str, str], done: Sequence[RecordedTask]) -> None:
-    """Write the index of the files' tensors, where there is more than one file."""
+    """Write the index of the files' tensors if there is more than one file."""
     if len(set(file_of.values())) > 1:
         total = sum(chunk.num_bytes for task, _ in done for chunk in task.chunks)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}

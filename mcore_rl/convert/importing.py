@@ -1,4 +1,4 @@
-"""Import: a Hugging Face folder becomes a Megatron checkpoint."""
+"""Import: convert a Hugging Face folder to a Megatron checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ OUTPUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportOptions:
-    """The user's choices about the output of an import."""
+    """User options for the output of an import."""
 
     dtype: OutputDtype = "keep"
     """Type of the weights; expert biases stay fp32."""
@@ -51,9 +51,9 @@ class ImportOptions:
     keys: KeyNames = "te"
     """Names of the keys."""
     layers: LayerGrouping | None = None
-    """None: the grouping that training reads and writes."""
+    """Grouping of layers in keys; None for the grouping that training reads and writes."""
     vocab_multiple: int | None = None
-    """The vocabulary is padded to a multiple of it; None: of model.vocab_multiple's default."""
+    """The vocabulary is padded to a multiple of this; None for the default of model.vocab_multiple."""
     family: str | None = None
     """A family of the user's own, as `module:name`; None: the family that config.json names."""
 
@@ -61,8 +61,7 @@ class ImportOptions:
 def plan_import(source: Path, folder: Path, options: ImportOptions, settings: CopySettings) -> Conversion:
     """Plan the import of the Hugging Face folder `source` to `folder/iter_0000000`.
 
-    Everything that can be refused is refused at this point, from headers alone (CheckpointError or ConfigError, with
-    names).
+    All errors that can be found from headers are raised at this point (CheckpointError or ConfigError, with names).
     """
     hf_model = open_hf_model(
         source, mtp=options.mtp, vocab_multiple=options.vocab_multiple, family=options.family
@@ -104,7 +103,7 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
 
 
 def listed_beginnings(names: Sequence[str]) -> str:
-    """Return the first two parts of the names, each once, for a message."""
+    """Return the distinct first two parts of the names, for a message."""
     return ", ".join(sorted({".".join(name.split(".")[:2]) + ".*" for name in names}))
 
 
@@ -125,7 +124,7 @@ def import_targets(hf_model: HfModel, weights: WeightMap, dtype: OutputDtype) ->
 def _dtype(
     hf_model: HfModel, weights: WeightMap, key: str, copies: Sequence[RegionCopy], dtype: OutputDtype
 ) -> torch.dtype:
-    """Return the type of a Megatron tensor: fp32 where Megatron keeps it so, the user's choice, or its sources'."""
+    """Return a Megatron tensor's type: fp32 if Megatron requires it, else the user's choice or its sources' type."""
     if key in weights.fp32_keys:
         return torch.float32
     if dtype != "keep":

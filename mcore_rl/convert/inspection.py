@@ -1,4 +1,4 @@
-"""The contents of a checkpoint of either format, from its headers alone."""
+"""The contents of a checkpoint of either format, from its headers only."""
 
 import math
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from mcore_rl.folders.huggingface import is_hf
 NOT_READ = (
     "names, shapes and sizes; the tensors are not read (mcore-rl check compares them with their checksums)"
 )
-"""The entry `checked`, so that nobody takes a list of tensors for a proof of their values."""
+"""The entry `checked`, so that a list of tensors is not mistaken for a check of their values."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of the list."""
+    """A tensor in the list."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ class CheckpointContents:
 
 
 def contents(path: Path) -> CheckpointContents:
-    """Return names, shapes, types and bytes of all tensors, and the marker's entries; CheckpointError when damaged."""
+    """Return all tensors' names, shapes, types and sizes, and the marker's entries. Raises CheckpointError if damaged."""
     return _hf_contents(path) if is_hf(path) else _dist_contents(path)
 
 

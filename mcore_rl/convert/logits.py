@@ -1,8 +1,8 @@
 """The outputs of two checkpoints on the same tokens, each in its own framework: `convert verify --logits`.
 
-This is the only part of the conversion that builds a model and starts a process group, of one rank. The model is empty:
-the weights of a module are read when its forward begins and dropped when it ends, so that one layer's weights are in
-memory at a time.
+This is the only part of the conversion that builds a model and starts a process group, with a single rank. The model is
+empty: the weights of a module are read when its forward begins and dropped when it ends, so that only one layer's
+weights are in memory at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ NUM_SEQUENCES, SEQUENCE_LENGTH = 2, 32
 """Size of the batch of random tokens."""
 EXPERT_BIAS = "e_score_correction_bias"
 TOLERANCE = 2e-5
-"""Difference of logits that rounding in fp32 explains, relative to the largest logit, or to 1 where that is less."""
+"""Difference of logits explained by rounding in fp32, relative to the largest logit, or to 1 if that is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class OutputDistance:
 
     @property
     def tolerance(self) -> float:
-        """Difference of logits that rounding explains."""
+        """Difference of logits explained by rounding."""
         return TOLERANCE * max(1.0, self.largest_logit)
 
     @property
@@ -83,7 +83,7 @@ def largest_distance(
     mtp: MtpLayers = "keep",
     dtype: torch.dtype | None = None,
 ) -> OutputDistance:
-    """Run both models in fp32 on the same random tokens and return how far their outputs are apart.
+    """Run both models in fp32 on the same random tokens and return how far apart their outputs are.
 
     This process must not have Megatron's groups yet.
 
@@ -93,12 +93,11 @@ def largest_distance(
         reference: A Hugging Face folder of the same model, for Megatron checkpoints that do not name their family.
         progress: Where progress is shown.
         mtp: Whether MTP layers, which are not compared, may be absent ("drop").
-        dtype: Type to which transformers' weights are rounded first, as the other side's were; None: they are not
-            rounded.
+        dtype: Type to which transformers' weights are rounded first, as the other side's were; None for no rounding.
 
     Raises:
-        CheckpointError: The models have other sizes, or either computes a value that is not finite.
-        ConfigError: Transformers has no such model.
+        CheckpointError: The models have different sizes, or either computes a value that is not finite.
+        ConfigError: Transformers does not have the model.
     """
     outputs = []
     for path in (one, other):
@@ -146,7 +145,7 @@ def is_in_transformers(model_type: object) -> bool:
 
 
 def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
-    """Run the model of transformers, which is empty but for the module at work, with weights rounded to `dtype`.
+    """Run transformers' model, in which only the current module has weights, rounded to `dtype`.
 
     Returns each layer's output `[B, S, D]`, and last the logits `[B, S, V]`.
     """
@@ -183,10 +182,10 @@ def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | Non
         module.to("meta")
 
     with _outputs_of(units, enter, leave) as outputs:
-        # Not only the scores of the last tokens, which is what a model with scores returns.
+        # Call the inner model: a model with scores would only return the scores of the last tokens.
         hidden = model.model(tokens_BS, use_cache=False).last_hidden_state
         logits: Tensor = head(hidden)
-    # Without the outputs of the embedding in front, and of the last norm and the head behind.
+    # Leave out the outputs of the embedding at the beginning, and of the last norm and the head at the end.
     return [*outputs[1:-2], logits]
 
 
@@ -226,7 +225,7 @@ def _restore_wavelengths(model: nn.Module, config: Any) -> None:
 
 
 def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
-    """Run Megatron's model on one rank; its storages are empty but for the module at work.
+    """Run Megatron's model on one rank; only the current module has storage.
 
     Returns each layer's output `[B, S, D]`, and last the logits `[B, S, V]`.
     """
@@ -268,7 +267,7 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
 
 
 def _load_shard(translation: KeyTranslation, source: DistSource, shard: LocalShard) -> None:
-    """Fill a parameter, or a part of one, of Megatron's model from the checkpoint's tensors."""
+    """Fill a parameter, or a part of a parameter, of Megatron's model from the checkpoint's tensors."""
     if shard.key == SCORE_SHIFT:
         shard.data.zero_()  # the other format has none
         return
@@ -277,7 +276,7 @@ def _load_shard(translation: KeyTranslation, source: DistSource, shard: LocalSha
         for at, size in zip(shard.where, shard.global_shape, strict=True)
     )
     key, there = translation.locate(shard.key, where)
-    # Not straight into the shard: what was filled as numpy's memory cannot be emptied any more.
+    # Not directly into the shard: a storage that numpy has filled cannot be resized to zero any more.
     read = torch.empty_like(shard.data)
     source.fill(read, key, there)
     shard.data.copy_(read)
@@ -292,7 +291,7 @@ def _tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 
 def _storage_id(tensor: Tensor) -> int:
-    """Return a number of the tensor's storage, which an empty storage has too, unlike an address."""
+    """Return an id of the tensor's storage; unlike an address, an empty storage has it too."""
     return int(tensor.untyped_storage()._cdata)
 
 

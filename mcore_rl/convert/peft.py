@@ -33,11 +33,11 @@ from mcore_rl.folders.huggingface import read_json
 from mcore_rl.model.adapters import target_of
 
 AdapterLayout = Literal["each", "fused"]
-"""A module for each expert, or one for all experts of a layer, as peft's `target_parameters` has."""
+"""Modules of experts: a module for each expert, or as in peft's `target_parameters` a single module per layer."""
 TENSORS = "adapter_model.safetensors"
 LINEAR = re.compile(r"\.(linear_\w+)\.weight$")
 PREFIX = "base_model.model."
-"""Beginning of peft's names of tensors."""
+"""Prefix of peft's tensor names."""
 
 
 def plan_adapter_export(
@@ -51,7 +51,7 @@ def plan_adapter_export(
     """Plan the export of a checkpoint's low-rank adapters, without the weights, to the folder `folder`.
 
     Raises:
-        CheckpointError: The checkpoint has no adapters, or peft has no place for them.
+        CheckpointError: The checkpoint has no adapters, or peft cannot represent them.
     """
     dist_model = open_dist_model(source, reference, adapters="apart")
     lora = stored_lora(dist_model.folder)
@@ -98,7 +98,7 @@ def adapter_targets(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Matrix:
-    """One matrix of Megatron's with an adapter."""
+    """A Megatron matrix with an adapter."""
 
     adapter: StoredAdapter
     lead: Region
@@ -133,7 +133,7 @@ def _matrices(
 
 
 def _of_each_projection(matrix: _Matrix, dist_model: DistModel, dtype: OutputDtype) -> Iterator[TargetTensor]:
-    """Yield A and B of each module that a matrix packs; an A that they share is written for each."""
+    """Yield A and B of each module that a matrix packs; a shared A is written once per module."""
     adapter, lead = matrix.adapter, matrix.lead
     ranks, inputs = AxisRange(0, adapter.rank), AxisRange(0, adapter.num_inputs)
     for projection, (name, blocks) in enumerate(matrix.parts):
@@ -150,7 +150,7 @@ def _of_each_projection(matrix: _Matrix, dist_model: DistModel, dtype: OutputDty
 
 
 def _wrapper(matrix: _Matrix, model: ModelConfig) -> str:
-    """Return peft's name of one of the two adapters of all experts of a layer: the second wraps the first."""
+    """Return peft's name for the adapter of fc1 or fc2 of all experts of a layer: the second wraps the first."""
     before = matrix.parts[0][0].partition(family_of(model).moe_names.prefix)[0]
     return f"{before}mlp.experts" + (".base_layer" if ".linear_fc1." in matrix.adapter.key_a else "")
 
@@ -171,7 +171,7 @@ def _of_all_experts(
     for expert, matrix in enumerate(matrices):
         into_a = (AxisRange(expert * rank, (expert + 1) * rank), inputs)
         copies_a.append(RegionCopy(into_a, adapter.key_a, (*matrix.lead, ranks, inputs)))
-        # Expert by expert in steps: the columns of a rank are those of all experts.
+        # In steps: the columns of all experts at a rank index are adjacent.
         into_b = (rows, AxisRange(expert, rank * count, count))
         copies_b.append(RegionCopy(into_b, adapter.key_b, (*matrix.lead, rows, ranks)))
     yield _target(name, "A", (count * rank, adapter.num_inputs), copies_a, dist_model, dtype)
@@ -199,7 +199,7 @@ def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, T
     """Return the adapters in a folder of peft as global tensors, by Megatron's keys.
 
     Raises:
-        CheckpointError: It is no such folder, or its adapters do not fit `lora` and the model; each is named.
+        CheckpointError: It is not a peft folder, or its adapters do not fit `lora` and the model; each is named.
     """
     config = read_json(folder / ADAPTER_CONFIG)
     if not (folder / TENSORS).is_file():
@@ -335,9 +335,9 @@ def adapter_config(
 ) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
-    Of experts apart peft 0.21 reads no rank but the common one, so that the other modules then have their rank by
-    name. It doubles rank and alpha of gate and up-projection together, which with `use_rslora` would be another
-    scale: this package's scale is always alpha over the rank.
+    For a module per expert, peft 0.21 only reads the common rank, so the ranks of all other modules are then set by
+    name. For fused gate and up-projections it doubles rank and alpha, which with `use_rslora` would change the scale:
+    this package's scale is always alpha divided by rank.
     """
     model = dist_model.model
     ranks: dict[str, int] = {}
@@ -378,7 +378,7 @@ def adapter_config(
 
 
 def _unread(lora: LoraConfig, model: ModelConfig) -> list[str]:
-    """Return a note where peft leaves adapters of a model out without a word."""
+    """Return a note if peft would silently ignore some adapters of a model."""
     dropped = [name for name in ("mlp", "shared_experts") if name in lora.targets_in(model)]
     if not model.is_moe or not dropped:
         return []

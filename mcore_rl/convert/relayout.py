@@ -1,4 +1,4 @@
-"""Relayout: a Megatron checkpoint, with its optimizer state, under other keys."""
+"""Relayout: convert a Megatron checkpoint, with its optimizer state, to other keys."""
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,7 +72,7 @@ def plan_relayout(
 
 
 def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]:
-    """Yield each tensor under its new key: of the weights, and of each copy of them that the optimizer has."""
+    """Yield each tensor under its new key: the weights, and the optimizer's tensors with the same layout."""
     folder = dist_model.folder
     refuse_singletons(dist_model.layout, folder.path)
     old = KeyTranslation(dist_model.model, dist_model.layout)
@@ -81,7 +81,7 @@ def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]
     copies = _copies_by_new_key(dist_model.canonical.mcore_shapes, old, new)
     shapes = dict(new.shapes(dist_model.canonical.mcore_shapes))
     names = {copy.source for group in copies.values() for copy in group}
-    # The optimizer has each weight's moments under the weight's name behind a prefix; "" is that of the weights.
+    # The optimizer has each weight's moments under a prefix and the weight's name; the weights' prefix is "".
     prefixes = sorted({key.removesuffix(EMBEDDING) for key in tensors if key.endswith(EMBEDDING)})
     known = {prefix + name for prefix in prefixes for name in names}
     left = [f"{key} {tensors[key].shape}" for key in tensors if key not in known]
@@ -110,7 +110,7 @@ def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]
 def _copies_by_new_key(
     shapes: Mapping[str, Shape], old: KeyTranslation, new: KeyTranslation
 ) -> dict[str, list[RegionCopy]]:
-    """Return, for each new key, the copies that make it from the old keys; `shapes` are the weight map's."""
+    """Return, for each new key, the copies from old keys that fill it; `shapes` has the weight map's shapes."""
     copies: dict[str, list[RegionCopy]] = {}
     one_by_one = "each" in (old.layout.layers, new.layout.layers)
     for key, shape in shapes.items():

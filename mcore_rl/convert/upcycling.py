@@ -1,9 +1,9 @@
-"""Upcycling: a dense Hugging Face folder becomes a mixture of experts that begins with the same function.
+"""Upcycling: turn a dense Hugging Face folder into a mixture of experts that initially computes the same function.
 
-Each expert starts as a copy of the layer's MLP (arXiv 2212.05055), or, with granularity g, as one of its g slices
-(arXiv 2410.07524): g neighbouring experts are the slices of one copy, and have the same row of the router at first (a
-virtual group), so that a token chooses whole copies. Gates that sum to one then give 1/g of the MLP's output, which is
-why the experts' output matrices are multiplied by g.
+Each expert starts as a copy of the layer's MLP (arXiv 2212.05055), or, with granularity g, as a slice of a copy cut
+into g slices (arXiv 2410.07524). The g slices of a copy are neighbouring experts and start with the same router row (a
+virtual group), so that a token chooses whole copies. With gates that sum to 1 the result would be 1/g of the MLP's
+output; therefore the experts' output matrices are multiplied by g.
 """
 
 import json
@@ -36,23 +36,23 @@ from mcore_rl.families.weight_map import AxisRange, Region
 from mcore_rl.files import sizes_and_times
 
 UPCYCLED = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
-"""Dense families, and the family of their mixture, in which all but the MLP is the same."""
+"""Dense family -> family of its mixture, which differs only in the MLP."""
 SHARED_PART = 0.5
-"""Part of the MLP's output that a shared expert gives at first: the sigmoid of its gate, whose weights are zero."""
+"""Initial share of the MLP's output from a shared expert: the sigmoid of its gate with zero weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpcycleOptions:
-    """The user's choices about the mixture that is made of a dense model."""
+    """User options for the mixture made from a dense model."""
 
     num_experts: int
-    """Experts of a layer, as in the config of the output."""
+    """Number of experts per layer, as in the config of the output."""
     top_k: int
-    """Experts that a token is sent to, as in the config of the output."""
+    """Number of experts per token, as in the config of the output."""
     granularity: int = 1
     """Slices that a copy of the MLP is cut into, each of them an expert."""
     shared: int | None = None
-    """Shared experts of a layer; None: as many as the family of the output has."""
+    """Number of shared experts per layer; None for the output family's number."""
     noise: float = 0.0
     """Standard deviation of the noise on the experts' weights, as a fraction of the root mean square of their row."""
     router_std: float | None = None
@@ -65,10 +65,10 @@ class UpcycleOptions:
 
 @dataclass(frozen=True, slots=True)
 class MadeTensor:
-    """A tensor of the output that is more than a copy."""
+    """A tensor of the output that is not a plain copy."""
 
     dense: str | None
-    """Tensor of the dense model that it is made of; None: it is a router's."""
+    """Tensor of the dense model that it is computed from; None for a router."""
     scale: float = 1.0
     """Factor on the dense model's values."""
 
@@ -121,17 +121,17 @@ def plan_upcycle(source: Path, folder: Path, options: UpcycleOptions, settings: 
 
 
 class UpcycledSource:
-    """The tensors of a dense model, and those that are made of them: slices, scaled, with noise, and routers."""
+    """The tensors of a dense model, and the tensors made from them: scaled slices with noise, and routers."""
 
     def __init__(
         self, found: HfModel, made: Mapping[str, MadeTensor], router_std: float, options: UpcycleOptions
     ) -> None:
-        """`made` has, by name, what each tensor is made of that is not the dense model's."""
+        """`made` describes, by name, each tensor that is not a copy of a dense tensor."""
         self._source, self._made = found.source(), made
         self._router_std, self._options = router_std, options
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
-        """Copy a region to `out` (see TensorSource); of a tensor that is made, `where` is that of the dense model's."""
+        """Copy a region to `out` (see TensorSource); for a made tensor, `where` is a region of the dense tensor."""
         part = self._made.get(name)
         if part is None:
             self._source.fill(out, name, where)
@@ -179,7 +179,7 @@ class UpcycledSource:
 
 
 def _check(dense: ModelConfig, options: UpcycleOptions) -> None:
-    """Raise a ConfigError for a model that has no mixture, and for options that do not fit its MLP."""
+    """Raise ConfigError if the model's family has no mixture, or the options do not fit its MLP."""
     pairs = ", ".join(f"{old} -> {new}" for old, new in UPCYCLED.items())
     if dense.is_moe:
         raise ConfigError(
@@ -249,7 +249,7 @@ def _config(found: HfModel, options: UpcycleOptions) -> dict[str, Any]:
 def _mlp_copies(
     dense: ModelConfig, model: ModelConfig, options: UpcycleOptions, made: dict[str, MadeTensor]
 ) -> Iterator[tuple[str, tuple[RegionCopy, ...]]]:
-    """Yield the copies of each tensor that the dense model has not; what they are made of is added to `made`."""
+    """Yield the copies for each tensor that the dense model does not have, and describe these tensors in `made`."""
     family, hidden, width = FAMILIES[model.family], dense.hidden_size, dense.ffn_hidden_size
     names, sliced = family.moe_names, width // options.granularity
     has_shared = family.has_shared_expert_gate

@@ -1,4 +1,4 @@
-"""Verify that two checkpoints, in whatever formats, hold the same model: bit for bit, type for type, name for name."""
+"""Verify that two checkpoints of any formats hold the same model: equal bits, types and names."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ SAME = "the same values"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that is not the same: of the tensor `name`, or of the models' configs (`config`)."""
+    """A difference between two checkpoints: in the tensor `name`, or in the models' configs (`config`)."""
 
     name: str
     what: str
@@ -70,12 +70,12 @@ def compare(
         family: A family of the user's own, as `module:name`; None: the family that config.json names.
 
     Raises:
-        CheckpointError: One of both cannot be read as a whole.
+        CheckpointError: One of the two cannot be read completely.
     """
     if is_hf(one) and is_hf(other):
         plain = open_hf(one), open_hf(other)
         if plain[0].tensors.keys() == plain[1].tensors.keys():
-            # The same names on both sides: no family is needed, and quantized tensors are compared as they are stored.
+            # The same names on both sides: no family is needed, and quantized tensors are compared as stored.
             first, second = map(_as_stored, plain)
             return [
                 *_config_differences(*(_config_of(folder) for folder in plain)),
@@ -114,10 +114,9 @@ def open_model(
 
 
 def _as_hf_tensors(found: HfModel | DistModel, repeated: Collection[str]) -> ComparedCheckpoint:
-    """Return a model under names that both formats can be brought to: Hugging Face's, a tensor for each expert.
+    """Return a model under names that both formats can be converted to: Hugging Face's, with a tensor for each expert.
 
-    The tensors of `repeated`, such as a tied output, are compared too: a side that lacks such a tensor has its
-    original instead.
+    The tensors in `repeated`, such as a tied output, are compared too: a side without such a tensor uses the original.
     """
     weights = found.weights if isinstance(found, DistModel) else weight_map(found.model)
     copies, targets = copies_into_hf(weights.blocks), {}
@@ -125,7 +124,7 @@ def _as_hf_tensors(found: HfModel | DistModel, repeated: Collection[str]) -> Com
     for name, shape in weights.hf_shapes.items():
         keeps_fp32 = any(copy.source in weights.fp32_keys for copy in copies[name])
         if isinstance(found, HfModel):
-            # By way of Megatron's tensors back to the folder's own, whose experts may be in one tensor.
+            # Through Megatron's tensors, back to the folder's own, in which experts may share a tensor.
             copies[name] = composed(copies[name], through)
         dtypes = {copy.source: found.dtype(copy.source) for copy in copies[name]}
         dtype = torch.float32 if keeps_fp32 else common_dtype(name, dtypes)
@@ -143,7 +142,7 @@ def _as_hf_tensors(found: HfModel | DistModel, repeated: Collection[str]) -> Com
 
 
 def _config_of(folder: HfFolder) -> ModelConfig | None:
-    """Return the config of a folder; None for an unknown family; its tensors can be compared all the same."""
+    """Return the config of a folder; None for an unknown family, of which only tensors can be compared."""
     try:
         return checked_model_from_hf(folder.config or {})
     except ConfigError:
@@ -151,14 +150,14 @@ def _config_of(folder: HfFolder) -> ModelConfig | None:
 
 
 def _config_differences(one: ModelConfig | None, other: ModelConfig | None) -> Iterator[Difference]:
-    """Yield differences of settings by which the same weights would compute something else."""
+    """Yield differences in settings with which the same weights would give other results."""
     if one is not None and other is not None:
         for line in disagreements(one, other):
             yield Difference("config", line)
 
 
 def _as_stored(folder: HfFolder) -> ComparedCheckpoint:
-    """Return a folder's tensors as they are stored: of any model, quantized or not."""
+    """Return a folder's tensors as they are stored, for any model, quantized or not."""
     targets = {
         name: TargetTensor(
             name=name,
@@ -174,7 +173,7 @@ def _as_stored(folder: HfFolder) -> ComparedCheckpoint:
 def _compared(
     one: ComparedCheckpoint, other: ComparedCheckpoint, progress: ByteProgress
 ) -> Iterator[Difference]:
-    """Yield tensors that only one side has, and tensors with other shapes, types or values."""
+    """Yield tensors that only one side has, and tensors with different shapes, types or values."""
     for name in sorted(one.targets.keys() - other.targets.keys()):
         yield Difference(name, f"only in {one.path}")
     for name in sorted(other.targets.keys() - one.targets.keys()):
@@ -194,7 +193,7 @@ def _compared(
 
 
 def _values(first: TensorSource, second: TensorSource, a: TargetTensor, b: TargetTensor) -> str:
-    """Return how many elements differ, and by how much: bit for bit, or by value where the types differ."""
+    """Return how many elements differ, and by how much: bit for bit, or by value if the types differ."""
     count, largest = 0, 0.0
     same_type = a.dtype == b.dtype
     for chunk in chunks_of(a):
@@ -211,6 +210,6 @@ def _values(first: TensorSource, second: TensorSource, a: TargetTensor, b: Targe
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    # As integers: bits tell minus zero from zero, and find a NaN equal to itself.
+    # As integers, minus zero differs from zero, and a NaN equals itself.
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(kinds[tensor.element_size()])

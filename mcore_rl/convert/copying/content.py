@@ -62,7 +62,7 @@ class ChunkBytes:
                 yield block
             parts.append(PartChecksum(sum(part.size for part in parts), run.size, crc))
             if run.tensor_start is not None:
-                # The bytes are unchanged, so that one checksum serves the output and the source.
+                # The bytes are unchanged, so output and source have the same checksum.
                 sources.append((copy.source, PartChecksum(run.tensor_start, run.size, crc)))
         crc_of_all = joined(parts, self.chunk.num_bytes)
         assert crc_of_all is not None
@@ -95,8 +95,8 @@ def fill(chunk: Chunk, source: TensorSource, scratch: ScratchMemory | None = Non
 
 
 def _runs_as_stored(chunk: Chunk, source: TensorSource) -> list[tuple[RegionCopy, ByteRun]] | None:
-    """Return the runs that a chunk is made of, in order; None when it is more than bytes that move unchanged."""
-    # A tensor without memory, only to ask where each copy's elements would lie.
+    """Return the runs that a chunk consists of, in order; None unless it only copies bytes unchanged."""
+    # A tensor without memory, only to find where each copy's elements would be.
     like = torch.empty(sizes(chunk.where), dtype=chunk.target.dtype, device="meta")
     found: list[tuple[int, RegionCopy, ByteRun]] = []
     for copy in chunk.copies:

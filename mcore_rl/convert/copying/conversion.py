@@ -24,7 +24,7 @@ WORKER_BYTES = 250 << 20
 CHUNKS_AT_ONCE = 4
 """A chunk, the file's pages it comes from, and memory for casting or dequantizing."""
 TASK_BYTES = 512 << 20
-"""Most bytes of a task, unless one chunk has more; a task that a killed worker has begun is done again."""
+"""Largest size in bytes of a task, unless a single chunk is larger; a killed worker's unfinished task is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class CopySettings:
 
     workers: int = 1
     max_ram_bytes: int | None = None
-    """Most memory of all processes together; None: no limit."""
+    """Largest memory of all processes together; None for no limit."""
     overwrite: bool = False
     task_bytes: int = TASK_BYTES
     shard_bytes: int = 5 << 30
-    """Most bytes of a safetensors file, unless one tensor has more."""
+    """Largest size in bytes of a safetensors file, unless a single tensor is larger."""
     chunk_done: Callable[[int], None] | None = None
     """Called in the worker with the number of bytes of each chunk; tests stop a worker with it."""
 
@@ -83,14 +83,14 @@ class Conversion:
     """Name of the command, and kind of the output in its manifest."""
     final: Path
     sources: Sequence[tuple[str, Path]]
-    """Files and folders that are read, each behind its name in messages: the output may not overlap them."""
+    """Files and folders that are read, as (name for messages, path); the output must not overlap them."""
     targets: Sequence[TargetTensor]
     tasks: Sequence[CopyTask]
     open_source: Callable[[], TensorSource]
     """Called in each worker."""
     writer: TensorWriter
     identity: str
-    """Options, model and whatever else decides the output apart from the tasks and the source files."""
+    """Options, model and everything else that decides the output, except the tasks and the source files."""
     read: Mapping[Path, tuple[int, int]]
     """Size and time of each file that is read, from before it was (`sizes_and_times`): a source that has changed is
     another conversion."""
@@ -126,16 +126,16 @@ class Conversion:
 
     @property
     def changed(self) -> list[Path]:
-        """Files that are not there any more, or have another size or time than when they were planned with."""
+        """Files that no longer exist, or have another size or time than when the conversion was planned."""
         now = sizes_and_times(self.read)
         return [file for file, stamp in self.read.items() if now.get(file) != stamp]
 
     def memory_forecast(self, workers: int) -> int:
-        """Return the most bytes that all processes together hold."""
+        """Return the largest memory of all processes together, in bytes."""
         return PARENT_BYTES + workers * (WORKER_BYTES + CHUNKS_AT_ONCE * self.largest_chunk_bytes)
 
     def workers_within(self, settings: CopySettings) -> int:
-        """Return how many of the workers asked for fit into `max_ram_bytes`; CheckpointError when not even one does."""
+        """Return how many of the requested workers fit into `max_ram_bytes`. Raises CheckpointError if none does."""
         if settings.workers < 1:
             raise CheckpointError(f"--workers {settings.workers}: wanted at least 1.")
         if settings.max_ram_bytes is None:

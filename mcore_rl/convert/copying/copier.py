@@ -1,8 +1,8 @@
-"""One conversion from plan to output: the same steps whatever the formats.
+"""Run a conversion from plan to output, with the same steps for all formats.
 
-The output grows next to its final name, in `<output>.converting`: plan.json (what is converted), done/ (records of
-tasks), out/ (the files) and lock. It gets its name when it is complete; an earlier output that it replaces is
-replaced/ between the two renames, and replaced.json has the stamps of its files.
+The output is built next to its final path, in `<output>.converting`: plan.json (the plan), done/ (records of tasks),
+out/ (the files) and lock. It is renamed when it is complete; an earlier output that it replaces is moved to replaced/
+between the two renames, and replaced.json has the stamps of its files.
 """
 
 import json
@@ -134,7 +134,7 @@ def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[tup
         (work / "out").mkdir(parents=True, exist_ok=True)
     with _sole_writer(work):
         if is_another:
-            # Under the lock, which workers of a killed run keep to their end: they would write into what is deleted.
+            # Under the lock, which a killed run's workers hold until they end: they might write into deleted folders.
             for folder in (work / "out", work / "done"):
                 if folder.exists():
                     shutil.rmtree(folder)
@@ -150,9 +150,9 @@ def _sole_writer(work: Path) -> Iterator[None]:
 
 
 def _known_attempt(work: Path) -> str | None:
-    """Return the digest of the conversion that a killed run left in `work`; None: it has left nothing yet.
+    """Return the digest of the conversion that a killed run left in `work`; None if it has left nothing yet.
 
-    CheckpointError where the folder is the user's: it would be deleted in the end.
+    Raises CheckpointError if the folder is the user's, because it would be deleted in the end.
     """
     try:
         known = json.loads((work / PLAN).read_text(encoding="utf-8"))["plan"]
@@ -190,7 +190,7 @@ def _tidy(work: Path) -> None:
         delete_files(work / REPLACED, json.loads((work / STAMPS).read_text(encoding="utf-8")))
     if (work / "done").is_dir():
         shutil.rmtree(work / "done")
-    # The plan last: without it nobody would know whose the rest is.
+    # The plan last: it proves that the remaining files belong to a conversion.
     for name in (STAMPS, PLAN, "lock"):
         (work / name).unlink(missing_ok=True)
     with suppress(OSError):
@@ -202,7 +202,7 @@ def _check_room(work: Path, conversion: Conversion) -> None:
     existing = work
     while not existing.exists():
         existing = existing.parent
-    # Blocks of 512 bytes, whatever the file system's: that is what has been allocated, not what a file could grow to.
+    # st_blocks counts allocated space in units of 512 bytes on any file system, unlike the length of a sparse file.
     taken = sum(file.stat().st_blocks * 512 for file in (work / "out").glob("*"))
     free = shutil.disk_usage(existing).free
     if free + taken < conversion.num_bytes + MARGIN_BYTES:

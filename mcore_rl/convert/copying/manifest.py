@@ -16,9 +16,9 @@ from mcore_rl.folders.checkpoint import MANIFEST, MARKER, read_marker
 
 
 def foreign_to(kind: str, folder: Path) -> str | None:
-    """Return the end of a sentence on the files in `folder` that no conversion of this kind wrote; None: nothing.
+    """Return the end of a sentence about files in `folder` that no conversion of this kind wrote; None if all are ours.
 
-    Every byte is read: weights that somebody has trained or edited in place have the names and lengths of ours.
+    Every byte is read: weights that somebody has trained or edited in place have the same names and lengths as ours.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def write_manifest(
         folder: The output so far.
         plan: Digest of the conversion's tasks.
         description: Entries of this kind of conversion, such as its kind, the family and the layout.
-        sources: What was read.
+        sources: Description of the sources that were read.
         done: All tasks with their records.
     """
     manifest = {

@@ -13,7 +13,7 @@ from mcore_rl.families.regions import RegionCopy, cut, overlap, sizes, whole
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, listed
 
 CHUNK_BYTES = 64 << 20
-"""Most bytes of a chunk, unless one row of its tensor has more. It decides written bytes, and so is not a setting."""
+"""Largest size in bytes of a chunk, unless a row is larger. It affects the written bytes, so it is not a setting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ def tasks_of(
     Args:
         chunks: All chunks of a conversion.
         max_bytes: Most bytes of a task.
-        file_of: The file of each target; "numbered": every task has a file of its own, named as torch names them.
+        file_of: The file of each target; with "numbered" every task has its own file, named as torch does.
     """
     tasks: list[CopyTask] = []
     group: list[Chunk] = []
@@ -125,7 +125,7 @@ def tasks_of(
 
 
 def common_dtype(name: str, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
-    """Return the type that all sources of the target `name` have; CheckpointError when they differ."""
+    """Return the type that all sources of the target `name` have. Raises CheckpointError if they differ."""
     kinds = sorted({str(dtype) for dtype in dtypes.values()})
     if len(kinds) > 1:
         lines = [f"{source} is {dtype}" for source, dtype in sorted(dtypes.items())]
@@ -157,12 +157,12 @@ def _plain(where: Region) -> list[tuple[int, ...]]:
 
 
 def _num_lead_axes(target: TargetTensor) -> int:
-    """Return how many axes in front, such as layers and experts, every copy is one position wide on."""
+    """Return the number of leading axes, such as layers and experts, on which every copy has size 1."""
     lead = 0
     # The last axis never counts: a chunk would then be a single element.
     while lead < len(target.shape) - 1 and all(copy.into[lead].count == 1 for copy in target.copies):
         lead += 1
-    # `all` is also true of no copies: a target of zeros alone is cut by bytes, not by each of its rows.
+    # `all` is also true without copies: a target of only zeros is split by bytes, not into single rows.
     return lead if target.copies and lead < len(target.shape) else 0
 
 

@@ -27,20 +27,20 @@ class ByteRun(NamedTuple):
     size: int
     dtype: torch.dtype
     tensor_start: int | None
-    """Byte of its tensor at which the run begins; None when the tensor is not itself one run in the file."""
+    """Byte of its tensor at which the run begins; None if the tensor itself is not contiguous in the file."""
 
 
 class TensorSource(Protocol):
     """A checkpoint that has tensors by name; each worker opens its own."""
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
-        """Copy a region to `out`, which has its sizes but for axes of size 1, in the type of `out`."""
+        """Copy a region to `out`, converting to its type; `out` has the region's sizes, but may lack axes of size 1."""
 
     def prefetch(self, name: str, where: Region) -> None:
-        """Let the disk begin to read a region that will be asked for soon."""
+        """Start reading a region from disk that will be needed soon."""
 
     def run(self, name: str, where: Region) -> ByteRun | None:
-        """Return where a region is stored; None when its bytes do not lie in one run."""
+        """Return where a region is stored; None if its bytes are not contiguous."""
 
     def read(self, run: ByteRun, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a run from its byte `start` on."""
@@ -77,11 +77,11 @@ class FileBytes:
             out, start = out[count:], start + count
 
     def part(self, name: str, start: int, length: int) -> FilePart:
-        """Return bytes of a file that are not read yet."""
+        """Return a range of a file without reading it yet."""
         return FilePart(self._descriptor(name), start, length)
 
     def prefetch(self, name: str, start: int, count: int) -> None:
-        """Have these bytes read while something else is done."""
+        """Read these bytes in the background."""
         if count:
             os.posix_fadvise(self._descriptor(name), start, count, os.POSIX_FADV_WILLNEED)
 
@@ -107,7 +107,7 @@ class FileBytes:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, without a copy where it is contiguous."""
+    """Return the bytes of a tensor; no copy is made if it is contiguous."""
     flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 

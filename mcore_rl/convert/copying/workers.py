@@ -1,4 +1,4 @@
-"""Tasks done by processes that share nothing; a task that is done is recorded and not done again."""
+"""Run tasks in processes that share nothing; finished tasks are recorded and not repeated."""
 
 import gc
 import itertools
@@ -66,7 +66,7 @@ class CopyJob:
 
 @dataclass(frozen=True, slots=True)
 class TaskDone:
-    """Message of a worker: the task it has finished, its size, and the most memory that the worker has had."""
+    """Message of a worker: the task it has finished, its size, and the worker's peak memory."""
 
     task: int
     num_bytes: int
@@ -75,7 +75,7 @@ class TaskDone:
 
 
 def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> None:
-    """Do every task that has no record. CheckpointError when a worker fails; the rest are ended then."""
+    """Run every task that has no record. Raises CheckpointError if a worker fails; all other workers are then ended."""
     job.records.mkdir(exist_ok=True)
     tasks = job.conversion.tasks
     todo = _files_in_turn([task for task in tasks if not job.record_file(task).exists()])
@@ -84,14 +84,14 @@ def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> None:
     total_bytes = sum(task.num_bytes for task in tasks)
     todo_bytes = sum(task.num_bytes for task in todo)
     context = multiprocessing.get_context("fork")
-    # Workers take the next task from a shared counter, so that a slow one leaves more to the others.
+    # Workers take the next task from a shared counter, so fast workers take more tasks.
     next_index = context.Value("l", 0)
     processes: dict[Connection, Any] = {}
     for worker in range(min(workers, len(todo))):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_work, args=(job, todo, next_index, sender, worker), daemon=True)
         process.start()
-        # Only the worker's copy stays open: its end is then seen here as the end of the pipe.
+        # Only the worker's copy stays open: when the worker ends, the parent sees the end of the pipe.
         sender.close()
         processes[receiver] = process
     # Only now, as it starts a thread, which a process that forks must not have.
@@ -160,7 +160,7 @@ def _work(job: CopyJob, todo: Sequence[CopyTask], next_index: Any, sender: Conne
 def _finished_tasks(
     job: CopyJob, todo: Sequence[CopyTask], next_index: Any, disk: ThreadPoolExecutor
 ) -> Iterator[CopyTask]:
-    """Yield the tasks of this worker once they are recorded. While the disk has one, the next is written."""
+    """Yield the tasks of this worker once they are recorded. The next task is written while the disk syncs the last."""
     source = job.conversion.open_source()
     parent = os.getppid()
     flushing: Future[CopyTask] | None = None
@@ -184,7 +184,7 @@ def _write(job: CopyJob, task: CopyTask, source: TensorSource, parent: int) -> l
         for index, chunk in enumerate(task.chunks):
             for copy in (copy for later in task.chunks[index + 1 : index + 2] for copy in later.copies):
                 source.prefetch(copy.source, copy.where)
-            # A killed parent leaves its workers to init. They end here, so that the command can be given again.
+            # If the parent is killed, its workers are reparented: they must end, so that the command can be run again.
             if os.getppid() != parent:
                 os._exit(1)
             written.append(ChunkBytes(chunk, source, scratch))
@@ -200,7 +200,7 @@ def _write(job: CopyJob, task: CopyTask, source: TensorSource, parent: int) -> l
 
 
 def _record(job: CopyJob, task: CopyTask, records: Sequence[ChunkRecord]) -> CopyTask:
-    """Record a task as done, once its bytes are on the disk: a record that outlived them would leave a hole."""
+    """Record a task as done, once its bytes are on disk: if only the record survived a crash, data would be missing."""
     flush_to_disk(job.out / task.file)
     entries = [
         [[record.written.offset, record.written.length], record.crc, record.sources] for record in records
@@ -210,7 +210,7 @@ def _record(job: CopyJob, task: CopyTask, records: Sequence[ChunkRecord]) -> Cop
 
 
 def _peak_rss_bytes() -> int:
-    """Return the most memory that this process has had."""
+    """Return the peak memory of this process in bytes."""
     with open("/proc/self/status", encoding="utf-8") as status:
         line = next((line for line in status if line.startswith("VmHWM:")), "VmHWM: 0 kB")
     return int(line.split()[1]) * 1024

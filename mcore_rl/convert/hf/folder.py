@@ -89,10 +89,10 @@ class HfFolder:
 
 
 def open_hf(path: Path) -> HfFolder:
-    """Return the tensors of a folder, or of one file; CheckpointError when files are missing, cut off or at odds."""
+    """Return the tensors of a folder or file. Raises CheckpointError if files are missing, truncated or inconsistent."""
     folder = path if path.is_dir() else path.parent
     files = [path.name] if path.is_file() else _files(path)
-    # transformers would load the adapter's base and apply it; here its tensors would be left out, or be strange ones.
+    # transformers would load the adapter's base and apply the adapter; we would ignore or misread its tensors.
     if adapter := [name for name in ADAPTER_FILES if (folder / name).exists()]:
         raise CheckpointError(_adapter_fault(folder, adapter[0]))
     stamps = sizes_and_times(folder / name for name in (*files, "config.json"))

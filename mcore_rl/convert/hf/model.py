@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a model of one of the families, matched from the tensors' headers alone."""
+"""Match a Hugging Face folder to a model family, using only the tensors' headers."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +55,7 @@ class HfModel:
     dropped: tuple[str, ...]
     """Tensors that are left out because of `--mtp drop`."""
     passing: tuple[str, ...]
-    """Tensors that are not of the text model: no conversion opens them, and an export copies them."""
+    """Tensors outside the text model: conversions do not open them, and an export copies them."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that a tensor is read as; a quantized tensor is read as the model's type."""
@@ -78,7 +78,7 @@ def open_hf_model(
     Args:
         path: The folder.
         mtp: Whether layers for multi-token prediction are kept or left out.
-        vocab_multiple: The vocabulary is padded to a multiple of it; None: of model.vocab_multiple's default.
+        vocab_multiple: The vocabulary is padded to a multiple of this; None for the default of model.vocab_multiple.
         family: A family of the user's own, as `module:name`; None: the family that config.json names.
 
     Raises:
@@ -92,7 +92,7 @@ def open_hf_model(
         )
     _refuse_consolidated(folder)
     config = folder.config
-    # Of a model around a text model the quantization stands in the config of either.
+    # For a model around a text model, either config may have the quantization.
     quantized = {
         **text_config(config),
         **({QUANTIZATION: config[QUANTIZATION]} if config.get(QUANTIZATION) else {}),
@@ -125,7 +125,7 @@ def open_hf_model(
 
 
 def check_copies(found: HfModel) -> None:
-    """Read the tensors that repeat another tensor; CheckpointError when they differ."""
+    """Read the tensors that repeat another tensor. Raises CheckpointError if they differ."""
     differ = [
         f"{copy.name} differs from {copy.original}"
         for copy in found.weights.copies
@@ -151,16 +151,14 @@ def in_text_names(folder: HfFolder) -> tuple[HfFolder, tuple[str, ...]]:
 
 
 def expert_layout(folder: HfFolder) -> ExpertLayout:
-    """Return whether the experts of a layer are a tensor each or one tensor together, and then whether that has them
-    transposed.
-    """
+    """Return whether each expert of a layer is a tensor, or all experts are in a single tensor, transposed or not."""
     fused = next((t for name, t in folder.tensors.items() if name.endswith(".experts.gate_up_proj")), None)
     if fused is None:
         return "each"
     shell = shell_of(folder.config or {})
     if shell is None or not shell.has_transposed_experts:
         return "fused"
-    # A program may have written them as other families have them; where shapes are alike they are as published.
+    # Some programs write experts in the usual layout; if square matrices fit both, assume the published layout.
     hidden = text_config(folder.config or {}).get("hidden_size")
     return "transposed" if fused.shape[1:2] == (hidden,) else "fused"
 
@@ -177,7 +175,7 @@ def _with_mtp(model: ModelConfig, folder: HfFolder) -> ModelConfig:
 
 
 def _model_dtype(config: dict[str, Any]) -> torch.dtype:
-    """Return the type that config.json names, under its present or its old name; bf16 when it names none."""
+    """Return the type that config.json sets by its current or its old key; bf16 if absent."""
     name = config.get("dtype") or config.get("torch_dtype")
     return {"float32": torch.float32, "float16": torch.float16}.get(str(name), torch.bfloat16)
 
@@ -195,7 +193,7 @@ def _refuse_consolidated(folder: HfFolder) -> None:
 
 
 def _check_names(found: HfModel, dropped: set[str]) -> None:
-    """CheckpointError unless the folder has exactly the model's tensors; scales count as part of their tensors."""
+    """Raise CheckpointError unless the folder has exactly the model's tensors; scales count as part of a tensor."""
     left = dropped.union(found.passing)
     shapes = {
         name: shape
@@ -211,7 +209,7 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
         for suffix in (INT4_PACKED, INT4_SCALE, INT4_SHAPE):
             shapes.pop(name + suffix, None)
         shapes[name] = shape
-    # Without a prefix of their own, the indices of MTP layers follow those of the model's layers.
+    # Without a prefix of their own, MTP layers are numbered after the model's layers.
     count, prefix = found.model.num_layers, family_of(found.model).mtp_prefix
     mtp = tuple(prefix or f"model.layers.{count + i}." for i in range(found.model.mtp_layers))
     if mtp and not any(name.startswith(mtp) for name in shapes):
@@ -223,7 +221,7 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
 
 
 def _check_types(found: HfModel) -> None:
-    """CheckpointError when a tensor is no float, or is quantized in a way that does not fit its scales."""
+    """Raise CheckpointError if a tensor is not floating-point, or does not fit its quantization scales."""
     tensors = found.folder.tensors
     faults = [*fp8_faults(tensors, found.fp8_block), *mxfp4_faults(tensors), *int4_faults(tensors)]
     for name in found.weights.hf_shapes:

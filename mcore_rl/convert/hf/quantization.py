@@ -1,11 +1,11 @@
-"""Quantized tensors of published checkpoints, and the values that they stand for.
+"""Quantized tensors of published checkpoints, and the values that they represent.
 
 fp8 (DeepSeek): `X` `[rows, columns]` in e4m3, and `X_scale_inv` with a scale for each square block of `X`, in fp32, in
 bf16, or as powers of two (e8m0: the exponent plus 127 in a byte).
 
 mxfp4 (gpt-oss): 4-bit floats (e2m1) in blocks of 32 with a power of two each (e8m0). `X_blocks`
 `[E, rows, columns / 32, 16]` has two values a byte, the first in its low half; `X_scales` `[E, rows, columns / 32]` the
-exponents plus 127, where 255 is no number. They stand for `X` `[E, columns, rows]`.
+exponents plus 127, where 255 is NaN. They represent `X` `[E, columns, rows]`.
 
 int4 (Kimi-K2, the format pack-quantized of compressed-tensors): whole numbers from -8 to 7 in blocks of 32 with a scale
 each. `X_packed` `[rows, columns / 8]` has eight numbers an int32, each plus 8, the first in the lowest four bits;
@@ -43,7 +43,7 @@ E2M1_VALUES = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
 BYTE_VALUES = torch.stack([E2M1_VALUES.repeat(16), E2M1_VALUES.repeat_interleave(16)], dim=1)
 """`[256, 2]`: the two values of a byte, the low half first."""
 E8M0_POWERS = torch.tensor([2.0**exponent for exponent in range(-127, 128)] + [float("nan")])
-"""`[256]`: the power of two of a scale; 255 is no number."""
+"""`[256]`: the power of two of a scale; 255 is NaN."""
 BAND_BYTES = 1 << 20
 """Bytes of mxfp4 and int4 blocks that are unpacked at a time."""
 
@@ -90,7 +90,7 @@ def _is_int4(quantization: Mapping[str, Any]) -> bool:
 
 
 def with_scale_types(tensors: Mapping[str, HfTensor], config: Mapping[str, Any]) -> dict[str, HfTensor]:
-    """Return the tensors, scales that are stored as plain bytes as what `scale_fmt` in config.json says they are."""
+    """Return the tensors; scales stored as plain bytes get the type set by `scale_fmt` in config.json."""
     quantization = config.get("quantization_config") or {}
     if quantization.get("scale_fmt") != "ue8m0":
         return dict(tensors)
@@ -141,7 +141,7 @@ def dequantize_fp8(rows: Tensor, scales: Tensor, first_row: int, block: int, dty
 
 
 def mxfp4_shapes(tensors: Mapping[str, HfTensor]) -> dict[str, Shape]:
-    """Return names and shapes of the tensors that mxfp4 blocks stand for."""
+    """Return names and shapes of the tensors that mxfp4 blocks represent."""
     found: dict[str, Shape] = {}
     for name, tensor in tensors.items():
         if name.endswith(MXFP4_BLOCKS) and tensor.dtype == torch.uint8 and len(tensor.shape) == 4:
@@ -179,7 +179,7 @@ def unpack_mxfp4(out: Tensor, blocks: Tensor, scales: Tensor) -> None:
 
 
 def int4_shapes(tensors: Mapping[str, HfTensor]) -> dict[str, Shape]:
-    """Return names and shapes of the tensors that int4 blocks stand for."""
+    """Return names and shapes of the tensors that int4 blocks represent."""
     found: dict[str, Shape] = {}
     for name, tensor in tensors.items():
         if name.endswith(INT4_PACKED) and tensor.dtype == torch.int32 and len(tensor.shape) == 2:
@@ -219,8 +219,8 @@ def unpack_int4(out: Tensor, packed: Tensor, scales: Tensor) -> None:
 def pack_int4(weights: Tensor, scales: Tensor) -> Tensor:
     """Return `weights` `[rows, columns]` as words `[rows, columns / 8]` of whole numbers of steps of `scales`.
 
-    Weights that int4 blocks of these scales stood for give back their words; a weight that has outgrown -8 to 7 steps
-    becomes the nearest of these.
+    Weights dequantized from int4 blocks with these scales give back the same words; a weight outside -8 to 7 steps is
+    clamped.
     """
     steps = weights.float().unflatten(1, (-1, INT4_BLOCK)) / scales.float()[..., None]
     numbers = steps.round().clamp(-8, 7).to(torch.int32) + 8

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder that are no weights: config, tokenizer, chat templates, generation settings."""
+"""The files of a Hugging Face folder other than weights: config, tokenizer, chat templates, generation settings."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -64,7 +64,7 @@ class HfSource:
                 scales = torch.empty(self._tensors[name + FP8_SCALE].shape)
                 self.fill(scales, name + FP8_SCALE, whole(scales.shape))
                 rows = dequantize_fp8(rows, scales, where[0].start, self._fp8_block, out.dtype)
-            # The rows begin with the region's first, so that its first axis counts from 0 here.
+            # `rows` begins with the region's first row, so the first axis counts from 0.
             inside = (
                 tuple(slice(*axis) for axis in ((0, shape[0], where[0].step), *where[1:])) if where else ()
             )
@@ -100,7 +100,7 @@ class HfSource:
         return self._files.part(run.file, run.start, run.size).crc32(0, run.size)
 
     def _fill_from_mxfp4(self, out: Tensor, name: str, where: Region) -> None:
-        """Fill `out` expert by expert. The columns that `where` asks for are rows of blocks, each stored in one run."""
+        """Fill `out` expert by expert. The columns in `where` are rows of blocks, each stored contiguously."""
         experts, columns, rows = where
         out_ECR = out.view(sizes(where))
         for index, expert in enumerate(range(*experts)):
@@ -116,7 +116,7 @@ class HfSource:
             out_ECR[index] = values_RC[:, slice(*columns)].mT
 
     def _fill_from_int4(self, out: Tensor, name: str, where: Region) -> None:
-        """Fill `out` from the rows of blocks that `where` asks for, each row stored in one run."""
+        """Fill `out` from the rows of blocks in `where`, each stored contiguously."""
         rows, columns = where
         parts = []
         for suffix in (INT4_PACKED, INT4_SCALE):

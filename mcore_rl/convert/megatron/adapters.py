@@ -19,31 +19,31 @@ from mcore_rl.families.regions import sizes
 from mcore_rl.families.weight_map import AxisRange, Region
 
 WEIGHT = "weight"
-"""End of the key of a weight that has an adapter: A and B have "adapter.A" and "adapter.B" in its place."""
+"""Key suffix of a weight with an adapter; the keys of A and B end in "adapter.A" and "adapter.B" instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredAdapter:
-    """The adapter of a weight in a checkpoint, or of all layers' and experts' weights in one tensor."""
+    """The adapter of a weight in a checkpoint, or of a tensor with the weights of all layers or experts."""
 
     key_a: str
     key_b: str
     rank: int
     num_inputs: int
     num_blocks: int
-    """Blocks of rows of A, one for each projection; 1 where all projections share one."""
+    """Number of row blocks of A: one per projection, or 1 if all projections share a block."""
     scale: float
     projection_of_row: tuple[int, ...]
     """Index of the projection that each row of B belongs to."""
 
     def block(self, projection: int) -> AxisRange:
-        """Return the rows of A of a projection."""
+        """Return the rows of A for a projection."""
         index = projection if self.num_blocks > 1 else 0
         return AxisRange(index * self.rank, (index + 1) * self.rank)
 
 
 def stored_lora(folder: DistFolder) -> LoraConfig | None:
-    """Return the section `lora` of the run that wrote a checkpoint; None: it has no adapters."""
+    """Return the section `lora` of the run that wrote a checkpoint; None if it has no adapters."""
     if not any(ADAPTER in key for key in folder.weights):
         return None
     assert folder.marker is not None, "only this program writes such keys, with a marker"
@@ -81,7 +81,7 @@ class MergedSource(DistSource):
         self._adapters = adapters
 
     def run(self, name: str, where: Region) -> ByteRun | None:
-        """Return where a region is stored; None where it is computed (see TensorSource)."""
+        """Return where a region is stored; None if it is computed (see TensorSource)."""
         return None if name in self._adapters else super().run(name, where)
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:

@@ -27,7 +27,7 @@ from mcore_rl.folders.checkpoint import (
 from mcore_rl.folders.huggingface import read_json, refuse_special_file
 
 OPTIMIZER = ("optimizer.", "chained_")
-"""Beginnings of the keys of an optimizer's state: this program's, and Megatron-LM's for several optimizers."""
+"""Key prefixes of an optimizer's state: this program's, and Megatron-LM's for several optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class DistFolder:
 
     path: Path
     marker: Marker | None
-    """None: the checkpoint was not written by this program."""
+    """The checkpoint's marker; None if this program did not write it."""
     step: int
     tensors: dict[str, DistTensor]
     objects: dict[str, FileRange]
@@ -63,7 +63,7 @@ class DistFolder:
     digest: str
     """SHA-256 of `.metadata`."""
     stamps: dict[Path, tuple[int, int]]
-    """Size and time of each file, and of those that describe them, from before they were read."""
+    """Size and time of each file, and of the files that describe them, from before they were read."""
 
     @property
     def weights(self) -> dict[str, DistTensor]:

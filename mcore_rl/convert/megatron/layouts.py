@@ -1,4 +1,4 @@
-"""Keys of a checkpoint in Megatron's layouts: names of TransformerEngine or of the local layers, stacked or apart."""
+"""Keys of a checkpoint in Megatron's layouts: names of TransformerEngine's or local layers, stacked or separate."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,14 @@ from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap
 KeyNames = Literal["te", "local"]
 """Names of TransformerEngine's layers, or of Megatron's local layers."""
 LayerGrouping = Literal["stacked", "each", "singletons"]
-"""One tensor for all layers; a tensor for each layer; or a tensor for each expert with gate and up-projection apart,
-which Megatron-LM writes with `singleton_local_shards`, and which this package reads but does not write."""
+"""A single tensor for all layers; a tensor for each layer; or a tensor for each expert, with separate gate and
+up-projection, which Megatron-LM writes with `singleton_local_shards` and this package reads but does not write."""
 
 STACK = "decoder.layers."
 STATEFUL = re.compile(r"(linear_\w+|\w*norm|eh_proj|(in|out)_proj)$")
-"""Names of the modules that have an extra state when TransformerEngine builds them, beside the attention's core."""
+"""Names of modules that have an extra state if TransformerEngine builds them, besides the attention's core."""
 HALVES = ("_w", "_v")
-"""Endings of the gate and of the up-projection, where they are apart."""
+"""Suffixes of gate and up-projection if they are separate."""
 EXPERTS = ".mlp.experts.experts."
 FC1 = re.compile(r"\.linear_fc1\.(weight|bias)$")
 ATTENTION_OUTPUT = "linear_proj"
@@ -59,7 +59,7 @@ class KeyTranslation:
                 "they cannot be stacked in one tensor. Use --layers each."
             )
         self.layout = layout
-        # Local layers have no norm fused into the linear layer behind it, so that some norms have names of their own.
+        # Local layers do not fuse a norm into the following linear layer, so some norms have names of their own.
         self._names = LATENT_NORMS if family_of(model).is_latent else {MOE_NORM: DENSE_NORM}
         self._dense_norm = MOE_NORM if family_of(model).is_latent else DENSE_NORM
 
@@ -83,7 +83,7 @@ class KeyTranslation:
         )
 
     def locate(self, key: str, where: Region) -> tuple[str, Region]:
-        """Return key and region of a region of the weight map; it must lie in one layer where layers are apart."""
+        """Return key and region for a region of the weight map; it must be within one layer if layers are separate."""
         if self.layout.layers != "stacked" and is_stacked(key):
             assert where[0].stop == where[0].start + 1, f"{key} is cut by layers"
             return self._key(key, where[0].start), where[1:]
@@ -98,12 +98,12 @@ class KeyTranslation:
                 yield from _singles(*found) if self.layout.layers == "singletons" else (found,)
 
     def _layers(self, key: str, canonical: WeightMap) -> list[int | None]:
-        """Return the layers that have a tensor of their own; [None] where one tensor has all."""
+        """Return the layers that have a tensor of their own; [None] if a single tensor has all layers."""
         apart = self.layout.layers != "stacked" and is_stacked(key)
         return list(range(canonical.mcore_shapes[key][0])) if apart else [None]
 
     def _key(self, key: str, layer: int | None) -> str:
-        """Return the name of a tensor of all layers (None), or of one."""
+        """Return the name of a layer's tensor, or with None of the tensor of all layers."""
         front, rest = _parted(key)
         if self.layout.keys == "local" and front:
             rest = self._dense_norm if rest == DENSE_NORM else self._names.get(rest, rest)
@@ -111,7 +111,7 @@ class KeyTranslation:
 
 
 def detect(model: ModelConfig, canonical: WeightMap, stored: Mapping[str, Shape]) -> KeyTranslation:
-    """Return the translation with the keys `stored`; CheckpointError, with names, when no layout fits."""
+    """Return the translation with the keys `stored`. Raises CheckpointError, with names, if no layout fits."""
     nearest: tuple[int, KeyTranslation] | None = None
     for keys, layers in product(("te", "local"), ("stacked", "each", "singletons")):
         if layers == "stacked" and not model.layers_alike:
@@ -122,7 +122,7 @@ def detect(model: ModelConfig, canonical: WeightMap, stored: Mapping[str, Shape]
         if nearest is None or distance < nearest[0]:
             nearest = distance, translation
     assert nearest is not None
-    # The layout with the fewest differing names: its differences are those that help the user.
+    # Report the layout with the fewest differing names: its differences help the user most.
     translation = nearest[1]
     translation.weights(canonical).check_mcore(stored)
     return translation
@@ -142,9 +142,10 @@ def native_layout(model: ModelConfig) -> KeyLayout:
 
 
 def extra_state_keys(weights: WeightMap) -> Iterator[str]:
-    """Yield the keys of all extra states that a model built of TransformerEngine's or local layers may look for.
+    """Yield the keys of all extra states that a model of TransformerEngine's or local layers may look for.
 
-    A layer's module has one, an expert's module one for each expert. `weights` is the map under the layout's keys.
+    Each module of a layer has an extra state, and modules of experts have an extra state for each expert. `weights` is
+    the map under the layout's keys.
     """
     modules: dict[str, Shape] = {}
     for key, shape in weights.mcore_shapes.items():
@@ -172,7 +173,7 @@ def _rows_axis(key: str) -> int:
 
 
 def _singles(key: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield the tensors that stand for one of a layer: one for each expert, gate and up-projection apart."""
+    """Yield the tensors that replace a layer's tensor: per expert, and with gate and up-projection separate."""
     names = [key]
     if EXPERTS in key:
         names = [key.replace(EXPERTS, f"{EXPERTS}{expert}.") for expert in range(shape[0])]
@@ -185,7 +186,7 @@ def _singles(key: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
 
 
 def _single(key: str, where: Region, shape: Shape) -> tuple[str, Region]:
-    """Return key and region of a region of a layer's tensor; it must lie in one expert and one projection."""
+    """Return key and region for a region of a layer's tensor; it must be within one expert and one projection."""
     is_first = FC1.search(key) is not None
     if EXPERTS in key:
         assert where[0].count == 1, f"{key} is cut by experts"

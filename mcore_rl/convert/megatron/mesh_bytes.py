@@ -18,7 +18,7 @@ CUT_BY_TP = (
     "in_proj.weight.key", "in_proj.weight.value", "in_proj.weight.z", "in_proj.weight.beta", "in_proj.weight.alpha",
     "conv1d.weight.query", "conv1d.weight.key", "conv1d.weight.value", "A_log", "dt_bias", "out_proj.weight",
 )  # fmt: skip
-"""Endings of the keys of tensors that tensor parallelism cuts; all other tensors are whole on each of its ranks."""
+"""Key suffixes of tensors that tensor parallelism splits; all other tensors are replicated on its ranks."""
 EXPERTS = ".experts.experts."
 
 
@@ -45,7 +45,7 @@ def mesh_lines(
 def bytes_by_stage(
     model: ModelConfig, tensors: Mapping[str, tuple[Shape, int]], mesh: MeshConfig
 ) -> list[int]:
-    """Return, for each pipeline stage, the bytes of weights and buffers on one of its ranks."""
+    """Return, for each pipeline stage, the size in bytes of weights and buffers on each of its ranks."""
     stages = [0] * mesh.pp
     stage_of = {layer: stage for stage, layers in enumerate(layers_by_stage(model, mesh)) for layer in layers}
     for key, (shape, itemsize) in tensors.items():
@@ -56,7 +56,7 @@ def bytes_by_stage(
             for layer in layers:
                 stages[stage_of[layer]] += size // len(layers)
         elif key.startswith("embedding."):
-            # The last stage has its own copy where the output is tied to it, or an MTP layer needs it.
+            # The last stage has its own copy if the output is tied to it, or an MTP layer needs it.
             for stage in {0, *([mesh.pp - 1] if model.tied_embeddings or model.mtp_layers else [])}:
                 stages[stage] += size
         else:
@@ -73,7 +73,7 @@ def _length_that_divides(mesh: MeshConfig) -> int:
 
 
 def _ranks_sharing(model: ModelConfig, key: str, mesh: MeshConfig) -> int:
-    """Return into how many parts a tensor is cut within a stage."""
+    """Return how many parts a tensor is split into within a stage."""
     if EXPERTS in key:
         return mesh.ep * mesh.etp
     if not key.endswith(CUT_BY_TP):

@@ -1,4 +1,4 @@
-"""A Megatron checkpoint as a model of one of the families: by its marker, or by a Hugging Face folder of that model."""
+"""Match a Megatron checkpoint to a model family, by its marker or by a Hugging Face folder of the same model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,12 +67,12 @@ def open_dist_model(
         path: A checkpoint, a folder of them (the newest is taken) or a run's folder.
         reference: A Hugging Face folder of the same model, for checkpoints that do not name their family.
         mtp: Whether layers for multi-token prediction are kept or left out.
-        experts: Whether the Hugging Face side has a tensor for each expert or one for all of a layer.
+        experts: Whether the Hugging Face side has a tensor for each expert, or a single tensor for a layer's experts.
         adapters: Whether low-rank adapters are added to the weights as they are read, or kept apart.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or its tensors are not the model's; each is named. Or it has
-            low-rank adapters, which are not asked for.
+            low-rank adapters and `adapters` is "refuse".
         ConfigError: The reference's config.json describes a model that cannot be represented.
     """
     folder = open_dist(path)
@@ -148,7 +148,7 @@ def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shap
 
 
 def disagreements(there: ModelConfig, here: ModelConfig) -> list[str]:
-    """Return a line for each setting by which the same weights would compute something else."""
+    """Return a line for each setting with which the same weights would give other results."""
     return [str(change) for change in model_changes(there.model_dump(mode="json"), here)]
 
 

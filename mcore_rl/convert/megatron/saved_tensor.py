@@ -47,13 +47,13 @@ STORAGES = {
 """Classes by which torch names the type of a storage."""
 STORAGE_NAMES = {dtype: name for name, dtype in STORAGES.items()}
 ALIGNMENT = 64
-"""Elements begin at a multiple of so many bytes, counted from the start of the archive, as torch has them."""
+"""Elements begin at a multiple of this number of bytes from the start of the archive, as in torch's archives."""
 PADDING = b"FB"
-"""Marks the zip field that is there for the alignment alone, as torch marks it."""
+"""Marks the zip field used only for alignment, as torch marks it."""
 ZIP_VERSION, ZIP_DATE = 20, 0x21
 """Version 2.0 of the zip format; 1 January 1980, so that the same tensor gives the same bytes."""
 MAX_ARCHIVE_BYTES = 2**32 - 1
-"""Most bytes of an archive in the plain zip format, which has offsets of 32 bits."""
+"""Largest size in bytes of an archive in the plain zip format, which has 32-bit offsets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class _RecordHeader:
         return replace(self, extra=PADDING + struct.pack("<H", count) + bytes(count))
 
     def header(self) -> bytes:
-        """Return the header that stands before the bytes."""
+        """Return the header that precedes the bytes."""
         return b"PK\3\4" + self._common_fields() + self.name + self.extra
 
     def directory_entry(self) -> bytes:
@@ -187,7 +187,7 @@ class _RecordHeader:
         )
 
     def _common_fields(self) -> bytes:
-        """Return the fields that both headers have. The size stands there twice, as nothing is compressed."""
+        """Return the fields that both headers share. The size appears twice, because nothing is compressed."""
         lengths = self.crc, self.size, self.size, len(self.name), len(self.extra)
         return struct.pack("<5H3L2H", ZIP_VERSION, 0, 0, 0, ZIP_DATE, *lengths)
 
@@ -209,7 +209,7 @@ def _pickled(shape: Shape, dtype: torch.dtype) -> bytes:
 
 
 class _StorageToPickle:
-    """Stands for the storage of a tensor."""
+    """Placeholder for the storage of a tensor."""
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
         self.count, self.dtype = count, dtype

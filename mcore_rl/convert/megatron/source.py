@@ -15,13 +15,13 @@ from mcore_rl.families.regions import sizes
 from mcore_rl.families.weight_map import AxisRange, Region
 
 MAX_PREFETCH_BYTES = 64 << 20
-"""Most bytes of a part that are read before they are asked for."""
+"""Largest number of bytes of a part to read ahead."""
 
 
 class DistSource:
-    """Tensors of a Megatron checkpoint, whatever mesh cut them into parts.
+    """Tensors of a Megatron checkpoint, independent of how its mesh split them into parts.
 
-    Each part is compared with its checksum before the first of its elements is used; damage is a CheckpointError.
+    Each part is compared with its checksum before any of its elements is used; damage raises CheckpointError.
     """
 
     def __init__(self, folder: DistFolder) -> None:
@@ -41,7 +41,7 @@ class DistSource:
         """Let the disk begin to read a region (see TensorSource)."""
         for part, common in self._overlapping(name, where):
             saved = part.saved
-            # Until the archive has been opened once, all that is known of the elements is that they lie in it.
+            # Before the archive is first opened, the elements' position inside it is unknown.
             run = self._run_of_part(name, part, common) if saved in self._saved else None
             start, size = (run.start, run.size) if run else (saved.start, saved.length)
             self._files.prefetch(saved.file, start, min(size, MAX_PREFETCH_BYTES))
@@ -77,7 +77,7 @@ class DistSource:
                 yield part, common
 
     def _run_of_part(self, name: str, part: DistPart, common: Region) -> ByteRun | None:
-        """Return where a region of a part is stored; None when its bytes do not lie in one run."""
+        """Return where a region of a part is stored; None if its bytes are not contiguous."""
         saved = self._saved_tensor(name, part)
         wanted = _region_of(torch.empty_strided(saved.shape, saved.stride, device="meta"), common, part.where)
         if not wanted.is_contiguous():
@@ -132,7 +132,7 @@ class DistSource:
 
 
 def _region_of(tensor: Tensor, where: Region, origin: Region) -> Tensor:
-    """Return the region `where` of a tensor that itself is the region `origin` of a larger one."""
+    """Return the region `where` of a whole tensor, of which `tensor` is the region `origin`."""
     return tensor[
         tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(where, origin, strict=True))
     ]

@@ -47,11 +47,11 @@ from mcore_rl.parallel.mesh import Mesh
 
 ONE_RANK = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1, "vpp": 1}
 OBJECTS = "__objects_0.distcp"
-"""File of the objects that are no tensors."""
+"""File of the objects that are not tensors."""
 
 
 class DistWriter:
-    """Writes a file a task, each chunk as `torch.save` writes it: torch's FileSystemReader reads them."""
+    """Writes a file per task, each chunk in the format of `torch.save`, which torch's FileSystemReader can read."""
 
     def prepare(self, folder: Path) -> None:
         """Do nothing: each task makes its file."""
@@ -84,7 +84,7 @@ def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[
     Args:
         folder: The checkpoint so far.
         done: All tasks with their records.
-        objects: What is no tensor, as torch.save wrote it, by key; it goes into a file of its own.
+        objects: Objects that are not tensors, as written by torch.save, by key; they go into a separate file.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     entries: dict[str, Any] = {}
@@ -146,9 +146,9 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
         folder: The checkpoint; all its other files are written.
         model: The model's config.
         step: The step that the weights are of.
-        before: Marker of the checkpoint that the training state comes from; None: it has weights only.
+        before: Marker of the checkpoint that the training state comes from; None if there are only weights.
     """
-    # A marker is there already when its folder was refused a name: after a comparison of logits, say.
+    # A marker already exists if the folder could not be renamed before, for example after comparing logits.
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     names = sorted(name for name in files if name != MARKER)
     archives: dict[str, list[FileRange]] = {}
