@@ -285,7 +285,7 @@ def _is_written(duplicate: DuplicateTensor, reference: HfFolder | None) -> bool:
 
 
 def _dtype(dist_model: DistModel, name: str, copies: Sequence[RegionCopy], dtype: OutputDtype) -> torch.dtype:
-    """Return a Hugging Face tensor's type: fp32 if Megatron requires it, else the user's choice or its sources' type."""
+    """Return a Hugging Face tensor's type: fp32 if Megatron requires it, else the user's choice or the sources'."""
     if any(copy.source in dist_model.weights.fp32_keys for copy in copies):
         return torch.float32
     if dtype != "keep":

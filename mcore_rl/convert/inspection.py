@@ -50,7 +50,10 @@ class CheckpointContents:
 
 
 def contents(path: Path) -> CheckpointContents:
-    """Return all tensors' names, shapes, types and sizes, and the marker's entries. Raises CheckpointError if damaged."""
+    """Return names, shapes, types and sizes of all tensors, and the marker's entries.
+
+    Raises CheckpointError if the checkpoint is damaged.
+    """
     return _hf_contents(path) if is_hf(path) else _dist_contents(path)
 
 

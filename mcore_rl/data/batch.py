@@ -1,4 +1,4 @@
-"""One forward pass's worth of sequences, as every data source gives them."""
+"""The sequences of one forward pass, as returned by all data sources."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedSpans:
-    """Boundaries of the sequences packed into a microbatch's rows, laid end to end; attention does not cross them."""
+    """Boundaries of the sequences packed into a microbatch's concatenated rows; attention does not cross them."""
 
     cu_seqlens: Tensor
     """Cumulative lengths, int32 [spans + 1] on the CPU: 0, the first length, ..., all positions of all rows."""
@@ -17,7 +17,7 @@ class PackedSpans:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """Rows of one forward pass: whole sequences on the CPU, `[batch, seq]`; context parallelism cuts them later."""
+    """Rows of one forward pass: whole sequences on the CPU, `[batch, seq]`; context parallelism splits them later."""
 
     tokens_BS: Tensor
     """Token ids, int64."""
@@ -28,6 +28,6 @@ class Microbatch:
     position_ids_BS: Tensor
     """Positions for the rotary embedding, int64; they start from 0 in each packed sequence."""
     packed: PackedSpans | None = None
-    """Boundaries inside packed rows; None when every row is one sequence."""
+    """Boundaries inside packed rows; None if every row is one sequence."""
     is_padding_BS: Tensor | None = None
-    """bool: True at padding positions, which router statistics leave out; None when there is no padding."""
+    """bool: True at padding positions, which router statistics ignore; None without padding."""

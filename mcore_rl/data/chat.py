@@ -21,7 +21,7 @@ SHOWN = 60
 MEDIA = frozenset(
     ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio")
 )
-"""Types of the parts of a turn that are no text, which are also their keys."""
+"""Types of the parts of a turn that are not text; these are also the keys of their content."""
 Message = Mapping[str, Any]
 
 
@@ -84,7 +84,7 @@ class Chat(Protocol):
         ...
 
     def as_decoded(self, text: str) -> str:
-        """Return the text that a text's tokens have, which is another where the tokenizer normalizes."""
+        """Return the text after encoding and decoding it, which differs if the tokenizer normalizes texts."""
         ...
 
     @property
@@ -212,11 +212,10 @@ class PlainChat:
 class TemplateChat:
     """A jinja template, rendered by transformers, and the tokenizer that belongs to it.
 
-    The template's own special tokens are tokens; a text of a turn that spells such a token is mere text, so that no
-    user, tool or environment forges a turn. The assistant's text stands between the template's generation marks.
-    Without marks it is the text that a turn adds to the rendering of the turns before it, with the prompt for the
-    assistant; a template in which a later turn changes an earlier turn is refused, because it would train on text that
-    the model never reads.
+    The template's own special tokens are tokens. Text in a turn that spells such a token stays text, so that no user,
+    tool or environment can forge a turn. The assistant's text is between the template's generation marks. Without
+    marks, it is the text that a turn adds to the rendering of the previous turns with the generation prompt; a template
+    in which a later turn changes an earlier turn is refused, because it would train on text that the model never reads.
     """
 
     def __init__(self, encoder: TextEncoder, template: str, special_tokens: Mapping[str, str]) -> None:
@@ -402,7 +401,7 @@ def _text_to_continue(conversation: Conversation) -> str:
 
 
 def _refuse_media(messages: Sequence[Message]) -> None:
-    """Raise a DataError for an image or a sound in a turn: the tokens of its place would stand for nothing."""
+    """Raise DataError for an image or a sound in a turn: its placeholder tokens would have no content."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
@@ -415,7 +414,7 @@ def _refuse_media(messages: Sequence[Message]) -> None:
 
 
 def _refuse_unshown(conversation: Conversation, text: str) -> None:
-    """Raise a DataError for a call of a tool, or a tool's result, of which the rendered text has not even a word."""
+    """Raise DataError if the rendered text contains no word of a tool call or a tool's result."""
     for message in conversation.messages:
         calls = message.get("tool_calls") or ()
         names = [call.get("function", call).get("name") for call in calls if isinstance(call, Mapping)]
@@ -437,7 +436,7 @@ def _without_absent(message: Message) -> dict[str, Any]:
 
 
 def _overlaps(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return for each token whether some of its text lies in a span; spans are in order."""
+    """Return for each token whether some of its text is in a span; spans must be in order."""
     covered = []
     rest = list(reversed(spans))
     for start, end in offsets:

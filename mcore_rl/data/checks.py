@@ -1,4 +1,4 @@
-"""Checks that data, tokenizer and model fit together; they depend on the files alone, so all ranks agree."""
+"""Checks that data, tokenizer and model fit together; they depend only on the files, so all ranks agree."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ def check_sidecar(index: IndexFile, sidecar: Sidecar) -> None:
 
 
 def check_same_tokenizer(sidecars: Mapping[str, Sidecar | None]) -> None:
-    """Raise DataError when two datasets of one blend were made with different tokenizers."""
+    """Raise DataError if two datasets of a blend were made with different tokenizers."""
     by_digest = {sidecar.tokenizer_digest: prefix for prefix, sidecar in sidecars.items() if sidecar}
     if len(by_digest) > 1:
         raise DataError(
@@ -74,7 +74,7 @@ def check_vocabulary(index: IndexFile, sidecar: Sidecar | None, vocab_size: int)
 
 
 def check_enough(prefix: str, *, tokens: int, seq_length: int) -> None:
-    """Raise DataError unless the part to train on fills one sequence: with none, Megatron counts epochs for ever."""
+    """Raise DataError unless the training part fills a sequence: otherwise Megatron would count epochs forever."""
     if tokens <= seq_length:
         raise DataError(
             f"the train part of data prefix {prefix!r} has {tokens} tokens; one sequence takes {seq_length + 1}. Give "

@@ -31,7 +31,7 @@ ENDINGS: dict[str, Literal["jsonl", "text"]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentFormat:
-    """The format in which documents lie in a file."""
+    """The format of documents in a file."""
 
     kind: Literal["jsonl", "text"]
     key: str = "text"
@@ -110,7 +110,7 @@ def find_input_files(inputs: Sequence[Path]) -> tuple[InputFile, ...]:
 
 
 def _is_output(path: Path) -> bool:
-    """Return whether a file is a tokenizer, or one of PREFIX.bin, .idx, .json, .log.jsonl and PREFIX.partial/*."""
+    """Return whether a file is a tokenizer, or PREFIX.bin, .idx, .json, .log.jsonl or PREFIX.partial/*."""
     if path.suffix in (".model", ".bin", ".idx") or any(part.endswith(".partial") for part in path.parts):
         return True
     prefix = path.name.removesuffix(".log.jsonl").removesuffix(".json")
@@ -121,7 +121,7 @@ def _is_output(path: Path) -> bool:
 def _source(path: Path) -> InputFile:
     if str(path).startswith(HUB):
         rows = load_hub(str(path))
-        # The fingerprint stands for the time of change: a dataset that has changed has another.
+        # The fingerprint replaces the modification time: a changed dataset has another fingerprint.
         return InputFile(
             path=str(path), num_bytes=rows.data.nbytes, modified_ns=zlib.crc32(rows._fingerprint.encode())
         )
@@ -138,7 +138,7 @@ def _source(path: Path) -> InputFile:
 
 
 def format_of_endings(sources: Sequence[InputFile]) -> Literal["jsonl", "text"]:
-    """Return the format that the files' endings stand for; DataError when they stand for none, or for several."""
+    """Return the format that the files' suffixes mean. Raises DataError if they mean none, or several."""
     kinds = {
         "jsonl"
         if is_table(source.path)
@@ -180,7 +180,7 @@ class DocumentReader:
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         offset, last = self.file_slice.start, self.file_slice.end
         if is_compressed(self.file_slice.path):
-            last = sys.maxsize  # a packed file is one slice, whose size is that of the packed bytes
+            last = sys.maxsize  # a compressed file is a single slice, and its size counts compressed bytes
         # One byte back: a slice that begins right after a line end begins with a whole line, which must not be skipped.
         if offset:
             file.seek(offset - 1)

@@ -40,7 +40,7 @@ class TrainSource:
         """Return the values that the order of `data.shuffle = "whole"` depends on apart from the seed: runs with the
         same text read the same sequences up to the end of the shorter run.
         """
-        # As GPTDataset counts: an epoch follows without a gap, and a sequence needs one token more as the last label.
+        # As GPTDataset counts: epochs follow without a gap, and the last label needs one more token.
         num_epochs = -(-(self.samples * self.seq_length + 1) // self.tokens)
         before = ((num_epochs - 1) * self.tokens - 1) // self.seq_length
         is_apart = num_epochs > 1 and self.samples - before < int(APART * self.sequences)
@@ -48,11 +48,11 @@ class TrainSource:
 
 
 class EpochDataset(GPTDataset):
-    """One epoch as Megatron cuts, shuffles and caches it, for epoch after epoch: each has every sequence once, the
-    first in Megatron's order, each later in an order that depends on the seed and its number alone.
+    """Repeats one epoch as Megatron cuts, shuffles and caches it. Each epoch has every sequence once: the first epoch
+    in Megatron's order, later epochs in an order that depends only on the seed and the epoch's index.
 
-    The cut is the same in all epochs: tokens at the end that fill no sequence are in none. An order takes 8 bytes for
-    each sequence of the source, on each rank, from the second epoch on.
+    The sequences are the same in all epochs; remaining tokens at the end that do not fill a sequence are never used.
+    From the second epoch on, an order takes 8 bytes for each sequence of the source, on each rank.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -70,7 +70,7 @@ class EpochDataset(GPTDataset):
         return self._num_epochs * self._per_epoch
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a sample as GPTDataset does; any index from 0 has one."""
+        """Return a sample as GPTDataset does, for any index from 0."""
         epoch, place = divmod(int(index), self._per_epoch)
         sample: dict[str, Tensor] = super().__getitem__(int(self._order_of(epoch)[place]) if epoch else place)
         return sample

@@ -30,7 +30,7 @@ from mcore_rl.parallel.agree import on_rank_zero
 
 SPLITS = ("train", "valid", "test")
 NO_TOKEN = -1
-"""Padding of a last, partial sequence. No data holds it, so that no real token is taken for padding."""
+"""Padding of a last, partial sequence. It is not in any data, so no real token is mistaken for padding."""
 UNKNOWN_EOD = -2
 SURPLUS = 0.005
 """Share of samples that each dataset of a blend has in reserve, since the blend rounds."""
@@ -93,7 +93,7 @@ class DatasetTokenizer:
 
     @property
     def pad(self) -> int:
-        """Return NO_TOKEN: see there."""
+        """Return NO_TOKEN, which no real token is equal to."""
         return NO_TOKEN
 
     @property
@@ -179,8 +179,8 @@ def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
     """Collective over the world: build the datasets. Rank 0 writes the index cache; after a barrier the other ranks
     map it.
 
-    The order of samples is a function of the data and `seed`: a longer run begins like a shorter one. Where
-    `plan.shuffle` is "whole" it depends on TrainSource.whole_order() as well.
+    The order of samples is a function of the data and `seed`: a longer run begins like a shorter run. If
+    `plan.shuffle` is "whole", the order also depends on TrainSource.whole_order().
     """
     sizes = [plan.samples.train, plan.samples.valid, plan.samples.test]
     with contextlib.ExitStack() as cache_lock:
@@ -197,12 +197,12 @@ def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
                 f"not see it ({error.filename}). Set data.cache_dir to a folder that all nodes share."
             ) from error
         except Exception as error:
-            # Megatron raises one of no class of its own from the disk's error.
+            # Megatron raises a plain exception from the disk's error.
             if not isinstance(error.__cause__, OSError):
                 raise
             reason = (
                 error.__cause__.strerror or error.__cause__
-            )  # numpy's, of a short write, has a text alone
+            )  # numpy's error for a short write has only a text
             raise DataError(
                 f"the index cache cannot be written to {cache_dir}: {reason}. {room_at(cache_dir)}. {OTHER_CACHE}"
             ) from error
@@ -381,7 +381,7 @@ def _repaired_cache(folder: Path) -> Iterator[None]:
         sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy="Wait, or set another data.cache_dir."),
     ):
         for path in folder.glob("*.npy"):
-            # The folder is the user's choice, and may hold arrays of others.
+            # The folder is the user's choice, and may contain other programs' arrays.
             if CACHED.fullmatch(path.name) and not _is_whole(path):
                 path.unlink()
         yield

@@ -1,4 +1,4 @@
-"""Batches by sample cursor: a step's samples depend on the cursor alone, not on the mesh or on earlier calls."""
+"""Batches by sample cursor: a step's samples depend only on the cursor, not on the mesh or on earlier calls."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,9 +23,9 @@ class BatchSource:
     """A source of this data-parallel rank's microbatches for any step.
 
     The step that begins at cursor c with a global batch of b trains on samples c .. c+b-1. Rank r of dp takes
-    the r-th of dp equal runs of them, cut in order into microbatches: ranks and microbatches put end to end
-    give the samples in order, so the set and the order are the same as on one rank. The cursor is all the state:
-    a run that resumes passes the cursor at which it stopped.
+    the r-th of dp equal runs of them, split in order into microbatches: concatenating ranks and microbatches
+    gives the samples in order, so the set and the order are the same as on one rank. The cursor is the only state:
+    a resumed run passes the cursor at which it stopped.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tokens of a text in which a template's special tokens are tokens, and those that its contents spell are not."""
+"""Tokenize rendered chats: special tokens of the template become tokens, special tokens spelled in contents do not."""
 
 import json
 import re
@@ -14,7 +14,7 @@ FIRST_NUMBER = 0xF0001
 
 
 class Encoded(NamedTuple):
-    """Tokens, and where each lies in the text."""
+    """Tokens, and where each token is in the text."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -39,9 +39,7 @@ class TextEncoder(Protocol):
         ...
 
     def plain(self, text: str, *, is_first: bool) -> Encoded:
-        """Return the tokens of a text in which the names of special tokens are text; it stands first, or behind some
-        other text.
-        """
+        """Return the tokens of a text with the names of special tokens as text; `is_first` if no text precedes it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -66,7 +64,7 @@ class JsonEncoder:
 
     def plain(self, text: str, *, is_first: bool) -> Encoded:
         """Return the tokens of a text in which the names of special tokens are text."""
-        # A tokenizer that puts a blank in front of a text puts none behind a special token.
+        # A tokenizer that puts a space before a text puts none after a special token.
         return _encoded(self._first if is_first else self._behind, text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -109,7 +107,7 @@ class MarkedTokenizer:
             encoding = self._encoder.plain(plain, is_first=part.begin == 0)
             ids += encoding.ids
             offsets += [
-                # All characters of a hidden name have one place, and a token of some of them covers it.
+                # All characters of a hidden name have the same place; a token of some of them covers this place.
                 (places[begin], max(places[end], places[begin] + int(begin < end)))
                 for begin, end in encoding.offsets
             ]

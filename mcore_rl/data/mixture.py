@@ -1,4 +1,4 @@
-"""Mixtures of sources by weight: which source the n-th draw is from, as a function of n alone."""
+"""Mixtures of sources by weight: which source the n-th draw is from, as a function of n only."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        # As they are written: the order of 0.7 and 0.3 repeats after 10 draws, that of their binary values never.
+        # Decimal values: the order of 0.7 and 0.3 repeats after 10 draws, the order of their binary values never.
         exact = [Fraction(str(weight)) for weight in weights]
         scale = lcm(*(weight.denominator for weight in exact))
         numbers = [int(weight * scale) for weight in exact]

@@ -29,10 +29,10 @@ class PackingOptions:
 
 
 class PackedSequences:
-    """An endless run through the conversations, of which the first `num_sequences` packed sequences are used. An epoch
-    has each conversation once; with weights it is as many draws from their mixture.
+    """An endless run through the conversations; the first `num_sequences` packed sequences are used. An epoch has each
+    conversation once; with weights it is the same number of draws from the mixture.
 
-    The content of a packed sequence depends on its index alone: a run that resumes asks for the next index.
+    The content of a packed sequence depends only on its index: a resumed run asks for the next index.
     """
 
     def __init__(self, examples: Examples, packing: PackingOptions, num_sequences: int) -> None:

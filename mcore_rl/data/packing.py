@@ -1,5 +1,5 @@
-"""Packing: which samples share a packed sequence, and which rank trains on them in which microbatch. Lengths alone
-decide, so that every rank finds the same plan without a message.
+"""Packing: which samples share a packed sequence, and which rank trains on them in which microbatch. The plan depends
+only on lengths, so every rank computes the same plan without communication.
 """
 
 from bisect import bisect_left, insort
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 LENGTH_MULTIPLE = 64
-"""Packed sequences are padded to a multiple of this: the fast kernels of a GPU are for round numbers of tokens."""
+"""Packed sequences are padded to a multiple of this: a GPU's fast kernels need round numbers of tokens."""
 
 
 def padded(length: int, multiple: int) -> int:
@@ -40,18 +40,18 @@ def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingLimits:
-    """Lengths of the packed sequences into which completions with their prompts are laid, one for each microbatch."""
+    """Limits on the lengths of packed sequences of prompts and completions; a microbatch is a packed sequence."""
 
     max_tokens: int
     """Longest packed sequence."""
     multiple: int
-    """Every packed sequence is a multiple of this long, or `max_tokens` long."""
+    """The length of every packed sequence is a multiple of this, or `max_tokens`."""
     sample_multiple: int
-    """Each sample is padded to a multiple of this, because context parallelism cuts each sample by itself."""
+    """Each sample is padded to a multiple of this, because context parallelism splits each sample separately."""
     microbatch_multiple: int = 1
-    """Multiple of which the number of microbatches is; interleaved pipeline stages need it."""
+    """The number of microbatches is a multiple of this, as interleaved pipeline stages need."""
     is_fixed: bool = False
-    """All packed sequences are `max_tokens` long, because pipeline stages exchange tensors of one shape."""
+    """All packed sequences are `max_tokens` long, because pipeline stages exchange tensors of a fixed shape."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +71,14 @@ class MinibatchPlan:
 def plan_minibatches(
     lengths: Mapping[int, int], num_minibatches: int, dp_size: int, limits: PackingLimits
 ) -> list[MinibatchPlan]:
-    """Cut the samples, in order, into minibatches of sizes that differ by at most one, and lay each out.
+    """Split the samples, in order, into minibatches with sizes that differ by at most 1, and plan each of them.
 
     Args:
         lengths: sample -> its positions, for the samples of the rollout batch that are trained on.
 
     Returns:
-        A plan for each optimizer step. Every sample lies in one microbatch of one rank; ranks have about as many
-        positions as each other, and so have the microbatches of a rank.
+        A plan for each optimizer step. Every sample is in one microbatch of one rank; positions are spread about
+        evenly over the ranks, and over the microbatches of a rank.
     """
     samples = sorted(lengths)
     size, num_larger = divmod(len(samples), num_minibatches)
@@ -98,12 +98,12 @@ def lay_out(lengths: dict[int, int], dp_size: int, limits: PackingLimits) -> Min
     for samples in samples_of_ranks:
         bins = pack([lengths[sample] for sample in samples], limits.max_tokens)
         packed.append([[samples[index] for index in indices] for indices in bins])
-    # Every rank makes as many microbatches as the fullest one: all enter the same collectives.
+    # Every rank gets as many microbatches as the fullest rank, because all ranks take part in the same collectives.
     num_microbatches = padded(max(1, *map(len, packed)), limits.microbatch_multiple)
     microbatches = []
     for samples, dense in zip(samples_of_ranks, packed, strict=True):
         even = _balance({sample: lengths[sample] for sample in samples}, num_microbatches)
-        # Equally long microbatches keep pipeline stages busy, but packing alone is sure to stay within the limit.
+        # Equally long microbatches keep pipeline stages busy, but only packing is sure to stay within the limit.
         fits = all(sum(lengths[sample] for sample in indices) <= limits.max_tokens for indices in even)
         chosen = even if fits else dense + [[]] * (num_microbatches - len(dense))
         microbatches.append(tuple(tuple(sorted(indices)) for indices in chosen))

@@ -1,4 +1,4 @@
-"""Batches of preferences by cursor, and the packed sequences in which the answers to a prompt lie together."""
+"""Batches of preferences by cursor, and packed sequences that keep the answers to a prompt together."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from mcore_rl.data.preferences import Preferences
 class PackedPreferences:
     """One microbatch: whole groups of preferences in one packed sequence of `S` positions, on the CPU.
 
-    Sequence and pair indices count within the microbatch. A microbatch may be empty, of padding alone.
+    Sequence and pair indices count within the microbatch. A microbatch may be empty and have only padding.
     """
 
     microbatch: Microbatch
-    """Its loss mask is 1 at positions t where the next token, t + 1, is of an answer."""
+    """The microbatch; its loss mask is 1 at positions t where the next token, t + 1, belongs to an answer."""
     sequence_S: Tensor
     """int64: sequence of each position; 0 at padding, where `microbatch.is_padding_BS` is True."""
     is_last_S: Tensor
@@ -35,14 +35,14 @@ class PackedPreferences:
     margins_P: Tensor
     """float32: margin of each pair."""
     probabilities_P: Tensor
-    """float32: probability that the chosen answer of a pair is the better one; a half for a tie."""
+    """float32: probability that the chosen answer of a pair is better; 0.5 for a tie."""
     sequences: tuple[int, ...]
     """Index in the Preferences of each sequence."""
     pairs: tuple[int, ...]
     """Index in the Preferences of each pair."""
     step_labels_S: Tensor | None = None
-    """float32: probability that a step is right, at the last token of each labelled step, NaN elsewhere; None: no steps
-    are labelled."""
+    """float32: probability that a step is right, at the last token of each labelled step, NaN elsewhere; None if no
+    steps are labelled."""
 
 
 class PreferenceOrder:
@@ -132,7 +132,7 @@ def pack_groups(
     places: list[NDArray[numpy.int64]] = []
     for group in groups:
         pairs_of_group = range(pair_starts_G[group], pair_starts_G[group + 1])
-        # From indices in all data to places in this microbatch, in which a group may come twice.
+        # From indices in all data to indices in this microbatch, in which a group may occur twice.
         places.append(preferences.pairs_P2[pairs_of_group] - starts_G[group] + len(sequences))
         pairs += pairs_of_group
         sequences += range(starts_G[group], starts_G[group + 1])
@@ -168,7 +168,7 @@ def pack_groups(
         answer_lengths.append(int(is_answer_T.sum()))
         begin += span
     positions_S[begin:] = torch.arange(length - begin)
-    # What is left over is a span of its own, so that no answer attends to it.
+    # Remaining positions are a span of their own, so that no answer attends to them.
     lengths = spans + ([length - begin] if begin < length else [])
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return PackedPreferences(

@@ -23,14 +23,14 @@ HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 """Opening of a turn in Anthropic's HH-RLHF."""
 HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 TIE = 0.5
-"""Probability that the first answer of a pair is the better one, where neither is."""
+"""Probability that the first answer of a pair is better if neither is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preferences:
-    """Comparisons as tokens. A group is a prompt with its answers that are compared with each other; a sequence is the
-    prompt with one of them. A pair of a group names two sequences, so that an answer in several pairs is there once.
-    Where steps are labelled, a group is a prompt with one answer, which is counted as a pair of itself.
+    """Comparisons as tokens. A group is a prompt with answers that are compared with each other; a sequence is the
+    prompt with a single answer. A pair of a group refers to two sequences, so an answer in several pairs is stored
+    once. If steps are labelled, a group is a prompt with one answer, which counts as a pair with itself.
     """
 
     ids_T: NDArray[numpy.int32]
@@ -44,24 +44,24 @@ class Preferences:
     pair_starts_G: NDArray[numpy.int64]
     """First pair of each group, and finally the number of pairs."""
     pairs_P2: NDArray[numpy.int64]
-    """Sequences of each pair: the chosen answer and the rejected one."""
+    """Sequences of each pair: the chosen answer, then the rejected answer."""
     margins_P: NDArray[numpy.float64]
-    """Margin by which the chosen answer is better; 0 where the data has none."""
+    """Margin by which the chosen answer is better; 0 if the data has no margins."""
     probabilities_P: NDArray[numpy.float64]
-    """Probability that the chosen answer is the better one: 1, or for a tie a half."""
+    """Probability that the chosen answer is better: 1, or 0.5 for a tie."""
     source_sizes: tuple[int, ...]
-    """Number of the groups that are of each file, in the order of the files."""
+    """Number of groups from each file, in the order of the files."""
     num_skipped: int
     """Groups that were left out because they are too long."""
     num_skipped_ties: int
     """Ties that were left out."""
     bad_lines: tuple[str, ...] = ()
-    """File, line and reason of each line that was left out because it is no comparison."""
+    """File, line and reason of each line that was left out because it is not a comparison."""
     notes: tuple[str, ...] = ()
     """A sentence on the shape of each file, and warnings of fields with text that are not read."""
     labels_T: NDArray[numpy.float32] | None = None
-    """Probability that a step is right, at the last token of each labelled step, and NaN elsewhere; None: answers are
-    compared, and no steps are labelled."""
+    """Probability that a step is right, at the last token of each labelled step, and NaN elsewhere; None if answers
+    are compared and no steps are labelled."""
 
     def __len__(self) -> int:
         """Return the number of groups."""
@@ -103,7 +103,7 @@ class Comparison:
     answers: tuple[tuple[Message, ...], ...]
     """Turns of each answer, the last of which is the assistant's."""
     pairs: tuple[tuple[int, int], ...]
-    """Indices in `answers` of the chosen and of the rejected one."""
+    """Indices in `answers` of the chosen and the rejected answer."""
     margins: tuple[float, ...]
     probabilities: tuple[float, ...]
 
@@ -294,7 +294,7 @@ def _shape(
 
 def _pair(entry: Mapping[str, Any], config: PreferenceDataConfig, *, is_hh: bool) -> Comparison:
     keys = (config.chosen_field, config.rejected_field)
-    # LLaMA-Factory's sides are one turn each.
+    # In LLaMA-Factory's format each side is a single turn.
     sides = [[side] if isinstance(side := entry.get(key), dict) else side for key in keys]
     for key, side in zip(keys, sides, strict=True):
         if side is None or side == "" or side == []:
@@ -354,7 +354,7 @@ def _prompt_and_answers(
         answers: list[tuple[Message, ...]] = [({"role": "assistant", "content": text},) for text in rest]
     else:
         turns = [read_turns(side, name) for side, name in zip(sides, names, strict=True)]
-        # Datasets give the prompt and repeat its turns on both sides; a side may also be the answer alone.
+        # Some datasets have a prompt and repeat its turns on both sides; a side may also be only the answer.
         repeats = prompt is None or all(side[0].get("role") != "assistant" for side in turns)
         if repeats:
             shared = _common_turns(turns)
@@ -458,7 +458,7 @@ def _is_label(label: Any) -> bool:
 
 
 def _encode(comparison: Comparison, chat: Chat) -> list[_Sequence]:
-    """Return prompt and answer of each side as tokens; a DataError where an answer has none."""
+    """Return prompt and answer of each side as tokens. Raises DataError if an answer has no tokens."""
     prompt, answers = comparison.prompt, comparison.answers
     wholes = [
         chat.encode(Conversation(messages=(*prompt.messages, *answer), tools=prompt.tools))
@@ -467,8 +467,8 @@ def _encode(comparison: Comparison, chat: Chat) -> list[_Sequence]:
     prompt_ids = chat.prompt(prompt) if prompt.messages else []
     sequences = []
     for whole in wholes:
-        # Templates may open the assistant's turn otherwise in a prompt than in a whole chat ("<think>"): the answer
-        # begins where the two part, or after it.
+        # Templates may open the assistant's turn differently in a prompt than in a whole chat ("<think>"): the answer
+        # begins where the two diverge, or after it.
         shared = sum(
             1 for _ in takewhile(lambda two: two[0] == two[1], zip(prompt_ids, whole.ids_T, strict=False))
         )

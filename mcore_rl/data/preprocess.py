@@ -1,9 +1,9 @@
-"""Text files to a Megatron .bin/.idx pair: in parallel, resumable, and under its name only when it is whole.
+"""Text files to a Megatron .bin/.idx pair: in parallel, resumable, and renamed to its prefix only when complete.
 
-PREFIX.partial/plan.json       what is being done; a run with the same plan resumes from here
+PREFIX.partial/plan.json       the plan; a run with the same plan resumes from this folder
 PREFIX.partial/shard-*.done    a finished part (its .bin and .idx are on the disk)
-PREFIX.partial/merged.json     all is done; what is left is to move merged.* to PREFIX.*
-PREFIX.partial/replaced.*      an earlier dataset, until the new one has its names; replaced.stamps has its stamps
+PREFIX.partial/merged.json     all is done, except for moving merged.* to PREFIX.*
+PREFIX.partial/replaced.*      an earlier dataset, until the new dataset has its names; replaced.stamps has its stamps
 PREFIX.bin .idx .json          the dataset and its sidecar
 PREFIX.log.jsonl               what happened when
 """
@@ -70,13 +70,13 @@ class PreprocessOptions:
     max_bad: int | None = None
     """More bad lines than this end the run; None allows any number, and they are reported and left out."""
     overwrite: bool = False
-    """Replace a dataset of this prefix, and forget an unfinished one of another plan."""
+    """Replace an existing dataset with this prefix, and delete an unfinished dataset with another plan."""
 
 
 def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
     """Make the dataset and return its sidecar; its bytes depend neither on the workers nor on interruptions."""
     if options.output.name in ("", ".."):
-        # Path("data/") is Path("data"), whose files lie beside the folder; "." and ".." would become hidden files.
+        # Path("data/") is Path("data"), so its files would be next to the folder; "." and ".." would be hidden files.
         raise DataError(
             f"output {options.output} is a folder and no prefix of files. Give one with a name, such as "
             f"{options.output / 'train'}."
@@ -96,7 +96,7 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
         with sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy=rivals):
             differing = _differing(folder, plan, options.overwrite)
             if differing and with_ending(merged, ".json").exists():
-                # Another run was killed while it named its dataset, which is the one to replace now.
+                # Another run was killed while renaming its dataset: finish this, and replace that dataset.
                 _publish(folder, options.output)
                 stamps = _refuse_replacing(options)
             _forget(folder, is_other=bool(differing))
@@ -191,7 +191,7 @@ def _refuse_replacing(options: PreprocessOptions) -> dict[str, Sequence[int]]:
 
 
 def _is_written_here(output: Path) -> bool:
-    """Return whether all files of a dataset are there, no links, with the checksums of the sidecar."""
+    """Return whether all files of a dataset exist, are not links, and match the checksums of the sidecar."""
     files = [with_ending(output, ending) for ending in ENDINGS]
     if not all(path.is_file() and not path.is_symlink() for path in files):
         return False
@@ -269,7 +269,7 @@ def _publish(folder: Path, output: Path) -> None:
     """Move merged.* to their names, the sidecar last; after a kill at any point the next run finishes the move."""
     stamps = json.loads((folder / STAMPS).read_text(encoding="utf-8")) if (folder / STAMPS).exists() else {}
     merged, replaced = folder / "merged", folder / "replaced"
-    # An older dataset goes first: at no moment do files of two lie side by side as if they were one.
+    # Move an older dataset away first: files of two datasets must never be mixed under the same prefix.
     moves = []
     for ending in reversed(ENDINGS):
         path = with_ending(output, ending)

@@ -28,7 +28,7 @@ SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """A line of a file, or a row of a table, that is an object; where it is none, `problem` is the reason."""
+    """A line of a file, or a row of a table, as an object; if it is not an object, `problem` is the reason."""
 
     line: int
     """Line or row, from 1."""
@@ -37,17 +37,17 @@ class Record:
 
 
 def is_table(name: str) -> bool:
-    """Return whether `name` is a parquet file or a dataset of the hub, of which records are rows and not lines."""
+    """Return whether `name` is a parquet file or a dataset of the hub, with rows instead of lines as records."""
     return name.startswith(HUB) or Path(name).suffix.lower() == ".parquet"
 
 
 def is_compressed(name: str) -> bool:
-    """Return whether the file begins as those of gzip, bzip2 or xz do."""
+    """Return whether the file begins like a gzip, bzip2 or xz file."""
     return _opener(name) is not open
 
 
 def open_bytes(name: str) -> BinaryIO:
-    """Open a file for reading its bytes, unpacked where it is compressed."""
+    """Open a file for reading bytes, decompressing it if necessary."""
     return cast(BinaryIO, _opener(name)(name, "rb"))
 
 
@@ -58,8 +58,8 @@ def _opener(name: str) -> Any:
 
 
 def read_records(name: str) -> Iterator[Record]:
-    """Yield the records of a file or of a dataset of the hub, in order; blank lines are left out. A file may also be
-    one JSON list, of which each entry is a record.
+    """Yield the records of a file or of a dataset of the hub, in order; blank lines are skipped. A file may also be a
+    single JSON list of records.
 
     Raises:
         DataError: the file cannot be read, or is damaged.
@@ -161,11 +161,11 @@ class RecordReader(ABC, Generic[T]):
 
     @abstractmethod
     def _example(self, record: Record) -> T | None:
-        """Return the example of a record, None: it is left out; a DataError without file and line if it is none."""
+        """Return the example of a record; None to leave it out. Raises DataError, without file and line, if invalid."""
 
     @abstractmethod
     def _excess(self, example: T) -> str | None:
-        """Return why an example is too long and how to make room for it; None: it fits."""
+        """Return why an example is too long and how to make room for it; None if it fits."""
 
     def read(self, path: str) -> Iterator[T]:
         """Yield the examples of one file that fit."""
@@ -209,7 +209,7 @@ def listed(bad_lines: Sequence[str]) -> str:
 
 
 def _json_list(file: BinaryIO) -> list[Any] | None:
-    """Return the entries of a file that is one JSON list of objects; None for any other."""
+    """Return the entries of a file that is a single JSON list of objects; None for any other file."""
     begin = file.read(64).decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
     if begin[:1] != "[":
         return None

@@ -1,5 +1,5 @@
-"""Records in the shapes that people have them in, recognised by their keys: chats of OpenAI's and ShareGPT's form,
-prompt and answer under the usual names, and preferences as UltraFeedback has them.
+"""Common record formats, recognised by their keys: chats in OpenAI's and ShareGPT's format, prompt and answer under the
+usual names, and preferences as in UltraFeedback.
 """
 
 import json
@@ -32,7 +32,7 @@ ANSWERS = {
     ("problem",): ("answer", "solution"),
     ("query",): ("response", "answer"),
 }
-"""Fields that make a prompt, of which a record may lack all but the first, and the fields with its answer."""
+"""Fields that make up a prompt, all optional but the first, and the fields with its answer."""
 NAMES = {
     ("prompt", "completion"): "TRL prompt and completion",
     ("instruction", "output"): "alpaca",
@@ -51,30 +51,30 @@ class Dialogue:
     """Name of the shape, with the fields that were read."""
     messages: tuple[Message, ...]
     num_prompt: int
-    """Turns of the prompt; the others are the answer."""
+    """Number of turns in the prompt; the remaining turns are the answer."""
     used: frozenset[str]
     """Fields of the record that were read."""
 
     @property
     def prompt(self) -> str | list[Message]:
-        """Prompt as text where it is one turn of the user, else as turns."""
+        """Prompt as text if it is a single user turn, else as turns."""
         turns = self.messages[: self.num_prompt]
         is_text = len(turns) == 1 and turns[0]["role"] == "user" and isinstance(turns[0].get("content"), str)
         return str(turns[0]["content"]) if is_text else list(turns)
 
     @property
     def answer(self) -> str:
-        """Text of the last turn of the answer; "" where there is none."""
+        """Text of the last turn of the answer; "" without an answer."""
         turns = self.messages[self.num_prompt :]
         content = turns[-1].get("content") if turns else None
         return content if isinstance(content, str) else ""
 
 
 def recognise(entry: Mapping[str, Any]) -> Dialogue | None:
-    """Return the turns of a record by its keys; None: no shape has these.
+    """Return the turns of a record by its keys; None if no known shape has these keys.
 
     Raises:
-        DataError: the keys are of a shape, and the values are not.
+        DataError: the keys fit a shape, but the values do not.
     """
     for key, name in TURNS.items():
         if key in entry:
@@ -98,7 +98,7 @@ def recognise(entry: Mapping[str, Any]) -> Dialogue | None:
 
 
 def recognise_prompt(entry: Mapping[str, Any]) -> list[Message] | None:
-    """Return the turns of the prompt of a record by its keys, where its answers have other fields; None: no prompt."""
+    """Return the turns of a record's prompt by its keys, if its answers are in other fields; None without a prompt."""
     if "conversations" in entry:
         return [*_system(entry), *read_turns(entry["conversations"], "conversations")]
     for keys in ANSWERS:
@@ -133,23 +133,23 @@ def read_tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def as_ranking(entry: Mapping[str, Any], responses_field: str, scores_field: str) -> Mapping[str, Any]:
-    """Return a record of UltraFeedback, `completions` with a response and a score each, as a ranking; any other record
-    as it is.
+    """Return an UltraFeedback record (`completions`, each with a response and a score) as a ranking, and any other
+    record unchanged.
 
     Raises:
         DataError: a completion has no score.
     """
     completions = entry.get("completions")
     is_rated = isinstance(completions, list) and completions and responses_field not in entry
-    if not is_rated or not all(isinstance(one, dict) and "response" in one for one in completions or ()):
+    if not is_rated or not all(isinstance(item, dict) and "response" in item for item in completions or ()):
         return entry
     assert isinstance(completions, list)
     for key in ULTRAFEEDBACK_SCORES:
-        scores = [one.get(key) for one in completions]
+        scores = [completion.get(key) for completion in completions]
         if all(isinstance(score, int | float) and not isinstance(score, bool) for score in scores):
             return {
                 **entry,
-                responses_field: [one["response"] for one in completions],
+                responses_field: [completion["response"] for completion in completions],
                 scores_field: scores,
             }
     raise DataError(
@@ -182,7 +182,7 @@ def _system(entry: Mapping[str, Any]) -> list[Message]:
 
 
 def _prompt(entry: Mapping[str, Any], keys: Sequence[str]) -> list[Message]:
-    """Return the turns of the first of `keys`, or one turn of its text and that of the others, a blank line between."""
+    """Return the turns in the first of `keys`, or if it is text, a single turn joining the texts of all `keys`."""
     first = _side(entry, keys[0], "user")
     if isinstance(entry[keys[0]], list):
         return first

@@ -42,7 +42,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadLine:
-    """A line that is no document; `line` 1 is the first line of the shard's slice with index `file_slice`."""
+    """A line that is not a document; `line` 1 is the first line of the shard's slice with index `file_slice`."""
 
     file_slice: int
     line: int
@@ -62,13 +62,13 @@ class ShardReport:
     """Number of lines of each slice."""
     num_bad: int
     bad: tuple[BadLine, ...]
-    """The first MAX_RECORDED_BAD_LINES of them."""
+    """The first MAX_RECORDED_BAD_LINES bad lines."""
     bin_crc32: str
     """CRC-32 of the shard's .bin in hexadecimal."""
 
 
 def plan_shards(sources: Sequence[InputFile], document_format: DocumentFormat) -> tuple[Shard, ...]:
-    """Cut or join the files, in order, to shards of about equal size; the plan depends on their sizes alone."""
+    """Split or join the files, in order, into shards of about equal size; the plan depends only on their sizes."""
     total = sum(source.num_bytes for source in sources)
     size = min(max(total // WANTED_SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     shards: list[Shard] = []
@@ -176,7 +176,7 @@ def merge_shards(
 
 
 def _append(builder: IndexedDatasetBuilder, prefix: str) -> None:
-    """Do as Megatron's `add_index` does, without its garbage collection: 0.15 s a shard, more as the lists grow."""
+    """Megatron's `add_index` without its garbage collection, which takes 0.15 s per shard and grows with the lists."""
     lengths = read_index(prefix).lengths_N.tolist()
     before = len(builder.sequence_lengths)
     builder.sequence_lengths.extend(lengths)

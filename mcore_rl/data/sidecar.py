@@ -50,7 +50,7 @@ class Sidecar:
 
 
 def read_sidecar(prefix: str) -> Sidecar | None:
-    """Return the sidecar of `prefix`; None when it has none, as with data from other tools."""
+    """Return the sidecar of `prefix`; None if there is none, as with data from other tools."""
     path = with_ending(prefix, ".json")
     if not path.is_file():
         return None
@@ -58,7 +58,7 @@ def read_sidecar(prefix: str) -> Sidecar | None:
 
 
 def sidecar_from(path: Path) -> Sidecar:
-    """Return the sidecar in `path`; DataError when it is not one, or of another version."""
+    """Return the sidecar in `path`. Raises DataError if the file is not a sidecar, or has another version."""
     remedy = (
         "Make the data again with `mcore-rl data preprocess`, or remove the file to train without its checks."
     )

@@ -38,12 +38,12 @@ def step_ends(text: str, separator: str) -> list[int]:
 
 
 def last_token(ids_T: Sequence[int], before: str, decode: Callable[[Sequence[int]], str]) -> int:
-    """Return the index of the first token up to which the text of the tokens begins with `before`; the last token where
-    none does.
+    """Return the index of the first token at which the decoded text begins with `before`; the last token if there is
+    none.
 
-    Reward models are trained at this token and read at it, and a reward of a step lies on it. A token that has a part
-    of a character's bytes has no character yet; a token with the end of a step and the beginning of the next ends the
-    step.
+    Reward models are trained and read at this token, and a step's reward is assigned to it. A token with only some of a
+    character's bytes does not complete the character; a token with the end of a step and the beginning of the next ends
+    the step.
     """
     # A prefix's text grows with its tokens, so that a bisection decodes few of them.
     return bisect_left(

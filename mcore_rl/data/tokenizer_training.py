@@ -51,7 +51,7 @@ class TokenizerTraining:
 def train_tokenizer(options: TokenizerTraining) -> int:
     """Write the model and its manifest, and return the number of lines it was trained on.
 
-    Each byte has a piece (so that nothing is unknown), each digit has one, spaces are kept as they are. Ids 0
+    Each byte has a piece (so that nothing is unknown), each digit is a piece, spaces are kept as they are. Ids 0
     to 3 are unknown, begin of text, end of document and padding.
     """
     if not 0 < options.character_coverage <= 1:

@@ -1,7 +1,7 @@
-"""Names and life of checkpoint folders: which are complete, which is the newest, how they are published and deleted.
+"""Life cycle of checkpoint folders: which are complete, which is the newest, how they are published and deleted.
 
-`<folder>/iter_0000100` is a checkpoint as Megatron-LM names it. It is written as `writing_*`, gets its marker last and
-is then renamed, so that every `iter_*` was complete once. A killed run leaves other names only, which are cleaned up.
+`<folder>/iter_0000100` is a checkpoint, named as in Megatron-LM. It is written as `writing_*`, gets its marker last and
+is then renamed, so every `iter_*` was complete at some time. A killed run leaves only other names (see `clean`).
 """
 
 import json
@@ -27,9 +27,9 @@ OWN_CRC32 = "marker_crc32"
 LATEST = "latest_checkpointed_iteration.txt"
 WRITING, DELETING, DAMAGED = "writing_", "deleting_", "damaged_"
 MAX_DIGITS = 18
-"""Most digits of a step."""
+"""Largest number of digits in a step."""
 RELEASE = "release"
-"""Name that Megatron-LM gives a checkpoint without a step, and its LATEST."""
+"""Megatron-LM's name for a checkpoint without a step, also in LATEST."""
 NAME = re.compile(r"iter_(\d+)")
 SAVED_NAME = re.compile(r"(?:iter_)?(\d+)(?:_|$)")
 """Name of a checkpoint, also while it is being written, then without WRITING."""
@@ -120,7 +120,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def check(path: Path) -> Marker:
-    """Return the marker of a complete checkpoint; a CheckpointError names the fault and another complete checkpoint."""
+    """Return the marker of a complete checkpoint.
+
+    Raises CheckpointError with the fault, and names another complete checkpoint.
+    """
     fault = _fault(path)
     if fault is not None:
         raise DamagedCheckpointError(f"{path} {fault}. {others(path)}")
@@ -128,7 +131,7 @@ def check(path: Path) -> Marker:
 
 
 def read_marker(path: Path) -> Marker:
-    """Return the marker of a checkpoint; its files may be missing; DamagedCheckpointError when it is damaged."""
+    """Return the marker of a checkpoint; its files may be missing. Raises DamagedCheckpointError if it is damaged."""
     try:
         return _read_marker(path)
     except (ValueError, TypeError, OSError) as error:
@@ -226,10 +229,11 @@ def set_aside(path: Path, prefix: str = DELETING) -> Path:
 
 
 def step_back(damaged: Path) -> tuple[Path, Path] | None:
-    """Rename a damaged checkpoint where an earlier checkpoint is complete, which LATEST then names.
+    """Rename a damaged checkpoint if an earlier checkpoint is complete, and make LATEST name the earlier checkpoint.
 
     Returns:
-        The new path of the damaged one, and the earlier checkpoint; None, with nothing changed, where there is none.
+        The new path of the damaged checkpoint, and the earlier checkpoint; None, with nothing changed, without an
+        earlier checkpoint.
     """
     earlier = [path for path in complete_in(damaged.parent) if (step_of(path) or 0) < (step_of(damaged) or 0)]
     if not earlier:
@@ -274,7 +278,7 @@ def _foreign(path: Path) -> str:
 
 
 def _fault(path: Path) -> str | None:
-    """Return the fault of a checkpoint that this program wrote, as the end of a sentence; None: it is complete."""
+    """Return the fault of a checkpoint that this program wrote, as the end of a sentence; None if it is complete."""
     if not path.is_dir():
         return "is not there"
     if not (path / MARKER).is_file():
@@ -288,7 +292,7 @@ def _fault(path: Path) -> str | None:
 
 
 def length_fault(path: Path, name: str, size: int) -> str | None:
-    """Return the fault in the length of a checkpoint's file, which begins with its name; None: nothing is."""
+    """Return the fault in the length of a checkpoint's file, beginning with its name; None if the length is right."""
     try:
         actual = (path / name).stat().st_size
     except FileNotFoundError:

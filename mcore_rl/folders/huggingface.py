@@ -18,7 +18,7 @@ def is_hf(path: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; CheckpointError when it cannot be read or is not JSON."""
+    """Return the content of a JSON file. Raises CheckpointError if it cannot be read or is not JSON."""
     refuse_special_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -51,7 +51,7 @@ def snapshot_in(folder: Path) -> Path | None:
 
 
 def hub_cache_fault(folder: Path) -> str | None:
-    """Return the fault of a folder of the hub's cache that has its files further down; None: it is none."""
+    """Return the fault of a folder of the hub's cache that has its files further down; None for any other folder."""
     snapshots = folder / "snapshots"
     if not snapshots.is_dir() or (folder / "config.json").exists():
         return None
@@ -61,7 +61,7 @@ def hub_cache_fault(folder: Path) -> str | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a folder; CheckpointError when there is none, or it is no JSON object."""
+    """Return the config.json of a folder. Raises CheckpointError if it is missing or not a JSON object."""
     if (fault := hub_cache_fault(folder)) is not None:
         raise CheckpointError(f"{fault}.")
     config = read_json(folder / "config.json")

@@ -55,7 +55,7 @@ class ModelImport:
 
 
 def import_of(load: str, model: ModelConfig, imports: Path) -> ModelImport | None:
-    """Return the import that stands for the weights `load`; None where they are a checkpoint already.
+    """Return the import of the weights `load`; None if they are already a checkpoint.
 
     Args:
         load: A value of `checkpoint.load`.

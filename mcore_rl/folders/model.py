@@ -1,5 +1,5 @@
-"""A folder's own description of the model in it: config.json of Hugging Face, a run's config.toml, or the marker of a
-checkpoint, which an import or a training wrote.
+"""A folder's own description of its model: Hugging Face's config.json, a run's config.toml, or the marker of a
+checkpoint, written by an import or by training.
 """
 
 import re
@@ -20,7 +20,7 @@ from mcore_rl.folders.huggingface import is_hf, read_config, read_json, snapshot
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """A model of the Hugging Face hub, as `Qwen/Qwen3-30B-A3B`."""
 TOKENIZERS = (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece"))
-"""Files of a tokenizer by which a folder has it, the first that is there, and the kind that reads it."""
+"""Tokenizer files and the kind that reads them; the first existing file counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +39,11 @@ class ModelFolder:
     is_huggingface: bool = False
     """Whether the weights are Hugging Face's, which are imported before they are loaded."""
     has_training_state: bool = False
-    """Whether a training wrote it, possibly with optimizer state; otherwise it has weights alone."""
+    """Whether a training run wrote it, possibly with optimizer state; otherwise it has only weights."""
 
 
 def find_model(name: str, field: str = "model.path") -> Path:
-    """Return the folder that `field` names: a path, or a model of the hub that lies in its local cache.
+    """Return the folder that `field` names: a path, or a model of the hub in its local cache.
 
     Raises:
         ConfigError: There is no such folder, and no such model in the cache.
@@ -122,11 +122,11 @@ def read_run(folder: Path) -> ModelFolder:
 
 
 def run_of_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that wrote `checkpoint`, if any: the nearest one above with a config.toml next to
-    the checkpoint, or next to the folder `checkpoints` that it is in.
+    """Return the folder of the run that wrote `checkpoint`, if any: the nearest folder above it with a config.toml next
+    to the checkpoint, or next to the folder `checkpoints` that it is in.
     """
     path = checkpoint.absolute()
-    # A config.toml further up may be anything's: that of a project in which a converted checkpoint lies.
+    # A config.toml further up may be unrelated, such as a project's that contains a converted checkpoint.
     return next(
         (
             folder
@@ -157,8 +157,8 @@ def _template_in(folder: Path) -> Literal["tokenizer"] | None:
 
 
 def _read_checkpoint(path: Path) -> ModelFolder:
-    """Return a checkpoint's description: from its run, where it lies in one, else from its marker and the files next
-    to it.
+    """Return a checkpoint's description: from its run if it is in a run's folder, else from its marker and the files
+    next to it.
     """
     if (run := run_of_checkpoint(path)) is not None:
         return read_run(run)

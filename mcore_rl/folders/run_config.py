@@ -27,7 +27,7 @@ OF_TRAINING = (
     ),
     *("model.moe.capacity_factor", "model.moe.dispatcher"),
 )
-"""Fields of `model` that are of the training, and stay as a weaker place, such as a recipe, sets them."""
+"""Fields of `model` about training, which keep the value set in a weaker place, such as a recipe."""
 NOT_TAKEN = ("model.path", "model.head")
 """Fields of `model` that no folder decides."""
 
@@ -116,7 +116,7 @@ def _without_weaker(
             return named.key == "model.path"
         return key.startswith("model.") and key not in OF_TRAINING
 
-    # A tokenizer is one choice: its kind stays with a path that is set in a stronger place.
+    # Kind and path of a tokenizer belong together: a kind is kept with a path that is set in a stronger place.
     own = any(key.startswith("data.tokenizer") and s.rank >= named.rank for key, s in settings.items())
     has_tokenizer = folder.tokenizer.kind != "none" and not own
     # A run is known by the words of its config: a path of the same file stays as it is written.
@@ -152,7 +152,7 @@ def _defaults(
 def _refuse_contradictions(
     model: ModelConfig, allowed: tuple[str, ...], folder: ModelFolder, settings: Mapping[str, Setting]
 ) -> None:
-    """Raise a ConfigError where the config's model is not the one that the weights of `model.path` are of."""
+    """Raise ConfigError if the config's model is not the model of the weights in `model.path`."""
     changes = model_changes(folder.model.model_dump(mode="json"), model)
     of_shape = tuple(f"model.{name}" for name in OF_SHAPE)
     refused = [change for change in changes if change.is_allowed(of_shape) or not change.is_allowed(allowed)]
@@ -182,6 +182,6 @@ def _is_same(one: str | None, other: str | None) -> bool:
 
 
 def _text(settings: Mapping[str, Setting], key: str) -> str | None:
-    """Return the text that a field is set to; None: it is not set, or to "none"."""
+    """Return the text that a field is set to; None if it is not set, or set to "none"."""
     value: Any = settings[key].value if key in settings else None
     return value if isinstance(value, str) and value != "none" else None

@@ -22,7 +22,7 @@ NUMERICS = 6
 
 1: Rows that pad the vocabulary take part in the losses of pretraining and fine-tuning. Balance and z losses act at
    their coefficients times tokens / counted tokens; the loss of sequences weighs 1 / micro_batch with megatron-core
-   0.16, and counts packed sequences as one; the global loss weighs 1 / dp. Capacity is counted on each tp and cp rank.
+   0.16, with packed sequences counted as 1; the global loss weighs 1 / dp. Capacity is counted on each tp and cp rank.
 2: Padding has no probability. Balance and z losses are means over all tokens but padding, on every mesh. Capacity
    counts by micro-batch, on every mesh. In a bf16 model the expert bias moves by counts of tokens in bf16.
 3: The expert bias moves by exact counts of tokens.

@@ -28,7 +28,7 @@ SUM, MEAN, EXP_MEAN, MAX, MIN, LAST = Reduce
 class MetricRow(NamedTuple):
     """Unit, reduction and meaning of a metric.
 
-    The unit 1 is a pure number, `fraction` one from 0 to 1: the fraction of all such things that the text names.
+    The unit 1 is a pure number; `fraction` is a number from 0 to 1, the fraction of all things of the kind described.
     """
 
     unit: str
@@ -584,7 +584,7 @@ def row_name(name: str) -> str:
     """Return the key of METRICS for `name`, in which a layer's index is NN, a part of the reward NAME, and k is K.
 
     Raises:
-        ValueError: METRICS has no such row; the message names the most similar one.
+        ValueError: METRICS has no such row; the message names the most similar row.
     """
     key = re.sub(r"/layer_\d+/", "/layer_NN/", re.sub(r"^reward/part/.+", "reward/part/NAME", name))
     key = re.sub(r"^eval/pass_at_\d+$", "eval/pass_at_K", key)

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of a device, of which `train/mfu` is a fraction."""
+"""Peak FLOP/s of a device, the denominator of `train/mfu`."""
 
 import time
 from typing import Literal
@@ -14,8 +14,8 @@ Precision = Literal["fp32", "bf16", "fp8"]
 def peak_flops(
     device: torch.device, precision: Precision, configured_tflops: float | Literal["auto"]
 ) -> float | None:
-    """Return the peak FLOP/s of the device: as configured, else a GPU's by its name, else measured (~0.2 s). None: a
-    CPU's, of which a measurement says only how much of it other processes left at that moment.
+    """Return the peak FLOP/s of the device: as configured, else by the GPU's name, else measured (~0.2 s). None for a
+    CPU, because a measurement would only show how much other processes left of it at the moment.
     """
     if configured_tflops != "auto":
         return configured_tflops * 1e12
@@ -31,7 +31,7 @@ def peak_flops(
 
 
 def known_peak_tflops(device_name: str, precision: Precision) -> float | None:
-    """Return the peak of the device that CUDA calls so (plan/device.py); None where it is not known."""
+    """Return the peak of the device with this CUDA name (plan/device.py); None if it is unknown."""
     device = known_device(device_name)
     return None if device is None else device.peak_tflops.get(precision)
 

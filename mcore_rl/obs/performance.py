@@ -57,7 +57,7 @@ def speed_metrics(
         step_s: Wall time of the step.
         num_ranks: Number of ranks in the world.
         flops_per_token: Model FLOPs of forward and backward (plan/flops.py).
-        peak_flops: Peak FLOP/s of one rank's device (obs/peak.py); None: it is not known, and there is no MFU.
+        peak_flops: Peak FLOP/s of each rank's device (obs/peak.py); None if unknown: there is then no MFU.
     """
     flops = num_tokens * flops_per_token
     rank_s = step_s * num_ranks

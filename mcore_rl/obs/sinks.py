@@ -33,7 +33,7 @@ class Sink(Protocol):
 
 
 class Log:
-    """Log of a run, which passes metrics and events on to its sinks; on all ranks but one it has none."""
+    """Log of a run, which passes metrics and events on to its sinks; only rank 0 has sinks."""
 
     def __init__(self, sinks: Iterable[Sink], config: LogConfig, step: int = 0) -> None:
         self._sinks = tuple(sinks)

@@ -89,7 +89,7 @@ class HfFolder:
 
 
 def open_hf(path: Path) -> HfFolder:
-    """Return the tensors of a folder or file. Raises CheckpointError if files are missing, truncated or inconsistent."""
+    """Return the tensors of a folder or file. Raises CheckpointError for missing, truncated or inconsistent files."""
     folder = path if path.is_dir() else path.parent
     files = [path.name] if path.is_file() else _files(path)
     # transformers would load the adapter's base and apply the adapter; we would ignore or misread its tensors.
