@@ -55,7 +55,7 @@ class ImportOptions:
     vocab_multiple: int | None = None
     """The vocabulary is padded to a multiple of this; None for the default of model.vocab_multiple."""
     family: str | None = None
-    """A family of the user's own, as `module:name`; None: the family that config.json names."""
+    """A family of the user's own, as `module:name`; None for the family that config.json names."""
 
 
 def plan_import(source: Path, folder: Path, options: ImportOptions, settings: CopySettings) -> Conversion:

@@ -56,7 +56,7 @@ class UpcycleOptions:
     noise: float = 0.0
     """Standard deviation of the noise on the experts' weights, as a fraction of the root mean square of their row."""
     router_std: float | None = None
-    """Standard deviation of the routers' weights; None: `initializer_range` of config.json."""
+    """Standard deviation of the routers' weights; None for `initializer_range` of config.json."""
     seed: int = 0
     """Seed of the routers and the noise."""
     dtype: OutputDtype = "keep"
@@ -143,7 +143,7 @@ class UpcycledSource:
         self._source.fill(values_RC, part.dense, where)
         values_RC *= part.scale
         if self._options.noise:
-            # Chunks begin at the same rows in every run, whatever the number of workers.
+            # Chunks begin at the same rows in every run, for any number of workers.
             noise_RC = torch.randn(values_RC.shape, generator=self._generator(f"{name} {where[0].start}"))
             values_RC += self._options.noise * values_RC.square().mean(1, keepdim=True).sqrt() * noise_RC
         out.copy_(values_RC.view(out.shape))

@@ -67,7 +67,7 @@ def compare(
         reference: A Hugging Face folder of the same model, for Megatron checkpoints that do not name their family.
         mtp: Whether layers for multi-token prediction are compared or left out.
         progress: Where progress is shown.
-        family: A family of the user's own, as `module:name`; None: the family that config.json names.
+        family: A family of the user's own, as `module:name`; None for the family that config.json names.
 
     Raises:
         CheckpointError: One of the two cannot be read completely.

@@ -53,8 +53,8 @@ class Chat(Protocol):
         ...
 
     def open_turn(self, conversation: Conversation) -> list[int]:
-        """Return the tokens of a conversation up to the end of the assistant's text in its last turn, which goes on
-        from there: the first tokens of the whole conversation.
+        """Return the tokens of a conversation up to the end of the assistant's text in its last turn, from where the
+        turn is to be continued: the first tokens of the whole conversation.
 
         Raises:
             DataError: the last turn has no text, or calls tools.
@@ -134,7 +134,7 @@ def _encoder(tokenizer: HuggingFaceTokenizer | TiktokenTokenizer, folder: Path) 
 class PlainChat:
     """A chat with roles as text and an end-of-document token after each turn of the assistant; for any tokenizer.
 
-    Each turn is encoded by itself, so that its tokens do not depend on later turns.
+    Each turn is encoded separately, so that its tokens do not depend on later turns.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, has_roles: bool) -> None:

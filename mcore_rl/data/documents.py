@@ -66,9 +66,9 @@ class InputFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSlice:
-    """Bytes [start, end) of a file, where either offset stands for the first document boundary at or after it.
+    """Bytes [start, end) of a file, with both offsets moved to the next document boundary.
 
-    Hence slices with offsets that join cover each document of the file once, wherever the offsets fall.
+    Adjacent slices therefore cover each document of the file exactly once, for any offsets.
     """
 
     path: str
@@ -78,7 +78,7 @@ class FileSlice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """A document, or an entry that is none: then `problem` is the reason."""
+    """A document, or an entry that is not a document, with the reason in `problem`."""
 
     line: int
     """Line on which it begins; 1 is the slice's first line."""
@@ -87,9 +87,9 @@ class Document:
 
 
 def find_input_files(inputs: Sequence[Path]) -> tuple[InputFile, ...]:
-    """Return the files of `inputs`, in that order; a folder stands for all files below it, by name.
+    """Return the files of `inputs`, in that order; a folder means all files below it, sorted by name.
 
-    Left out of folders are hidden files and the outputs of preprocessing and of the training of tokenizers.
+    In folders, hidden files and the outputs of preprocessing and tokenizer training are left out.
     """
     paths: list[Path] = []
     for path in inputs:

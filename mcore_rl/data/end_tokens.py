@@ -27,7 +27,7 @@ def end_tokens(tokenizer: Tokenizer, chat: Chat | None, path: str | None) -> dic
 
     Args:
         tokenizer: the tokenizer that was read from `path`.
-        chat: the chat template; None: the model is no chat model, or its template is not known.
+        chat: the chat template; None if the model is not a chat model, or its template is unknown.
         path: folder of the tokenizer, which may hold generation_config.json, or a file.
 
     Raises:
@@ -59,7 +59,8 @@ def describe_ends(ends: Mapping[int, str], tokenizer: Tokenizer) -> str:
 def no_end_warning(examples: Examples, ends: Mapping[int, str], tokenizer: Tokenizer) -> str | None:
     """Return a warning when the first conversations train on no end token; None when they do.
 
-    A model that was fine-tuned on them goes on after its answer to the largest length: every completion is truncated.
+    A model fine-tuned on them does not stop after its answer but continues to the largest length: every completion is
+    truncated.
 
     Args:
         examples: conversations as tokens.

@@ -66,7 +66,7 @@ class EpochDataset(GPTDataset):
         self._order: tuple[int, NDArray[numpy.int64]] | None = None
 
     def __len__(self) -> int:
-        """Return the number of samples in the epochs that the samples asked for begin."""
+        """Return the number of samples in all epochs that the requested samples begin."""
         return self._num_epochs * self._per_epoch
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:

@@ -111,7 +111,7 @@ def conversation_of(
     """Return the conversation of a record, the name of its shape, and the fields that were read.
 
     Raises:
-        DataError: the record has none; the error names the fields of the config that say where it is.
+        DataError: the record has no conversation; the error names the config fields that locate it.
     """
     dialogue = _dialogue(entry, config)
     if not any(message["role"] == "assistant" for message in dialogue.messages):

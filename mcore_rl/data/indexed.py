@@ -88,8 +88,8 @@ class DatasetTokenizer:
     vocab_size: int
     eod: int
     fingerprints: tuple[str, ...]
-    """Fingerprints of the .idx files. Megatron's cache is keyed by path: without them, data that was made anew under
-    its old name would be read with the old cuts."""
+    """Fingerprints of the .idx files. Megatron's cache is keyed by path: without them, data that was regenerated under
+    its old name would be read with the old sample boundaries."""
 
     @property
     def pad(self) -> int:
@@ -114,14 +114,14 @@ class Datasets:
 def plan_data(
     config: DataConfig, *, vocab_size: int, samples: SampleCounts, evaluated_at_once: int = 1
 ) -> DataPlan:
-    """Read and check all data that `config` names: a DataError comes before any work, on every rank alike.
+    """Read and check all data that `config` names; a DataError is raised before any work, on all ranks.
 
-    With `valid` or `test` given there is no split: `train` is trained on whole, and a split without prefixes
-    has no data. Samples are an error where there is no data for valid, and none where there is none for test.
+    If `valid` or `test` is given, nothing is split: all of `train` is trained on, and a split without prefixes has no
+    data. Requesting samples of valid without data is an error; of test it is not.
 
-    Where whole documents leave a part of a dataset without a sequence, as of one book, the split cuts the documents in
-    which the parts meet. Where a part for evaluation has fewer sequences than `samples`, the plan has fewer, in
-    multiples of `evaluated_at_once` (a batch): no sequence is read twice in one evaluation.
+    If whole documents would leave a part of a dataset without a sequence, for example if it is a single book, the split
+    cuts the documents at the boundaries of the parts. If an evaluation part has fewer sequences than `samples`, the
+    plan has fewer, in multiples of `evaluated_at_once` (a batch): no sequence is read twice in an evaluation.
     """
     if not config.train:
         raise DataError(

@@ -94,7 +94,7 @@ class BatchSource:
 
 
 def _boundaries(lengths: Sequence[Tensor]) -> PackedSpans:
-    """Return the boundaries of the packed sequences, with the rows laid end to end."""
+    """Return the boundaries of the packed sequences in the concatenated rows."""
     # cu_seqlens begins with 0, hence the zero in front.
     all_lengths = torch.cat([torch.zeros(1, dtype=torch.int32), *lengths])
     return PackedSpans(cu_seqlens=all_lengths.cumsum(0, dtype=torch.int32), max_length=int(all_lengths.max()))

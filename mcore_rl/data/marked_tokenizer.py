@@ -81,7 +81,7 @@ class MarkedTokenizer:
         self.added = encoder.added
         """Tokens that are found in a text before it is cut, by id."""
         self._special = {token.content: index for index, token in self.added.items() if token.special}
-        # A mark in a content is hidden as well, which makes hiding reversible whatever the content.
+        # A mark in a content is hidden as well, which makes hiding reversible for any content.
         self._names = [*sorted(self._special, key=len, reverse=True), MARK]
         self._hidden = {name: MARK + chr(FIRST_NUMBER + i) for i, name in enumerate(self._names)}
         self._names_pattern = re.compile("|".join(map(re.escape, self._names)))

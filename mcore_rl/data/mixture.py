@@ -68,8 +68,8 @@ def refuse_empty_sources(
 class ShuffledSources:
     """An endless order of the items of sources, mixed by weight; each source is read once before it is read again.
 
-    Each reading of a source has an order that depends on the seed, the source and how often it was read. The item of a
-    draw is a function of the draw's number alone, so that a run resumes with the next draw.
+    Each reading of a source has an order that depends on the seed, the source and how often it was read. A draw's item
+    depends only on the draw's number, so that a run resumes with the next draw.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -81,7 +81,7 @@ class ShuffledSources:
         self._orders: dict[int, tuple[int, list[int]]] = {}  # by source: the last reading, and its order
 
     def items(self, start: int, count: int) -> Iterator[int]:
-        """Yield the items of draws `start` to `start + count - 1`, as indices into all sources end to end."""
+        """Yield the items of draws `start` to `start + count - 1`, as indices into the concatenated sources."""
         for n in range(start, start + count):
             source, drawn_before = self._mixture.draw(n)
             reading, place = divmod(drawn_before, self._sizes[source])

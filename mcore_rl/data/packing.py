@@ -58,7 +58,7 @@ class PackingLimits:
 class MinibatchPlan:
     """Samples of one optimizer step: for each data-parallel rank its microbatches, for each of these sample indices.
 
-    All ranks have the same number of microbatches, some of which may be empty.
+    All ranks have the same number of microbatches; some may be empty.
     """
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]

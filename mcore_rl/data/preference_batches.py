@@ -49,7 +49,7 @@ class PreferenceOrder:
     """An endless order of groups. An epoch has each group once, shuffled; with weights it is as many draws from the
     mixture of the files.
 
-    A batch is a function of the pairs consumed before it: a run that resumes asks for the next batch.
+    A batch is a function of the pairs consumed before it: a resumed run asks for the next batch.
     """
 
     def __init__(self, preferences: Preferences, *, seed: int, weights: Sequence[float] = ()) -> None:
@@ -102,7 +102,7 @@ def plan_batch(
 ) -> list[list[list[int]]]:
     """Return for each data-parallel rank its microbatches, for each of these its groups.
 
-    A group may occur several times. All ranks have the same number of microbatches, some of which may be empty.
+    A group may occur several times. All ranks have the same number of microbatches; some may be empty.
     """
     lengths = {
         place: _packed_length(preferences, group, limits.sample_multiple)
@@ -125,7 +125,7 @@ def _packed_length(preferences: Preferences, group: int, multiple: int) -> int:
 def pack_groups(
     preferences: Preferences, groups: Sequence[int], limits: PackingLimits, pad_id: int
 ) -> PackedPreferences:
-    """Pack all sequences of these groups end to end; without any, return a microbatch of padding only."""
+    """Pack all sequences of these groups; without groups, return a microbatch of only padding."""
     starts_G, pair_starts_G = preferences.sequence_starts_G, preferences.pair_starts_G
     sequences: list[int] = []
     pairs: list[int] = []

@@ -74,7 +74,7 @@ class Preferences:
 
     @property
     def lengths_N(self) -> NDArray[numpy.int64]:
-        """Tokens of each sequence, all of which enter the model: a score is read at the last token."""
+        """Number of tokens in each sequence; all are model inputs, because a score is read at the last token."""
         lengths: NDArray[numpy.int64] = numpy.diff(self.starts_N)
         return lengths
 
@@ -101,7 +101,7 @@ class Comparison:
 
     prompt: Conversation
     answers: tuple[tuple[Message, ...], ...]
-    """Turns of each answer, the last of which is the assistant's."""
+    """Turns of each answer; the last turn is the assistant's."""
     pairs: tuple[tuple[int, int], ...]
     """Indices in `answers` of the chosen and the rejected answer."""
     margins: tuple[float, ...]
@@ -250,7 +250,7 @@ class PreferenceReader(RecordReader[tuple[Comparison, list[_Sequence]]]):
 
 
 def comparison_of(record: Record, config: PreferenceDataConfig) -> Comparison:
-    """Return the comparison of a line; a DataError without file and line where it is none."""
+    """Return the comparison of a line. Raises DataError, without file and line, if it is not a comparison."""
     entry = record.entry
     if entry is None:
         raise DataError(record.problem)
@@ -370,7 +370,7 @@ def _prompt_and_answers(
 
 
 def _prompt(entry: Mapping[str, Any], config: PreferenceDataConfig) -> list[Message] | None:
-    """Return the turns of the prompt that the line names; None: it names none."""
+    """Return the turns of the line's prompt; None if it has no prompt of its own."""
     if config.prompt_template is not None:
         return [{"role": "user", "content": filled(config.prompt_template, entry)}]
     for key in (config.prompt_field, config.messages_field):

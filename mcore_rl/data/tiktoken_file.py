@@ -33,19 +33,19 @@ PATTERN_PARTS = (
 )
 """Alternatives of the pattern that cuts a text before its parts are merged to tokens."""
 NUM_RESERVED = 256
-"""Ids behind the ranks that are added tokens, also where tokenizer_config.json names none. Moonlight's code has two
+"""Ids after the ranks that are added tokens, even if tokenizer_config.json does not name them. Moonlight's code has two
 more, for which its embedding has no row."""
 MAX_CHARACTERS = 400_000
-"""The models' code cuts a longer text into pieces, each of which is encoded by itself."""
+"""The models' code cuts longer texts into pieces that are encoded separately."""
 LONG_RUN = re.compile(r"\s{25000}(?=\s)|\S{25000}(?=\S)")
-"""White space, or other text, behind which the models' code cuts as well."""
+"""Long runs of white space, or of other text, after which the models' code cuts as well."""
 
 
 class TiktokenFile:
     """The encoding of a folder with tiktoken.model, by the library tiktoken.
 
-    The file has the ranks alone. Pattern and reserved tokens are in the Python code of the model's folder, which is
-    not executed: it must be of a known class, and added_tokens_decoder of tokenizer_config.json names tokens.
+    The file has only the ranks. Pattern and reserved tokens are in the Python code of the model's folder, which is not
+    executed: it must be of a known class, and added_tokens_decoder of tokenizer_config.json names tokens.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,8 +73,8 @@ class TiktokenFile:
         self.digest = hashlib.sha256(content + json.dumps(self.ids).encode()).hexdigest()
 
     def ids_of(self, text: str, *, is_marked: bool) -> list[int]:
-        """Return the ids of a text, in which the name of a special token is that token where it `is_marked`, and text
-        where not; the names of other added tokens are tokens in both.
+        """Return the ids of a text. Names of special tokens become these tokens if it `is_marked`, else they are text;
+        names of other added tokens always become tokens.
         """
         names = self._all if is_marked else self._always
         ids: list[int] = []
@@ -87,11 +87,11 @@ class TiktokenFile:
         return self._with_offsets(text, self.ids_of(text, is_marked=True))
 
     def plain(self, text: str, *, is_first: bool) -> Encoded:
-        """Return the tokens of a text in which the names of special tokens are text, wherever the text stands."""
+        """Return the tokens of a text in which the names of special tokens are text; `is_first` makes no difference."""
         return self._with_offsets(text, self.ids_of(text, is_marked=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of added tokens; a model's ids behind the last token are none."""
+        """Return the text of tokens, with the names of added tokens; a model's ids after the last token are ignored."""
         text: str = self._encoding.decode([index for index in ids if index < self.vocab_size])
         return text
 

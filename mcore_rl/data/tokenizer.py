@@ -47,14 +47,14 @@ class Tokenizer(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The tokens that mark up a text and are no part of it, such as ends of turns."""
+        """The tokens that mark up a text but are not part of it, such as ends of turns."""
 
     @property
     def digest(self) -> str:
         """SHA-256 of the file that decides which ids a text has: equal digests, equal ids."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone: nothing is added, and the name of a special token in it is mere text."""
+        """Return the ids of `text`, without added tokens; the name of a special token in it is plain text."""
 
     def encode_marked(self, text: str) -> list[int]:
         """Return the ids of a text that was marked up by hand: the name of a special token in it is that token."""
@@ -123,12 +123,12 @@ class SentencePieceTokenizer:
         self.pad_id = _id_or_none(self._processor.pad_id())
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone."""
+        """Return the ids of `text`, without added tokens."""
         ids: list[int] = self._processor.encode(text)
         return ids
 
     def encode_marked(self, text: str) -> list[int]:
-        """Return the ids of `text` alone: a .model file's control symbols are never read from a text."""
+        """Return the ids of `text`, as `encode` does: a .model file's control symbols are never read from a text."""
         return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -174,7 +174,7 @@ class HuggingFaceTokenizer:
         self.pad_id = ids.get(names.get("pad_token", ""))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone."""
+        """Return the ids of `text`, without added tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_marked(self, text: str) -> list[int]:
@@ -191,7 +191,7 @@ class HuggingFaceTokenizer:
 
 
 class TiktokenTokenizer:
-    """A tokenizer of a folder with tiktoken.model: its ids are those that the model's own code gives."""
+    """A tokenizer of a folder with tiktoken.model; it gives the same ids as the model's own code."""
 
     def __init__(self, folder: Path) -> None:
         file = self.file = TiktokenFile(folder)
@@ -207,7 +207,7 @@ class TiktokenTokenizer:
         self.pad_id = file.ids.get(names.get("pad_token", ""))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone."""
+        """Return the ids of `text`, without added tokens."""
         return self.file.ids_of(text, is_marked=False)
 
     def encode_marked(self, text: str) -> list[int]:

@@ -98,7 +98,7 @@ def train_tokenizer(options: TokenizerTraining) -> int:
 
 
 def _foreign(output: Path) -> str | None:
-    """Return the end of a sentence on a file that `train_tokenizer` did not write; None: it did."""
+    """Return the end of a sentence about a file that `train_tokenizer` did not write; None if it did."""
     is_own = _recorded(with_ending(output, MANIFEST_ENDING)) == crc32_of(output)
     return None if is_own else f"is no tokenizer of this command (by {output.name}{MANIFEST_ENDING})"
 

@@ -60,7 +60,7 @@ def _tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _follow_parent() -> None:
-    """End this worker when its parent ends: it must not wait for work for ever. Ctrl-C is the parent's to handle."""
+    """End this worker when its parent ends, so that it does not wait for work forever. The parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_after_parent, daemon=True).start()
 

@@ -52,7 +52,7 @@ class Marker:
     files: dict[str, int]
     """Number of bytes of every other file, by name."""
     crc32: dict[str, str] = field(default_factory=dict)
-    """CRC-32 of every other file in hexadecimal, by name; an earlier version recorded METADATA's alone, or none."""
+    """CRC-32 of every other file in hexadecimal, by name; an earlier version recorded only METADATA's, or none."""
     program: str = ""
     """Name of the program that trained it, such as "sft"; empty: an import, a reference policy, or an earlier version
     wrote it."""

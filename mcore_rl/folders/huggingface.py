@@ -30,7 +30,7 @@ def read_json(path: Path) -> Any:
 
 
 def refuse_special_file(path: Path) -> None:
-    """Raise a CheckpointError for a pipe or device, which could be read for ever; a path that does not exist passes."""
+    """Raise CheckpointError for a pipe or device, which could be read forever; a path that does not exist passes."""
     if path.exists() and not path.is_file():
         raise CheckpointError(
             f"{path} is no regular file, but a folder, pipe or device. Put the file itself there."
@@ -38,8 +38,8 @@ def refuse_special_file(path: Path) -> None:
 
 
 def snapshot_in(folder: Path) -> Path | None:
-    """Return the snapshot of a model in the hub's cache, by its folder `models--...`: of its main branch, or the only
-    snapshot; None where `folder` is no such folder, or has several and does not say which.
+    """Return the snapshot of a model in the hub's cache, from its folder `models--...`: the main branch's, or the only
+    snapshot; None if `folder` is no such folder, or has several snapshots and no main branch.
     """
     snapshots = folder / "snapshots"
     if not snapshots.is_dir() or (folder / "config.json").exists():

@@ -76,7 +76,7 @@ def read_model_folder(path: Path, family: str | None = None) -> ModelFolder:
 
     Args:
         path: The folder; of a folder of checkpoints, or a run, the newest checkpoint counts.
-        family: A family of the user's own for a Hugging Face folder, as `module:name`; None: its config.json's.
+        family: A family of the user's own for a Hugging Face folder, as `module:name`; None for its config.json's.
 
     Raises:
         CheckpointError, ConfigError: The folder describes no model, or a model that Megatron cannot build.
@@ -139,7 +139,7 @@ def run_of_checkpoint(checkpoint: Path) -> Path | None:
 
 
 def tokenizer_in(folder: Path) -> TokenizerConfig:
-    """Return the tokenizer of the files in a folder; kind "none" where there is none."""
+    """Return the tokenizer of the files in a folder; kind "none" if there is none."""
     for name, kind in TOKENIZERS:
         if (folder / name).is_file():
             path = folder if kind == "huggingface" else folder / name

@@ -77,7 +77,7 @@ def add_attempt(run_dir: Path, attempt: RunAttempt) -> None:
 
 
 def code_commit(root: Path) -> str:
-    """Return the commit of the code at `root`, "" where there is none.
+    """Return the commit of the code at `root`, "" if unknown.
 
     A job runs a copy of the code without .git; commit.txt next to it names the commit.
     """

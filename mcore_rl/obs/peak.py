@@ -39,7 +39,7 @@ def known_peak_tflops(device_name: str, precision: Precision) -> float | None:
 def measured_peak_flops(device: torch.device, dtype: torch.dtype, budget_s: float = 0.2) -> float:
     """Return the FLOP/s of the fastest square matrix product within `budget_s`, with the threads of this process."""
     size = 8192 if device.type == "cuda" else 1024
-    # A generator of its own: every start measures, and dropout goes on with the numbers of the run.
+    # A separate generator: every start measures, and must not change the run's random numbers for dropout.
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
     _product_s(left, right)  # The first product also chooses and loads its kernel.

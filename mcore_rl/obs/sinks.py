@@ -275,7 +275,7 @@ class WandbSink:
 
 
 def optional_package(module: str, setting: str, package: str) -> Any:
-    """Import and return the module that `setting` asks for; ConfigError where its package is not installed."""
+    """Import and return the module that `setting` needs. Raises ConfigError if its package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -46,7 +46,7 @@ class ChunkBytes:
         self._scratch = scratch
 
     def blocks(self) -> Iterator[memoryview]:
-        """Yield all bytes in order; a block becomes invalid when the next is asked for."""
+        """Yield all bytes in order; a block becomes invalid when the next is requested."""
         runs = _runs_as_stored(self.chunk, self._source)
         if runs is None:
             yield self._computed()

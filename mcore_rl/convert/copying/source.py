@@ -50,7 +50,7 @@ class TensorSource(Protocol):
 
 
 class FileBytes:
-    """Files of a folder, opened and mapped when first asked for."""
+    """Files of a folder, opened and mapped on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -73,7 +73,7 @@ class HfFolder:
 
     path: Path
     config: dict[str, Any] | None
-    """Content of config.json; None when there is none."""
+    """Content of config.json; None if the file does not exist."""
     tensors: dict[str, HfTensor]
     files: dict[str, int]
     """Number of bytes of each file, by name."""

@@ -79,7 +79,7 @@ def open_hf_model(
         path: The folder.
         mtp: Whether layers for multi-token prediction are kept or left out.
         vocab_multiple: The vocabulary is padded to a multiple of this; None for the default of model.vocab_multiple.
-        family: A family of the user's own, as `module:name`; None: the family that config.json names.
+        family: A family of the user's own, as `module:name`; None for the family that config.json names.
 
     Raises:
         CheckpointError: Tensors are missing, left over, or of other shapes or types; each is named.

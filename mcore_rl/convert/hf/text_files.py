@@ -1,4 +1,4 @@
-"""The files by which programs make text of an exported model: tokenizer, chat template, end tokens, model card."""
+"""The text files of an exported model: tokenizer, chat template, end tokens, model card."""
 
 import importlib
 import json
@@ -60,7 +60,7 @@ class ModelText:
 
     tokenizer: TokenizerConfig
     chat_template: str | None = None
-    """`data.chat_template` of the run; None: the model is no chat model, or has the tokenizer's own template."""
+    """`data.chat_template` of the run; None if the model is not a chat model, or uses the tokenizer's own template."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -151,7 +151,7 @@ def model_card(model: ModelConfig, step: int, run: Path | None, reference: Path 
     Args:
         model: The model.
         step: The step that the weights are of.
-        run: Folder of the run that trained it; None: nothing is known of it.
+        run: Folder of the run that trained it; None if unknown.
         reference: The folder of the model that the training began from, if any.
     """
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
@@ -187,7 +187,7 @@ def _generation_config(
     """Return generation_config.json of the reference or of the tokenizer's folder, with the tokens that end a text."""
     template = text.chat_template
     if template is None and text.tokenizer.kind == "huggingface" and has_template(path):
-        template = "tokenizer"  # it is in the output, whatever the model was trained on
+        template = "tokenizer"  # it is in the output, even if the model was not trained on it
     chat = load_chat(template, tokenizer, text.tokenizer.path) if template else None
     ends = list(end_tokens(tokenizer, chat, text.tokenizer.path))
     files = [folder / GENERATION_CONFIG for folder in (reference, path) if folder is not None]
@@ -199,7 +199,7 @@ def _generation_config(
 
 
 def _translations(processor: sentencepiece.SentencePieceProcessor) -> Iterator[tokenizers.Tokenizer]:
-    """Yield the tokenizers that a sentencepiece model may be: by its pieces alone one cannot tell BPE from unigram."""
+    """Yield the tokenizers that a sentencepiece model may be: its pieces do not show whether it is BPE or unigram."""
     ids = range(processor.vocab_size())
     pieces = {processor.id_to_piece(index): index for index in ids}
     unknown = processor.unk_id()

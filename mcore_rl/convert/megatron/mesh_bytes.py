@@ -65,9 +65,7 @@ def bytes_by_stage(
 
 
 def _length_that_divides(mesh: MeshConfig) -> int:
-    """Return a length of sequences that the mesh can cut; the check asks for a length, and weights do not depend on
-    it.
-    """
+    """Return a sequence length that the mesh can divide; the check needs a length, but weights do not depend on it."""
     # 2: context parallelism gives each rank two slices of a sequence.
     return 2 * mesh.tp * mesh.cp
 

@@ -132,7 +132,7 @@ class DistSource:
 
 
 def _region_of(tensor: Tensor, where: Region, origin: Region) -> Tensor:
-    """Return the region `where` of a whole tensor, of which `tensor` is the region `origin`."""
+    """Return the region `where` of a whole tensor; `tensor` is the whole tensor's region `origin`."""
     return tensor[
         tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(where, origin, strict=True))
     ]
