@@ -3,7 +3,9 @@
 import faulthandler
 import gc
 import os
+import random
 import signal
+import sys
 import time
 import zlib
 from collections import Counter
@@ -84,6 +86,14 @@ def pytest_collection_finish() -> None:
     """Leave the hundred thousands of objects of the imported modules and tests out of every later collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _draws_of_its_own() -> None:
+    """What a test draws does not depend on the tests before it, which another third of a matrix changes."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 def _assert_cells_exist(items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.families import FAMILIES
 from tests import emulated_runs
 from tests.emulated_machine import emulated
 
@@ -116,8 +117,11 @@ def test_every_familys_logits_on_cuda_are_those_of_transformers(machine: str) ->
     done = emulated(machine, "tests.emulated_families:families")
     assert done.returncode == 0, done.stderr[-3000:]
     differences = json.loads(done.stdout.splitlines()[-1])
-    assert len(differences) == 16
-    assert max(differences.values()) <= 2e-5
+    assert differences.keys() == FAMILIES.keys() - {"gpt_oss"}  # YaRN's tables are not emulated
+    # Gated delta nets amplify rounding; in fp64 they are held to 2e-7 (tests/unit/model/test_delta_nets.py).
+    amplified = {name for name in differences if name.startswith(("qwen3_next", "qwen3_5"))}
+    assert max(differences[name] for name in amplified) <= 1e-4
+    assert max(differences[name] for name in differences.keys() - amplified) <= 2e-5
 
 
 @pytest.mark.matrix("cuda+broken-te")
