@@ -48,4 +48,5 @@ else
     pip install "$(grep '^torch==' constraints.txt)" -c "$constraints" ${TORCH_PIP_ARGS:-}
 fi
 pip install -e '.[dev]' -c "$constraints"
+echo "mcore-rl is in $venv/bin; to have it on the PATH: source $venv/bin/activate"
 "$venv/bin/python" -c 'import torch; print("torch", torch.__version__, "with CUDA" if torch.cuda.is_available() else "on CPU")'

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = "launch/recipes/tiny_moe"
+RECIPES = "tiny_moe"
 VOCAB_SIZE = 2048
 STEPS = 100
 CLI = ("-m", "mcore_rl.run.cli")
@@ -174,7 +175,7 @@ def _pretraining(folder: Path, steps: int, shared: Sequence[str]) -> list[Stage]
         *shared,
     )
     title = "pretraining a tiny MoE on 2 ranks (TP2 x EP2)"
-    arguments = (*CLI, "pretrain", f"{RECIPES}/pretrain.toml", *settings)
+    arguments = (*CLI, "pretrain", f"{RECIPES}/pretrain", *settings)
     return [
         *made,
         Stage(name="pretrain", title=title, arguments=arguments, result=run_dir / "DONE", seconds=45),
@@ -217,7 +218,7 @@ def _learning(folder: Path, steps: int, names: Sequence[str], shared: Sequence[s
             name="sft",
             title="problems to fine-tune on, most answers cut short",
             arguments=(
-                *(*CLI, "problems", f"{RECIPES}/grpo.toml", *shared),
+                *(*CLI, "problems", f"{RECIPES}/grpo", *shared),
                 *("--cut-fraction", CUT_FRACTION, "--count", 20000, "--output", problems),
             ),
             result=problems,
@@ -230,7 +231,7 @@ def _learning(folder: Path, steps: int, names: Sequence[str], shared: Sequence[s
                 *(
                     *CLI,
                     "sft",
-                    f"{RECIPES}/sft.toml",
+                    f"{RECIPES}/sft",
                     f"run_dir={sft}",
                     f"data.train=['{problems}']",
                     tokenizer,
@@ -246,9 +247,9 @@ def _learning(folder: Path, steps: int, names: Sequence[str], shared: Sequence[s
     # The recipe's three rollout batches in which the critic alone learns, or fewer of a very short run.
     warmup = f"rl.advantage.critic.warmup_rollouts={min(3, _even(1.2 * steps) // 8)}"
     arms = {
-        "grpo_r2": ("GRPO with routing replay (TP2 x EP2)", "grpo.toml", ("replay.kind=r2",)),
-        "gspo": ("GSPO without, from the same start", "gspo.toml", ()),
-        "ppo": ("PPO with a critic and routing replay, from the same start", "ppo.toml", (warmup,)),
+        "grpo_r2": ("GRPO with routing replay (TP2 x EP2)", "grpo", ("replay.kind=r2",)),
+        "gspo": ("GSPO without, from the same start", "gspo", ()),
+        "ppo": ("PPO with a critic and routing replay, from the same start", "ppo", (warmup,)),
     }
     for name in names:
         title, recipe, own = arms[name]
@@ -266,7 +267,7 @@ def _reporting(folder: Path, steps: int, arms: Sequence[str], shared: Sequence[s
     made = []
     for name in names:
         arguments = (
-            *(*CLI, "eval", f"{RECIPES}/grpo.toml", f"run_dir={folder / 'no_run'}", "mesh.tp=1", "mesh.ep=1"),
+            *(*CLI, "eval", f"{RECIPES}/grpo", f"run_dir={folder / 'no_run'}", "mesh.tp=1", "mesh.ep=1"),
             f"data.tokenizer.path={folder / 'tokenizer.model'}",
             *(f"checkpoint.load={folder / name}", f"rl.eval.num_prompts={min(256, 4 * steps)}"),
             *("rl.eval.temperature=1.0", "rl.eval.samples=4"),
@@ -353,6 +354,22 @@ def summary(folder: Path, took_s: float, console: Console) -> None:
             f"  {path.parent.name:<9} answers {evaluation['eval/accuracy']:6.1%} of held-out prompts right"
         )
     console.print(f"  the page  {folder / 'report.html'}", soft_wrap=True)
+    console.print(what_next(folder), soft_wrap=True, markup=False, highlight=False)
+
+
+def what_next(folder: Path) -> str:
+    """Return three commands to try on the results, after the line that puts `mcore-rl` on the PATH, where needed."""
+    here = Path(sys.executable).parent
+    found = shutil.which("mcore-rl")
+    is_on_path = found is not None and Path(found).parent == here
+    runs = os.path.relpath(folder)
+    commands = [
+        *([] if is_on_path else [f"source {os.path.relpath(here)}/activate    # puts mcore-rl on the PATH"]),
+        f"mcore-rl generate --model {runs}/grpo_r2 --chat --prompt 12345=",
+        f"mcore-rl eval tiny_moe/grpo checkpoint.load={runs}/grpo_r2 run_dir={runs}/none rl.eval.samples=4",
+        f"mcore-rl rl tiny_moe/cispo checkpoint.load={runs}/sft run_dir={runs}/cispo",
+    ]
+    return "\n".join(["try next", *(f"  {command}" for command in commands)])
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from mcore_rl.config.describe import FieldDoc, describe, describe_sections, sect
 from mcore_rl.config.kinds import KINDS, NO_REPLAY, READERS, kind_of_name
 from mcore_rl.config.megatron_names import argument_named
 from mcore_rl.config.other_names import equivalent_named, refuse_foreign_config
-from mcore_rl.config.recipes import config_file
+from mcore_rl.config.recipes import config_file, extended_file
 from mcore_rl.config.section import Section, alternatives, kinds_of, variant_of
 from mcore_rl.config.toml import parse_value, toml_value
 from mcore_rl.errors import ConfigError
@@ -47,7 +47,7 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
     """Read the config of `path`, a file or the name of a recipe, with `overrides` (`mesh.tp=2`) on top.
 
     A file may extend further files: `extends = "base.toml"`, or a list in which later files win; their paths are
-    relative to the file. Any other path is kept as it is written.
+    relative to the file, or names of recipes. Any other path is kept as it is written.
 
     Raises:
         ConfigError: Lists all unknown keys and all values of a wrong type. Whether values are compatible is checked in
@@ -171,7 +171,7 @@ def _tables(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[st
             f"extends = {_shown(bases)} in {path}: expected a file name or a list of file names."
         )
     for base in bases:
-        yield from _tables(path.parent / base, (*chain, resolved))
+        yield from _tables(extended_file(base, path), (*chain, resolved))
     yield path, table
 
 

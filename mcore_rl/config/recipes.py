@@ -30,11 +30,15 @@ class Recipe:
 def config_file(path: Path, folder: Path = RECIPES) -> Path:
     """Return the file that CONFIG on the command line means: a file, or the recipe of that name in `folder`.
 
+    A recipe's path in the repository, launch/recipes/NAME.toml, means the recipe where there is no such file.
+
     Raises:
         ConfigError: If there is no such file and no such recipe; the message names the most similar recipes.
     """
-    if path.suffix == ".toml" or os.path.exists(path):
+    if os.path.exists(path):
         return path
+    if path.suffix == ".toml":
+        return _packaged(path, folder) or path
     files = recipe_files(folder)
     if str(path) in files:
         return files[str(path)]
@@ -45,6 +49,25 @@ def config_file(path: Path, folder: Path = RECIPES) -> Path:
     )
 
 
+def extended_file(base: str, file: Path) -> Path:
+    """Return the file that `extends = "base"` in `file` means: a path relative to it, or the recipe, or the example of
+    a cluster, of that name.
+
+    Raises:
+        ConfigError: `base` does not end in .toml, and there is no such file, recipe or example.
+    """
+    path = file.parent / base
+    if os.path.exists(path):
+        return path
+    folder = CLUSTERS if base in recipe_files(CLUSTERS) else RECIPES
+    if path.suffix == ".toml":
+        return _packaged(Path(base), folder) or path
+    try:
+        return config_file(Path(base), folder)
+    except ConfigError as error:
+        raise ConfigError(f'extends = "{base}" in {file}: {error}') from None
+
+
 def cluster_file(text: str) -> Path:
     """Return the file that --cluster on the command line means: a file, or the example of that name.
 
@@ -52,8 +75,10 @@ def cluster_file(text: str) -> Path:
         argparse.ArgumentTypeError: If there is no such file and no such example; the message names all examples.
     """
     path = Path(text)
-    if path.suffix == ".toml" or os.path.exists(path):
+    if os.path.exists(path):
         return path
+    if path.suffix == ".toml":
+        return _packaged(path, CLUSTERS) or path
     files = recipe_files(CLUSTERS)
     if text not in files:
         raise argparse.ArgumentTypeError(
@@ -75,6 +100,12 @@ def recipes(folder: Path = RECIPES) -> list[Recipe]:
     """
     texts = {name: file.read_text(encoding="utf-8") for name, file in recipe_files(folder).items()}
     return [Recipe(name, _summary(text)) for name, text in texts.items() if "run_dir" in tomllib.loads(text)]
+
+
+def _packaged(path: Path, folder: Path) -> Path | None:
+    """Return the shipped file of a path in the repository, such as launch/recipes/tiny_moe/grpo.toml; None: no such."""
+    is_shipped = path.parts[:2] == ("launch", folder.name)
+    return recipe_files(folder).get(str(Path(*path.parts[2:]).with_suffix(""))) if is_shipped else None
 
 
 def _summary(text: str) -> str:

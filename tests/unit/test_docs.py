@@ -55,6 +55,12 @@ def test_files_that_a_page_names_exist(page):
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in files)] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_recipes_and_clusters_as_an_installed_wheel_finds_them(page):
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"launch/(?:recipes|clusters)/\w+(?:/\w+)?\.toml", text) == []
+
+
 @pytest.mark.parametrize("command", ALL)
 def test_a_command_is_one_and_its_config_can_run(command):
     name, *rest = command.words

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import load_config
 from mcore_rl.config.recipes import CLUSTERS, RECIPES, cluster_file, config_file, recipe_files, recipes
 from mcore_rl.config.rl_run import RlRunConfig
@@ -36,6 +37,48 @@ def test_a_file_that_exists_or_ends_in_toml_is_no_recipe(folder, tmp_path, monke
     (tmp_path / "small/grpo").write_text("")
     assert config_file(Path("small/grpo"), folder) == Path("small/grpo")
     assert config_file(Path("small/absent.toml"), folder) == Path("small/absent.toml")
+
+
+def test_a_path_in_the_repository_means_the_recipe_where_there_is_no_such_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("launch/recipes/tiny_moe/grpo.toml")
+    assert config_file(path) == config_file(Path(f"./{path}")) == RECIPES / "tiny_moe/grpo.toml"
+    assert config_file(Path("other") / path) == Path("other") / path
+    assert cluster_file("launch/clusters/example_cpu.toml") == CLUSTERS / "example_cpu.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text('run_dir = "runs/mine"\n')
+    assert config_file(path) == path
+
+
+@pytest.mark.parametrize("base", ["tiny_moe/grpo", "launch/recipes/tiny_moe/grpo.toml"])
+def test_a_file_extends_a_recipe_by_its_name(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f'extends = "{base}"\nrun_dir = "runs/mine"\n')
+    assert load_config(RlRunConfig, mine) == load_config(
+        RlRunConfig, Path("tiny_moe/grpo"), ["run_dir=runs/mine"]
+    )
+    # A file next to it comes first.
+    (tmp_path / "tiny_moe").mkdir()
+    (tmp_path / base).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / base).write_text("[train]\nseed = 7\n")
+    assert load_config(RlRunConfig, mine).train.seed == 7
+
+
+def test_a_cluster_extends_an_example_by_its_name(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "example_h100"\nname = "mine"\n')
+    example = load_config(ClusterConfig, CLUSTERS / "example_h100.toml")
+    assert load_config(ClusterConfig, mine) == example.model_copy(update={"name": "mine"})
+
+
+def test_a_base_that_is_no_recipe_is_named_with_the_file_that_wants_it(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "tiny_moe/grp"\n')
+    with pytest.raises(
+        ConfigError, match=r'extends = "tiny_moe/grp" in \S*mine.toml: .*Did you mean tiny_moe/grpo'
+    ):
+        load_config(RlRunConfig, mine)
 
 
 @pytest.mark.parametrize(
