@@ -110,6 +110,21 @@ def answered(conversation: Conversation, text: str) -> Conversation:
     return replace(conversation, messages=(*before, last, {"role": "assistant", "content": text}))
 
 
+RAW_JOINS = (
+    'data.chat_template="raw" puts a system prompt and the turns of the user end to end, with nothing between: the '
+    'model cannot tell them apart. Set data.chat_template="plain", or a template with separators'
+)
+
+
+def raw_joins(messages: Sequence[Message]) -> bool:
+    """Return whether a conversation has more than one turn before the first answer or after it, which the template
+    "raw" would join.
+    """
+    return any(message["role"] not in ("user", "assistant") for message in messages) or (
+        sum(message["role"] == "user" for message in messages) > 1
+    )
+
+
 def load_chat(template: str, tokenizer: Tokenizer, path: str | None) -> Chat:
     """Return the chat that data.chat_template=`template` names, with the tokenizer that was read from `path`."""
     if template in ("plain", "raw"):

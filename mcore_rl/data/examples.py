@@ -8,7 +8,7 @@ import numpy
 from numpy.typing import NDArray
 
 from mcore_rl.config.sft import SFTDataConfig
-from mcore_rl.data.chat import Chat, Conversation, EncodedConversation
+from mcore_rl.data.chat import RAW_JOINS, Chat, Conversation, EncodedConversation, raw_joins
 from mcore_rl.data.records import PLACEHOLDER, Record, RecordReader, beyond_max, filled, listed
 from mcore_rl.data.shapes import Dialogue, read_tools, recognise
 from mcore_rl.errors import DataError
@@ -93,6 +93,8 @@ class ConversationReader(RecordReader[EncodedConversation]):
             raise DataError(record.problem)
         conversation, shape, used = conversation_of(record.entry, self._config)
         self.note(record.entry, shape, used)
+        if self._config.chat_template == "raw" and raw_joins(conversation.messages):
+            self.warn(RAW_JOINS)
         example = self._chat.encode(conversation)
         if not any(example.assistant_mask_T[1:]):
             raise DataError("the assistant has no text in it, as this template renders it")

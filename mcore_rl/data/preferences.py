@@ -12,7 +12,7 @@ import numpy
 from numpy.typing import NDArray
 
 from mcore_rl.config.preferences import PreferenceDataConfig
-from mcore_rl.data.chat import Chat, Conversation, Message
+from mcore_rl.data.chat import RAW_JOINS, Chat, Conversation, Message, raw_joins
 from mcore_rl.data.packing import padded
 from mcore_rl.data.records import Record, RecordReader, beyond_max, filled, listed
 from mcore_rl.data.shapes import as_ranking, read_tools, read_turns, recognise_prompt
@@ -209,6 +209,8 @@ class PreferenceReader(RecordReader[tuple[Comparison, list[_Sequence]]]):
         whole = comparison_of(record, self._config)
         if record.entry is not None:
             self.note(record.entry, *_shape(record.entry, whole, self._config))
+        if self._config.chat_template == "raw" and raw_joins(whole.prompt.messages):
+            self.warn(RAW_JOINS)
         comparison = self._without_ties(whole)
         return (comparison, _encode(comparison, self._chat)) if comparison.pairs else None
 

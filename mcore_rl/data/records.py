@@ -153,11 +153,16 @@ class RecordReader(ABC, Generic[T]):
         """For each file the shapes of its records, and the fields with text that were not read."""
         self._shapes: dict[str, None] = {}
         self._unread: dict[str, None] = {}
+        self._warnings: dict[str, None] = {}
 
     def note(self, entry: Mapping[str, Any], shape: str, used: frozenset[str]) -> None:
         """Remember the shape of a record and its fields with text that are not among `used`."""
         self._shapes[shape] = None
         self._unread.update(dict.fromkeys(unread_text(entry, used)))
+
+    def warn(self, sentence: str) -> None:
+        """Remember a warning about the records of this file, once for all that have its reason."""
+        self._warnings[sentence] = None
 
     @abstractmethod
     def _example(self, record: Record) -> T | None:
@@ -170,7 +175,7 @@ class RecordReader(ABC, Generic[T]):
     def read(self, path: str) -> Iterator[T]:
         """Yield the examples of one file that fit."""
         num_lines = 0
-        self._shapes, self._unread = {}, {}
+        self._shapes, self._unread, self._warnings = {}, {}, {}
         for record in read_records(path):
             num_lines += 1
             try:
@@ -193,6 +198,7 @@ class RecordReader(ABC, Generic[T]):
             self.notes.append(
                 f"Warning: {path} has text that is not read, in {names}; data.prompt_template can use it"
             )
+        self.notes += [f"Warning: {path}: {sentence}" for sentence in self._warnings]
         if not num_lines:
             self.refused.append(f"{path} is empty. Give it lines with {self._plural}, or leave it out.")
 

@@ -38,6 +38,8 @@ class ModelFolder:
     """Section `platform` of the run."""
     is_huggingface: bool = False
     """Whether the weights are Hugging Face's, which are imported before they are loaded."""
+    data: tuple[str, ...] = ()
+    """Prefixes of the data that the run was pretrained on."""
     has_training_state: bool = False
     """Whether a training run wrote it, possibly with optimizer state; otherwise it has only weights."""
 
@@ -108,6 +110,7 @@ def read_run(folder: Path) -> ModelFolder:
             platform=section_of_run(PlatformConfig, tables.get("platform", {})),
             tokenizer=section_of_run(TokenizerConfig, data.get("tokenizer", {})),
             chat_template=data.get("chat_template"),
+            data=tuple(data.get("train", ())),
             has_training_state=True,
         )
     except OSError as error:

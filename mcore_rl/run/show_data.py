@@ -213,6 +213,8 @@ def _prompts(config: RlRunConfig, count: int) -> Iterator[str]:
     """Yield the first prompts of reinforcement learning, with their reference answers."""
     prompts = load_prompts(config)
     yield prompts.describe()[0]
+    if prompts.warning:
+        yield prompts.warning
     for prompt in prompts.train.take(0, count):
         yield f"\n--- {prompt.problem.problem_id}: {len(prompt.tokens_T)} tokens"
         yield readable(prompts.tokenizer, prompt.tokens_T)

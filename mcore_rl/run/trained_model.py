@@ -4,6 +4,7 @@ from pathlib import Path
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.folders.model import read_run, run_of_checkpoint
@@ -37,11 +38,22 @@ def refuse_other_tokenizer(
     different text.
 
     Nothing is refused without a checkpoint, or if it was converted or its tokenizer is gone, because nothing is known.
+    If a pretraining named no tokenizer, the tokenizer that its data was made with is the model's.
     """
     folder = run_of_checkpoint(Path(checkpoint)) if checkpoint else None
     if folder is None or not (folder / "checkpoints").is_dir():
         return
-    trained_with = read_run(folder).tokenizer
+    run = read_run(folder)
+    trained_with = run.tokenizer
+    if trained_with.path is None:
+        for prefix in run.data:
+            origin = read_sidecar(prefix)
+            if origin is not None and origin.tokenizer_digest != tokenizer.digest:
+                raise DataError(
+                    f"{field}={checkpoint} is of a run on {prefix}, which was made with another tokenizer "
+                    f"({prefix}.json has its SHA-256) than data.tokenizer.path names: the model would read other "
+                    "tokens than it has learned. Name that one."
+                )
     if trained_with.path is None or not Path(trained_with.path).exists():
         return
     if load_tokenizer(trained_with).digest != tokenizer.digest:

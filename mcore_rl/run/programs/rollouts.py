@@ -13,7 +13,7 @@ from mcore_rl.checks.run import refuse
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.data.chat import Chat, load_chat
+from mcore_rl.data.chat import RAW_JOINS, Chat, load_chat, raw_joins
 from mcore_rl.data.end_tokens import describe_ends, end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
@@ -40,7 +40,13 @@ from mcore_rl.rl.rewards.from_model import (
 )
 from mcore_rl.rl.rewards.score import ANSWER_PARTS, Reward
 from mcore_rl.rl.rollouts.flow import GroupFlow
-from mcore_rl.rl.rollouts.prompts import PromptEncoder, PromptSource, held_out_prompts, train_prompts
+from mcore_rl.rl.rollouts.prompts import (
+    FilePrompts,
+    PromptEncoder,
+    PromptSource,
+    held_out_prompts,
+    train_prompts,
+)
 from mcore_rl.rl.rollouts.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.types import Prompt
 from mcore_rl.run.trained_model import load_matching_tokenizer
@@ -58,6 +64,8 @@ class Prompts:
     """Tokens that end a completion, each with the place that defines it."""
     train: PromptSource
     held_out: tuple[Prompt, ...]
+    warning: str = ""
+    """Sentence on turns that the template joins; empty: it joins none."""
 
     def describe(self) -> list[str]:
         """Return log lines about the prompts and the ends of completions."""
@@ -66,6 +74,7 @@ class Prompts:
         return [
             f"{number} to learn from, {len(self.held_out)} held out{skipped}",
             describe_ends(self.ends, self.tokenizer),
+            *([self.warning] if self.warning else []),
         ]
 
 
@@ -84,12 +93,18 @@ def load_prompts(config: RlRunConfig) -> Prompts:
     seed = config.train.seed
     needs_answer = any(part in ANSWER_PARTS for part in config.rl.reward.parts)
     held_out = held_out_prompts(config.rl.eval, config.rl.prompts, encode, seed, needs_answer=needs_answer)
+    train = train_prompts(config.rl.prompts, held_out, encode, seed, needs_answer=needs_answer)
+    of_files = train.prompts if isinstance(train, FilePrompts) else ()
+    joins = config.data.chat_template == "raw" and any(
+        raw_joins(prompt.problem.messages) for prompt in (*held_out, *of_files)
+    )
     return Prompts(
         tokenizer=tokenizer,
         chat=chat,
         ends=ends,
-        train=train_prompts(config.rl.prompts, held_out, encode, seed, needs_answer=needs_answer),
+        train=train,
         held_out=held_out,
+        warning=f"Warning: {RAW_JOINS}" if joins else "",
     )
 
 

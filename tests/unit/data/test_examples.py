@@ -62,6 +62,23 @@ def test_a_line_that_is_no_conversation_is_named(read, tmp_path, line, said):
     assert f"{tmp_path}/chats.jsonl:2: " in str(raised.value) and said in str(raised.value)
 
 
+SYSTEM = {"role": "system", "content": "etao"}
+
+
+@pytest.mark.parametrize(
+    ("line", "template", "is_warned"),
+    [
+        (CHAT, "raw", False),
+        ({"messages": [SYSTEM, *CHAT["messages"]]}, "raw", True),
+        ({"messages": [*CHAT["messages"], *CHAT["messages"]]}, "raw", True),
+        ({"messages": [SYSTEM, *CHAT["messages"], *CHAT["messages"]]}, "plain", False),
+    ],
+)
+def test_raw_warns_once_of_turns_that_it_joins(read, line, template, is_warned):
+    notes = read(line, line, chat_template=template).notes
+    assert sum("end to end" in note for note in notes) == is_warned
+
+
 def test_all_bad_lines_are_counted(read):
     with pytest.raises(DataError, match="and 3 more like these"):
         read(*[{"text": "a"}] * 8)

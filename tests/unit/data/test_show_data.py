@@ -85,6 +85,18 @@ def test_a_prompt_is_shown_as_rendered_with_its_reference(data, tokenizer, tmp_p
         assert title.endswith(f": {numbers[text.strip().rpartition('reference: ')[2]]} tokens")
 
 
+@pytest.mark.parametrize(("template", "is_warned"), [("raw", True), ("plain", False)])
+def test_prompts_of_several_turns_warn_where_the_template_joins_them(
+    template, is_warned, tokenizer, tmp_path, capsys
+):
+    turns = [{"role": "system", "content": "nit"}, {"role": "user", "content": "etao"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": turns, "answer": "etao"}) + "\n")
+    fields = [f"rl.prompts.files={tmp_path}/a.jsonl", f"data.chat_template={template}"]
+    fields += ["rl.prompts.prompt_template=none"]
+    head, _ = shown(capsys, "tiny_moe/own_prompts", tokenizer, tmp_path, *fields)
+    assert ("end to end" in head) == is_warned
+
+
 def test_sequences_of_pretraining_are_shown_as_text_or_as_ids(tokenizer, tmp_path, capsys):
     (document,) = made_up_documents(1, words=4000, seed=3)
     options = PreprocessOptions(

@@ -122,6 +122,33 @@ def test_an_import_and_a_run_name_their_own_model_tokenizer_and_template(
     assert load_run_config(RlRunConfig, None, [f"checkpoint.load={run}"]).model.head == "logits"
 
 
+@pytest.mark.parametrize(
+    ("cls", "recipe"),
+    [(SFTConfig, "tiny_moe/sft"), (RlRunConfig, "tiny_moe/grpo"), (RlRunConfig, "tiny_moe/ppo")],
+)
+def test_a_recipe_goes_on_from_a_run_of_ones_own_with_nothing_of_its_quickstart(
+    cls: type[SFTConfig | RlRunConfig], recipe: str, hf_folder: Path, tmp_path: Path
+) -> None:
+    source = load_run_config(PretrainConfig, None, [f"model.path={hf_folder}"])
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    data = SFTDataConfig(chat_template="plain", tokenizer=source.data.tokenizer)
+    (run / "config.toml").write_text(dump_config(SFTConfig(model=source.model, data=data)))
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f'extends = "{recipe}"\n[checkpoint]\nload = "{run}"\n')
+    for config in (
+        load_run_config(cls, Path(recipe), [f"checkpoint.load={run}"]),
+        load_run_config(cls, mine),
+    ):
+        assert (
+            config.model.model_copy(update={"moe": source.model.moe, "path": source.model.path})
+            == source.model
+        )
+        assert config.data.tokenizer == source.data.tokenizer and config.data.chat_template == "plain"
+        # Balance losses are of the training.
+        assert config.model.moe.aux_loss_coeff == 1e-2
+
+
 def test_a_checkpoint_that_is_not_there_yet_leaves_the_config_as_it_is_written() -> None:
     config = load_run_config(PretrainConfig, None, ["checkpoint.load=runs/earlier", "model.num_layers=3"])
     assert config.model.num_layers == 3 and config.checkpoint.load == "runs/earlier"

@@ -11,6 +11,7 @@ from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
+from mcore_rl.data.sidecar import Sidecar
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.folders.model import read_run, run_of_checkpoint
@@ -54,6 +55,30 @@ def test_a_checkpoint_of_another_tokenizer_is_refused_and_an_unknown_one_is_not(
         )
     (tmp_path / "one").rename(tmp_path / "gone")
     refuse_other_tokenizer(other, str(run))
+
+
+def test_a_run_that_named_no_tokenizer_is_known_by_the_tokenizer_of_its_data(tmp_path: Path) -> None:
+    one, other = tokenizer_in(tmp_path / "one", "a", "b"), tokenizer_in(tmp_path / "other", "b", "a")
+    run, prefix = tmp_path / "run", tmp_path / "books"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.toml").write_text(dump_config(PretrainConfig(data=DataConfig(train=(str(prefix),)))))
+    refuse_other_tokenizer(other, str(run))  # data of another tool has no record of its tokenizer
+    described = Sidecar(
+        tokenizer_kind="huggingface",
+        tokenizer_digest=one.digest,
+        vocab_size=3,
+        eod_id=0,
+        max_token_id=2,
+        documents=1,
+        tokens=2,
+        dtype="uint16",
+        bad_lines=0,
+        sources=(),
+    )
+    (tmp_path / "books.json").write_bytes(described.to_json())
+    refuse_other_tokenizer(one, str(run))
+    with pytest.raises(DataError, match=r"is of a run on .*books, which was made with another tokenizer"):
+        refuse_other_tokenizer(other, str(run))
 
 
 @pytest.mark.parametrize(
