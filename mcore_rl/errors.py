@@ -1,5 +1,6 @@
 """The errors that are the user's to mend. Each message has the value, the expectation, and the remedy."""
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -64,4 +65,15 @@ class RoutingError(McoreRlError):
 def error_text(error: McoreRlError) -> str:
     """Return the text that the user reads instead of a traceback."""
     separator = "\n" if "\n" in str(error) else " "
-    return f"{type(error).__name__}:{separator}{error}"
+    return f"{type(error).__name__}:{separator}{escaped(str(error))}"
+
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+r"""Control characters but for newline and tab: with these a text could clear a terminal or set its title."""
+
+
+def escaped(text: str) -> str:
+    r"""Return a text of a model or of data as a terminal may show it: its control characters as `\x1b`; newline and tab
+    stay.
+    """
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -365,8 +365,8 @@ def what_next(folder: Path) -> str:
     runs = os.path.relpath(folder)
     commands = [
         *([] if is_on_path else [f"source {os.path.relpath(here)}/activate    # puts mcore-rl on the PATH"]),
-        f"mcore-rl generate --model {runs}/grpo_r2 --chat --prompt 12345=",
-        f"mcore-rl eval tiny_moe/grpo checkpoint.load={runs}/grpo_r2 run_dir={runs}/none rl.eval.samples=4",
+        f"mcore-rl generate {runs}/grpo_r2 12345= --chat",
+        f"mcore-rl eval {runs}/grpo_r2 rl.eval.samples=4",
         f"mcore-rl rl tiny_moe/cispo checkpoint.load={runs}/sft run_dir={runs}/cispo",
     ]
     return "\n".join(["try next", *(f"  {command}" for command in commands)])

@@ -343,7 +343,7 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
             ]
         )
     near = _nearest(key, fields + list(sections))
-    remedy = f"Did you mean {near}?" if near else "`mcore-rl <command> --help` lists all keys."
+    remedy = f"Did you mean {near}?" if near else "`mcore-rl fields` lists all sections."
     return f"Unknown key {key} {setting.source}. {remedy}"
 
 

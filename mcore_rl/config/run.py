@@ -180,6 +180,9 @@ class LogConfig(Section):
 
     interval: PositiveInt = 1
     """Steps between two log lines; each covers all steps since the previous line."""
+    console: Literal["quiet", "normal", "verbose"] = "normal"
+    """Lines of the log that the console shows too. `quiet` (-q): only warnings. `normal`: all except details of the
+    machine. `verbose` (-v): all."""
     matrix_interval: PositiveInt | None = 20
     """Steps between two tables of the load by layer and expert in metrics.jsonl; `none`: no tables."""
     tensorboard: bool = False

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, escaped
 from mcore_rl.launch import slurm
 from mcore_rl.launch.job import MEANING, STATUS
 from mcore_rl.launch.records import (
@@ -75,7 +75,8 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps([asdict(status) for status in statuses], indent=1) + "\n")
         return 0
-    sys.stdout.write("\n".join(table([COLUMNS, *map(_row, statuses)])) + "\n")
+    # A warning of a log may quote a completion.
+    sys.stdout.write(escaped("\n".join(table([COLUMNS, *map(_row, statuses)])) + "\n"))
     return 0
 
 

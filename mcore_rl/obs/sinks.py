@@ -13,10 +13,11 @@ from rich.markup import escape
 from torch import Tensor
 
 from mcore_rl.config.run import LogConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, escaped
 from mcore_rl.obs.jsonl import FILE_NAME, JsonlSink
 from mcore_rl.obs.metric_table import Reported
 from mcore_rl.obs.metrics import Metric, reduced
+from mcore_rl.processes.live_line import has_live_line, show_live_line
 
 
 class Sink(Protocol):
@@ -48,6 +49,9 @@ class Log:
         Matrices are written every `log.matrix_interval` steps.
         """
         self._take(step, metrics)
+        for sink in self._sinks:
+            if isinstance(sink, ConsoleSink):
+                sink.show_step(step)
         due: list[Metric] = []
         if step % self._config.interval == 0:
             due, self._pending = self._pending, []
@@ -85,6 +89,12 @@ class Log:
         for sink in self._sinks:
             sink.message(self._step, text, fields)
 
+    def detail(self, text: str) -> None:
+        """Write an event that the console shows with log.console="verbose" alone."""
+        for sink in self._sinks:
+            if self._config.console == "verbose" or not isinstance(sink, ConsoleSink):
+                sink.message(self._step, text, {})
+
     def close(self) -> None:
         """Write the metrics that are pending and close every sink."""
         self._write(self._step, self._pending + self._pending_matrices)
@@ -116,7 +126,9 @@ def open_log(
         optional.append(TensorBoardSink(run_dir / "tensorboard", resume_step))
     if config.wandb_project:
         optional.append(WandbSink(config.wandb_project, run_dir, settings or {}))
-    console = ConsoleSink(Console(), total_steps)
+    console = ConsoleSink(
+        Console(), total_steps, is_quiet=config.console == "quiet", has_live_line=has_live_line()
+    )
     return Log([console, JsonlSink(run_dir / FILE_NAME, resume_step), *optional], config, resume_step)
 
 
@@ -128,10 +140,36 @@ def silent_log() -> Log:
 class ConsoleSink:
     """Sink that prints one line per step; colours only on a terminal."""
 
-    def __init__(self, console: Console, total_steps: int) -> None:
+    def __init__(
+        self, console: Console, total_steps: int, *, is_quiet: bool = False, has_live_line: bool = False
+    ) -> None:
+        """Prepare to print.
+
+        Args:
+            console: Where lines go.
+            total_steps: Steps of the run.
+            is_quiet: Whether warnings alone are printed.
+            has_live_line: Whether the process that started this rank shows the step at hand below what is printed.
+        """
         self._console = console
         self._total_steps = total_steps
+        self._is_quiet = is_quiet
+        self._has_live_line = has_live_line and not is_quiet
         self._first: tuple[int, float] | None = None
+        self._newest: dict[str, str] = {}
+        """Metrics of LIVE as they were last printed."""
+
+    def show_step(self, step: int) -> None:
+        """Bring the live line to a step that is done: it has the metrics that were printed last."""
+        if not self._has_live_line:
+            return
+        left = self._time_left(step)
+        cells = [
+            f"step {step}/{self._total_steps}",
+            *self._newest.values(),
+            *([f"{left} left"] if left else []),
+        ]
+        show_live_line(" | ".join(cells))
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
         """Print one line with the COLUMNS that have a value.
@@ -149,6 +187,10 @@ class ConsoleSink:
                 if value < LEAST_NORM:
                     continue
             cells.append(f"[dim]{label}[/] {show(value)}")
+            if name in LIVE:
+                self._newest[name] = f"{label} {show(value)}"
+        if self._is_quiet:
+            return
         if "train/lr" in values and (left := self._time_left(step)) is not None:
             cells.append(f"{left} [dim]left[/]")
         if cells:
@@ -157,8 +199,10 @@ class ConsoleSink:
 
     def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
         """Print one line: the text, then the fields."""
+        if self._is_quiet and not text.lower().startswith("warning"):
+            return
         more = "".join(f" | {name} {value}" for name, value in fields.items())
-        self._print(f"[yellow]{escape(text)}[/]{escape(more)}")
+        self._print(f"[yellow]{escape(escaped(text))}[/]{escape(escaped(more))}")
 
     def close(self) -> None:
         """Do nothing: the console stays open."""
@@ -210,6 +254,10 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "test/perplexity": ("perplexity", "{:.2f}".format),
 }
 """Metrics that the console shows, in this order: metric -> label, format."""
+LIVE = frozenset(
+    {"train/loss_nats", "pairs/loss", "reward/mean", "eval/accuracy", "train/tokens_per_s_per_rank"}
+)
+"""Metrics of the live line."""
 LEAST_NORM = 5e-4
 """Norm of a gradient below which its column shows 0.000."""
 

@@ -35,6 +35,7 @@ from mcore_rl.processes.failures import (
     signal_name,
 )
 from mcore_rl.processes.forked_rank import PR_SET_PDEATHSIG, THREADS, ForkedRank, imported
+from mcore_rl.processes.live_line import LIVE_FILE, LiveLine
 from mcore_rl.processes.signed_store import SECRET_FILE, write_secret
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -51,7 +52,8 @@ TRAINING, STOPPING = "training", "stopping"
 OF_RANKS = frozenset(
     {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
-        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", FAILURES, STAGE_FILE, SECRET_FILE),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
+        *(FAILURES, STAGE_FILE, SECRET_FILE, LIVE_FILE),
     }
 )
 """Environment variables of a rank, which other torch programs would mistake for their own."""
@@ -130,6 +132,9 @@ def launch_local(
         write_secret(secret)
         (log_dir / NOT_WRITER).touch()
     environment |= {FAILURES: str(causes), STAGE_FILE: str(stage), SECRET_FILE: str(secret)}
+    has_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    live = LiveLine(sys.stdout.buffer, (log_dir / ".live").resolve() if has_terminal else None)
+    environment |= {LIVE_FILE: str(live.path)} if live.path else {}
     ranks: list[_Rank] = []
     with _caught_signals() as caught:
         try:
@@ -138,10 +143,11 @@ def launch_local(
                 own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 log = log_dir / f"rank_{rank}.log"
                 ranks.insert(0, _start(module, args, own, log, is_first=rank == 0, is_forked=is_forked))
-            _tee_to_console(ranks[0])
-            return _wait(ranks, caught, causes, stage)
+            _tee_to_console(ranks[0], live)
+            return _wait(ranks, caught, causes, stage, live)
         finally:
             _end(ranks)
+            live.close()
             stage.unlink(missing_ok=True)
             secret.unlink(missing_ok=True)
 
@@ -249,15 +255,15 @@ def _dies_with_parent() -> Callable[[], None] | None:
     return in_child
 
 
-def _tee_to_console(rank: _Rank) -> None:
+def _tee_to_console(rank: _Rank, live: LiveLine) -> None:
     for pipe, console in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr)):
         assert pipe is not None
-        thread = threading.Thread(target=_tee, args=(pipe, console.buffer, rank.log), daemon=True)
+        thread = threading.Thread(target=_tee, args=(pipe, console.buffer, rank.log, live), daemon=True)
         thread.start()
         rank.tees.append(thread)
 
 
-def _tee(pipe: IO[bytes], console: IO[bytes], log: Path) -> None:
+def _tee(pipe: IO[bytes], console: IO[bytes], log: Path, live: LiveLine) -> None:
     """Copy `pipe` to its end; a closed console (`| head`) does not stop the log, nor a full disk the rank."""
     has_console = has_room = True
     with pipe, log.open("ab", buffering=0) as file:
@@ -275,8 +281,7 @@ def _tee(pipe: IO[bytes], console: IO[bytes], log: Path) -> None:
                 has_room = False
             if has_console:
                 try:
-                    console.write(chunk)
-                    console.flush()
+                    live.write(console, chunk)
                 except OSError:
                     has_console = False
 
@@ -322,15 +327,17 @@ def _ended_while_starting(number: int) -> int:
     return 128 + number
 
 
-def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> int:
+def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path, live: LiveLine) -> int:
     """Return the exit status once all ranks have ended well, a rank has failed, or the user does not want to wait."""
     passed_on: list[int] = []
     oom = OomKills()
     failed_s: float | None = None
     unwritten: list[Failure] = []
     while True:
+        live.poll()
         while caught:
             number = caught.pop(0)
+            live.close()
             if number == signal.SIGINT and number in passed_on:
                 _kill(ranks)
                 _write_line("Ended at once. The same command goes on from the last complete checkpoint.")
@@ -354,6 +361,7 @@ def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> i
                 unwritten, key=lambda failure: (failure.order, failure.status != REFUSED_STATUS), default=None
             )
             # A rank that has lost its peer may end sooner than the rank that knows why.
+            live.close()
             if cause and (cause.order == Order.CAUSE or time.monotonic() - failed_s > CLAIM_S):
                 with suppress(OSError):  # a full disk
                     publish(causes)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from mcore_rl.errors import escaped
+
 MAX_GROUPS, MAX_COMPLETIONS, MAX_CHARACTERS = 4, 8, 2000
 
 
@@ -106,6 +108,7 @@ def _group(samples: Sequence[_Sample]) -> SampleGroup:
 
 
 def shortened(text: str) -> str:
-    """Return at most MAX_CHARACTERS of a text, and the number of characters left out."""
+    """Return at most MAX_CHARACTERS of a text, control characters escaped, and the number of characters left out."""
+    text = escaped(text)
     left_out = len(text) - MAX_CHARACTERS
     return text if left_out <= 0 else f"{text[:MAX_CHARACTERS]} … ({left_out} characters more)"

@@ -7,6 +7,7 @@ import io
 import os
 import select
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from mcore_rl import __version__
@@ -18,7 +19,11 @@ from mcore_rl.errors import (
     McoreRlError,
     error_text,
 )
-from mcore_rl.run.commands.table import COMMANDS
+from mcore_rl.run.commands.table import COMMANDS, GROUPS
+
+WIDTH = 80
+"""Columns of the overview."""
+ALL_FIELDS = "--help-all"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +71,9 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     name, rest = split_name(arguments)
     command = COMMANDS[name]
+    if command.config and ALL_FIELDS in rest:
+        sys.stdout.write(f"{parser_of(name).format_help()}\n{_fields_help(command.config)}\n")
+        return 0
     args = parser_of(name).parse_intermixed_args([_as_field(word) for word in rest])
     if command.program is not None:
         return int(importlib.import_module("mcore_rl.run.start_ranks").start_ranks(command, args))
@@ -85,29 +93,36 @@ def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def overview(names: Sequence[str] = ()) -> str:
-    """Return the help for all commands, or for `names`, the commands of one group."""
-    shown = {name: COMMANDS[name] for name in names or COMMANDS}
+    """Return the help for all commands by their groups, or for `names`, the commands of one group."""
     group = f" {names[0].split()[0]}" if names else ""
-    width = max(map(len, shown))
-    commands = "\n".join(f"  {name:<{width}} {command.summary}" for name, command in shown.items())
-    about = "Pretraining and reinforcement learning of Mixture-of-Experts models on Megatron-Core.\n\n"
-    example = next(iter(shown.values())).example
-    return (
-        f"usage: mcore-rl{group} <command> ...\n\n{'' if group else about}{commands}\n\n"
-        f"`mcore-rl{group} <command> --help` explains one. An example:\n  {example}\n"
-    )
+    width = max(map(len, COMMANDS))
+    lines = [f"usage: mcore-rl{group} <command> ...", ""]
+    if not names:
+        lines += textwrap.wrap(
+            "Pretraining and reinforcement learning of Mixture-of-Experts models on Megatron-Core.", WIDTH
+        )
+    for title, members in {"": names}.items() if names else GROUPS.items():
+        lines += ["", f"{title}:"] if title else []
+        lines += [f"  {name:<{width}}  {COMMANDS[name].brief}" for name in members]
+    example = COMMANDS[names[0]].example if names else "mcore-rl rl tiny_moe/grpo rl.loss.kind=gspo -v"
+    lines += ["", f"`mcore-rl{group} <command> --help` explains a command. An example:", f"  {example}"]
+    return "\n".join(lines) + "\n"
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Return the parser of a command; if it has a config, the help ends with the config's fields."""
+    """Return the parser of a command; if it has a config, the help says how to see the config's fields."""
     command = COMMANDS[name]
     parser = argparse.ArgumentParser(
         prog=f"mcore-rl {name}",
-        description=f"{command.summary}\n\nexample:\n  {command.example}",
-        epilog=_fields_help(command.config) if command.config else None,
+        description=f"{textwrap.fill(command.summary, WIDTH)}\n\nexample:\n  {command.example}",
+        epilog="`mcore-rl fields KEY` explains a section or a field of CONFIG, as optim.lr."
+        if command.config
+        else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_arguments(parser)
+    if command.config:
+        parser.add_argument(ALL_FIELDS, action="store_true", help="show this, and every field of CONFIG")
     return parser
 
 

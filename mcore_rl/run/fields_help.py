@@ -1,24 +1,89 @@
-"""Help for the fields of a config."""
+"""Help for the fields of a config: `mcore-rl fields`, and `--help-all` of a training command."""
 
+import argparse
+import difflib
 import functools
 import shutil
+import sys
 import textwrap
+from collections.abc import Sequence
 
-from mcore_rl.config.describe import describe_sections
+from mcore_rl.config.describe import SectionDoc, describe_sections
 from mcore_rl.config.kinds import KINDS
+from mcore_rl.config.trainings import TRAININGS
+from mcore_rl.errors import ConfigError
+
+KEY_WIDTH = 26
+"""Columns of the names of sections in their list."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the fields of the section, or the field, `args.key`; without one, all sections.
+
+    Raises:
+        ConfigError: there is no such section and no such field; the message names the nearest.
+    """
+    kinds = [args.program] if args.program else [*TRAININGS]
+    if not args.key:
+        sections = [doc for kind in kinds for doc in describe_sections(KINDS[kind]) if doc.key]
+        first = {doc.key: doc.meaning for doc in reversed(sections)}
+        columns = shutil.get_terminal_size().columns
+        for key in dict.fromkeys(doc.key for doc in sections):
+            meaning = textwrap.shorten(first[key], max(20, columns - KEY_WIDTH - 1), placeholder=" ...")
+            sys.stdout.write(f"{key:<{KEY_WIDTH}} {meaning}\n")
+        return 0
+    found = _texts(kinds, args.key) or _texts(list(KINDS), args.key)
+    if not found:
+        docs = [doc for kind in kinds for doc in describe_sections(KINDS[kind])]
+        keys = [key for doc in docs for key in (doc.key, *(field.key for field in doc.fields))]
+        near = difflib.get_close_matches(args.key, keys, n=1)
+        hint = f"Did you mean {near[0]}?" if near else "`mcore-rl fields` lists the sections."
+        raise ConfigError(f"There is no section and no field {args.key}. {hint}")
+    for text, readers in found.items():
+        if len(found) > 1:
+            sys.stdout.write(f"--- {', '.join(readers)}\n")
+        sys.stdout.write(text + "\n")
+    return 0
 
 
 def fields_help(kind: str) -> str:
     """Return help for every field of the config `kind`, a name in KINDS, by section: key, default, type, meaning."""
+    sections = map(section_help, describe_sections(KINDS[kind]))
+    return "\n\n".join(["The fields of CONFIG, with their defaults:", *sections])
+
+
+def sections_at(kind: str, key: str) -> list[SectionDoc]:
+    """Return the section `key` of a kind of config and the sections inside it.
+
+    If `key` is a field, return its section with only that field; an empty list if the config has neither.
+    """
+    docs = describe_sections(KINDS[kind])
+    if sections := [doc for doc in docs if doc.key == key or doc.key.startswith(f"{key}.")]:
+        return sections
+    return [
+        SectionDoc(key=doc.key, meaning=doc.meaning, fields=fields)
+        for doc in docs
+        if (fields := tuple(field for field in doc.fields if field.key == key))
+    ]
+
+
+def section_help(section: SectionDoc) -> str:
+    """Return help for a section: its meaning, then key, default, type and meaning of its fields."""
     width = min(max(shutil.get_terminal_size().columns, 60), 110)
     wrap = functools.partial(textwrap.wrap, width=width, break_on_hyphens=False)
-    paragraphs = ["The fields of CONFIG, with their defaults:"]
-    for section in describe_sections(KINDS[kind]):
-        title = f"[{section.key}]  {section.meaning}" if section.key else section.meaning
-        lines = wrap(title)
-        for doc in section.fields:
-            kinds = f"    with kind {doc.choice}" if doc.choice else ""
-            lines.append(f"  {doc.key} = {doc.default}    ({doc.type}){kinds}")
-            lines += wrap(doc.meaning, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        paragraphs.append("\n".join(lines))
-    return "\n\n".join(paragraphs)
+    meaning = " ".join(section.meaning.split())
+    lines = wrap(f"[{section.key}]  {meaning}" if section.key else meaning)
+    for doc in section.fields:
+        kinds = f"    with kind {doc.choice}" if doc.choice else ""
+        lines.append(f"  {doc.key} = {doc.default}    ({doc.type}){kinds}")
+        lines += wrap(doc.meaning, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def _texts(kinds: Sequence[str], key: str) -> dict[str, list[str]]:
+    """Return the help on a section or a field, and the kinds of config that have it so."""
+    found: dict[str, list[str]] = {}
+    for kind in kinds:
+        if sections := sections_at(kind, key):
+            found.setdefault("\n\n".join(map(section_help, sections)), []).append(kind)
+    return found

@@ -17,10 +17,9 @@ from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
 from mcore_rl.data.chat import Conversation, Message, load_chat, prompt_ids
 from mcore_rl.data.end_tokens import end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
-from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.errors import ConfigError, DataError, escaped
 from mcore_rl.folders.model import ModelFolder, find_model, read_model_folder, read_run
 from mcore_rl.model.build import build_model
-from mcore_rl.obs.escaped import escaped
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.processes.imports import checkpoint_of, ensure_imported
 from mcore_rl.processes.rank_guard import rank_guard
@@ -38,6 +37,7 @@ MAX_REQUESTS = 64
 def main(args: argparse.Namespace) -> int:
     """Print the prompt and its continuations."""
     with rank_guard():
+        _take_positional(args)
         _check(args)
         trained, weights = model_of_arguments(args)
         if trained.model.head == "score":
@@ -261,10 +261,23 @@ def continuations(
     return engine.generate([prompt], sampling, seeds_1G)[0].completions
 
 
+def _take_positional(args: argparse.Namespace) -> None:
+    """Set --model and --prompt to the arguments without names; ConfigError where both forms are given."""
+    for place, option in (("folder", "model"), ("text", "prompt")):
+        given = getattr(args, place)
+        if given is None:
+            continue
+        if getattr(args, option):
+            raise ConfigError(
+                f"{given} and --{option} {getattr(args, option)} are both given: leave out one of them."
+            )
+        setattr(args, option, given)
+
+
 def _check(args: argparse.Namespace) -> None:
     if args.model is None and args.run is None and args.checkpoint is None:
         raise ConfigError(
-            "There is nothing to generate with: give --model FOLDER (Hugging Face's, an import, a checkpoint or a run)."
+            "There is nothing to generate with: give FOLDER (a run, an import, a checkpoint, or Hugging Face's)."
         )
     if args.model is not None and (
         args.run is not None or args.checkpoint is not None or args.url is not None

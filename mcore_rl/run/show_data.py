@@ -29,8 +29,7 @@ from mcore_rl.data.preferences import TIE, comparison_of
 from mcore_rl.data.records import Record, is_table, read_records
 from mcore_rl.data.shapes import unread_text
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
-from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.obs.escaped import escaped
+from mcore_rl.errors import ConfigError, DataError, escaped
 from mcore_rl.run.programs.preferences import describe_preferences, load_preferences
 from mcore_rl.run.programs.pretrain import sample_counts
 from mcore_rl.run.programs.rollouts import load_prompts

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mcore_rl.errors import escaped
 from mcore_rl.files import write_atomically
-from mcore_rl.obs.escaped import escaped
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion

@@ -9,10 +9,23 @@ CONFIG_HELP = "the config: a .toml file, or the name of a recipe (`mcore-rl reci
 
 
 def config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a config file, fields to override, and the number of local ranks."""
+    """Declare a config file, fields to override, the number of local ranks, and how much the console shows."""
     parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     add_overrides(parser)
     add_ranks(parser)
+    for option, name, text in (
+        ("-q", "quiet", "show warnings alone on the console"),
+        ("-v", "verbose", "show the details of the machine too"),
+    ):
+        parser.add_argument(
+            option,
+            f"--{name}",
+            dest="console",
+            action="append_const",
+            const=f"log.console={name}",
+            default=[],
+            help=f"{text}; log.console={name}",
+        )
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:

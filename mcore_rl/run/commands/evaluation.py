@@ -1,6 +1,7 @@
 """Arguments of `mcore-rl eval`: a config, or else a model, questions and rewards."""
 
 import argparse
+from pathlib import Path
 
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
@@ -11,7 +12,13 @@ RECIPE = "any_model/eval"
 
 def eval_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a config like `config_arguments`, or a model, data and rewards."""
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help=CONFIG_HELP)
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help=f"{CONFIG_HELP}; or the run_dir of an RL training, or a reward model's, whose newest checkpoint is "
+        "evaluated as its own config says",
+    )
     add_overrides(parser)
     add_ranks(parser)
     parser.add_argument(
@@ -33,7 +40,11 @@ def eval_config(args: argparse.Namespace) -> tuple[str, list[str]]:
     config, words = args.config, list(args.overrides)
     if args.model is None:
         if config is None or args.data or args.reward:
-            raise ConfigError("Give CONFIG, or --model FOLDER with --data FILE and --reward PART.")
+            raise ConfigError(
+                "Give CONFIG, the folder of a run, or --model FOLDER with --data FILE and --reward PART."
+            )
+        if (Path(config) / "config.toml").is_file():
+            return f"{config}/config.toml", [f"run_dir={config}", *words]
         return config, words
     if config is not None and "=" not in config:
         raise ConfigError(

@@ -9,6 +9,8 @@ from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides
 
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a run or a checkpoint, a prompt, and how to sample tokens."""
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="the model, as --model")
+    parser.add_argument("text", metavar="TEXT", nargs="?", help="the prompt, as --prompt")
     parser.add_argument(
         "--model",
         metavar="FOLDER",

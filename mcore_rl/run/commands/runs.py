@@ -34,6 +34,19 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def fields_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a section or a field, and the kind of config."""
+    parser.add_argument(
+        "key", metavar="KEY", nargs="?", default="", help="a section or a field, as rl.loss or optim.lr"
+    )
+    add_program(parser)
+
+
+def completion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the shell."""
+    parser.add_argument("shell", choices=["bash"], help="the shell that completes")
+
+
 def report_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare runs, and the page to write."""
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the run_dir of a training")

@@ -109,9 +109,9 @@ def open_run(
         if platform.rank == 0:
             settings = config.model_dump(mode="json")
             log = open_log(folder.path, config.log, step, config.train.steps, settings)
+        for line in (platform.describe(), flags.describe()):
+            log.detail(line)
         for line in [
-            platform.describe(),
-            flags.describe(),
             *adapters,
             *_memory_lines(config, platform),
             *checkpoints.poll(),

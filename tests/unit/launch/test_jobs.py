@@ -336,3 +336,14 @@ def test_the_newest_warnings_of_the_log_are_listed_once_each_by_their_first_line
     assert listed(capsys, run.path)["a"]["why"] == (
         "warning: iter_7 is damaged; warning: three (step 9); warning: one (step 8); warning: two (step 7)"
     )
+
+
+def test_a_warning_that_quotes_a_completion_reaches_the_terminal_with_its_control_characters_escaped(
+    run, slurm, capsys
+):
+    slurm.says("squeue", "12|N/A|RUNNING|None|n[1-2]\n")
+    run.attempt("start")
+    run.metrics({"step": 2, "event": "warning: it wrote \x1b[2J\x1b]0;title\x07"})
+    assert main(["jobs", str(run.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "warning: it wrote \\x1b[2J\\x1b]0;title\\x07 (step 2)" in shown and "\x1b" not in shown

@@ -1,5 +1,6 @@
 import io
 import math
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.obs.jsonl import JsonlSink, read_records
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.obs.sinks import ConsoleSink, Log, open_log, optional_package, silent_log
+from mcore_rl.processes.live_line import LIVE_FILE
 
 
 def jsonl_log(path, step=0, **settings):
@@ -105,6 +107,51 @@ def test_a_silent_log_takes_everything_and_tells_nobody(tmp_path, capsys, monkey
 def console_text(width=80):
     text = io.StringIO()
     return text, ConsoleSink(Console(file=text, width=width), total_steps=2000)
+
+
+def test_the_console_shows_details_with_verbose_alone_and_warnings_with_quiet(tmp_path):
+    shown = {}
+    for level in ("quiet", "normal", "verbose"):
+        text = io.StringIO()
+        sink = ConsoleSink(Console(file=text), 2, is_quiet=level == "quiet")
+        path = tmp_path / level
+        log = Log([sink, JsonlSink(path, 0)], LogConfig(console=level))
+        log.detail("2 x CPU")
+        log.message("3 prompts")
+        log.message("warning: no signal")
+        log.message("Warning: text is not read")
+        log.write(1, [Metric("train/loss_nats", 3.0)])
+        log.close()
+        shown[level] = text.getvalue().splitlines()
+        events = [record["event"] for record in records(path) if "event" in record]
+        assert events == ["2 x CPU", "3 prompts", "warning: no signal", "Warning: text is not read"]
+    warnings = ["warning: no signal", "Warning: text is not read"]
+    step = "step 1/2 | loss 3.0000"
+    assert shown == {
+        "quiet": warnings,
+        "normal": ["3 prompts", *warnings, step],
+        "verbose": ["2 x CPU", "3 prompts", *warnings, step],
+    }
+
+
+def test_a_message_shows_control_characters_escaped_and_the_file_has_them(tmp_path):
+    text, sink = console_text()
+    log = Log([sink, JsonlSink(tmp_path / "m", 0)], LogConfig())
+    log.message("wrote \x1b[2J", path="\x1b]0;title\x07")
+    assert text.getvalue() == "wrote \\x1b[2J | path \\x1b]0;title\\x07\n"
+    assert records(tmp_path / "m")[0]["event"] == "wrote \x1b[2J"
+
+
+def test_the_live_line_has_the_step_at_hand_and_what_was_printed_last(tmp_path, monkeypatch):
+    monkeypatch.setenv(LIVE_FILE, str(tmp_path / "live"))
+    sink = ConsoleSink(Console(file=io.StringIO()), 8, has_live_line=True)
+    log = Log([sink], LogConfig(interval=2))
+    log.write(1, [Metric("train/loss_nats", 5.0)])
+    assert (tmp_path / "live").read_text() == "step 1/8"
+    log.write(2, [Metric("train/loss_nats", 3.0), Metric("train/tokens_per_s_per_rank", 1234.0)])
+    log.write(3, [Metric("train/loss_nats", 1.0)])
+    shown = (tmp_path / "live").read_text()
+    assert re.fullmatch(r"step 3/8 \| loss 4\.0000 \| tokens/s/rank 1\.23k \| 0:00:\d\d left", shown)
 
 
 def test_a_step_is_one_plain_line_when_the_output_is_not_a_terminal():

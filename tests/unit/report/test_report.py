@@ -213,6 +213,15 @@ def test_samples_are_of_the_first_and_the_last_step_the_best_answer_first(runs):
     assert after.groups[0].prompt.startswith("prompt a of step 39")
 
 
+def test_samples_have_their_control_characters_escaped(tmp_path):
+    run_dir = write_run(tmp_path, RlRunConfig(run_dir="escaped"), 3, samples=(0,))
+    (path,) = (run_dir / "samples").glob("*.jsonl")
+    sample = json.loads(path.read_text().splitlines()[0])
+    path.write_text(json.dumps(sample | {"completion": "\x1b[2J", "prompt": "\x9b31m"}) + "\n")
+    (step,) = before_and_after(run_dir)
+    assert step.groups[0].prompt == "\\x9b31m" and step.groups[0].completions[0].text == "\\x1b[2J"
+
+
 def test_samples_that_are_not_what_a_run_writes_are_left_out(tmp_path):
     run_dir = write_run(tmp_path, RlRunConfig(run_dir="torn"), 3, samples=(0,))
     (path,) = (run_dir / "samples").glob("*.jsonl")

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.config.describe import describe
+from mcore_rl.config.describe import describe, describe_sections
+from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.load import load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import EXIT_STATUSES
 from mcore_rl.launch.job import STATUS
 from mcore_rl.run.cli import main, parser_of, split_name
-from mcore_rl.run.commands.table import COMMANDS
+from mcore_rl.run.commands.table import COMMANDS, GROUPS
 from mcore_rl.run.log_folders import next_log_dir
 from mcore_rl.run.study.runs import plan
 
@@ -72,13 +73,84 @@ def test_the_help_of_a_plan_imports_no_config():
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_help_of_a_training_explains_every_field(name, capsys):
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
+    assert main([name, "--help-all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for doc in describe(PROGRAMS[name].config):
         kinds = f"with kind {doc.choice} " if doc.choice else ""
         words = f"{doc.key} = {doc.default} ({doc.type}) {kinds}{doc.meaning}".split()
         assert " ".join(words) in text
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) < 30 and max(map(len, short.splitlines())) <= 80
+
+
+def test_the_overview_has_every_command_once_in_a_group_and_80_columns(capsys):
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line[:-1] for line in lines if re.fullmatch(r"\w+:", line)] == list(GROUPS)
+    for name, command in COMMANDS.items():
+        assert sum(bool(re.fullmatch(f"  {name} +{re.escape(command.brief)}", line)) for line in lines) == 1
+
+
+@pytest.mark.parametrize("key", ["rl.loss", "optim", "optim.lr", "container", "rl.advantage.critic"])
+def test_fields_explains_a_section_or_a_field_and_no_other(key, capsys):
+    assert main(["fields", key]) == 0
+    shown = set(re.findall(r"^  (\S+) = ", capsys.readouterr().out, re.MULTILINE))
+    every = {doc.key for cls in KINDS.values() for doc in describe(cls)}
+    assert shown == {name for name in every if name == key or name.startswith(f"{key}.")}
+
+
+def test_fields_lists_sections_names_the_kinds_that_differ_and_the_nearest(capsys):
+    assert main(["fields"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    sections = {doc.key for program in PROGRAMS.values() for doc in describe_sections(program.config)}
+    assert sorted(listed) == sorted(sections - {""})
+    assert main(["fields", "data.train"]) == 0
+    assert re.findall("^--- (.*)$", capsys.readouterr().out, re.MULTILINE) == ["pretrain", "sft", "rm, dpo"]
+    assert main(["fields", "data.train", "--program", "sft"]) == 0
+    assert "---" not in capsys.readouterr().out
+    assert main(["fields", "rl.los"]) == 2
+    assert "Did you mean rl.loss?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["pre"], ["pretrain"]),
+        (["data", "s"], ["show"]),
+        (["rl", "tiny_moe/gs"], ["tiny_moe/gsm8k", "tiny_moe/gspo"]),
+        (["rl", "tiny_moe/grpo", "optim.l"], ["optim.lr="]),
+        (["pretrain", "rl.loss"], []),
+        (["launch", "x", "--cluster", "example_h"], ["example_h100"]),
+        (["data", "show", "--n"], ["--num"]),
+        (["fields", "rl.los"], ["rl.loss"]),
+    ],
+)
+def test_bash_completes_commands_recipes_fields_and_options(words, wanted, capsys):
+    assert main(["completion", "bash"]) == 0
+    typed = " ".join(shlex.quote(word) for word in ["mcore-rl", *words])
+    script = f"{capsys.readouterr().out}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words)}; _mcore_rl"
+    script += "; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == wanted and not done.stderr
+
+
+def test_quiet_and_verbose_are_fields():
+    for option, field in (("-q", "quiet"), ("--verbose", "verbose")):
+        args = parser_of("sft").parse_intermixed_args(["tiny_moe/sft", option, "train.seed=2"])
+        assert COMMANDS["sft"].given(args) == ("tiny_moe/sft", ["train.seed=2", f"log.console={field}"])
+
+
+def test_eval_takes_the_folder_of_a_run(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    args = parser_of("eval").parse_intermixed_args([str(tmp_path), "rl.eval.samples=4"])
+    assert COMMANDS["eval"].given(args) == (
+        f"{tmp_path}/config.toml",
+        [f"run_dir={tmp_path}", "rl.eval.samples=4"],
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -21,9 +21,9 @@ from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
+from mcore_rl.errors import escaped
 from mcore_rl.folders.model import ModelFolder
 from mcore_rl.model.build import build_model
-from mcore_rl.obs.escaped import escaped
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.run.cli import main
 from mcore_rl.run.generate import Request, request_of
@@ -100,6 +100,12 @@ def test_streamed_it_is_the_same_text_in_pieces(run_dir: Path, monkeypatch: pyte
     assert len(streamed) > 3, "it came at once"
 
 
+def test_folder_and_text_need_no_names(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = generate(capsys, "--model", run_dir, "--prompt", "the cat", "--tokens", 12)
+    assert generate(capsys, run_dir, "the cat", "--tokens", 12) == named
+    assert generate(capsys, "--tokens", 12, run_dir, "--prompt", "the cat") == named
+
+
 def test_it_writes_the_likeliest_continuation(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = generate(capsys, "--run", run_dir, "--prompt", "the cat", "--tokens", 12)
     tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(run_dir / "tokens.model")))
@@ -167,6 +173,8 @@ def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFix
         (["--run", "RUN", "--system", "Be kind."], "--system is a turn of a chat"),
         (["--run", "RUN", "--answer", "The"], "--answer is a turn of a chat"),
         (["--run", "RUN/checkpoints"], "Name the run_dir of a training"),
+        (["RUN", "the", "--prompt", "cat"], "the and --prompt cat are both given"),
+        (["RUN", "the", "--run", "RUN"], "--model names model and weights"),
         (["--checkpoint", "/"], "/ holds no checkpoint"),
     ],
 )

@@ -1,6 +1,6 @@
 """No text of a model or of data reaches a terminal as a command."""
 
-from mcore_rl.obs.escaped import escaped
+from mcore_rl.errors import escaped
 from mcore_rl.rl.rollouts.samples import table_lines
 
 
