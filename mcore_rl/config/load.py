@@ -22,6 +22,11 @@ from mcore_rl.config.toml import parse_value, toml_value
 from mcore_rl.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
+OVERRIDDEN = {
+    "data.prompt_field": "data.prompt_template",
+    "rl.prompts.prompt_field": "rl.prompts.prompt_template",
+}
+"""Field -> the field that a weaker place may set to say the same in another way, and that then has its default."""
 MISSPELT = 0.93
 """Similarity, by difflib, above which an unknown key is taken for a misspelt field rather than another system's
 setting."""
@@ -88,6 +93,9 @@ def read_settings(cls: type[Section], path: Path | None, overrides: Sequence[str
         _refuse_other_kind(cls, path, [table for _, table in tables])
     if mistakes:
         raise ConfigError("\n".join(mistakes))
+    for field, template in OVERRIDDEN.items():
+        if field in settings and template in settings and settings[field].rank > settings[template].rank:
+            del settings[template]
     return {key: setting for key, setting in settings.items() if key not in others}
 
 

@@ -133,7 +133,9 @@ def _dialogue(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
     )
     if config.format == "chat" or (config.format == "auto" and config.messages_field in entry):
         if config.messages_field not in entry:
-            raise DataError(f'"{config.messages_field}" is not there (keys: {", ".join(entry)}); {MEND}')
+            is_default = config.messages_field == SFTDataConfig.model_fields["messages_field"].default
+            mend = MEND if is_default else "data.messages_field names it; name another key"
+            raise DataError(f'"{config.messages_field}" is not there (keys: {", ".join(entry)}); {mend}')
         dialogue = recognise({**entry, "messages": entry[config.messages_field]})
         assert dialogue is not None, "it has messages"
         used = dialogue.used | {config.messages_field}
@@ -170,10 +172,12 @@ def _text(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue | None:
 def _pair(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
     """Return the prompt and response that the config's fields name, as text or turns."""
     template = config.prompt_template
-    keys = [config.response_field] if template is not None else [config.prompt_field, config.response_field]
-    for key in keys:
-        if not isinstance(entry.get(key), str | list):
-            raise DataError(f'"{key}" is {_kind(entry, key)}, wanted text (keys: {", ".join(entry)}); {MEND}')
+    names = ["response_field"] if template is not None else ["prompt_field", "response_field"]
+    for name in names:
+        if not isinstance(entry.get(key := getattr(config, name)), str | list):
+            is_default = key == SFTDataConfig.model_fields[name].default
+            mend = MEND if is_default else f"data.{name} names it; name another key"
+            raise DataError(f'"{key}" is {_kind(entry, key)}, wanted text (keys: {", ".join(entry)}); {mend}')
     if template is None:
         prompt, used = entry[config.prompt_field], {config.prompt_field}
     else:

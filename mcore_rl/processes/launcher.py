@@ -101,7 +101,12 @@ def note_stage(stage: str) -> None:
 
 
 def launch_local(
-    module: str, args: Sequence[str], num_ranks: int, log_dir: Path, imports: Sequence[str] = ()
+    module: str,
+    args: Sequence[str],
+    num_ranks: int,
+    log_dir: Path,
+    imports: Sequence[str] = (),
+    refuse: Callable[[], None] | None = None,
 ) -> int:
     """Run `python -m module *args` as ranks of this machine; return the exit status of the first failure, or 0.
 
@@ -112,7 +117,8 @@ def launch_local(
     are ranks is a TrainingError; a disk that fills up later costs the logs their next lines, and nothing else.
 
     Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), if that is safe, and
-    so does a single rank if this process has imported them already.
+    so does a single rank if this process has imported them already. In both cases `refuse` is called first and raises
+    the errors that the ranks would raise. It is not called otherwise, since it would have to import what they import.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     raise_open_files()
@@ -124,6 +130,9 @@ def launch_local(
         with _raised_signals():
             shares = num_ranks > 1 or all(module in sys.modules for module in imports)
             is_forked = shares and imported(imports, environment.get(THREADS))
+            if is_forked and refuse is not None:
+                refuse()
+                is_forked = imported(imports, environment.get(THREADS))  # it may have started threads
     except _AskedToEndError as asked:
         return _ended_while_starting(asked.number)
     make_reserve(causes)
@@ -417,7 +426,10 @@ def _report(cause: Failure, rank: _Rank) -> None:
     """Write the first cause to stderr; rank 0's own text is on the console already."""
     _join_tees([rank])
     text = f"{cause.text.rstrip()}\n" if cause.rank else ""
-    _write_line(f"{text}First cause: {cause.headline} (exit status {cause.status}); its output: {rank.log}")
+    headline = cause.headline
+    if cause.status == REFUSED_STATUS:  # the message for the user stands above, and is not written twice
+        headline = f"{headline.partition(': ')[0]}, by the error above"
+    _write_line(f"{text}First cause: {headline} (exit status {cause.status}); its output: {rank.log}")
 
 
 def _join_tees(ranks: Sequence[_Rank], timeout_s: float = GRACE_S) -> None:

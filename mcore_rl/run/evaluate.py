@@ -12,6 +12,7 @@ from torch import nn
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checkpoint.read import StoredCheckpoint, inspect
 from mcore_rl.checkpoint.weights import load_weights, refuse_other_adapters
+from mcore_rl.checks.evaluation import refuse_nothing_to_evaluate
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.rm import check_rm
 from mcore_rl.config.data import TokenizerConfig
@@ -56,9 +57,8 @@ def main(argv: Sequence[str]) -> int:
 def evaluate(config: RlRunConfig) -> None:
     """Collective over the ranks that a launcher started: answer the held-out prompts; rank 0 prints one JSON line."""
     check_rl(config, world_size_of_launcher())
+    refuse_nothing_to_evaluate(config)
     prompts = load_prompts(config)
-    if not prompts.held_out:
-        raise ConfigError("rl.eval.files is empty: there are no prompts to evaluate on. Name files.")
     source = checkpoint_to_evaluate(
         config.checkpoint.load, config.run_dir, config.data.tokenizer, config.model
     )
@@ -89,8 +89,7 @@ def evaluate(config: RlRunConfig) -> None:
 def evaluate_reward_model(config: RewardModelConfig) -> None:
     """Collective over the ranks that a launcher started: score all pairs of data.valid; rank 0 prints one JSON line."""
     check_rm(config, world_size_of_launcher())
-    if not config.data.valid:
-        raise ConfigError("data.valid is empty: there are no pairs to evaluate on. Name files.")
+    refuse_nothing_to_evaluate(config)
     valid = load_preferences(config).valid
     if valid is None:
         raise ConfigError('train.eval_batches="none": nothing is evaluated. Set a number.')

@@ -5,7 +5,9 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.checks.evaluation import refuse_nothing_to_evaluate
 from mcore_rl.checks.inputs import absent_inputs, has_checkpoints
+from mcore_rl.checks.log import absent_packages
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.load import kind_of
@@ -33,12 +35,23 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
     refuse(
         [
             *absent_inputs(config),
+            *(absent_packages(config.log) if trains else ()),
             *local_memory_violations(config, ranks, program.seq_length(config), trains=trains),
         ]
     )
     if not has_checkpoints(Path(config.run_dir)):
         ensure_imported(config.checkpoint.load, config.model, Path(config.run_dir))
-    return launch_local(command.module, argv, ranks, next_log_dir(Path(config.run_dir)), [command.module])
+    if not trains:
+        refuse_nothing_to_evaluate(config)
+    return launch_local(
+        command.module,
+        argv,
+        ranks,
+        next_log_dir(Path(config.run_dir)),
+        [command.module],
+        # Imported where the ranks' own modules are: it costs what they cost.
+        lambda: importlib.import_module("mcore_rl.run.before_ranks").refuse_first_records(config),
+    )
 
 
 def _program_of(command: Command, config: Path, overrides: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ import random
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,14 @@ def make_problem(config: PromptConfig, seed: int, index: int) -> Problem:
     )
 
 
-def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> ProblemFile:
-    """Read all lines of `config.files`, in order.
+def read_problems(
+    config: PromptConfig, *, needs_answer: bool = False, most_lines: int | None = None
+) -> ProblemFile:
+    """Read the lines of `config.files`, in order.
 
     Args:
         config: the config section `rl.prompts`.
+        most_lines: number of lines to read from the start of each file; None reads all.
         needs_answer: whether a reward part compares with the reference answer (`ANSWER_PARTS`); a line without an
             answer is then invalid.
 
@@ -79,7 +83,7 @@ def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> Proble
     num_per_file: list[int] = []
     for name in config.files:
         before = len(problems)
-        for record in read_records(name):
+        for record in islice(read_records(name), most_lines):
             number = record.line
             read = _read_record(record, name, config, needs_answer)
             if isinstance(read, Problem):
@@ -89,10 +93,12 @@ def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> Proble
         num_per_file.append(len(problems) - before)
         if not num_per_file[-1]:
             of_this = [bad for bad in bad_lines if bad.file == name]
+            if of_this and len(of_this) == most_lines:
+                continue  # those that follow may be prompts
             first = f" Line {of_this[0].line}: {of_this[0].reason}." if of_this else ""
             raise DataError(
-                f"{name} holds no prompt in {len(of_this)} lines.{first} Wanted: lines with "
-                f"{config.prompt_field!r} and {config.answer_field!r} (rl.prompts.prompt_field, answer_field)."
+                f"{name} holds no prompt in {len(of_this)} lines.{first} Name other keys: "
+                f'rl.prompts.prompt_field is "{config.prompt_field}", rl.prompts.answer_field "{config.answer_field}".'
             )
     if beyond := beyond_max([str(bad) for bad in bad_lines], config.max_bad):
         raise DataError(f"{listed(beyond)}\nCorrect them, or allow them with rl.prompts.max_bad.")

@@ -7,6 +7,7 @@ from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.load import dump_config, kind_of, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.sft import SFTConfig
 from mcore_rl.errors import ConfigError
 
 
@@ -54,6 +55,27 @@ def test_of_several_bases_the_later_wins_and_the_file_itself_over_all(tmp_path):
 def test_paths_stay_as_they_are_written(tmp_path):
     write(tmp_path, "sub/base.toml", '[data]\ntrain = ["../text"]\n')
     assert load(write(tmp_path, "run.toml", 'extends = "sub/base.toml"')).data.train == ("../text",)
+
+
+@pytest.mark.parametrize("section", ["data", "rl.prompts"])
+def test_a_field_of_the_prompt_replaces_a_weaker_places_template(tmp_path, section):
+    cls = SFTConfig if section == "data" else RlRunConfig
+    base = write(tmp_path, "base.toml", f'[{section}]\nprompt_template = "Q: {{question}}"\n')
+
+    def prompt(path, *words):
+        config = load_config(cls, path, words)
+        found = config.data if section == "data" else config.rl.prompts
+        return found.prompt_field, found.prompt_template
+
+    field = f"{section}.prompt_field=text"
+    assert prompt(base) == ("prompt", "Q: {question}")
+    assert prompt(base, field) == ("text", None)
+    assert prompt(base, field, f"{section}.prompt_template=A: {{b}}") == ("text", "A: {b}")
+    mine = write(tmp_path, "mine.toml", f'extends = "base.toml"\n[{section}]\nprompt_field = "text"\n')
+    assert prompt(mine) == ("text", None)
+    # In one place they say together where the text of the template goes.
+    both = write(tmp_path, "both.toml", f'[{section}]\nprompt_field = "text"\nprompt_template = "A: {{b}}"\n')
+    assert prompt(both) == ("text", "A: {b}")
 
 
 def test_files_in_a_circle_are_refused_with_the_circle(tmp_path):

@@ -76,6 +76,20 @@ def pids(tmp_path, num_ranks):
     return [int(file.read_text().removesuffix(".")) for file in files]
 
 
+def test_what_is_refused_before_the_ranks_starts_none(program, tmp_path):
+    program("(notes / 'started').touch()")
+    code = (
+        "import pathlib; from mcore_rl.processes.launcher import launch_local\n"
+        "def refuse(): raise ValueError('no prompt')\n"
+        f"launch_local('a_program', [], 1, pathlib.Path({str(tmp_path / 'logs')!r}), ['json'], refuse)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=ENDED_WITHIN_S
+    )
+    assert ended.returncode == 1 and ended.stderr.splitlines()[-1] == "ValueError: no prompt"
+    assert not (tmp_path / "started").exists()
+
+
 def test_every_rank_knows_its_place(program, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     module = program("(notes / f'env_{rank}').write_text(json.dumps([sys.argv[1:], dict(os.environ)]))")
@@ -232,8 +246,9 @@ def test_of_ranks_without_a_written_cause_the_one_with_a_message_is_named(progra
     """)
     process = start_launcher(tmp_path, 2, most_bytes=100)
     _, errors = process.communicate(timeout=ENDED_WITHIN_S)
-    headline = f"First cause: rank 0 on {platform.node()}: TrainingError: full (exit status 2)"
+    headline = f"First cause: rank 0 on {platform.node()}, by the error above (exit status 2)"
     assert process.returncode == 2 and errors.decode().splitlines()[-1].startswith(headline)
+    assert errors.decode().count("TrainingError: full") == 1
 
 
 def test_a_disk_without_room_for_a_start_is_refused_in_a_sentence_and_the_reserve_takes_none(
