@@ -58,6 +58,18 @@ def shipped(folder: str) -> Path:
     return (inside if inside.is_dir() else Path(__file__).parents[1] / "launch") / folder
 
 
+PACKED = ("", ".gz", ".bz2", ".xz")
+DATA_ENDINGS = (".parquet", *(kind + packed for kind in (".jsonl", ".json") for packed in PACKED))
+"""Endings of the files of data in a folder that is read as a whole."""
+
+
+def data_files(folder: Path) -> list[Path]:
+    """Return the files of records directly in a folder, by their endings, in the order of their names."""
+    return sorted(
+        path for path in folder.iterdir() if path.name.lower().endswith(DATA_ENDINGS) and path.is_file()
+    )
+
+
 def with_ending(prefix: str | Path, ending: str) -> Path:
     """Return `prefix` + `ending`; unlike Path.with_suffix it keeps a dot in the prefix's name."""
     return Path(f"{prefix}{ending}")

@@ -17,6 +17,7 @@ from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
+from mcore_rl.files import data_files
 
 OF_TEXT = ("data.", "rl.prompts.", "rl.eval.", "rl.ptx.")
 """Prefixes of the fields that name files of text, tokenizers or templates."""
@@ -54,7 +55,10 @@ def contents_of_inputs(config: RunConfig) -> dict[str, dict[str, str]]:
     contents: dict[str, dict[str, str]] = {}
     for name, path, _ in inputs_of(config):
         if name.startswith(OF_TEXT):
-            files = [path / file for file in OF_TOKENIZERS] if path.is_dir() else [path]
+            files = [path]
+            if path.is_dir():
+                is_tokenizer = name == "data.tokenizer.path"
+                files = [path / file for file in OF_TOKENIZERS] if is_tokenizer else data_files(path)
             found = {str(file): _content(file) for file in files if file.is_file()}
             contents.setdefault(name, {}).update(found)
     return contents

@@ -17,8 +17,8 @@ class PreferenceDataConfig(Section):
     """
 
     train: tuple[str, ...] = ()
-    """Data to train on: files of JSON lines (also .gz) or .parquet, one comparison per line or row, or datasets of the
-    Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
+    """Data to train on: files of JSON lines (also .gz) or .parquet, or folders of them, one comparison per
+    line or row, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
     train_weights: tuple[float, ...] = ()
     """Weight of each entry of `train` in the mixture, in prompts: with [3, 1], three of four prompts are from the
     first. An entry that has been read starts again in a new order. An empty list: every prompt once per epoch."""

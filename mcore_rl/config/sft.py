@@ -16,8 +16,8 @@ class SFTDataConfig(Section):
     """
 
     train: tuple[str, ...] = ()
-    """Data to train on: files of JSON lines or of a single JSON list (also .gz, .bz2, .xz) or .parquet, one
-    conversation per line, entry or row, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
+    """Data to train on: files of JSON lines or of a single JSON list (also .gz, .bz2, .xz) or .parquet, or folders of
+    them, one conversation per line, entry or row, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
     train_weights: tuple[float, ...] = ()
     """Weight of each entry of `train` in the mixture, in conversations: with [3, 1], three of four conversations are
     from the first. An entry that has been read starts again in a new order. An empty list: every conversation once per

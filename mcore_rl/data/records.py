@@ -14,8 +14,11 @@ from typing import Any, BinaryIO, Generic, TypeVar, cast
 from mcore_rl.data.packages import required_package
 from mcore_rl.data.shapes import unread_text
 from mcore_rl.errors import DataError
+from mcore_rl.files import DATA_ENDINGS, data_files
 
 T = TypeVar("T")
+SPLITS = ("train", "valid", "val", "dev", "test", "eval")
+"""Prefixes of file names that mark the splits of a dataset; a folder with several splits is not read as a whole."""
 HUB = "hub:"
 """Begins the name of a dataset of the hub: hub:NAME, hub:NAME:SPLIT, hub:NAME#CONFIG:SPLIT."""
 COMPRESSED: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
@@ -32,6 +35,8 @@ class Record:
 
     line: int
     """Line or row, from 1."""
+    file: str
+    """File that contains the record, or the name of the dataset."""
     entry: Mapping[str, Any] | None = None
     problem: str = ""
 
@@ -58,30 +63,46 @@ def _opener(name: str) -> Any:
 
 
 def read_records(name: str) -> Iterator[Record]:
-    """Yield the records of a file or of a dataset of the hub, in order; blank lines are skipped. A file may also be a
-    single JSON list of records.
+    """Yield the records of a file, of the files in a folder, or of a dataset of the hub, in order; blank lines are
+    skipped. A file may also be a single JSON list of records.
 
     Raises:
-        DataError: the file cannot be read, or is damaged.
+        DataError: the file cannot be read or is damaged; the folder has no data files, or has files of several splits.
         ConfigError: the package that reads such data is not installed.
     """
+    if Path(name).is_dir():
+        for path in _files_of_one_split(Path(name)):
+            yield from read_records(str(path))
+        return
     if is_table(name):
         for number, entry in enumerate(read_rows(name), start=1):
-            yield Record(line=number, entry=entry)
+            yield Record(line=number, file=name, entry=entry)
         return
     try:
         with open_bytes(name) as file:
             if (entries := _json_list(file)) is not None:
                 for number, entry in enumerate(entries, start=1):
-                    yield _record(json.dumps(entry).encode(), number)
+                    yield _record(json.dumps(entry).encode(), name, number)
                 return
             file.seek(0)
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _record(line, number)
+                    yield _record(line, name, number)
     except (OSError, EOFError, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(f"{name} cannot be read: {reason}. Name files that exist and are whole.") from error
+
+
+def _files_of_one_split(folder: Path) -> list[Path]:
+    """Return the data files in a folder. Raises DataError if there are none, or if they are of several splits."""
+    files = data_files(folder)
+    if not files:
+        raise DataError(f"{folder} has no file that ends in {', '.join(DATA_ENDINGS)}. Name files of data.")
+    splits = [split for split in SPLITS if any(path.name.lower().startswith(split) for path in files)]
+    if len(splits) > 1 and splits != ["valid", "val"]:
+        shown = ", ".join(path.name for path in files[:SHOWN])
+        raise DataError(f"{folder} has files of several splits ({shown}). Name the files of one of them.")
+    return files
 
 
 def read_rows(name: str) -> Iterator[Mapping[str, Any]]:
@@ -181,7 +202,7 @@ class RecordReader(ABC, Generic[T]):
             try:
                 example = self._example(record)
             except DataError as error:
-                self.problems.append(f"{path}:{record.line}: {error}.")
+                self.problems.append(f"{record.file}:{record.line}: {error}.")
                 continue
             if example is None:
                 continue
@@ -190,7 +211,7 @@ class RecordReader(ABC, Generic[T]):
             elif self._skips_long:
                 self.num_skipped += 1
             else:
-                self.refused.append(f'{path}:{record.line}: {excess}, or set data.too_long="skip".')
+                self.refused.append(f'{record.file}:{record.line}: {excess}, or set data.too_long="skip".')
         if self._shapes:
             self.notes.append(f"{path} is read as {' and '.join(self._shapes)}")
         if self._unread:
@@ -228,15 +249,15 @@ def _json_list(file: BinaryIO) -> list[Any] | None:
     return entries if is_of_objects else None
 
 
-def _record(line: bytes, number: int) -> Record:
+def _record(line: bytes, file: str, number: int) -> Record:
     try:
         entry = json.loads(line.decode("utf-8-sig"))
         # JSON can spell half a surrogate pair ("\ud800"), which no tokenizer takes.
         json.dumps(entry, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return Record(line=number, problem="it holds a lone surrogate, which is not text")
+        return Record(line=number, file=file, problem="it holds a lone surrogate, which is not text")
     except (ValueError, RecursionError) as error:
-        return Record(line=number, problem=f"not JSON ({error})")
+        return Record(line=number, file=file, problem=f"not JSON ({error})")
     if not isinstance(entry, dict):
-        return Record(line=number, problem=f"a JSON {type(entry).__name__}, wanted an object")
-    return Record(line=number, entry=entry)
+        return Record(line=number, file=file, problem=f"a JSON {type(entry).__name__}, wanted an object")
+    return Record(line=number, file=file, entry=entry)

@@ -50,7 +50,7 @@ def _refuse(files: Sequence[str], max_bad: int | None, read: Callable[[Record], 
             try:
                 read(record)
             except DataError as error:
-                problems.append(f"{name}:{record.line}: {error}.")
+                problems.append(f"{record.file}:{record.line}: {error}.")
     if beyond := beyond_max(problems, max_bad):
         raise DataError(listed(beyond))
 

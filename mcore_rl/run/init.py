@@ -57,9 +57,11 @@ def main(args: argparse.Namespace) -> int:
 def _data(kind: str, max_position: int) -> Iterator[Line]:
     if kind == "rl":
         most = min(512, max_position // 2)
-        yield "rl.prompts.files", ["data/prompts.jsonl"], "JSON lines with the next two fields"
-        yield "rl.prompts.prompt_field", "question", ""
-        yield "rl.prompts.answer_field", "answer", ""
+        yield (
+            "rl.prompts.files",
+            ["data/prompts.jsonl"],
+            'lines with "question" and "answer", or another known shape',
+        )
         yield "rl.prompts.max_tokens", most, ""
         yield "rl.rollout.max_new_tokens", most, ""
         yield "rl.eval.files", ["data/held_out.jsonl"], "prompts that are never trained on"

@@ -30,6 +30,7 @@ from mcore_rl.data.records import Record, is_table, read_records
 from mcore_rl.data.shapes import unread_text
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError, escaped
+from mcore_rl.files import data_files
 from mcore_rl.run.programs.preferences import describe_preferences, load_preferences
 from mcore_rl.run.programs.pretrain import sample_counts
 from mcore_rl.run.programs.rollouts import load_prompts
@@ -49,7 +50,8 @@ def main(args: argparse.Namespace) -> int:
         ConfigError: the config is not for training.
     """
     path = Path(args.config)
-    if is_table(args.config) or (path.is_file() and path.suffix != ".toml"):
+    is_data = path.is_file() and path.suffix != ".toml"
+    if is_data or is_table(args.config) or (path.is_dir() and data_files(path)):
         for line in _records(args.config, args.num):
             sys.stdout.write(escaped(f"{line}\n"))
         return 0
@@ -69,7 +71,7 @@ def _records(name: str, count: int) -> Iterator[str]:
     """Yield the first records of a data file, with the format recognised from their keys, without tokens."""
     for record in islice(read_records(name), count):
         keys = ", ".join(record.entry or ())
-        yield f"--- {name}:{record.line}: keys {keys}"
+        yield f"--- {record.file}:{record.line}: keys {keys}"
         try:
             yield from _recognised(record)
         except DataError as error:
@@ -211,9 +213,7 @@ def _comparisons(config: PreferenceRunConfig, count: int) -> Iterator[str]:
 def _prompts(config: RlRunConfig, count: int) -> Iterator[str]:
     """Yield the first prompts of reinforcement learning, with their reference answers."""
     prompts = load_prompts(config)
-    yield prompts.describe()[0]
-    if prompts.warning:
-        yield prompts.warning
+    yield from prompts.describe()
     for prompt in prompts.train.take(0, count):
         yield f"\n--- {prompt.problem.problem_id}: {len(prompt.tokens_T)} tokens"
         yield readable(prompts.tokenizer, prompt.tokens_T)

@@ -19,8 +19,8 @@ class PromptConfig(Section):
     problems; `module:name`: problems without end, from a function of your own (random generator, size ->
     rl.tasks.TaskProblem)."""
     files: tuple[str, ...] = ()
-    """JSON lines (also .gz), .parquet, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT, with a prompt and
-    an answer; all other fields of a line are passed to the reward functions."""
+    """JSON lines (also .gz), .parquet, folders of them, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT,
+    with a prompt and an answer; all other fields of a line are passed to the reward functions."""
     file_weights: tuple[float, ...] = ()
     """Weight of each of `files` in the mixture, in prompts: with [3, 1], three of four prompts are from the first. A
     file that has been read starts again in a new order. An empty list: every prompt once per epoch."""

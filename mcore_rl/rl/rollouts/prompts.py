@@ -54,6 +54,8 @@ class FilePrompts:
     """Number of prompts left out because they are longer than rl.prompts.max_tokens."""
     bad_lines: tuple[BadPromptLine, ...]
     """Lines left out because they are not valid prompts."""
+    notes: tuple[str, ...] = ()
+    """For each file, a sentence that names the shape of its records."""
 
     @property
     def num_prompts(self) -> int:
@@ -240,6 +242,7 @@ def _file_prompts(
         mixture=ShuffledSources(sizes, weights, seed) if weights else None,
         num_too_long=num_too_long,
         bad_lines=read.bad_lines,
+        notes=read.notes,
     )
 
 

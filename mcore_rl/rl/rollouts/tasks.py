@@ -38,6 +38,8 @@ class ProblemFile:
     num_per_file: tuple[int, ...]
     """Number of problems from each file, in the order of the files."""
     bad_lines: tuple[BadPromptLine, ...]
+    notes: tuple[str, ...]
+    """For each file, a sentence that names the shape of its records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,18 +83,23 @@ def read_problems(
     problems: list[Problem] = []
     bad_lines: list[BadPromptLine] = []
     num_per_file: list[int] = []
+    notes: list[str] = []
     for name in config.files:
-        before = len(problems)
+        before, num_bad = len(problems), len(bad_lines)
+        shapes: dict[str, None] = {}
         for record in islice(read_records(name), most_lines):
-            number = record.line
-            read = _read_record(record, name, config, needs_answer)
-            if isinstance(read, Problem):
-                problems.append(read)
+            try:
+                problem, shape = _read_record(record, config, needs_answer)
+            except DataError as error:
+                bad_lines.append(BadPromptLine(file=record.file, line=record.line, reason=str(error)))
             else:
-                bad_lines.append(BadPromptLine(file=name, line=number, reason=read))
+                problems.append(problem)
+                shapes[shape] = None
+        if shapes:
+            notes.append(f"{name} is read as {' and '.join(shapes)}")
         num_per_file.append(len(problems) - before)
         if not num_per_file[-1]:
-            of_this = [bad for bad in bad_lines if bad.file == name]
+            of_this = bad_lines[num_bad:]
             if of_this and len(of_this) == most_lines:
                 continue  # those that follow may be prompts
             first = f" Line {of_this[0].line}: {of_this[0].reason}." if of_this else ""
@@ -102,41 +109,51 @@ def read_problems(
             )
     if beyond := beyond_max([str(bad) for bad in bad_lines], config.max_bad):
         raise DataError(f"{listed(beyond)}\nCorrect them, or allow them with rl.prompts.max_bad.")
-    return ProblemFile(problems=tuple(problems), num_per_file=tuple(num_per_file), bad_lines=tuple(bad_lines))
+    return ProblemFile(
+        problems=tuple(problems),
+        num_per_file=tuple(num_per_file),
+        bad_lines=tuple(bad_lines),
+        notes=tuple(notes),
+    )
 
 
-def _read_record(record: Record, name: str, config: PromptConfig, needs_answer: bool) -> Problem | str:
-    """Return the problem of a line, or the reason why the line is not valid. If the line lacks the default prompt
-    field, its format is recognized by its keys.
+def _read_record(record: Record, config: PromptConfig, needs_answer: bool) -> tuple[Problem, str]:
+    """Return the problem of a record and the name of its shape. If the record lacks the default prompt field, its
+    shape is recognized by its keys.
+
+    Raises:
+        DataError: if the record is not a valid prompt; the message has neither file nor line.
     """
     if record.entry is None:
-        return record.problem
-    entry, number = dict(record.entry), record.line
+        raise DataError(record.problem)
+    entry = dict(record.entry)
+    named = [key for key in (config.prompt_field, config.answer_field) if key in entry]
+    shape = f"prompt and answer ({', '.join(named)})"
     if config.prompt_template is not None:
-        try:
-            entry[config.prompt_field] = filled(config.prompt_template, entry)
-        except DataError as error:
-            return str(error)
+        entry[config.prompt_field] = filled(config.prompt_template, entry)
+        shape = f"prompt_template and answer ({config.answer_field})"
     is_named = config.prompt_field != PromptConfig.model_fields["prompt_field"].default
-    try:
-        if config.prompt_field not in entry and not is_named and (dialogue := recognise(entry)):
-            entry[config.prompt_field] = dialogue.prompt
-            entry.setdefault(config.answer_field, dialogue.answer)
-        prompt, answer = entry.pop(config.prompt_field, None), entry.pop(config.answer_field, "")
-        messages = tuple(read_turns(prompt, config.prompt_field)) if isinstance(prompt, list) else ()
-    except DataError as error:
-        return str(error)
+    if config.prompt_field not in entry and not is_named and (dialogue := recognise(entry)):
+        shape = dialogue.shape
+        entry[config.prompt_field] = dialogue.prompt
+        entry.setdefault(config.answer_field, dialogue.answer)
+    prompt, answer = entry.pop(config.prompt_field, None), entry.pop(config.answer_field, "")
+    messages = tuple(read_turns(prompt, config.prompt_field)) if isinstance(prompt, list) else ()
     if messages:
         prompt = messages[-1].get("content")
     if not isinstance(prompt, str) or not prompt.strip():
-        return f"no text in {config.prompt_field!r} (other keys: {', '.join(entry) or 'none'})"
+        raise DataError(f"no text in {config.prompt_field!r} (other keys: {', '.join(entry) or 'none'})")
     if needs_answer and (answer is None or not str(answer).strip()):
         keys = ", ".join(entry) or "none"
-        return f"no answer in {config.answer_field!r}, with which the reward compares (other keys: {keys})"
+        raise DataError(
+            f"no answer in {config.answer_field!r}, with which the reward compares (other keys: {keys})"
+        )
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        return f"{config.answer_field!r} holds {json.dumps(answer)[:40]}, neither text nor a number"
-    problem_id = f"{Path(name).name}:{number}"
-    return Problem(problem_id=problem_id, prompt=prompt, answer=str(answer), messages=messages, fields=entry)
+        raise DataError(f"{config.answer_field!r} holds {json.dumps(answer)[:40]}, neither text nor a number")
+    problem_id = f"{Path(record.file).name}:{record.line}"
+    return Problem(
+        problem_id=problem_id, prompt=prompt, answer=str(answer), messages=messages, fields=entry
+    ), shape
 
 
 def _arithmetic(generator: random.Random, size: int) -> TaskProblem:

@@ -28,7 +28,10 @@ def eval_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint or a run",
     )
     parser.add_argument(
-        "--data", metavar="FILE", action="append", help="--model: questions with answers, rl.eval.files"
+        "--data",
+        metavar="FILE",
+        action="append",
+        help="--model: questions with answers, of a shape that is recognised by its keys; rl.eval.files",
     )
     parser.add_argument(
         "--reward", metavar="PART", action="append", help="--model: rl.reward.parts, as numeric or math"

@@ -64,8 +64,8 @@ class Prompts:
     """Tokens that end a completion, each with the place that defines it."""
     train: PromptSource
     held_out: tuple[Prompt, ...]
-    warning: str = ""
-    """Sentence on turns that the template joins; empty: it joins none."""
+    notes: tuple[str, ...] = ()
+    """Sentences on the shape of each file, and on turns that the template joins."""
 
     def describe(self) -> list[str]:
         """Return log lines about the prompts and the ends of completions."""
@@ -74,7 +74,7 @@ class Prompts:
         return [
             f"{number} to learn from, {len(self.held_out)} held out{skipped}",
             describe_ends(self.ends, self.tokenizer),
-            *([self.warning] if self.warning else []),
+            *self.notes,
         ]
 
 
@@ -94,17 +94,19 @@ def load_prompts(config: RlRunConfig) -> Prompts:
     needs_answer = any(part in ANSWER_PARTS for part in config.rl.reward.parts)
     held_out = held_out_prompts(config.rl.eval, config.rl.prompts, encode, seed, needs_answer=needs_answer)
     train = train_prompts(config.rl.prompts, held_out, encode, seed, needs_answer=needs_answer)
-    of_files = train.prompts if isinstance(train, FilePrompts) else ()
-    joins = config.data.chat_template == "raw" and any(
-        raw_joins(prompt.problem.messages) for prompt in (*held_out, *of_files)
-    )
+    notes: list[str] = []
+    if isinstance(train, FilePrompts):
+        notes += train.notes
+        texts = (*held_out, *train.prompts)
+        if config.data.chat_template == "raw" and any(raw_joins(one.problem.messages) for one in texts):
+            notes.append(f"Warning: {RAW_JOINS}")
     return Prompts(
         tokenizer=tokenizer,
         chat=chat,
         ends=ends,
         train=train,
         held_out=held_out,
-        warning=f"Warning: {RAW_JOINS}" if joins else "",
+        notes=tuple(notes),
     )
 
 

@@ -9,9 +9,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from mcore_rl.checks.inputs import contents_of_inputs
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.config.sft import SFTDataConfig
+from mcore_rl.config.sft import SFTConfig, SFTDataConfig
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.examples import conversation_of, read_examples
 from mcore_rl.data.preferences import comparison_of
@@ -110,7 +111,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_preference_is_recognised_by_its_keys(name):
-    comparison = comparison_of(Record(line=1, entry=PAIRS[name]), PreferenceDataConfig())
+    comparison = comparison_of(Record(line=1, file="a", entry=PAIRS[name]), PreferenceDataConfig())
     ((chosen, rejected),) = comparison.pairs
     assert list(comparison.prompt.messages) == [ASKED]
     assert comparison.answers[chosen] == (SAID,)
@@ -120,7 +121,7 @@ def test_a_preference_is_recognised_by_its_keys(name):
 def test_ratings_without_a_number_are_not_ranked_by_their_order():
     entry = {"instruction": Q, "completions": [{"response": "5", "overall_score": None}, {"response": A}]}
     with pytest.raises(DataError, match="no number as overall_score"):
-        comparison_of(Record(line=1, entry=entry), PreferenceDataConfig())
+        comparison_of(Record(line=1, file="a", entry=entry), PreferenceDataConfig())
 
 
 @pytest.mark.parametrize(
@@ -136,8 +137,29 @@ def test_ratings_without_a_number_are_not_ranked_by_their_order():
 def test_a_prompt_with_its_answer_is_recognised_by_its_keys(tmp_path, entry, prompt, messages, answer):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(entry) + "\n")
-    (problem,) = read_problems(PromptConfig(files=(str(path),))).problems
+    read = read_problems(PromptConfig(files=(str(path),)))
+    (problem,) = read.problems
     assert (problem.prompt, list(problem.messages), problem.answer) == (prompt, messages, answer)
+    (note,) = read.notes
+    assert note.startswith(f"{path} is read as ") and all(key in note for key in entry)
+
+
+def test_the_shape_of_prompts_is_said_for_each_file(tmp_path):
+    entries = {"a": {"problem": Q, "solution": "4"}, "b": {"prompt": Q, "answer": "4", "level": "two words"}}
+    paths = []
+    for name, entry in entries.items():
+        paths.append(str(tmp_path / f"{name}.jsonl"))
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(entry) + "\n")
+    read = read_problems(PromptConfig(files=tuple(paths)))
+    assert read.notes == (
+        f"{paths[0]} is read as problem and solution (problem, solution)",
+        f"{paths[1]} is read as prompt and answer (prompt, answer)",
+    )
+    assert read.problems[1].fields == {"level": "two words"}
+    template = PromptConfig(files=(paths[0],), prompt_template="Solve: {problem}", answer_field="solution")
+    read = read_problems(template)
+    assert read.problems[0].prompt == f"Solve: {Q}"
+    assert read.notes == (f"{paths[0]} is read as prompt_template and answer (solution)",)
 
 
 LINES = [{"question": Q, "answer": A}, {"question": "?\n[", "answer": "é"}]
@@ -158,6 +180,58 @@ def test_files_of_each_form_have_the_same_records(tmp_path, form):
         (1, LINES[0]),
         (2, LINES[1]),
     ]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two files of records and files of other kinds."""
+    path = tmp_path / "data"
+    path.mkdir()
+    (path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps(LINES[1]).encode()))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([LINES[0]] * 2), path / "a.parquet")
+    (path / "README.md").write_text("not data")
+    (path / "more").mkdir()
+    return path
+
+
+def test_a_folder_is_its_files_in_the_order_of_their_names(folder, tokenizer, capsys):
+    places = [(f"{folder}/a.parquet", 1), (f"{folder}/a.parquet", 2), (f"{folder}/b.jsonl.gz", 1)]
+    records = list(read_records(str(folder)))
+    assert [(record.file, record.line) for record in records] == places
+    assert [record.entry for record in records] == [LINES[0], LINES[0], LINES[1]]
+    chat = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
+    examples = read_examples([str(folder)], SFTDataConfig(chat_template="plain"), chat)
+    assert examples.source_sizes == (3,)
+    assert examples.notes == (f"{folder} is read as question and answer (question, answer)",)
+    problems = read_problems(PromptConfig(files=(str(folder),))).problems
+    assert [problem.problem_id for problem in problems] == ["a.parquet:1", "a.parquet:2", "b.jsonl.gz:1"]
+    assert main(["data", "show", str(folder), "--num", "3"]) == 0
+    assert f"--- {folder}/b.jsonl.gz:1: keys question, answer" in capsys.readouterr().out
+
+
+def test_a_bad_line_of_a_folder_is_named_with_its_file(folder, tokenizer):
+    (folder / "c.jsonl").write_text('{"a": 1}\n')
+    chat = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
+    with pytest.raises(DataError, match=f"^{folder}/c.jsonl:1: no conversation is recognised"):
+        read_examples([str(folder)], SFTDataConfig(chat_template="plain"), chat)
+    with pytest.raises(DataError, match=f"^{folder}/c.jsonl:1: no text in 'prompt'"):
+        read_problems(PromptConfig(files=(str(folder),)))
+
+
+def test_splits_are_not_read_together_and_a_folder_without_data_is_refused(folder, tmp_path):
+    (folder / "train-0.jsonl").write_text("{}\n")
+    (folder / "train-1.jsonl").write_text("{}\n")
+    assert len(list(read_records(str(folder)))) == 5
+    (folder / "test.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=r"has files of several splits \(a.parquet, b.jsonl.gz, test.jsonl, "):
+        list(read_records(str(folder)))
+    with pytest.raises(DataError, match=r"more has no file that ends in .parquet, .jsonl, "):
+        list(read_records(str(folder / "more")))
+
+
+def test_the_content_of_a_folder_is_that_of_its_files(folder):
+    found = contents_of_inputs(SFTConfig(data=SFTDataConfig(train=(str(folder),))))["data.train"]
+    assert sorted(found) == [f"{folder}/a.parquet", f"{folder}/b.jsonl.gz"]
 
 
 @pytest.mark.parametrize(
