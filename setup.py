@@ -41,7 +41,11 @@ EXTRAS = {
     "hub": ["datasets>=3"],
     # The tokenizer of Moonlight and Kimi, which have tiktoken.model instead of tokenizer.json.
     "tiktoken": ["tiktoken>=0.7"],
+    # Sinks of log.sinks; tests/loggers runs those that work without a network (make test-loggers).
     "wandb": ["wandb>=0.17"],
+    "mlflow": ["mlflow-skinny>=2.14"],
+    "swanlab": ["swanlab>=0.6"],
+    "trackio": ["trackio>=0.20"],
     # Transformers opens the GGUF file of tools/smollm2.py with them: make real.
     "real": ["accelerate>=1", "gguf>=0.18"],
     # Adapters of rl.environment.name: tests/adapters runs them (make test-adapters), no other test needs them.

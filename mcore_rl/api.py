@@ -1,11 +1,12 @@
 """The interface for Python programs: trainings, their metrics, conversions. docs/api.md lists the stable names."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from mcore_rl.checks.inputs import absent_inputs, has_checkpoints
+from mcore_rl.checks.log import absent_packages
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.load import dump_config
@@ -22,7 +23,7 @@ from mcore_rl.errors import (
     TrainingError,
 )
 from mcore_rl.folders.run_config import load_run_config
-from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.obs.jsonl import FILE_NAME, NewRecords, read_records
 from mcore_rl.plan.local import local_memory_violations
 from mcore_rl.processes.imports import ensure_imported
 from mcore_rl.processes.launcher import launch_local, under_launcher
@@ -67,8 +68,10 @@ def load_config(
         The frozen config. Whether it can run on the ranks at hand is checked when it does.
 
     Raises:
-        ConfigError: with all unknown fields and wrong values.
+        ConfigError: with all unknown fields and wrong values; where there is no such program.
     """
+    if program not in PROGRAMS:
+        raise ConfigError(f"There is no program {program!r}. Name one of {', '.join(PROGRAMS)}.")
     path, fields = (Path(config), {}) if isinstance(config, str | Path) else (None, config)
     settings = {**fields, **(overrides or {})}
     written = [
@@ -84,6 +87,7 @@ def train(
     overrides: Settings | None = None,
     *,
     ranks: int | None = None,
+    on_step: Callable[[int, dict[str, Any]], None] | None = None,
 ) -> Path:
     """Train as `mcore-rl <program>` does; a run that was stopped resumes, a finished run is left as it is.
 
@@ -95,6 +99,9 @@ def train(
         config: As of `load_config`.
         overrides: As of `load_config`.
         ranks: Number of local ranks; None: the fewest that the mesh needs. A launcher has chosen it already.
+        on_step: Called in this process, and in its main thread, with a step and its metrics by name, as they are
+            written every `log.interval` steps. An error that it raises ends the run at once; a file STOP in `run_dir`
+            ends it after the step at hand, with a checkpoint. Not under a launcher, where log.sinks may name a class.
 
     Returns:
         The folder of the run, `run_dir`.
@@ -107,6 +114,11 @@ def train(
     if under_launcher():
         if ranks is not None:
             raise ConfigError(f"ranks={ranks}, but a launcher has started the ranks. Leave it out.")
+        if on_step is not None:
+            raise ConfigError(
+                "on_step is called by the process that starts the ranks, and a launcher has started them. Name a class "
+                "of your own in log.sinks, as module:Class."
+            )
         with rank_guard():
             loaded = load_config(program, config, overrides)
             importlib.import_module(PROGRAMS[program].module).train(loaded)
@@ -117,6 +129,7 @@ def train(
     refuse(
         [
             *absent_inputs(loaded),
+            *absent_packages(loaded.log),
             *local_memory_violations(loaded, ranks, PROGRAMS[program].seq_length(loaded), trains=True),
         ]
     )
@@ -125,7 +138,16 @@ def train(
     log_dir = next_log_dir(Path(loaded.run_dir))
     file = log_dir / "config.toml"
     file.write_text(dump_config(loaded), encoding="utf-8")
-    status = launch_local(PROGRAMS[program].module, [str(file)], ranks, log_dir)
+    news = NewRecords(Path(loaded.run_dir, FILE_NAME))
+
+    def report() -> None:
+        for record in news.take() if on_step else ():
+            if "event" not in record:
+                assert on_step is not None
+                on_step(int(str(record["step"])), _values(record))
+
+    status = launch_local(PROGRAMS[program].module, [str(file)], ranks, log_dir, meanwhile=report)
+    report()
     if status == INTERRUPTED_STATUS:
         raise KeyboardInterrupt
     if status:
@@ -156,12 +178,18 @@ def read_metrics(run_dir: str | Path) -> dict[str, dict[int, Any]]:
         if "event" in record:
             continue
         step = int(str(record["step"]))
-        for name, value in record.items():
-            if name not in ("step", "time"):
-                # JSON has no number that is not finite: the file has its name.
-                is_name = value in ("nan", "inf", "-inf")
-                metrics.setdefault(name, {})[step] = float(str(value)) if is_name else value
+        for name, value in _values(record).items():
+            metrics.setdefault(name, {})[step] = value
     return metrics
+
+
+def _values(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a record; JSON has no number that is not finite, of which the file has the name."""
+    return {
+        name: float(value) if value in ("nan", "inf", "-inf") else value
+        for name, value in record.items()
+        if name not in ("step", "time")
+    }
 
 
 def train_tokenizer(inputs: Sequence[str | Path], output: str | Path, *, vocab_size: int) -> Path:

@@ -5,8 +5,15 @@ from collections.abc import Iterator
 
 from mcore_rl.config.run import LogConfig
 
+PACKAGES = ("wandb", "mlflow", "swanlab", "trackio")
+"""Entries of log.sinks that are modules of the same name, and extras of this package."""
+
 
 def absent_packages(log: LogConfig) -> Iterator[str]:
     """Yield a sentence, with its remedy, for each package that the log needs and that is not installed."""
-    if log.wandb_project and importlib.util.find_spec("wandb") is None:
-        yield f"log.wandb_project = {log.wandb_project!r} needs `pip install wandb`; install it or unset it"
+    for sink in log.sinks:
+        if sink in PACKAGES and importlib.util.find_spec(sink) is None:
+            yield (
+                f"log.sinks names {sink}, which is not installed. Install it: `pip install "
+                f"'mcore-rl[{sink}]'`; or leave {sink} out."
+            )

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.data import DataConfig
+from mcore_rl.config.extension import Extension
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -176,7 +177,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """Metrics that a run writes in addition to metrics.jsonl, which is always written."""
+    """Metrics, events and samples of a run: where they are written, and how often."""
 
     interval: PositiveInt = 1
     """Steps between two log lines; each covers all steps since the previous line."""
@@ -185,10 +186,22 @@ class LogConfig(Section):
     machine. `verbose` (-v): all."""
     matrix_interval: PositiveInt | None = 20
     """Steps between two tables of the load by layer and expert in metrics.jsonl; `none`: no tables."""
-    tensorboard: bool = False
-    """Also write TensorBoard events to `<run_dir>/tensorboard`."""
-    wandb_project: Text | None = None
-    """Weights & Biases project to log to as well; `none`: no logging to Weights & Biases."""
+    sinks: tuple[
+        Literal["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"] | Extension, ...
+    ] = ("jsonl",)
+    """Destinations of the metrics. `jsonl`: metrics.jsonl in `run_dir`, which is always written. `tensorboard`: events
+    in `<run_dir>/tensorboard`. `wandb`, `mlflow`, `swanlab`, `trackio`: through their libraries, which read their own
+    environment variables. `module:Class`: a class of your own."""
+    project: Text = "mcore_rl"
+    """Project in wandb, swanlab and trackio, experiment in mlflow."""
+    entity: Text | None = None
+    """Team or user in wandb, workspace in swanlab; `none`: the default of the account."""
+    name: Text | None = None
+    """Name of the run in these services; `none`: the last part of `run_dir`."""
+    group: Text | None = None
+    """Group of runs, such as the seeds of an experiment; `none`: no group."""
+    tags: tuple[Text, ...] = ()
+    """Tags of the run in wandb, mlflow and swanlab."""
     peak_tflops: PositiveFloat | Literal["auto"] = "auto"
     """Dense peak of a rank's device in TFLOP/s, for MFU; `auto`: looked up by name for a known GPU, measured at the
     start for another GPU; no MFU on CPUs, which other processes share."""

@@ -8,6 +8,7 @@ A number that is not finite is written as the string "nan", "inf" or "-inf", sin
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -93,3 +94,31 @@ def _json_value(value: object) -> object:
     if isinstance(value, list):
         return [_json_value(item) for item in value]
     return value
+
+
+class NewRecords:
+    """The records that a run writes from now on, also where it begins its file anew when it resumes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._since = time.time()
+        self._inode, self._offset = 0, 0
+
+    def take(self) -> Iterator[dict[str, object]]:
+        """Yield the whole records that were written since the last call, in order."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+                self._inode, self._offset = inode, 0
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # it is being written
+                self._offset += len(line)
+                record = _parsed(line)
+                # A file that is begun anew has the records of earlier starts too.
+                if record is not None and float(str(record["time"])) >= self._since:
+                    yield record

@@ -1,36 +1,26 @@
-"""Sinks of metrics and events: the console, metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Sinks of metrics and events: the console, metrics.jsonl, and those of log.sinks."""
 
-import importlib
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
+from mcore_rl.config.extension import choose
 from mcore_rl.config.run import LogConfig
-from mcore_rl.errors import ConfigError, escaped
+from mcore_rl.errors import escaped
 from mcore_rl.obs.jsonl import FILE_NAME, JsonlSink
+from mcore_rl.obs.loggers import LOGGERS, LoggedRun, SampleSink, Sink
 from mcore_rl.obs.metric_table import Reported
 from mcore_rl.obs.metrics import Metric, reduced
 from mcore_rl.processes.live_line import has_live_line, show_live_line
 
-
-class Sink(Protocol):
-    """Destination of the metrics and events of a run."""
-
-    def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Write the metrics of a step."""
-
-    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
-        """Write an event of a step: a text, and fields with more about it."""
-
-    def close(self) -> None:
-        """Return when everything written so far is safe."""
+MOST_SAMPLES = 64
+"""Samples of a rollout batch that sinks with tables get."""
 
 
 class Log:
@@ -95,6 +85,12 @@ class Log:
             if self._config.console == "verbose" or not isinstance(sink, ConsoleSink):
                 sink.message(self._step, text, {})
 
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Give the samples of a rollout batch, with prompt, completion, answer and reward, to sinks with tables."""
+        for sink in self._sinks:
+            if isinstance(sink, SampleSink):
+                sink.samples(self._step, rows[:MOST_SAMPLES])
+
     def close(self) -> None:
         """Write the metrics that are pending and close every sink."""
         self._write(self._step, self._pending + self._pending_matrices)
@@ -117,15 +113,21 @@ def open_log(
 ) -> Log:
     """Open the log of rank 0, the only rank that writes.
 
-    Records after `resume_step` are dropped, because those steps run again. Weights & Biases shows `settings` (the
-    resolved config) next to the curves.
+    Records after `resume_step` are dropped, because those steps run again. Loggers show `settings` (the resolved
+    config) next to the curves.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    optional: list[Sink] = []
-    if config.tensorboard:
-        optional.append(TensorBoardSink(run_dir / "tensorboard", resume_step))
-    if config.wandb_project:
-        optional.append(WandbSink(config.wandb_project, run_dir, settings or {}))
+    logged = LoggedRun(
+        run_dir=run_dir,
+        resume_step=resume_step,
+        settings=settings or {},
+        project=config.project,
+        entity=config.entity,
+        name=config.name or run_dir.name,
+        group=config.group,
+        tags=config.tags,
+    )
+    optional = [choose("log.sinks", name, LOGGERS)(logged) for name in config.sinks if name != "jsonl"]
     console = ConsoleSink(
         Console(), total_steps, is_quiet=config.console == "quiet", has_live_line=has_live_line()
     )
@@ -260,71 +262,3 @@ LIVE = frozenset(
 """Metrics of the live line."""
 LEAST_NORM = 5e-4
 """Norm of a gradient below which its column shows 0.000."""
-
-
-class TensorBoardSink:
-    """Sink of scalars and events as TensorBoard files; matrices go to metrics.jsonl only."""
-
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        module = optional_package("torch.utils.tensorboard", "log.tensorboard = true", "tensorboard")
-        # purge_step hides records that an earlier process wrote for steps which run again.
-        self._writer = module.SummaryWriter(str(folder), purge_step=resume_step + 1)
-
-    def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Write every scalar of a step."""
-        for name, value in values.items():
-            if isinstance(value, float | int):
-                self._writer.add_scalar(name, value, step)
-
-    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
-        """Write the text and the fields on the text page."""
-        self._writer.add_text("event", f"{text} {dict(fields) or ''}", step)
-
-    def close(self) -> None:
-        """Return when everything is on disk."""
-        self._writer.close()
-
-
-class WandbSink:
-    """Sink of scalars and events on Weights & Biases; matrices go to metrics.jsonl only.
-
-    A resumed run resumes the W&B run with the id in `<run_dir>/wandb_id`. W&B cannot delete records, so steps that
-    run again appear twice there; the x axis is our step, not W&B's counter.
-    """
-
-    def __init__(self, project: str, run_dir: Path, settings: Mapping[str, object]) -> None:
-        wandb = optional_package("wandb", f"log.wandb_project = {project!r}", "wandb")
-        id_file = run_dir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:12])
-        self._run = wandb.init(
-            project=project,
-            id=id_file.read_text(),
-            name=run_dir.name,
-            dir=str(run_dir),
-            config=dict(settings),
-            resume="allow",
-        )
-        self._run.define_metric("step", hidden=True)
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Write every scalar of a step."""
-        scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
-        self._run.log({"step": step, **scalars})
-
-    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
-        """Send the text and the fields as a string of the step."""
-        self._run.log({"step": step, "event": f"{text} {dict(fields) or ''}"})
-
-    def close(self) -> None:
-        """Return when everything is sent."""
-        self._run.finish()
-
-
-def optional_package(module: str, setting: str, package: str) -> Any:
-    """Import and return the module that `setting` needs. Raises ConfigError if its package is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{setting} needs `pip install {package}`; install it or unset it") from error

@@ -107,6 +107,7 @@ def launch_local(
     log_dir: Path,
     imports: Sequence[str] = (),
     refuse: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> int:
     """Run `python -m module *args` as ranks of this machine; return the exit status of the first failure, or 0.
 
@@ -119,6 +120,7 @@ def launch_local(
     Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), if that is safe, and
     so does a single rank if this process has imported them already. In both cases `refuse` is called first and raises
     the errors that the ranks would raise. It is not called otherwise, since it would have to import what they import.
+    `meanwhile` is called repeatedly while ranks are running; an error that it raises ends them.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     raise_open_files()
@@ -153,7 +155,7 @@ def launch_local(
                 log = log_dir / f"rank_{rank}.log"
                 ranks.insert(0, _start(module, args, own, log, is_first=rank == 0, is_forked=is_forked))
             _tee_to_console(ranks[0], live)
-            return _wait(ranks, caught, causes, stage, live)
+            return _wait(ranks, caught, causes, stage, live, meanwhile)
         finally:
             _end(ranks)
             live.close()
@@ -336,7 +338,14 @@ def _ended_while_starting(number: int) -> int:
     return 128 + number
 
 
-def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path, live: LiveLine) -> int:
+def _wait(
+    ranks: list[_Rank],
+    caught: list[int],
+    causes: Path,
+    stage: Path,
+    live: LiveLine,
+    meanwhile: Callable[[], None] | None,
+) -> int:
     """Return the exit status once all ranks have ended well, a rank has failed, or the user does not want to wait."""
     passed_on: list[int] = []
     oom = OomKills()
@@ -344,6 +353,8 @@ def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path, live
     unwritten: list[Failure] = []
     while True:
         live.poll()
+        if meanwhile is not None:
+            meanwhile()
         while caught:
             number = caught.pop(0)
             live.close()

@@ -184,6 +184,7 @@ class RlTrainer(Trainer):
         samples = gather_samples(rollout, self.state.mesh)
         if self.state.platform.rank == 0 and samples:
             write_samples(self.folder.path / "samples", step, samples)
+            self.log.samples(samples)
             for line in table_lines(samples, config.shown):
                 self.log.message(line)
 

@@ -24,7 +24,7 @@ from tests.tokenizer_files import write_tokenizer
 GROUPS = (
     ("README.md", "docs/first_run.md"),
     ("docs/from_one_gpu_to_a_cluster.md", "docs/meshes.md"),
-    ("docs/concepts.md", "docs/replay.md", "docs/report.md", "docs/extending.md"),
+    ("docs/concepts.md", "docs/replay.md", "docs/report.md", "docs/extending.md", "docs/logging.md"),
     ("docs/models.md", "docs/real_model.md"),
     ("docs/conversion.md",),
     ("docs/gsm8k.md",),

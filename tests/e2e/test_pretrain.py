@@ -4,7 +4,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from mcore_rl.api import is_done, train
 from mcore_rl.obs.attempts_file import read_attempts
 from tests.e2e.conftest import Finished, losses
 from tests.forked import run_main
@@ -32,6 +36,28 @@ def test_a_run_learns_saves_and_is_done_once(
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} >= {"iter_0000028", "iter_0000030"}
     again = mcore_rl("pretrain", config_file, *SHORT)
     assert again.returncode == 0 and "nothing to do" in again.stdout
+
+
+def test_python_is_called_with_each_step_and_its_error_ends_the_run(
+    config_file: Path, tmp_path: Path
+) -> None:
+    seen: dict[int, float] = {}
+
+    def on_step(step: int, values: dict[str, Any]) -> None:
+        if "train/loss_nats" in values:
+            seen[step] = values["train/loss_nats"]
+        if step == 4 and "eval/loss_nats" not in values and not stopped:
+            raise ValueError("enough")
+
+    stopped = False
+    alone = {"mesh.tp": 1, "mesh.ep": 1}
+    with pytest.raises(ValueError, match="enough"):
+        train("pretrain", config_file, alone, on_step=on_step)
+    assert list(seen) == [1, 2, 3, 4] and not is_done(tmp_path / "run")
+    stopped, before = True, dict(seen)
+    run = train("pretrain", config_file, alone, on_step=on_step)
+    assert is_done(run) and seen == losses(run)
+    assert {step: seen[step] for step in before} == before
 
 
 def test_torchrun_and_mcore_rl_run_the_same(config_file: Path, trained: Path, tmp_path: Path) -> None:

@@ -27,6 +27,10 @@ def test_errors_of_a_config_come_before_ranks(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match=r"Did you mean mesh\.tp"):
         load_config("rl", "tiny_moe/grpo", {"mesh.tpp": 2})
+    with pytest.raises(
+        ConfigError, match="There is no program 'grpo'. Name one of pretrain, sft, rm, dpo, rl"
+    ):
+        load_config("grpo", "tiny_moe/grpo")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="The world has 3 ranks"):
         train("pretrain", "tiny_moe/pretrain", {"run_dir": tmp_path / "run"}, ranks=3)
     assert not (tmp_path / "run").exists()
@@ -34,6 +38,8 @@ def test_errors_of_a_config_come_before_ranks(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="a launcher has started the ranks"):
         train("pretrain", "tiny_moe/pretrain", ranks=2)
+    with pytest.raises(ConfigError, match=r"Name a class of your own in log\.sinks"):
+        train("pretrain", "tiny_moe/pretrain", on_step=print)
 
 
 def test_metrics_are_by_name_and_step(tmp_path: Path) -> None:

@@ -166,12 +166,12 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
     text = H100.read_text().replace("/shared/images/pytorch.sqsh", "docker://images/pytorch")
     (tmp_path / "cluster.toml").write_text(text)
     words = ["--servers", "2", "--server-command", "serve --port 8000", "--dry-run", DATA]
-    words += ["--server-field", "log.wandb_project"]
+    words += ["--server-field", "log.project"]
     assert launch(*words, cluster=tmp_path / "cluster.toml") == 0
     trainer, _, servers = capsys.readouterr().out.partition("#SBATCH hetjob\n")
     assert "#SBATCH --nodes=1" in trainer and "#SBATCH --nodes=2" in servers
     assert "#SBATCH --partition=gpu" in servers and "#SBATCH --gpus-per-node=8" in servers
-    assert "serve --port 8000" in servers and "log.wandb_project=" in servers
+    assert "serve --port 8000" in servers and "log.project=" in servers
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
         (["--servers", "2"], "--servers 2 needs --server-command"),
         (["--server-command", "serve"], "need --servers N"),
         (
-            ["--servers", "1", "--server-command", "s", "--server-field", "log.wandb"],
-            "Did you mean log.wandb_project?",
+            ["--servers", "1", "--server-command", "s", "--server-field", "log.projet"],
+            "Did you mean log.project?",
         ),
         (["--array", "0-3", "--array-field", "train.sed"], "Did you mean train.seed?"),
         (["mesh.tp=3"], "on 1 nodes of 4 ranks"),
@@ -587,11 +587,11 @@ def test_what_is_of_one_job_is_refused_of_a_pipeline(pipeline, slurm, capsys):
 
 
 def test_a_config_with_what_toml_must_escape_reaches_the_job(home, slurm):
-    assert launch(DATA, 'log.wandb_project=a "b" \\c', "checkpoint.on_damaged=stop") == 0
+    assert launch(DATA, 'log.project=a "b" \\c', "checkpoint.on_damaged=stop") == 0
     folder = slurm.submitted[0].parent
     config = load_config(PROGRAMS["pretrain"].config, folder / "config.toml")
     assert (
-        config.log.wandb_project == 'a "b" \\c'
+        config.log.project == 'a "b" \\c'
         and config.checkpoint.on_damaged == "stop"
         and dump_config(config) == (folder / "config.toml").read_text()
     )

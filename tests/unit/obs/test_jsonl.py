@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from mcore_rl.errors import DataError
-from mcore_rl.obs.jsonl import JsonlSink, keep_until, read_records
+from mcore_rl.obs.jsonl import JsonlSink, NewRecords, keep_until, read_records
 
 
 def untimed(path):
@@ -98,3 +98,26 @@ def test_a_float_is_read_back_bit_for_bit(tmp_path):
 def test_a_folder_without_metrics_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(DataError, match=r"metrics\.jsonl is not there"):
         list(read_records(tmp_path / "metrics.jsonl"))
+
+
+def test_new_records_are_taken_once_when_they_are_whole_also_after_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time": 1.0}\n{"step": 2, "time": 2.0}\n')
+    news = NewRecords(path)
+
+    def taken():
+        return [record["step"] for record in news.take()]
+
+    assert taken() == []
+    sink = JsonlSink(path, 1)  # it resumes at step 1, and begins the file anew
+    assert taken() == []
+    sink.write(2, {"train/lr": 0.5})
+    with path.open("a") as file:
+        file.write('{"step": 3, "time": 9e9')
+        file.flush()
+        assert taken() == [2]
+        file.write("}\n")
+        file.flush()
+    assert taken() == [3] and taken() == []
+    path.unlink()
+    assert taken() == []

@@ -1,6 +1,7 @@
 import io
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mcore_rl.config.run import LogConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.obs.jsonl import JsonlSink, read_records
+from mcore_rl.obs.loggers import optional_package
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.obs.sinks import ConsoleSink, Log, open_log, optional_package, silent_log
+from mcore_rl.obs.sinks import ConsoleSink, Log, open_log, silent_log
 from mcore_rl.processes.live_line import LIVE_FILE
 
 
@@ -213,7 +215,7 @@ def test_brackets_in_an_event_are_text():
 
 def test_tensorboard_shows_steps_that_ran_again_once(tmp_path, capsys):
     for resume_step, steps in ((0, range(1, 6)), (3, range(4, 7))):
-        log = open_log(tmp_path, LogConfig(tensorboard=True), resume_step, total_steps=6)
+        log = open_log(tmp_path, LogConfig(sinks=("jsonl", "tensorboard")), resume_step, total_steps=6)
         for step in steps:
             log.write(step, [Metric("train/loss_nats", step + resume_step / 10)])
         log.message("saved")
@@ -227,7 +229,43 @@ def test_tensorboard_shows_steps_that_ran_again_once(tmp_path, capsys):
 
 
 def test_a_sink_whose_package_is_missing_is_a_config_error_with_a_remedy():
-    with pytest.raises(
-        ConfigError, match=r"log\.x = true needs `pip install there-is-none`; install it or unset"
-    ):
-        optional_package("there_is_none_such", "log.x = true", "there-is-none")
+    with pytest.raises(ConfigError, match=r"log\.sinks names mine, .* `pip install 'mcore-rl\[mine\]'`"):
+        optional_package("there_is_none_such", "mine")
+
+
+OWN_SINKS = """
+class Short:
+    def __init__(self, run):
+        self.file = (run.run_dir / f"{type(self).__name__}.txt").open("a")
+        print(run.name, run.project, run.tags, run.resume_step, run.settings, file=self.file)
+    def write(self, step, values):
+        print(step, values, file=self.file)
+    def message(self, step, text, fields):
+        print(step, text, fields, file=self.file)
+    def close(self):
+        self.file.close()
+
+class Whole(Short):
+    def samples(self, step, rows):
+        print(step, len(rows), rows[0], file=self.file)
+"""
+
+
+def test_sinks_of_the_users_own_get_metrics_events_and_samples(tmp_path, monkeypatch):
+    (tmp_path / "own_sinks_of_a_test.py").write_text(OWN_SINKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names = ("own_sinks_of_a_test:Short", "own_sinks_of_a_test:Whole")
+    config = LogConfig(sinks=names, project="mine", tags=("a", "b"))
+    log = open_log(tmp_path / "run", config, 2, 4, {"lr": 0.5})
+    log.write(3, [Metric("train/loss_nats", 6.0, 2)])
+    log.message("saved", path="iter_3")
+    log.samples([{"prompt": str(index), "completion": ""} for index in range(100)])
+    log.close()
+    head = "run mine ('a', 'b') 2 {'lr': 0.5}\n3 {'train/loss_nats': 3}\n3 saved {'path': 'iter_3'}\n"
+    assert (tmp_path / "run/Short.txt").read_text() == head
+    assert (tmp_path / "run/Whole.txt").read_text() == f"{head}3 64 {{'prompt': '0', 'completion': ''}}\n"
+    # The file that the report reads is written in any case.
+    assert [record["step"] for record in records(tmp_path / "run/metrics.jsonl")] == [3, 3]
+    with pytest.raises(ConfigError, match=r'log.sinks names "own_sinks_of_a_test:None_such", but'):
+        open_log(tmp_path / "run", LogConfig(sinks=("own_sinks_of_a_test:None_such",)), 2, 4)

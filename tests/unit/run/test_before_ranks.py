@@ -140,6 +140,7 @@ def test_an_evaluation_without_prompts_is_refused_before_ranks(
 
 def test_a_logger_that_is_not_installed_is_refused_before_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (sentence,) = absent_packages(LogConfig(wandb_project="mine"))
-    assert "pip install wandb" in sentence
+    found = list(absent_packages(LogConfig(sinks=("jsonl", "tensorboard", "wandb", "trackio", "mine:Sink"))))
+    assert len(found) == 2
+    assert "pip install 'mcore-rl[wandb]'" in found[0] and "pip install 'mcore-rl[trackio]'" in found[1]
     assert list(absent_packages(LogConfig())) == []
