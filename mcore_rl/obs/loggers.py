@@ -74,7 +74,7 @@ class TensorBoardSink:
 
     def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
         """Write the text and the fields on the text page."""
-        self._writer.add_text("event", f"{text} {dict(fields) or ''}", step)
+        self._writer.add_text("event", _event(text, fields), step)
 
     def close(self) -> None:
         """Return when everything is on disk."""
@@ -249,7 +249,7 @@ def _scalars(values: Mapping[str, Reported]) -> dict[str, float]:
 
 
 def _event(text: str, fields: Mapping[str, object]) -> str:
-    return f"{text} {dict(fields) or ''}"
+    return f"{text} {dict(fields)}" if fields else text
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
