@@ -24,6 +24,7 @@ REQUIRES = [
     # Megatron's checkpoint writer needs psutil without saying so: a save without it waits for ever.
     "psutil>=5.9",
     "pydantic>=2.7,<3",
+    "pyyaml>=6",
     "rich>=13",
     "safetensors>=0.4",
     "sentencepiece>=0.2",

@@ -23,6 +23,8 @@ class Equivalent:
     megatron: tuple[str, ...] = ()
     note: str = ""
     """A sentence on a difference between the two systems."""
+    is_same: bool = True
+    """Whether those of `fields` that are in SAME_VALUE take the value of the setting unchanged."""
 
     @property
     def named(self) -> tuple[tuple[str, str], ...]:
@@ -45,9 +47,14 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         megatron=("grpo_prompts_per_step",),
         verl=("data.train_batch_size",),
         slime=("rollout_batch_size",),
-        trl=("generation_batch_size",),
         nemo_rl=("grpo.num_prompts_per_step",),
         openrlhf=("rollout_batch_size",),
+    ),
+    Equivalent(
+        fields=("rl.rollout.prompts_per_step",),
+        trl=("generation_batch_size",),
+        note="It counts prompts, not completions.",
+        is_same=False,
     ),
     Equivalent(
         fields=("rl.rollout.group_size",),
@@ -354,8 +361,45 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         megatron=("context_parallel_size",),
         nemo_rl=("megatron_cfg.context_parallel_size",),
     ),
+    Equivalent(
+        fields=("log.project",),
+        verl=("trainer.project_name",),
+        slime=("wandb_project",),
+        nemo_rl=("logger.wandb.project",),
+        openrlhf=("wandb_project",),
+    ),
+    Equivalent(
+        fields=("log.name",),
+        verl=("trainer.experiment_name",),
+        trl=("run_name",),
+        nemo_rl=("logger.wandb.name",),
+        openrlhf=("wandb_run_name",),
+    ),
+    Equivalent(
+        fields=("log.sinks",),
+        verl=("trainer.logger",),
+        slime=("use_wandb",),
+        trl=("report_to",),
+        nemo_rl=("logger.wandb_enabled", "logger.tensorboard_enabled", "logger.mlflow_enabled"),
+        openrlhf=("use_wandb",),
+        note="The console and metrics.jsonl are written in any case.",
+    ),
     Equivalent(fields=("lora.rank",), verl=("model.lora_rank",), trl=("lora_r",), openrlhf=("lora_rank",)),
 )
+SAME_VALUE = frozenset(
+    {
+        *("rl.rollout.prompts_per_step", "rl.rollout.group_size", "rl.rollout.max_new_tokens"),
+        *("rl.rollout.temperature", "rl.rollout.top_p", "rl.rollout.top_k", "rl.prompts.max_tokens"),
+        *("rl.update.epochs", "rl.update.max_tokens_per_microbatch"),
+        *("rl.loss.clip_low", "rl.loss.clip_high", "rl.loss.dual_clip", "rl.loss.entropy_coeff"),
+        *("rl.loss.mask_truncated", "rl.loss.kl_coeff", "dpo.beta", "rl.rollout.dynamic_sampling"),
+        *("rl.engine.tensor_parallel", "rl.prompts.answer_field"),
+        *("optim.lr", "rl.advantage.critic.optim.lr", "optim.weight_decay", "optim.clip_grad"),
+        *("run_dir", "model.path", "data.seq_length"),
+        *("mesh.tp", "mesh.pp", "mesh.ep", "mesh.cp", "lora.rank", "log.project", "log.name"),
+    }
+)
+"""Fields that have the value of the settings for which they stand, where it is of their type."""
 SIGNS: tuple[tuple[str, str], ...] = (
     ("verl", r"\bactor_rollout_ref\b|\bdata\.train_batch_size\b|\bppo_mini_batch_size\b"),
     ("NeMo-RL", r"\bnum_prompts_per_step\b|\bloss_fn\b|\bmegatron_cfg\b"),
@@ -388,18 +432,38 @@ def equivalent_named(key: str, fields: Collection[str]) -> tuple[str, Equivalent
     return found and found[1:]
 
 
+def setting_named(key: str, fields: Collection[str], system: str | None) -> Equivalent | None:
+    """Return the row of the setting with the whole dotted name `key` in a config of `system` (None: of any system), the
+    longest name first; None: no field in `fields` stands for it.
+    """
+    wanted = _parts(key)
+    found = [
+        (len(parts), -len(row.fields), row)
+        for row in EQUIVALENTS
+        for of, name in row.named
+        if system in (None, of) and any(field in fields for field in row.fields)
+        if wanted[-len(parts := _parts(name)) :] == parts
+    ]
+    return max(found, key=lambda match: match[:2])[2] if found else None
+
+
+def system_of(text: str) -> str | None:
+    """Return the system of a config in YAML or JSON, by words that only its configs have; None: no known system."""
+    return next((system for system, sign in SIGNS if re.search(sign, text)), None)
+
+
 def refuse_foreign_config(path: str, text: str) -> None:
     """Raise a ConfigError if the file is a config in YAML or JSON; the message names the system that it is from."""
     is_json, is_yaml = text.lstrip().startswith("{"), path.lower().endswith((".yaml", ".yml"))
     if not (is_json or is_yaml or path.lower().endswith(".json")):
         return
-    system = next((system for system, sign in SIGNS if re.search(sign, text)), None)
+    system = system_of(text)
     form = "YAML" if is_yaml else "JSON"
     whose = f"a config of {system}, in {form}" if system else f"{form}"
     raise ConfigError(
-        f"{path} is {whose}; configs here are TOML. Begin with `mcore-rl init`, or with a recipe (`mcore-rl recipes`), "
-        'and set on it what differs: a key of the other system is answered with ours, and "What others call it" in '
-        "docs/algorithms.md lists them."
+        f"{path} is {whose}; configs here are TOML. `mcore-rl init --from {path}` writes what can be said of it as "
+        "TOML, and lists the rest; or begin with a recipe (`mcore-rl recipes`), and set on it what differs: a key of "
+        'the other system is answered with ours, and "What others call it" in docs/algorithms.md lists them.'
     )
 
 

@@ -1,4 +1,7 @@
-"""`mcore-rl init FOLDER`: a short config for training a model, on the given GPUs or on this machine."""
+"""`mcore-rl init FOLDER`: a short config for training a model, on the given GPUs or on this machine.
+
+With --from, it translates the config of another system.
+"""
 
 import argparse
 import sys
@@ -8,11 +11,13 @@ from typing import Any
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.toml import toml_value
+from mcore_rl.errors import ConfigError
 from mcore_rl.folders.model import find_model
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.plan.device import LARGEST_NODE, known_device
 from mcore_rl.planner.gpus import Gpus, parse_gpus
 from mcore_rl.run.fit import fitting_fields, size_of
+from mcore_rl.run.foreign import translated
 
 GROUP_SIZE = 8
 Line = tuple[str, Any, str]
@@ -21,6 +26,11 @@ Line = tuple[str, Any, str]
 
 def main(args: argparse.Namespace) -> int:
     """Print the config. Raises ConfigError if the folder has no model, or if nothing fits on the GPUs."""
+    if args.source is not None:
+        sys.stdout.write(translated(args.source, args.program, args.folder))
+        return 0
+    if args.folder is None:
+        raise ConfigError("Give FOLDER, a model, or --from FILE, a config of another system.")
     kind, folder = args.program or "sft", find_model(args.folder, "FOLDER")
     gpus = parse_gpus(args.gpus) if args.gpus else _gpus_here()
     head = ["model.head=score"] if kind == "rm" else []

@@ -10,8 +10,16 @@ from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides, add_prog
 
 
 def init_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a model folder, GPUs, and a training program."""
-    parser.add_argument("folder", metavar="FOLDER", help="the model: as of model.path")
+    """Declare a model folder, GPUs, and a training program; or the config of another system."""
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="the model: as of model.path")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="write what can be said of a config of verl, TRL, NeMo-RL, OpenRLHF or slime, YAML or JSON, and list the "
+        "rest",
+    )
     parser.add_argument(
         "--gpus",
         metavar="NxKIND",

@@ -111,7 +111,9 @@ def test_a_config_in_yaml_or_json_is_recognised(tmp_path, name, text, whose):
     path = tmp_path / name
     path.write_text(text)
     message = complaint("rl", path=path)
-    assert message.startswith(f"{path} is {whose}; configs here are TOML. Begin with `mcore-rl init`")
+    assert message.startswith(
+        f"{path} is {whose}; configs here are TOML. `mcore-rl init --from {path}` writes"
+    )
     assert "not valid TOML" not in message
 
 
