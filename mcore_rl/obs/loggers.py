@@ -62,7 +62,7 @@ class TensorBoardSink:
     """Sink of scalars and events as TensorBoard files; matrices go to metrics.jsonl only."""
 
     def __init__(self, run: LoggedRun) -> None:
-        module = optional_package("torch.utils.tensorboard", "tensorboard")
+        module = optional_package("torch.utils.tensorboard", 'log.sinks="tensorboard"', "tensorboard")
         # purge_step hides records that an earlier process wrote for steps which run again.
         self._writer = module.SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.resume_step + 1)
 
@@ -85,7 +85,7 @@ class WandbSink:
     """Sink on Weights & Biases; matrices go to metrics.jsonl only. The x axis is our step, not W&B's counter."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self._wandb = optional_package("wandb", "wandb")
+        self._wandb = _library("wandb")
         self._run = self._wandb.init(
             project=run.project,
             entity=run.entity,
@@ -122,7 +122,7 @@ class MlflowSink:
     """Sink on MLflow, at MLFLOW_TRACKING_URI; the newest event is a tag, samples are tables among the artifacts."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self._mlflow = optional_package("mlflow", "mlflow")
+        self._mlflow = _library("mlflow")
         self._mlflow.set_experiment(run.project)
         tags = dict.fromkeys(run.tags, "true") | ({"group": run.group} if run.group else {})
         known = _known_id(run, "mlflow")
@@ -154,7 +154,7 @@ class SwanlabSink:
     """Sink on SwanLab; SWANLAB_MODE=offline keeps a run in `<run_dir>/swanlab`."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self._swanlab = optional_package("swanlab", "swanlab")
+        self._swanlab = _library("swanlab")
         self._run = self._swanlab.init(
             project=run.project,
             workspace=run.entity,
@@ -192,7 +192,7 @@ class TrackioSink:
     """Sink on Trackio, whose files are on this machine, in TRACKIO_DIR."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self._trackio = optional_package("trackio", "trackio")
+        self._trackio = _library("trackio")
         known = _known_id(run, "trackio")
         self._run = self._trackio.init(
             project=run.project,
@@ -233,15 +233,16 @@ MOST_OF_TAG = 5000
 """Characters of a tag of MLflow."""
 
 
-def optional_package(module: str, sink: str) -> Any:
-    """Import and return the module of an entry of log.sinks; ConfigError where its package is not installed."""
+def optional_package(module: str, setting: str, package: str) -> Any:
+    """Import and return the module that `setting` asks for; ConfigError where its package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            f"log.sinks names {sink}, whose package cannot be imported ({error}). Install it: `pip install "
-            f"'mcore-rl[{sink}]'`; or leave {sink} out."
-        ) from error
+        raise ConfigError(f"{setting} needs `pip install {package}`; install it or unset it") from error
+
+
+def _library(sink: str) -> Any:
+    return optional_package(sink, f'log.sinks="{sink}"', f"'mcore-rl[{sink}]'")
 
 
 def _scalars(values: Mapping[str, Reported]) -> dict[str, float]:

@@ -229,8 +229,10 @@ def test_tensorboard_shows_steps_that_ran_again_once(tmp_path, capsys):
 
 
 def test_a_sink_whose_package_is_missing_is_a_config_error_with_a_remedy():
-    with pytest.raises(ConfigError, match=r"log\.sinks names mine, .* `pip install 'mcore-rl\[mine\]'`"):
-        optional_package("there_is_none_such", "mine")
+    with pytest.raises(
+        ConfigError, match=r"log\.x = true needs `pip install there-is-none`; install it or unset"
+    ):
+        optional_package("there_is_none_such", "log.x = true", "there-is-none")
 
 
 OWN_SINKS = """
