@@ -1,4 +1,4 @@
-"""What a training or an evaluation would refuse on its ranks, and can be refused before they start."""
+"""Refusals of a training or an evaluation that need no ranks, before these start."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice

@@ -19,7 +19,7 @@ from mcore_rl.errors import (
     McoreRlError,
     error_text,
 )
-from mcore_rl.run.commands.table import COMMANDS, GROUPS
+from mcore_rl.run.commands.table import COMMAND_GROUPS, COMMANDS
 
 WIDTH = 80
 """Columns of the overview."""
@@ -101,7 +101,7 @@ def overview(names: Sequence[str] = ()) -> str:
         lines += textwrap.wrap(
             "Pretraining and reinforcement learning of Mixture-of-Experts models on Megatron-Core.", WIDTH
         )
-    for title, members in {"": names}.items() if names else GROUPS.items():
+    for title, members in {"": names}.items() if names else COMMAND_GROUPS.items():
         lines += ["", f"{title}:"] if title else []
         lines += [f"  {name:<{width}}  {COMMANDS[name].brief}" for name in members]
     example = COMMANDS[names[0]].example if names else "mcore-rl rl tiny_moe/grpo rl.loss.kind=gspo -v"

@@ -287,7 +287,7 @@ COMMANDS: dict[str, Command] = {
 }
 """Every command by name; a name of two words is a command in a group, such as `mcore-rl data tokenizer`."""
 
-GROUPS = {
+COMMAND_GROUPS = {
     "train": ("pretrain", "sft", "rm", "dpo", "rl", "study", "init", "recipes", "config", "plan"),
     "data": ("data tokenizer", "data preprocess", "data show", "problems", "reward"),
     "models": ("generate", "eval", "convert", "inspect", "check", "serve", "probe"),

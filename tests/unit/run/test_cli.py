@@ -19,7 +19,7 @@ from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import EXIT_STATUSES
 from mcore_rl.launch.job import STATUS
 from mcore_rl.run.cli import main, parser_of, split_name
-from mcore_rl.run.commands.table import COMMANDS, GROUPS
+from mcore_rl.run.commands.table import COMMAND_GROUPS, COMMANDS
 from mcore_rl.run.log_folders import next_log_dir
 from mcore_rl.run.study.runs import plan
 
@@ -86,11 +86,11 @@ def test_the_help_of_a_training_explains_every_field(name, capsys):
 
 
 def test_the_overview_has_every_command_once_in_a_group_and_80_columns(capsys):
-    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+    assert sorted(name for names in COMMAND_GROUPS.values() for name in names) == sorted(COMMANDS)
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert [line[:-1] for line in lines if re.fullmatch(r"\w+:", line)] == list(GROUPS)
+    assert [line[:-1] for line in lines if re.fullmatch(r"\w+:", line)] == list(COMMAND_GROUPS)
     for name, command in COMMANDS.items():
         assert sum(bool(re.fullmatch(f"  {name} +{re.escape(command.brief)}", line)) for line in lines) == 1
 
