@@ -169,7 +169,7 @@ class ConsoleSink:
         cells = [
             f"step {step}/{self._total_steps}",
             *self._newest.values(),
-            *([f"{left} left"] if left else []),
+            *([] if left is None else [f"{left} left"]),
         ]
         show_live_line(" | ".join(cells))
 
