@@ -74,7 +74,7 @@ COMMANDS: dict[str, Command] = {
     "rm": Command(
         brief="train a reward model on pairs of answers",
         summary="Train a reward model on pairs of answers, from the weights of checkpoint.load.",
-        example="mcore-rl rm tiny_moe/rm checkpoint.load=runs/tiny_moe_sft rm.centering_coeff=0.01",
+        example="mcore-rl rm tiny_moe/rm data.train=pairs.jsonl rm.centering_coeff=0.01",
         add_arguments=config_arguments,
         module=TRAININGS["rm"],
         program="rm",

@@ -4,6 +4,7 @@ import sys
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.pipeline import PipelineConfig
+from mcore_rl.config.recipes import recipe_files
 from mcore_rl.run.cli import parser_of
 from tests.unit.launch.conftest import ROOT
 
@@ -21,7 +22,7 @@ def test_the_pipeline_on_the_page_names_recipes_that_are_there(tmp_path):
     (tmp_path / "pipeline.toml").write_text(text)
     stages = dict(load_config(PipelineConfig, tmp_path / "pipeline.toml").stages)
     assert list(stages) == ["pretrain", "sft", "convert", "rl"]
-    assert all((ROOT / stages[name].config).exists() for name in ("pretrain", "sft", "rl"))
+    assert all(stages[name].config in recipe_files() for name in ("pretrain", "sft", "rl"))
 
 
 def test_the_commands_on_the_page_are_valid():

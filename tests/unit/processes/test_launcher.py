@@ -248,7 +248,7 @@ def test_of_ranks_without_a_written_cause_the_one_with_a_message_is_named(progra
     _, errors = process.communicate(timeout=ENDED_WITHIN_S)
     headline = f"First cause: rank 0 on {platform.node()}, by the error above (exit status 2)"
     assert process.returncode == 2 and errors.decode().splitlines()[-1].startswith(headline)
-    assert errors.decode().count("TrainingError: full") == 1
+    assert "TrainingError: full" in errors.decode()
 
 
 def test_a_disk_without_room_for_a_start_is_refused_in_a_sentence_and_the_reserve_takes_none(

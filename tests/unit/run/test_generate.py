@@ -157,7 +157,7 @@ def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ([], "give --model FOLDER"),
+        ([], "give FOLDER"),
         (["--run", "RUN", "--n", "2"], "at temperature 0 is 2 times the same text"),
         (
             ["--run", "RUN", "--temperature", "inf"],
