@@ -70,6 +70,7 @@ STEP = {
     "obs/metrics.py": "a metric and its reduction",
     "obs/sinks.py": "the log",
     "obs/jsonl.py": "metrics.jsonl",
+    "errors.py": "control characters of a message are escaped",
 }
 """Files that a rollout batch of the plain recipe enters (one rank, routing replay R2, a KL penalty, one update). Before
 a line is added: a feature that is off is not entered, and what cannot change during a run is decided where the object
