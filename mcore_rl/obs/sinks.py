@@ -39,9 +39,6 @@ class Log:
         Matrices are written every `log.matrix_interval` steps.
         """
         self._take(step, metrics)
-        for sink in self._sinks:
-            if isinstance(sink, ConsoleSink):
-                sink.show_step(step)
         due: list[Metric] = []
         if step % self._config.interval == 0:
             due, self._pending = self._pending, []
@@ -50,6 +47,9 @@ class Log:
         elif step % self._config.matrix_interval == 0:
             due, self._pending_matrices = due + self._pending_matrices, []
         self._write(step, due)
+        for sink in self._sinks:
+            if isinstance(sink, ConsoleSink):
+                sink.show_step(step)
 
     def flush(self, step: int, metrics: Iterable[Metric] = ()) -> None:
         """Write pending values, with `metrics`, before a checkpoint, which does not hold it: a run that resumes there

@@ -84,3 +84,13 @@ def test_from_text_to_a_report(mcore_rl: Command, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     mcore_rl("report", pretrained, tuned, learned, "--output", page)
     assert "<html" in page.read_text(encoding="utf-8")[:200]
+
+
+def test_a_config_builds_on_what_the_wheel_has(mcore_rl: Command, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "tiny_moe/grpo"\nrun_dir = "runs/mine"\n')
+    assert 'run_dir = "runs/mine"' in mcore_rl("config", mine)
+    assert 'run_dir = "runs/tiny_moe_grpo"' in mcore_rl("config", "launch/recipes/tiny_moe/grpo.toml")
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text('extends = "example_cpu"\nname = "mine"\n')
+    assert mcore_rl("plan", "tiny_moe/pretrain", "--cluster", cluster, "--nodes", "1").startswith("4 ranks: ")
