@@ -68,7 +68,7 @@ def load_config(
         The frozen config. Whether it can run on the ranks at hand is checked when it does.
 
     Raises:
-        ConfigError: with all unknown fields and wrong values; where there is no such program.
+        ConfigError: if there is no such program, or with all unknown fields and wrong values.
     """
     if program not in PROGRAMS:
         raise ConfigError(f"There is no program {program!r}. Name one of {', '.join(PROGRAMS)}.")
@@ -99,9 +99,9 @@ def train(
         config: As of `load_config`.
         overrides: As of `load_config`.
         ranks: Number of local ranks; None: the fewest that the mesh needs. A launcher has chosen it already.
-        on_step: Called in this process, and in its main thread, with a step and its metrics by name, as they are
-            written every `log.interval` steps. An error that it raises ends the run at once; a file STOP in `run_dir`
-            ends it after the step at hand, with a checkpoint. Not under a launcher, where log.sinks may name a class.
+        on_step: Called in the main thread of this process with a step and its metrics by name, every `log.interval`
+            steps. An error that it raises ends the run at once; a file STOP in `run_dir` ends it after the current
+            step, with a checkpoint. It is not possible under a launcher: name a class in log.sinks instead.
 
     Returns:
         The folder of the run, `run_dir`.
@@ -184,7 +184,7 @@ def read_metrics(run_dir: str | Path) -> dict[str, dict[int, Any]]:
 
 
 def _values(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a record; JSON has no number that is not finite, of which the file has the name."""
+    """Return the metrics of a record. Numbers that are not finite, which JSON lacks, are strings in the file."""
     return {
         name: float(value) if value in ("nan", "inf", "-inf") else value
         for name, value in record.items()

@@ -73,7 +73,5 @@ r"""Control characters but for newline and tab: with these a text could clear a 
 
 
 def escaped(text: str) -> str:
-    r"""Return a text of a model or of data as a terminal may show it: its control characters as `\x1b`; newline and tab
-    stay.
-    """
+    r"""Return a text of a model or of data for a terminal: its control characters as `\x1b`; newline and tab stay."""
     return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -60,11 +60,11 @@ def shipped(folder: str) -> Path:
 
 PACKED = ("", ".gz", ".bz2", ".xz")
 DATA_ENDINGS = (".parquet", *(kind + packed for kind in (".jsonl", ".json") for packed in PACKED))
-"""Endings of the files of data in a folder that is read as a whole."""
+"""Endings of data files in a folder that is read as a whole."""
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Return the files of records directly in a folder, by their endings, in the order of their names."""
+    """Return the data files directly in a folder, recognized by their endings, in the order of their names."""
     return sorted(
         path for path in folder.iterdir() if path.name.lower().endswith(DATA_ENDINGS) and path.is_file()
     )

@@ -358,7 +358,7 @@ def summary(folder: Path, took_s: float, console: Console) -> None:
 
 
 def what_next(folder: Path) -> str:
-    """Return three commands to try on the results, after the line that puts `mcore-rl` on the PATH, where needed."""
+    """Return three commands to try on the results, after the line that puts `mcore-rl` on the PATH, if needed."""
     here = Path(sys.executable).parent
     found = shutil.which("mcore-rl")
     is_on_path = found is not None and Path(found).parent == here

@@ -1,4 +1,4 @@
-"""Whether there is anything to evaluate on."""
+"""Checks that a config names something to evaluate on."""
 
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
@@ -7,7 +7,7 @@ from mcore_rl.errors import ConfigError
 
 
 def refuse_nothing_to_evaluate(config: RunConfig) -> None:
-    """Raise a ConfigError where the config names no prompts, or no pairs, for `mcore-rl eval`."""
+    """Raise a ConfigError if the config names no prompts, or no pairs, for `mcore-rl eval`."""
     if isinstance(config, RlRunConfig) and config.rl.prompts.task == "file" and not config.rl.eval.files:
         raise ConfigError("rl.eval.files is empty: there are no prompts to evaluate on. Name files.")
     if isinstance(config, PreferenceRunConfig) and not config.data.valid:

@@ -26,7 +26,8 @@ OVERRIDDEN = {
     "data.prompt_field": "data.prompt_template",
     "rl.prompts.prompt_field": "rl.prompts.prompt_template",
 }
-"""Field -> the field that a weaker place may set to say the same in another way, and that then has its default."""
+"""Field -> alternative to it. If the field is set on top of a file that sets the alternative, the alternative gets its
+default."""
 MISSPELT = 0.93
 """Similarity, by difflib, above which an unknown key is taken for a misspelt field rather than another system's
 setting."""

@@ -24,7 +24,7 @@ class Equivalent:
     note: str = ""
     """A sentence on a difference between the two systems."""
     is_same: bool = True
-    """Whether those of `fields` that are in SAME_VALUE take the value of the setting unchanged."""
+    """Whether the fields in SAME_VALUE take the value of the setting unchanged."""
 
     @property
     def named(self) -> tuple[tuple[str, str], ...]:
@@ -399,7 +399,7 @@ SAME_VALUE = frozenset(
         *("mesh.tp", "mesh.pp", "mesh.ep", "mesh.cp", "lora.rank", "log.project", "log.name"),
     }
 )
-"""Fields that have the value of the settings for which they stand, where it is of their type."""
+"""Fields that take the values of the corresponding settings unchanged, if the type fits."""
 SIGNS: tuple[tuple[str, str], ...] = (
     ("verl", r"\bactor_rollout_ref\b|\bdata\.train_batch_size\b|\bppo_mini_batch_size\b"),
     ("NeMo-RL", r"\bnum_prompts_per_step\b|\bloss_fn\b|\bmegatron_cfg\b"),
@@ -433,8 +433,9 @@ def equivalent_named(key: str, fields: Collection[str]) -> tuple[str, Equivalent
 
 
 def setting_named(key: str, fields: Collection[str], system: str | None) -> Equivalent | None:
-    """Return the row of the setting with the whole dotted name `key` in a config of `system` (None: of any system), the
-    longest name first; None: no field in `fields` stands for it.
+    """Return the row of the setting with the whole dotted name `key` in a config of `system`; None is any system.
+
+    The longest matching name decides. Returns None if no field in `fields` corresponds to the setting.
     """
     wanted = _parts(key)
     found = [
@@ -448,7 +449,7 @@ def setting_named(key: str, fields: Collection[str], system: str | None) -> Equi
 
 
 def system_of(text: str) -> str | None:
-    """Return the system of a config in YAML or JSON, by words that only its configs have; None: no known system."""
+    """Return the system of a config in YAML or JSON, by words that only its configs have; None if unknown."""
     return next((system for system, sign in SIGNS if re.search(sign, text)), None)
 
 

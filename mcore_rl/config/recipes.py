@@ -30,7 +30,7 @@ class Recipe:
 def config_file(path: Path, folder: Path = RECIPES) -> Path:
     """Return the file that CONFIG on the command line means: a file, or the recipe of that name in `folder`.
 
-    A recipe's path in the repository, launch/recipes/NAME.toml, means the recipe where there is no such file.
+    If there is no such file, a recipe's path in the repository, launch/recipes/NAME.toml, also means the recipe.
 
     Raises:
         ConfigError: If there is no such file and no such recipe; the message names the most similar recipes.
@@ -50,11 +50,10 @@ def config_file(path: Path, folder: Path = RECIPES) -> Path:
 
 
 def extended_file(base: str, file: Path) -> Path:
-    """Return the file that `extends = "base"` in `file` means: a path relative to it, or the recipe, or the example of
-    a cluster, of that name.
+    """Return the file that `extends = "base"` in `file` means: a path relative to `file`, a recipe, or a cluster.
 
     Raises:
-        ConfigError: `base` does not end in .toml, and there is no such file, recipe or example.
+        ConfigError: If `base` does not end in .toml, and there is no such file, recipe or example.
     """
     path = file.parent / base
     if os.path.exists(path):
@@ -103,7 +102,7 @@ def recipes(folder: Path = RECIPES) -> list[Recipe]:
 
 
 def _packaged(path: Path, folder: Path) -> Path | None:
-    """Return the shipped file of a path in the repository, such as launch/recipes/tiny_moe/grpo.toml; None: no such."""
+    """Return the shipped file for a path in the repository, such as launch/recipes/tiny_moe/grpo.toml, or None."""
     is_shipped = path.parts[:2] == ("launch", folder.name)
     return recipe_files(folder).get(str(Path(*path.parts[2:]).with_suffix(""))) if is_shipped else None
 

@@ -117,9 +117,7 @@ RAW_JOINS = (
 
 
 def raw_joins(messages: Sequence[Message]) -> bool:
-    """Return whether a conversation has more than one turn before the first answer or after it, which the template
-    "raw" would join.
-    """
+    """Return whether the template "raw" joins turns: several user turns, or a role other than user and assistant."""
     return any(message["role"] not in ("user", "assistant") for message in messages) or (
         sum(message["role"] == "user" for message in messages) > 1
     )

@@ -182,7 +182,7 @@ class RecordReader(ABC, Generic[T]):
         self._unread.update(dict.fromkeys(unread_text(entry, used)))
 
     def warn(self, sentence: str) -> None:
-        """Remember a warning about the records of this file, once for all that have its reason."""
+        """Remember a warning about the records of this file; each sentence is kept once."""
         self._warnings[sentence] = None
 
     @abstractmethod

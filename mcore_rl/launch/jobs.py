@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps([asdict(status) for status in statuses], indent=1) + "\n")
         return 0
-    # A warning of a log may quote a completion.
+    # A warning in a log may quote a completion.
     sys.stdout.write(escaped("\n".join(table([COLUMNS, *map(_row, statuses)])) + "\n"))
     return 0
 

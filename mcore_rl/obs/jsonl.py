@@ -97,7 +97,7 @@ def _json_value(value: object) -> object:
 
 
 class NewRecords:
-    """The records that a run writes from now on, also where it begins its file anew when it resumes."""
+    """Records that a run writes from now on, also if a resume writes the file anew."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -105,7 +105,7 @@ class NewRecords:
         self._inode, self._offset = 0, 0
 
     def take(self) -> Iterator[dict[str, object]]:
-        """Yield the whole records that were written since the last call, in order."""
+        """Yield the complete records that were written since the last call, in order."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -116,9 +116,9 @@ class NewRecords:
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
-                    return  # it is being written
+                    return  # still being written
                 self._offset += len(line)
                 record = _parsed(line)
-                # A file that is begun anew has the records of earlier starts too.
+                # A file that was written anew has the records of earlier starts too.
                 if record is not None and float(str(record["time"])) >= self._since:
                     yield record

@@ -1,8 +1,7 @@
-"""Sinks of log.sinks: TensorBoard, Weights & Biases, MLflow, SwanLab and Trackio, each by its own library, and the
-protocol of a sink of the user's own.
+"""Sinks of log.sinks: TensorBoard, Weights & Biases, MLflow, SwanLab and Trackio, each through its own library.
 
-A run that resumes goes on in the same run there, by an id in `run_dir`. None of them can delete records, so that steps
-which run again appear twice; TensorBoard hides the first.
+`Sink` is the protocol for a sink of your own. A resumed run continues the same run in the service, by an id in
+`run_dir`. None of the services can delete records, so steps that run again appear twice; TensorBoard hides the first.
 """
 
 import importlib
@@ -16,18 +15,18 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.obs.metric_table import Reported
 
 COLUMNS = ("prompt", "completion", "answer", "reward")
-"""Fields of a sample that are the columns of a table."""
+"""Fields of a sample that are columns of a table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedRun:
-    """A run as a logger is given it."""
+    """Description of a run that its sinks get."""
 
     run_dir: Path
     resume_step: int
-    """Step from which the run trains; 0: it is new."""
+    """Last step before this start of the run; 0 if it is new."""
     settings: Mapping[str, object]
-    """The resolved config, as JSON has it."""
+    """The resolved config as JSON values."""
     project: str
     entity: str | None
     name: str
@@ -36,8 +35,9 @@ class LoggedRun:
 
 
 class Sink(Protocol):
-    """Destination of the metrics and events of a run. One of the user's own is a class, `module:Class` in log.sinks,
-    that is called with a LoggedRun on rank 0.
+    """Destination of the metrics and events of a run.
+
+    A class of your own, `module:Class` in log.sinks, is called with a LoggedRun on rank 0.
     """
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
@@ -52,7 +52,7 @@ class Sink(Protocol):
 
 @runtime_checkable
 class SampleSink(Protocol):
-    """A sink that shows samples too."""
+    """Sink that also shows samples."""
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show samples of a rollout batch, each with `prompt`, `completion`, `answer` and `reward`."""
@@ -146,7 +146,7 @@ class MlflowSink:
         )
 
     def close(self) -> None:
-        """End the run there."""
+        """End the run in MLflow."""
         self._mlflow.end_run()
 
 
@@ -176,7 +176,7 @@ class SwanlabSink:
         self._run.log({"event": self._swanlab.Text(_event(text, fields))}, step=step)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a text for each sample, with its reward as caption: there are no tables."""
+        """Write a text for each sample, with its reward as caption, because there are no tables."""
         texts = [
             self._swanlab.Text(f"{row['prompt']}\n{row['completion']}", caption=f"reward {row['reward']}")
             for row in rows
@@ -189,14 +189,14 @@ class SwanlabSink:
 
 
 class TrackioSink:
-    """Sink on Trackio, whose files are on this machine, in TRACKIO_DIR."""
+    """Sink on Trackio; its files are on this machine, in TRACKIO_DIR."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._trackio = _library("trackio")
         known = _known_id(run, "trackio")
         self._run = self._trackio.init(
             project=run.project,
-            name=known or f"{run.name}-{uuid.uuid4().hex[:6]}",  # by which it is known there
+            name=known or f"{run.name}-{uuid.uuid4().hex[:6]}",  # the run's id in Trackio
             group=run.group,
             config=dict(run.settings),
             resume="allow" if known else "never",
@@ -230,11 +230,11 @@ LOGGERS: dict[str, Callable[[LoggedRun], Sink]] = {
     "trackio": TrackioSink,
 }
 MOST_OF_TAG = 5000
-"""Characters of a tag of MLflow."""
+"""Maximum length of a tag in MLflow, in characters."""
 
 
 def optional_package(module: str, setting: str, package: str) -> Any:
-    """Import and return the module that `setting` asks for; ConfigError where its package is not installed."""
+    """Import and return the module that `setting` needs. Raises ConfigError if its package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -258,7 +258,7 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _id_of(run: LoggedRun, sink: str) -> str:
-    """Return the id by which the run is known there, which `run_dir` has or gets."""
+    """Return the run's id in the service, from `run_dir`; if there is none, make it and write it there."""
     if (known := _known_id(run, sink)) is None:
         known = uuid.uuid4().hex[:12]
         _keep_id(run, sink, known)

@@ -1,4 +1,4 @@
-"""Sinks of metrics and events: the console, metrics.jsonl, and those of log.sinks."""
+"""Sinks of metrics and events: the console, metrics.jsonl, and the entries of log.sinks."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from mcore_rl.obs.metrics import Metric, reduced
 from mcore_rl.processes.live_line import has_live_line, show_live_line
 
 MOST_SAMPLES = 64
-"""Samples of a rollout batch that sinks with tables get."""
+"""Maximum number of samples of a rollout batch that sinks with tables get."""
 
 
 class Log:
@@ -80,13 +80,13 @@ class Log:
             sink.message(self._step, text, fields)
 
     def detail(self, text: str) -> None:
-        """Write an event that the console shows with log.console="verbose" alone."""
+        """Write an event that the console shows only with log.console="verbose"."""
         for sink in self._sinks:
             if self._config.console == "verbose" or not isinstance(sink, ConsoleSink):
                 sink.message(self._step, text, {})
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Give the samples of a rollout batch, with prompt, completion, answer and reward, to sinks with tables."""
+        """Pass samples of a rollout batch, with prompt, completion, answer and reward, to the sinks with tables."""
         for sink in self._sinks:
             if isinstance(sink, SampleSink):
                 sink.samples(self._step, rows[:MOST_SAMPLES])
@@ -148,10 +148,10 @@ class ConsoleSink:
         """Prepare to print.
 
         Args:
-            console: Where lines go.
+            console: Destination of the lines.
             total_steps: Steps of the run.
-            is_quiet: Whether warnings alone are printed.
-            has_live_line: Whether the process that started this rank shows the step at hand below what is printed.
+            is_quiet: Whether only warnings are printed.
+            has_live_line: Whether the process that started this rank shows the current step below the printed lines.
         """
         self._console = console
         self._total_steps = total_steps
@@ -159,10 +159,10 @@ class ConsoleSink:
         self._has_live_line = has_live_line and not is_quiet
         self._first: tuple[int, float] | None = None
         self._newest: dict[str, str] = {}
-        """Metrics of LIVE as they were last printed."""
+        """Metrics of LIVE as last printed."""
 
     def show_step(self, step: int) -> None:
-        """Bring the live line to a step that is done: it has the metrics that were printed last."""
+        """Update the live line after a step, with the metrics that were printed last."""
         if not self._has_live_line:
             return
         left = self._time_left(step)

@@ -119,7 +119,7 @@ def launch_local(
 
     Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), if that is safe, and
     so does a single rank if this process has imported them already. In both cases `refuse` is called first and raises
-    the errors that the ranks would raise. It is not called otherwise, since it would have to import what they import.
+    the errors that the ranks would raise. It is not called otherwise, because it would have to import their modules.
     `meanwhile` is called repeatedly while ranks are running; an error that it raises ends them.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def launch_local(
             is_forked = shares and imported(imports, environment.get(THREADS))
             if is_forked and refuse is not None:
                 refuse()
-                is_forked = imported(imports, environment.get(THREADS))  # it may have started threads
+                is_forked = imported(imports, environment.get(THREADS))  # `refuse` may have started threads
     except _AskedToEndError as asked:
         return _ended_while_starting(asked.number)
     make_reserve(causes)
@@ -438,7 +438,7 @@ def _report(cause: Failure, rank: _Rank) -> None:
     _join_tees([rank])
     text = f"{cause.text.rstrip()}\n" if cause.rank else ""
     headline = cause.headline
-    if cause.status == REFUSED_STATUS:  # the message for the user stands above, and is not written twice
+    if cause.status == REFUSED_STATUS:  # the message for the user is above and is not repeated
         headline = f"{headline.partition(': ')[0]}, by the error above"
     _write_line(f"{text}First cause: {headline} (exit status {cause.status}); its output: {rank.log}")
 

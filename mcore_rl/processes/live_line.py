@@ -1,7 +1,7 @@
 """A line at the bottom of the terminal that shows how far a run is, below the lines that rank 0 prints.
 
-Rank 0 writes into a pipe, so the process that started it draws the line: rank 0 gives it the text in a file, which it
-has where there is a terminal alone.
+Rank 0 writes into a pipe, so the process that started it draws the line. Rank 0 writes the text to the file that
+LIVE_FILE names, which is set only if there is a terminal.
 """
 
 import os
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import IO
 
 LIVE_FILE = "MCORE_RL_LIVE_FILE"
-"""Environment variable with the file in which rank 0 gives the text of the line."""
+"""Environment variable with the file to which rank 0 writes the text of the line."""
 CLEAR = b"\r\x1b[K"
-"""Return to the first column, and clear the line."""
+"""Return to the first column and clear the line."""
 
 
 def has_live_line() -> bool:
@@ -23,20 +23,20 @@ def has_live_line() -> bool:
 
 
 def show_live_line(text: str) -> None:
-    """Show `text`, one line, in place of the text before; a full disk leaves that."""
+    """Replace the text of the live line by `text`, one line; on a full disk the old text stays."""
     with suppress(OSError):
         Path(os.environ[LIVE_FILE]).write_text(text, encoding="utf-8")
 
 
 class LiveLine:
-    """The line, and the terminal's other lines above it. Several threads may write."""
+    """The live line, and the terminal's other lines above it. Several threads may write."""
 
     def __init__(self, console: IO[bytes], path: Path | None) -> None:
         """Prepare to draw.
 
         Args:
             console: The terminal.
-            path: File with the text of the line; None: `console` is no terminal, and there is no line.
+            path: File with the text of the line; None if `console` is not a terminal: there is no line then.
         """
         self.path = path
         self._console = console
@@ -49,7 +49,7 @@ class LiveLine:
         """Whether the terminal's last line is complete, so that the live line may follow."""
 
     def write(self, console: IO[bytes], chunk: bytes) -> None:
-        """Write output of the run to `console` above the line; OSError where the console is gone."""
+        """Write output of the run to `console` above the line. Raises OSError if the console is closed."""
         with self._lock:
             self._clear()
             console.write(chunk)
@@ -58,10 +58,10 @@ class LiveLine:
             self._draw()
 
     def poll(self) -> None:
-        """Draw the line anew where its text has changed."""
+        """Redraw the line if its text has changed."""
         if self.path is None:
             return
-        # Rank 0 has written no text yet, or the terminal is gone.
+        # Rank 0 has written no text yet, or the terminal is closed.
         with suppress(OSError, ValueError):
             text = self.path.read_text(encoding="utf-8")
             with self._lock:
@@ -71,7 +71,7 @@ class LiveLine:
                     self._draw()
 
     def close(self) -> None:
-        """Clear the line until rank 0 gives another text."""
+        """Clear the line until rank 0 writes another text."""
         with self._lock, suppress(OSError):
             self._text = ""
             self._clear()

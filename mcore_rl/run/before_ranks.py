@@ -1,4 +1,4 @@
-"""Refusals of a training or an evaluation that need no ranks, before these start."""
+"""Errors of a training or an evaluation that are found before its ranks start."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -16,15 +16,15 @@ from mcore_rl.rl.rewards.score import ANSWER_PARTS
 from mcore_rl.rl.rollouts.tasks import read_problems
 
 FIRST = 100
-"""Lines of each file that are read."""
+"""Number of lines of each file that are read."""
 
 
 def refuse_first_records(config: RunConfig) -> None:
-    """Import what the config names of the user's own, and read the first lines of its files of text.
+    """Import the user's own functions that the config names, and read the first lines of its text files.
 
     Raises:
-        ConfigError: a function of the user's own is not there.
-        DataError: lines are no training examples, more than `max_bad` allows.
+        ConfigError: if a function of the user's own is missing.
+        DataError: if more lines than `max_bad` allows are not valid training examples.
     """
     load_extensions(config)
     if isinstance(config, RlRunConfig) and config.rl.prompts.task == "file":

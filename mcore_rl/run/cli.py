@@ -22,7 +22,7 @@ from mcore_rl.errors import (
 from mcore_rl.run.commands.table import COMMAND_GROUPS, COMMANDS
 
 WIDTH = 80
-"""Columns of the overview."""
+"""Width of the overview in columns."""
 ALL_FIELDS = "--help-all"
 
 
@@ -93,7 +93,7 @@ def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def overview(names: Sequence[str] = ()) -> str:
-    """Return the help for all commands by their groups, or for `names`, the commands of one group."""
+    """Return the help for all commands by group, or for `names`, the commands of one group."""
     group = f" {names[0].split()[0]}" if names else ""
     width = max(map(len, COMMANDS))
     lines = [f"usage: mcore-rl{group} <command> ...", ""]

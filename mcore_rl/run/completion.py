@@ -1,4 +1,4 @@
-"""`mcore-rl completion bash`: functions of bash that complete commands, options, recipes and fields."""
+"""`mcore-rl completion bash`: bash functions that complete commands, options, recipes and fields."""
 
 import argparse
 import sys
@@ -33,7 +33,7 @@ complete -o default -F _mcore_rl mcore-rl
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the functions; `args.shell` is bash."""
+    """Print the functions; `args.shell` is always bash."""
     groups: dict[str, list[str]] = {}
     for name in COMMANDS:
         first, _, second = name.partition(" ")
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _words(name: str) -> Iterator[str]:
-    """Yield the words that a command takes: options, names of recipes and clusters, and fields."""
+    """Yield the words that can follow a command: options, names of recipes and clusters, and fields."""
     actions = parser_of(name)._actions
     for action in actions:
         yield from action.option_strings

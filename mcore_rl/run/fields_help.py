@@ -14,14 +14,14 @@ from mcore_rl.config.trainings import TRAININGS
 from mcore_rl.errors import ConfigError
 
 KEY_WIDTH = 26
-"""Columns of the names of sections in their list."""
+"""Width of the section names in the list of sections, in columns."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the fields of the section, or the field, `args.key`; without one, all sections.
+    """Print help for the section or field `args.key`; without a key, list all sections.
 
     Raises:
-        ConfigError: there is no such section and no such field; the message names the nearest.
+        ConfigError: if there is no such section or field; the message names the most similar.
     """
     kinds = [args.program] if args.program else [*TRAININGS]
     if not args.key:
@@ -81,7 +81,7 @@ def section_help(section: SectionDoc) -> str:
 
 
 def _texts(kinds: Sequence[str], key: str) -> dict[str, list[str]]:
-    """Return the help on a section or a field, and the kinds of config that have it so."""
+    """Map each version of the help for a section or field to the kinds of config that have it."""
     found: dict[str, list[str]] = {}
     for kind in kinds:
         if sections := sections_at(kind, key):

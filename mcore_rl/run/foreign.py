@@ -1,4 +1,4 @@
-"""`mcore-rl init --from`: a config of verl, TRL, NeMo-RL, OpenRLHF or slime as TOML, as far as it can be said."""
+"""`mcore-rl init --from`: translate a config of verl, TRL, NeMo-RL, OpenRLHF or slime to TOML, as far as possible."""
 
 import json
 import re
@@ -18,20 +18,22 @@ from mcore_rl.errors import ConfigError
 
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 SHOWN = 60
-"""Characters of a value in the list of settings that are not translated."""
+"""Maximum length of a value in the list of settings that are not translated, in characters."""
 
 
 def translated(path: Path, program: str | None, folder: str | None) -> str:
-    """Return the text of a config here: a field for each setting that has one of the same value, and, as comments, the
-    other settings, with the fields that stand for them.
+    """Return the text of a config that corresponds to a config of another system.
+
+    It sets a field for each setting that has a field of the same value. The other settings are comments, with the
+    corresponding fields.
 
     Args:
         path: The config of the other system, YAML or JSON.
-        program: The training; None: "rl", where the system has no other, or the config has completions.
-        folder: The model, in place of the config's; None: the config's.
+        program: The training program; None is "rl", if the system has no other or the config samples completions.
+        folder: The model to use instead of the config's; None keeps the config's.
 
     Raises:
-        ConfigError: The file cannot be read, is no table, or does not say which training it is of.
+        ConfigError: If the file cannot be read, is not a table, or does not say which training it is of.
     """
     settings, system = _read(path)
     program = program or _program(settings, system, path)
@@ -40,7 +42,7 @@ def translated(path: Path, program: str | None, folder: str | None) -> str:
     values: dict[str, tuple[Any, str]] = {}
     known, unknown = [], []
     rows = [(key, value, setting_named(key, fields, system)) for key, value in settings.items()]
-    # A setting that stands for one field decides over those that stand for several, such as verl's clip_ratio.
+    # A setting for one field takes precedence over a setting for several, such as verl's clip_ratio.
     for key, value, row in sorted(rows, key=lambda entry: -len(entry[2].fields) if entry[2] else 0):
         said = f"#   {key} = {_short(value)}"
         if row is None:
@@ -68,7 +70,7 @@ def translated(path: Path, program: str | None, folder: str | None) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the settings of a file by dotted keys, those that are not null, and the system that they are of."""
+    """Return the settings of a file that are not null, by dotted key, and their system."""
     try:
         text = path.read_text(encoding="utf-8")
         table = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
@@ -100,7 +102,7 @@ def _program(settings: Mapping[str, Any], system: str | None, path: Path) -> str
 
 
 def _refused(cls: type[RunConfig], ours: list[str], value: Any) -> str:
-    """Return why our fields do not take the value; "": they do."""
+    """Return why our fields do not accept the value; "" if they do."""
     if not isinstance(value, bool | int | float | str | list):
         return f"a {type(value).__name__}"
     try:

@@ -262,7 +262,7 @@ def continuations(
 
 
 def _take_positional(args: argparse.Namespace) -> None:
-    """Set --model and --prompt to the arguments without names; ConfigError where both forms are given."""
+    """Set --model and --prompt to the positional arguments. Raises ConfigError if both forms are given."""
     for place, option in (("folder", "model"), ("text", "prompt")):
         given = getattr(args, place)
         if given is None:

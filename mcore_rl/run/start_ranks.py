@@ -49,7 +49,7 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
         ranks,
         next_log_dir(Path(config.run_dir)),
         [command.module],
-        # Imported where the ranks' own modules are: it costs what they cost.
+        # Imported only after the ranks' own modules, which it needs too.
         lambda: importlib.import_module("mcore_rl.run.before_ranks").refuse_first_records(config),
     )
 

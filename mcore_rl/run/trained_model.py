@@ -38,7 +38,7 @@ def refuse_other_tokenizer(
     different text.
 
     Nothing is refused without a checkpoint, or if it was converted or its tokenizer is gone, because nothing is known.
-    If a pretraining named no tokenizer, the tokenizer that its data was made with is the model's.
+    If a pretraining named no tokenizer, the tokenizer that its data was made with is compared.
     """
     folder = run_of_checkpoint(Path(checkpoint)) if checkpoint else None
     if folder is None or not (folder / "checkpoints").is_dir():

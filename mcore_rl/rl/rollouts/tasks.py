@@ -101,7 +101,7 @@ def read_problems(
         if not num_per_file[-1]:
             of_this = bad_lines[num_bad:]
             if of_this and len(of_this) == most_lines:
-                continue  # those that follow may be prompts
+                continue  # later lines may be prompts
             first = f" Line {of_this[0].line}: {of_this[0].reason}." if of_this else ""
             raise DataError(
                 f"{name} holds no prompt in {len(of_this)} lines.{first} Name other keys: "

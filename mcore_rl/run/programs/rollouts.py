@@ -98,7 +98,7 @@ def load_prompts(config: RlRunConfig) -> Prompts:
     if isinstance(train, FilePrompts):
         notes += train.notes
         texts = (*held_out, *train.prompts)
-        if config.data.chat_template == "raw" and any(raw_joins(one.problem.messages) for one in texts):
+        if config.data.chat_template == "raw" and any(raw_joins(prompt.problem.messages) for prompt in texts):
             notes.append(f"Warning: {RAW_JOINS}")
     return Prompts(
         tokenizer=tokenizer,
