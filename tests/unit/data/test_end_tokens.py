@@ -123,6 +123,13 @@ def test_a_generation_config_that_cannot_be_is_refused(content: str, error: str,
         end_tokens(tokenizer, chat, str(folder))
 
 
+def test_an_end_that_has_no_text_is_named(tokenizer: TokenizerConfig) -> None:
+    words = load_tokenizer(tokenizer)
+    assert words.decode([words.eod_id]) == ""
+    said = describe_ends(end_tokens(words, None, tokenizer.path), words)
+    assert said == f"a completion ends at '<eod>' ({words.eod_id}, eos_token of the tokenizer)"
+
+
 def test_a_plain_chat_ends_turns_as_documents_end(tokenizer: TokenizerConfig) -> None:
     words = load_tokenizer(tokenizer)
     assert list(end_tokens(words, load_chat("plain", words, tokenizer.path), tokenizer.path)) == [
