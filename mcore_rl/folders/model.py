@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.load import section_of_run
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import model_from_hf
-from mcore_rl.folders.checkpoint import MARKER, find_checkpoint, read_marker
+from mcore_rl.folders.checkpoint import MARKER, Marker, find_checkpoint, read_marker
 from mcore_rl.folders.huggingface import is_hf, read_config, read_json, snapshot_in
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -139,6 +140,17 @@ def run_of_checkpoint(checkpoint: Path) -> Path | None:
         ),
         None,
     )
+
+
+def lora_of(marker: Marker | None) -> LoraConfig:
+    """Return the section `lora` of the run that wrote a checkpoint, by its marker; off where no run did."""
+    return section_of_run(LoraConfig, {} if marker is None else marker.settings.get("lora", {}))
+
+
+def stored_lora(checkpoint: Path) -> LoraConfig:
+    """Return the same by the checkpoint's path, a folder of them or a run, where the newest checkpoint counts."""
+    path = find_checkpoint(checkpoint)
+    return lora_of(read_marker(path) if (path / MARKER).is_file() else None)
 
 
 def tokenizer_in(folder: Path) -> TokenizerConfig:

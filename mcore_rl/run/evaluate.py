@@ -6,41 +6,40 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from torch import nn
+from typing import TypeVar
 
 from mcore_rl.backend import platform as platforms
-from mcore_rl.checkpoint.read import StoredCheckpoint, inspect
-from mcore_rl.checkpoint.weights import load_weights, refuse_other_adapters
 from mcore_rl.checks.evaluation import refuse_nothing_to_evaluate
+from mcore_rl.checks.lora import lora_violations
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.rm import check_rm
+from mcore_rl.checks.run import refuse
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.load import kind_of
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
-from mcore_rl.config.run import PlatformConfig
-from mcore_rl.convert.peft import read_peft
+from mcore_rl.config.run import RunConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.folders.model import stored_lora
 from mcore_rl.folders.run_config import load_run_config
-from mcore_rl.model.adapters import add_adapters, fill_adapters
-from mcore_rl.model.build import build_model
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.processes.imports import checkpoint_of
 from mcore_rl.processes.launcher import world_size_of_launcher
 from mcore_rl.processes.rank_guard import rank_guard
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_metrics
+from mcore_rl.run.loaded_model import load_model
 from mcore_rl.run.programs.preferences import load_preferences
 from mcore_rl.run.programs.rollouts import load_prompts, open_rollouts
 from mcore_rl.run.trained_model import refuse_other_tokenizer
 from mcore_rl.train.preferences import pair_sums
 from mcore_rl.train.reward_model import calibration_table, reward_head
+
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,13 +61,13 @@ def evaluate(config: RlRunConfig) -> None:
     source = checkpoint_to_evaluate(
         config.checkpoint.load, config.run_dir, config.data.tokenizer, config.model
     )
+    config = with_stored_adapters(config, source)
     settings = config.platform.model_copy(update={"recompute": "none"})
     platform = platforms.start(settings, allows_te=config.allows_te)
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
-    chunks, stored = loaded(
-        config.model, config.lora, mesh, platform, settings, source, config.checkpoint.allow_changes
-    )
+    allowed = config.checkpoint.allow_changes
+    chunks, stored = load_model(config.model, config.lora, mesh, platform, settings, source, allowed=allowed)
     failures = FailureReport(_complain, folder=None)
     with open_rollouts(config, prompts, chunks, mesh, platform, failures) as rollouts:
         rollouts.engine.update_weights(0)
@@ -96,13 +95,13 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
     source = checkpoint_to_evaluate(
         config.checkpoint.load, config.run_dir, config.data.tokenizer, config.model
     )
+    config = with_stored_adapters(config, source)
     settings = config.platform.model_copy(update={"recompute": "none"})
     platform = platforms.start(settings, allows_te=config.allows_te)
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
-    chunks, stored = loaded(
-        config.model, config.lora, mesh, platform, settings, source, config.checkpoint.allow_changes
-    )
+    allowed = config.checkpoint.allow_changes
+    chunks, stored = load_model(config.model, config.lora, mesh, platform, settings, source, allowed=allowed)
     if not stored.has_scores:
         raise CheckpointError(
             f"{stored.path} is of a language model, which has no scores. Name a checkpoint that `mcore-rl rm` made"
@@ -128,30 +127,20 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
     platforms.stop()
 
 
-def loaded(
-    model: ModelConfig,
-    lora: LoraConfig,
-    mesh: Mesh,
-    platform: platforms.Platform,
-    settings: PlatformConfig,
-    source: Path,
-    allowed: tuple[str, ...],
-) -> tuple[list[nn.Module], StoredCheckpoint]:
-    """Collective over the world: return the chunks of the config's model, including low-rank adapters, with the weights
-    of a checkpoint, and the checkpoint.
-    """
-    chunks = build_model(model, mesh, platform, settings)
-    if lora.is_on:
-        add_adapters(chunks, lora, model, seed=0)  # a checkpoint or lora.load fills them, or B is 0
-    refuse_other_adapters(inspect(source), lora)
-    stored = load_weights(chunks, mesh, model, source, allowed=allowed)
-    if lora.load is not None and not stored.has_adapters:
-        fill_adapters(chunks, read_peft(Path(lora.load), lora, model))
-    return chunks, stored
-
-
 def _complain(text: str) -> None:
     sys.stderr.write(f"{text}\n")
+
+
+def with_stored_adapters(config: AnyConfig, source: Path) -> AnyConfig:
+    """Return a config without low-rank adapters with those that a checkpoint has; ConfigError where the rest of it does
+    not go with them.
+    """
+    lora = stored_lora(source)
+    if config.lora.is_on or not lora.is_on:
+        return config
+    adapted = config.model_copy(update={"lora": lora})
+    refuse([*lora_violations(adapted)])
+    return adapted
 
 
 def checkpoint_to_evaluate(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
-from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl.engine import SERVED, NativeConfig
 from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
@@ -18,8 +17,7 @@ from mcore_rl.data.chat import Conversation, Message, load_chat, prompt_ids
 from mcore_rl.data.end_tokens import end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError, escaped
-from mcore_rl.folders.model import ModelFolder, find_model, read_model_folder, read_run
-from mcore_rl.model.build import build_model
+from mcore_rl.folders.model import ModelFolder, find_model, read_model_folder, read_run, stored_lora
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.processes.imports import checkpoint_of, ensure_imported
 from mcore_rl.processes.rank_guard import rank_guard
@@ -29,6 +27,7 @@ from mcore_rl.rl.engines.native.engine import Listener, MegatronEngine
 from mcore_rl.rl.engines.server_api import ServedCompletion
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Problem, Prompt
+from mcore_rl.run.loaded_model import load_model
 
 MAX_REQUESTS = 64
 """Largest number of requests to a server at a time."""
@@ -236,7 +235,7 @@ def model_of_arguments(args: argparse.Namespace) -> tuple[ModelFolder, Path]:
 
 
 def open_engine(trained: ModelFolder, weights: Path, tokenizer: Tokenizer, seed: int) -> MegatronEngine:
-    """Return a rollout engine in this process with the weights of a checkpoint."""
+    """Return a rollout engine in this process with the weights of a checkpoint, and its low-rank adapters."""
     # The engine's KV cache works with our own attention, not TransformerEngine's; the weights are the same.
     ours = {"recompute": "none", "layers": "auto", "fp8": "none", "bf16_products": False}
     settings = trained.platform.model_copy(update=ours)
@@ -244,8 +243,7 @@ def open_engine(trained: ModelFolder, weights: Path, tokenizer: Tokenizer, seed:
     platform = platforms.start(settings, allows_te=False)
     mesh = build_mesh(mesh_config)
     seed_ranks(seed)
-    chunks = build_model(trained.model, mesh, platform, settings)
-    load_weights(chunks, mesh, trained.model, weights)
+    chunks, _ = load_model(trained.model, stored_lora(weights), mesh, platform, settings, weights)
     return MegatronEngine(chunks, mesh, trained.model, tokenizer.decode, NativeConfig())
 
 

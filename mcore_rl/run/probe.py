@@ -11,15 +11,14 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from mcore_rl.backend import platform as platforms
-from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import SERVED
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.folders.checkpoint import find_checkpoint, path_of_step, saved_steps
-from mcore_rl.folders.model import read_run
-from mcore_rl.model.build import build_model
+from mcore_rl.folders.model import read_run, stored_lora
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.processes.rank_guard import rank_guard
@@ -27,6 +26,7 @@ from mcore_rl.rl.engines.make import server_apis
 from mcore_rl.rl.engines.probe import Probe, ProbeReference
 from mcore_rl.rl.engines.probe_difference import FEWEST_TOKENS, ProbeDifference, difference_of
 from mcore_rl.rl.engines.server_api import ServerApi
+from mcore_rl.run.loaded_model import load_model
 
 GROUPS: Mapping[str, re.Pattern[str]] = {
     "norms": re.compile("norm"),
@@ -73,13 +73,13 @@ def main(args: argparse.Namespace) -> int:
         platform = platforms.start(settings)
         mesh = build_mesh(MeshConfig())
         seed_ranks(0)
-        chunks = build_model(trained.model, mesh, platform, settings)
-        load_weights(chunks, mesh, trained.model, checkpoint)
+        lora = stored_lora(checkpoint)
+        chunks, _ = load_model(trained.model, lora, mesh, platform, settings, checkpoint)
         probe = Probe(chunks, mesh, trained.model, args.dtype)
         ours = probe.reference(args.tolerance)
         theirs = [server.prompt_logprobs(tokens) for tokens in probe.sequences]
         found = ours.difference(theirs)
-        replaced = None if older is None else _weights(older, trained.model, mesh, platform, settings)
+        replaced = None if older is None else _weights(older, trained.model, lora, mesh, platform, settings)
         lines = list(_groups(chunks, probe, ours.logprobs_NT, theirs, replaced))
         sys.stdout.write(_text(args.url, checkpoint, older, ours, found, lines, probe))
         platforms.stop()
@@ -105,11 +105,15 @@ def _checkpoint_before(checkpoint: Path) -> Path | None:
 
 
 def _weights(
-    checkpoint: Path, model: ModelConfig, mesh: Mesh, platform: platforms.Platform, settings: PlatformConfig
+    checkpoint: Path,
+    model: ModelConfig,
+    lora: LoraConfig,
+    mesh: Mesh,
+    platform: platforms.Platform,
+    settings: PlatformConfig,
 ) -> list[Tensor]:
     """Return the weights of another checkpoint of the same model, in the order of its shards."""
-    chunks = build_model(model, mesh, platform, settings)
-    load_weights(chunks, mesh, model, checkpoint)
+    chunks, _ = load_model(model, lora, mesh, platform, settings, checkpoint)
     return [shard.data for shard in local_shards(chunks)]
 
 

@@ -155,6 +155,13 @@ def test_low_rank_adapters_learn_over_pretrained_weights_and_are_exported(
     assert (tmp_path / "adapter/adapter_model.safetensors").exists()
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["rank_pattern"]["experts.down_proj"]) == (8, 32.0, 4)
+    imported = run_command("convert", "import", tmp_path / "merged", tmp_path / "imported")
+    assert imported.returncode == 0, imported.stderr
+    ask = ["generate", "--run", tmp_path / "lora", "--chat", "--prompt", "w9 w7 w3", "--tokens", 4]
+    weights_of = ([], ["--checkpoint", tmp_path / "imported"], ["--checkpoint", trained])
+    ours, merged, of_base = (run_main("mcore_rl.run.cli", [*ask, *more]) for more in weights_of)
+    assert ours.returncode == 0, ours.stderr
+    assert ours.stdout == merged.stdout != of_base.stdout
     again = ["train.steps=1", f"lora.load={tmp_path}/adapter", f"run_dir={tmp_path}/again"]
     resumed = run_main("mcore_rl.run.programs.sft", [sft_file, *load, *lora, *again], 2)
     assert resumed.returncode == 0, resumed.stderr

@@ -1,6 +1,5 @@
 """Low-rank adapters of a checkpoint: added to its weights as they are read."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,9 +13,11 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.source import ByteRun
 from mcore_rl.convert.megatron.folder import DistFolder
 from mcore_rl.convert.megatron.source import DistSource
+from mcore_rl.errors import CheckpointError
 from mcore_rl.families.packed_rows import packed_rows
 from mcore_rl.families.regions import sizes
 from mcore_rl.families.weight_map import AxisRange, Region
+from mcore_rl.folders.model import lora_of
 
 WEIGHT = "weight"
 """Key suffix of a weight with an adapter; the keys of A and B end in "adapter.A" and "adapter.B" instead."""
@@ -43,11 +44,19 @@ class StoredAdapter:
 
 
 def stored_lora(folder: DistFolder) -> LoraConfig | None:
-    """Return the section `lora` of the run that wrote a checkpoint; None if it has no adapters."""
+    """Return the section `lora` of the run that wrote a checkpoint; None if it has no adapters.
+
+    Raises CheckpointError if it has adapters but no such section, which gives their scale.
+    """
     if not any(ADAPTER in key for key in folder.weights):
         return None
-    assert folder.marker is not None, "only this program writes such keys, with a marker"
-    return LoraConfig.model_validate_json(json.dumps(folder.marker.settings["lora"]))
+    lora = lora_of(folder.marker)
+    if not lora.is_on:
+        raise CheckpointError(
+            f"{folder.path} has low-rank adapters, as the reference policy of a run, and does not say their scale. "
+            "Name a checkpoint of that run."
+        )
+    return lora
 
 
 def stored_adapters(folder: DistFolder, lora: LoraConfig, model: ModelConfig) -> dict[str, StoredAdapter]:
