@@ -149,11 +149,6 @@ def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
     microbatches = max(1, config.train.global_batch * config.mesh.model_parallel // world)
     microbatches = max(1, microbatches // config.train.micro_batch)
     warnings = list(placement(config.model, config.mesh, place.ranks_per_node, world).warnings)
-    if config.lora.is_on:
-        warnings.append(
-            f"lora.rank={config.lora.rank}: memory and disk are those of its adapters; times are those of training all "
-            "weights, which takes half as long again in the matrix products"
-        )
     timed, work = None, _workload(config, place, seq_length)
     if work is not None:
         microbatches = work.num_microbatches
@@ -221,7 +216,9 @@ def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate
     is_open = work.model.is_moe and work.mesh.ep > 1 and work.rates.imbalance is None
     costs = imbalance_costs(work, closed_form, LOADS) if is_open else []
     return StepEstimate(
-        span=span_of_step(seconds, str(work.model.family), work.device.name, work.rates),
+        span=span_of_step(
+            seconds, str(work.model.family), work.device.name, work.rates, has_adapters=work.lora.is_on
+        ),
         tokens_per_s=tokens_per_s(work, seconds),
         model_tflops=model_tflops(work, seconds),
         shares=dict(sorted(shares.items(), key=lambda share: -share[1])),

@@ -2,7 +2,9 @@
 
 A matrix product takes the larger of its arithmetic and its bytes; everything else its bytes. Volumes of tensor and
 sequence parallelism are from arXiv 2205.05198, the exchange of experts' tokens from arXiv 2412.19437 section 3.2
-(DeepEP: once to each node, then by NVLink), the rest of a data-parallel step is in planner/step.py.
+(DeepEP: once to each node, then by NVLink), the rest of a data-parallel step is in planner/step.py. With low-rank
+adapters (arXiv 2106.09685) a frozen weight has no product for its gradient, and each adapter has two small products and
+a sum.
 """
 
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, sqrt
 
+from mcore_rl.config.lora import LoraConfig, Target
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
@@ -80,6 +83,8 @@ class Workload:
     """Whether offloaded gradients and weights travel while the processor updates other weights."""
     imbalance: float = 1.0
     """Tokens sent to the fullest rank's experts, as a multiple of the mean."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters, which alone are trained where there are some."""
     rates: Rates = field(default_factory=Rates)
 
     @property
@@ -163,6 +168,7 @@ def workload_of(
         offload_fraction=config.optim.offload_fraction,
         offload_overlap=config.optim.offload_overlap,
         imbalance=1.0 if rates is None or rates.imbalance is None else rates.imbalance,
+        lora=config.lora,
         rates=rates or Rates(),
     )
 
@@ -223,7 +229,45 @@ class Roofline:
     def linear(
         self, rows: int, columns: int, inner: int, group: int | None = None, *, fp8: bool = False
     ) -> Seconds:
-        """Seconds of a linear layer: one product forwards, two backwards, for the input and for the weight."""
+        """Seconds of a linear layer: one product forwards; backwards one for the input and one for a trained weight."""
+        forward, backward = self._trained(rows, columns, inner, group, fp8=fp8)
+        if self.work.lora.is_on:
+            backward = self.product(rows, inner, columns, group, fp8=fp8)
+        return forward, backward
+
+    def adapter(
+        self,
+        target: Target,
+        rows: tuple[int, int],
+        columns: int,
+        inner: int,
+        *,
+        blocks: int = 1,
+        group: int | None = None,
+    ) -> Seconds:
+        """Seconds of low-rank adapters beside a linear layer: both products, and the sum with its output.
+
+        Args:
+            target: The kind of modules that the layer is of; where it has no adapters, all is 0.
+            rows: Tokens of the product with A, and of that with B.
+            columns: Outputs of the layer on this rank.
+            inner: Inputs of the layer on this rank.
+            blocks: Blocks of A, one for each of the projections that the layer packs.
+            group: Number of experts, with so many rows each; None: the layer is one matrix.
+        """
+        model, lora = self.work.model, self.work.lora
+        if target not in lora.targets_in(model):
+            return 0.0, 0.0
+        rank = lora.rank_of(target, model)
+        low = self._trained(rows[0], blocks * rank, inner, group, fp8=False)
+        high = self._trained(rows[1], columns, rank, group, fp8=False)
+        # Three passes over the outputs; backwards two, and three over the inputs, of which there are two gradients.
+        outputs, inputs = ((group or 1) * rows[1] * columns, (group or 1) * rows[0] * inner)
+        added = self.stream(outputs, 3)[0], self.stream(2 * outputs + 3 * inputs, 1)[0]
+        return low[0] + high[0] + added[0], low[1] + high[1] + added[1]
+
+    def _trained(self, rows: int, columns: int, inner: int, group: int | None, *, fp8: bool) -> Seconds:
+        """Seconds of a product forwards, and of those for both gradients."""
         backward = self.product(rows, inner, columns, group, fp8=fp8)
         backward += self.product(columns, inner, rows, group, fp8=fp8)
         return self.product(rows, columns, inner, group, fp8=fp8), backward
@@ -315,6 +359,7 @@ def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     work, rates = roof.work, roof.rates
     model, tp, fp8 = work.model, work.mesh.tp, work.fp8
     tokens, hidden, heads = roof.tokens, model.hidden_size, model.num_heads // tp
+    gathered, scattered = (roof.slice, tokens), (tokens, roof.slice)
     family = family_of(model)
     yield "norms", roof.stream(hidden * roof.slice, 9)
     gather = roof.ring(tokens * hidden * roof.element, tp)
@@ -324,10 +369,20 @@ def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
         width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
         yield "projections", roof.linear(roof.slice, latents, hidden, fp8=fp8)
+        yield (
+            "projections",
+            roof.adapter(
+                "attention", (roof.slice, roof.slice), latents, hidden, blocks=2 if mla.q_lora_rank else 1
+            ),
+        )
         yield "projections", roof.linear(tokens, hidden, heads * mla.v_head_dim, fp8=fp8)
-        yield "latent projections", roof.linear(tokens, heads * width, mla.q_lora_rank or hidden, fp8=fp8)
+        yield "projections", roof.adapter("attention", scattered, hidden, heads * mla.v_head_dim)
+        query_input = mla.q_lora_rank or hidden
+        yield "latent projections", roof.linear(tokens, heads * width, query_input, fp8=fp8)
+        yield "latent projections", roof.adapter("attention", gathered, heads * width, query_input)
         expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         yield "latent projections", roof.linear(tokens, expanded, mla.kv_lora_rank, fp8=fp8)
+        yield "latent projections", roof.adapter("attention", gathered, expanded, mla.kv_lora_rank)
         yield "rotary", roof.stream(tokens * heads * (2 * width + mla.v_head_dim), 4)
         scores, rate = heads * (width + mla.v_head_dim) * 2, rates.latent
         key_value = heads * (width + mla.v_head_dim)
@@ -335,7 +390,9 @@ def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
         kv_heads = max(1, model.num_kv_heads // tp)
         projected = heads * (2 if family.has_output_gate else 1) + 2 * kv_heads
         yield "projections", roof.linear(tokens, projected * model.head_dim, hidden, fp8=fp8)
+        yield "projections", roof.adapter("attention", gathered, projected * model.head_dim, hidden, blocks=3)
         yield "projections", roof.linear(tokens, hidden, heads * model.head_dim, fp8=fp8)
+        yield "projections", roof.adapter("attention", scattered, hidden, heads * model.head_dim)
         rotated = tokens * (heads + 2 * kv_heads) * model.head_dim
         yield "rotary", roof.stream(rotated, 5 if family.has_qk_norm(model) else 3)
         scores, rate = heads * model.head_dim * 4, 1.0
@@ -379,6 +436,9 @@ def _mlp(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     width = model.ffn_hidden_size // work.mesh.tp
     yield "dense MLP", roof.linear(roof.tokens, 2 * width, model.hidden_size, fp8=work.fp8)
     yield "dense MLP", roof.linear(roof.tokens, model.hidden_size, width, fp8=work.fp8)
+    gathered, scattered = (roof.slice, roof.tokens), (roof.tokens, roof.slice)
+    yield "dense MLP", roof.adapter("mlp", gathered, 2 * width, model.hidden_size, blocks=2)
+    yield "dense MLP", roof.adapter("mlp", scattered, model.hidden_size, width)
     yield "activation", roof.stream(roof.tokens * width, 3)
     gather = roof.ring(roof.tokens * model.hidden_size * roof.element, work.mesh.tp)
     yield "tensor parallel", (2 * gather, 3 * gather)
@@ -391,6 +451,9 @@ def _experts(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     each = max(1, routed // local)
     yield "experts", roof.linear(each, 2 * width, hidden, local, fp8=work.fp8)
     yield "experts", roof.linear(each, hidden, width, local, fp8=work.fp8)
+    blocks = 2 if work.lora.expert_gate_up == "split" else 1
+    yield "experts", roof.adapter("experts", (each, each), 2 * width, hidden, blocks=blocks, group=local)
+    yield "experts", roof.adapter("experts", (each, each), hidden, width, group=local)
     yield "expert activation", roof.stream(routed * width, 3)
     # Into the order of ranks, of experts, and back twice.
     yield "permute", roof.stream(routed * hidden, 5 if work.deepep else 8, backward=1.0)
@@ -401,6 +464,9 @@ def _experts(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
         shared = moe.shared_width // mesh.tp
         yield "shared experts", roof.linear(roof.tokens, 2 * shared, hidden, fp8=work.fp8)
         yield "shared experts", roof.linear(roof.tokens, hidden, shared, fp8=work.fp8)
+        gathered, scattered = (roof.slice, roof.tokens), (roof.tokens, roof.slice)
+        yield "shared experts", roof.adapter("shared_experts", gathered, 2 * shared, hidden, blocks=2)
+        yield "shared experts", roof.adapter("shared_experts", scattered, hidden, shared)
         gather = roof.ring(roof.tokens * hidden * roof.element, mesh.tp)
         yield "tensor parallel", (2 * gather, 3 * gather)
 

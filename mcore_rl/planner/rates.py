@@ -121,8 +121,12 @@ def rates_of(config: RatesConfig) -> Rates:
     return replace(rates, rl_factors=known, source=config.source or "")
 
 
-def span_of_step(seconds: float, family: str, device: str, rates: Rates | None = None) -> Span:
-    """Return the range of a predicted step. Its width is the error on published runs (bench/plan.py), by ratio."""
+def span_of_step(
+    seconds: float, family: str, device: str, rates: Rates | None = None, *, has_adapters: bool = False
+) -> Span:
+    """Return the range of a predicted step. Its width is the error on published runs (bench/plan.py), by ratio; none of
+    them trains low-rank adapters.
+    """
     if rates is not None and rates.source:
         return Span(
             low=seconds / CALIBRATED,
@@ -130,7 +134,7 @@ def span_of_step(seconds: float, family: str, device: str, rates: Rates | None =
             high=CALIBRATED * seconds,
             reason=f"calibrated with {rates.source}: its own step is met, other meshes and lengths less exactly",
         )
-    if family in KNOWN_FAMILIES and device in KNOWN_DEVICES:
+    if family in KNOWN_FAMILIES and device in KNOWN_DEVICES and not has_adapters:
         return Span(
             low=seconds / 1.3,
             likely=seconds,
@@ -140,12 +144,13 @@ def span_of_step(seconds: float, family: str, device: str, rates: Rates | None =
                 "users report up to 1.7 times more"
             ),
         )
+    of = f"adapters of {family}" if has_adapters else family
     return Span(
         low=seconds / 1.65,
         likely=seconds,
         high=1.7 * seconds,
         reason=(
-            f"no published run of {family} on {device} is in bench/plan.py; without its own family the prediction of a "
+            f"no published run of {of} on {device} is in bench/plan.py; without its own family the prediction of a "
             "published run was up to 1.62 times off, and users report up to 1.7 times more"
         ),
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mcore_rl.config.model import LayerKind
+from mcore_rl.plan.adapters import with_adapters
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.weights import Weights, layer_kinds_by_stage, weights_by_stage
 from mcore_rl.planner.parts import LayerTimes, Roofline, Workload, layer_times, output_times
@@ -96,7 +97,7 @@ def step(work: Workload, layers: dict[LayerKind, LayerTimes] | None = None) -> S
 def _finish(work: Workload, slowest: float) -> dict[str, float]:
     """Return the seconds of gradients, parameters and optimizer, without the part hidden by computation."""
     roof, mesh = Roofline(work), work.mesh
-    weights = max(weights_by_stage(work.model, mesh), key=_total)
+    weights = max(_trained_by_stage(work), key=lambda stage: stage.dense + stage.expert)
     expert_dp = max(1, work.world_size // (mesh.etp * mesh.ep * mesh.pp))
     dense_dp = work.dp * mesh.cp
 
@@ -115,7 +116,7 @@ def _finish(work: Workload, slowest: float) -> dict[str, float]:
         "gradients": reduce,
         "parameters": gather,
         "optimizer": roof.moved(on_device * _state_moved_bytes(work))
-        + roof.moved(float(work.gradient_bytes) * weights.total),
+        + roof.moved(float(work.gradient_bytes) * (weights.dense + weights.expert)),
         "start and end": work.rates.fixed_s,
     }
     if work.offload_fraction:
@@ -143,7 +144,7 @@ def tokens_per_s(work: Workload, seconds: float) -> float:
 
 def model_tflops(work: Workload, seconds: float) -> float:
     """Return the model TFLOP/s of each device (plan/flops.py)."""
-    return tokens_per_s(work, seconds) * train_flops_per_token(work.model, work.seq_length) / 1e12
+    return tokens_per_s(work, seconds) * train_flops_per_token(work.model, work.seq_length, work.lora) / 1e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,5 +179,9 @@ def closed_form(work: Workload) -> float:
     return step(work).seconds
 
 
-def _total(weights: Weights) -> int:
-    return weights.total
+def _trained_by_stage(work: Workload) -> list[Weights]:
+    """Return the trained weights of one rank of each pipeline stage: all weights, or the adapters."""
+    stages = with_adapters(weights_by_stage(work.model, work.mesh), work.lora, work.model, work.mesh)
+    if not work.lora.is_on:
+        return stages
+    return [Weights(dense=stage.dense_adapters, expert=stage.expert_adapters) for stage in stages]

@@ -36,7 +36,7 @@ def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
     if shown:
         what = f"yes, {kind} in {config.platform.precision} with sequences of {length} fits on {gpus}"
         sys.stdout.write(f"{name}{what} ({choice_text(shown[0], shown, place)})\n")
-        settings = " ".join(toml_lines(changes(config, shown[0])))
+        settings = " ".join([*toml_lines(changes(config, shown[0])), *overrides])
         usual = "platform.precision=bf16 mesh.dp=auto"
         sys.stdout.write(f"mcore-rl {kind} CONFIG model.path={folder} {usual} {settings}\n\n")
         sys.stdout.write("".join(f"{line}\n" for line in lines))

@@ -64,6 +64,8 @@ def main(args: argparse.Namespace) -> int:
     cannot run.
     """
     _check(args)
+    if args.lora_rank is not None:
+        args.overrides = [*args.overrides, f"lora.rank={args.lora_rank}"]
     if args.calibrate is not None:
         return _calibrate(args)
     if args.config is None:
@@ -160,6 +162,10 @@ def _check(args: argparse.Namespace) -> None:
     """Raise a ConfigError for an output file that the other arguments do not produce, and for too large a world."""
     if args.gpus is not None and (args.nodes or args.world or args.calibrate is not None):
         raise ConfigError("--gpus names all GPUs. Give it without --nodes, --world and --calibrate.")
+    if args.lora_rank is not None and args.calibrate is not None:
+        raise ConfigError(
+            "--lora-rank is of a CONFIG, and --calibrate reads the config of a run. Leave it out."
+        )
     of_one_plan = args.calibrate is None and not args.world and not args.search
     for name, path, is_written, use in (
         ("--output", args.output, args.calibrate is not None, "with --calibrate"),

@@ -71,6 +71,12 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         "seconds, and torch",
     )
     parser.add_argument(
+        "--lora-rank",
+        type=positive,
+        metavar="R",
+        help="plan the training of low-rank adapters of this rank in the place of all weights: lora.rank=R",
+    )
+    parser.add_argument(
         "--completion-tokens",
         type=positive,
         metavar="N",

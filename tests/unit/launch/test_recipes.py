@@ -11,6 +11,7 @@ from mcore_rl.launch.preflight import Allowances, check_training
 from mcore_rl.plan.disk import disk_warning
 from mcore_rl.plan.memory import GIB
 from mcore_rl.planner.estimate import estimate, place_of
+from mcore_rl.planner.gpus import parse_gpus
 from tests.unit.launch.conftest import ROOT
 
 RECIPES = ROOT / "launch/recipes"
@@ -24,6 +25,7 @@ BARE = ["container.kind=none", "container.image=none", "container.mounts=[]", "c
 H100 = load_config(ClusterConfig, ROOT / "launch/clusters/example_h100.toml", BARE)
 ONE_GPU = load_config(ClusterConfig, ROOT / "launch/clusters/example_1gpu.toml")
 FIT_PEOPLE = (
+    "qwen3_30b_a3b/grpo_lora",
     "qwen3_30b_a3b/grpo_r2_1node",
     "qwen3_30b_a3b/sft_1node",
     "olmoe_1b_7b/grpo_r2",
@@ -66,6 +68,28 @@ def test_rl_and_fine_tuning_of_small_models_fit_on_one_node_or_one_gpu_with_room
     if stated:
         assert plan.fullest_node_bytes <= int(stated[1]) * GIB
         assert round(plan.fullest.host_optimizer * plan.place.ranks_per_node / GIB) == int(stated[2])
+
+
+def test_adapters_of_a_model_of_30_billion_weights_fit_on_two_gpus_and_the_model_not_on_eight():
+    """The recipe's mesh on one node; on fewer ranks with the experts of as many."""
+    needed = {}
+    for name in ("grpo_lora", "grpo_r2"):
+        program, config = load(RECIPES / f"qwen3_30b_a3b/{name}.toml")
+        for count in (1, 2, 8, 16):
+            changes = {"tp": min(config.mesh.tp, count), "ep": min(config.mesh.ep, count)}
+            mesh = config.mesh.model_copy(update=changes)
+            place = place_of(parse_gpus(f"{count}xH100").cluster(), count)
+            if estimate(config.model_copy(update={"mesh": mesh}), program, place).fits:
+                needed.setdefault(name, count)
+    assert needed == {"grpo_lora": 2, "grpo_r2": 16}
+
+
+def test_adapters_are_trained_as_the_whole_model_but_for_mesh_and_rate():
+    _, whole = load(RECIPES / "qwen3_30b_a3b/grpo_r2.toml")
+    _, lora = load(RECIPES / "qwen3_30b_a3b/grpo_lora.toml")
+    assert lora.optim.lr == pytest.approx(10 * whole.optim.lr)
+    same = {name: getattr(whole, name) for name in ("lora", "mesh", "optim", "run_dir")}
+    assert lora.model_copy(update=same) == whole
 
 
 def comment_of(path):

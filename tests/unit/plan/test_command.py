@@ -123,6 +123,15 @@ def test_a_search_lists_layouts_with_what_they_give_up_and_the_fields_to_set(cap
     assert all("=" in line for line in choices[1::2])
 
 
+def test_a_rank_of_adapters_is_a_field_of_the_config(capsys):
+    words = ("qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1")
+    lines = lines_of(capsys, *words, "--lora-rank", "16")
+    assert lines == lines_of(capsys, *words, "lora.rank=16")
+    assert "gradients 0.1, optimizer 0.1" in lines[1] and "adapters of qwen3_moe on H100" in lines[5]
+    assert main(["plan", "--calibrate", "runs/x", "--cluster", H100, "--lora-rank", "16"]) == 2
+    assert "--lora-rank is of a CONFIG" in capsys.readouterr().err
+
+
 def test_a_table_of_worlds_says_from_where_a_mesh_fits(capsys):
     lines = lines_of(capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--world", "8..64")
     rows = [line.split()[:3] for line in lines[1:]]

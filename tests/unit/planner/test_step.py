@@ -5,11 +5,12 @@ import pytest
 
 from bench.plan import QWEN30, RECIPES, RUNS, errors, fit, held_out, predicted
 from mcore_rl.config.load import load_config
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.plan.device import DEVICES
-from mcore_rl.plan.flops import forward_flops_per_token
+from mcore_rl.plan.flops import forward_flops_per_token, train_flops_per_token
 from mcore_rl.planner.parts import Roofline, Workload, layer_times, output_times, workload_of
 from mcore_rl.planner.rates import SENSITIVITIES, Rates, span_of_step
 from mcore_rl.planner.step import (
@@ -132,6 +133,41 @@ def test_a_faster_device_is_never_slower():
         tokens_per_s(w, step(w).seconds) for w in (work(device=DEVICES[name]) for name in ("A100", "H100", "B200"))
     ]  # fmt: skip
     assert speeds == sorted(speeds)
+
+
+LORA = LoraConfig(rank=16)
+
+
+def test_a_frozen_weight_has_no_product_for_its_gradient():
+    forward, backward = Roofline(work()).linear(8192, 8192, 8192)
+    assert backward == pytest.approx(2 * forward)
+    assert Roofline(work(lora=LORA)).linear(8192, 8192, 8192) == pytest.approx((forward, forward))
+
+
+def test_adapters_take_the_bytes_of_two_small_products_and_a_sum():
+    rows, columns, inner = 8192, 2048, 4096
+    roof = Roofline(work(lora=LORA, rates=Rates(products=1e9, hbm=1.0)))
+    low = rows * inner + 3 * 16 * inner + rows * 3 * 16
+    high = rows * 16 + columns * 16 + rows * columns
+    forward = low + high + 3 * rows * columns
+    # Each product has two for its gradients. The gradient is read and scaled, the input's is read twice and summed.
+    backward = 2 * (low + high) + 2 * rows * columns + 3 * rows * inner
+    found = roof.adapter("attention", (rows, rows), columns, inner, blocks=3)
+    assert found == pytest.approx((2 * forward / 3.35e12, 2 * backward / 3.35e12))
+    assert roof.adapter("mlp", (rows, rows), columns, inner) == (0, 0)  # this model has none
+
+
+def test_gradients_and_flops_of_a_step_are_those_of_its_adapters():
+    tuned = work(lora=LORA, overlap_dp=False)
+    dense = 48 * 16 * (3 * 2048 + 4096 + 2 * 512 + 4096 + 2048)
+    expert = 48 * 16 * 2 * (2048 + 1536 + 768 + 2048)  # 16 of 128 experts on a rank, each with rank 16 / 8
+    roof = Roofline(tuned)
+    exchange = roof.ring(4 * dense, 16) + roof.ring(4 * expert, 2, 8)
+    assert step(tuned).parts["gradients"] == pytest.approx(exchange)
+    ratio = train_flops_per_token(QWEN30, 4096, LORA) / train_flops_per_token(QWEN30, 4096)
+    assert model_tflops(tuned, 1.0) == pytest.approx(ratio * model_tflops(work(), 1.0))
+    span = span_of_step(10.0, "qwen3_moe", "H100", has_adapters=True)
+    assert "adapters of qwen3_moe on H100" in span.reason and span.high == 17
 
 
 def test_pairs_are_packed_as_long_as_they_may_be():

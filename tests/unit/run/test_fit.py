@@ -55,6 +55,16 @@ def test_the_answer_is_one_line_and_its_command_passes_the_checks(
         run(["plan", str(qwen), "data.seq_length=100000", "--gpus", "8xH100"])
 
 
+def test_adapters_fit_on_fewer_gpus_and_the_command_has_them(
+    qwen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(qwen), "--gpus", "1xH100", "--lora-rank", "16"]) == 0
+    answer, command, *_ = capsys.readouterr().out.splitlines()
+    # All 30.5 B weights in 16 bits lie on the GPU.
+    assert "yes, sft in bf16" in answer and float(re.findall(r"([\d.]+) GiB", answer)[0]) > 2 * 30.5e9 / 2**30
+    assert command.split()[-1] == "lora.rank=16"
+
+
 def test_the_size_is_that_of_the_weights(tmp_path: Path) -> None:
     folder = saved("qwen3_moe", tmp_path / "model")
     total = 0
