@@ -17,6 +17,7 @@ from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
+from mcore_rl.convert.peft import AdapterLayout, plan_adapter_export
 from mcore_rl.convert.verify import Difference, compare
 from tests.hf_models import Tensors, oracle
 
@@ -103,6 +104,13 @@ def exported(source: Path, folder: Path, settings: CopySettings = ONE_FILE, **op
     """Export a checkpoint and return the Hugging Face folder."""
     with quiet() as progress:
         return convert(plan_export(source, folder, ExportOptions(**options), settings), settings, progress)
+
+
+def adapter_of(checkpoint: Path, folder: Path, layout: AdapterLayout) -> Path:
+    """Export the low-rank adapters of a checkpoint and return peft's folder."""
+    with quiet() as progress:
+        plan = plan_adapter_export(checkpoint, folder, layout, None, "keep", ONE_FILE)
+        return convert(plan, ONE_FILE, progress)
 
 
 def differing(one: Path, other: Path, reference: Path | None = None) -> list[Difference]:

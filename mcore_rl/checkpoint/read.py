@@ -1,7 +1,7 @@
 """Reading a sharded state on any mesh, after the stored names, shapes and checksums were compared with those wanted."""
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -33,6 +33,7 @@ from mcore_rl.folders.checkpoint import (
     FORMAT_FILE,
     MARKER,
     Marker,
+    base_of,
     check,
     find_checkpoint,
     others,
@@ -43,11 +44,17 @@ from mcore_rl.parallel.mesh import Mesh
 
 OWN_ENTRY = "mcore_rl"
 """Entry of the common state that only checkpoints of this program have."""
+EXTRA_STATE = "_extra_state"
+"""Part of the keys of the states that TransformerEngine's layers save with weights (fp8 scales), empty for other
+layers.
+"""
 OPTIMIZER = "optimizer."
 ADAPTER = ".adapter."
 """Part of the keys of low-rank adapters, which no other tensor has."""
 CRITIC = "critic."
 """Beginning of the keys of the critic's weights and optimizer state, which a run of PPO saves with the policy's."""
+LOGIT_PARTS = ("output_layer.", "mtp.")
+"""Beginnings of the keys of weights that only logits need."""
 MAX_LISTED = 3
 """Most differences that a message lists."""
 MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingException, *pickles.MALFORMED)
@@ -71,6 +78,8 @@ class StoredCheckpoint:
     """Arguments of Megatron-LM's command line in its checkpoints; empty where there is a marker."""
     verify_checksums: bool
     """Whether `read` compares tensors with their checksums before it reads them."""
+    base: "StoredCheckpoint | None" = None
+    """The checkpoint that has the tensors and objects which are not in `parts`; None: all are in this one."""
 
     @property
     def has_critic(self) -> bool:
@@ -127,11 +136,30 @@ def read(
     wanted = load_preprocess(state)[0]
     shapes = _compare(stored, wanted, model)
     _refuse_other_model(stored, model, allowed)
-    on_every_rank(partial(_check_objects, stored, wanted))
-    if stored.verify_checksums:
-        # Parts first: their message names the tensor.
-        on_every_rank(partial(_check_tensors, stored, shapes.keys()))
-        on_every_rank(partial(_check_files, stored, shapes.keys() | stored.objects))
+    folders = [stored] if stored.base is None else [stored, stored.base]
+    for folder in folders:
+        keys = shapes.keys() if folder is stored else shapes.keys() - stored.parts.keys()
+        on_every_rank(partial(_check_objects, folder, wanted))
+        if stored.verify_checksums:
+            # Parts first: their message names the tensor.
+            on_every_rank(partial(_check_tensors, folder, keys))
+            on_every_rank(partial(_check_files, folder, keys | folder.objects))
+    if stored.base is None:
+        return _loaded(state, stored, mesh)
+    of_base, own = extract_matching_values(state, partial(_is_in_base, stored))
+    loaded, weights = _loaded(own, stored, mesh), _loaded(of_base, stored.base, mesh)
+    # The base's weights are of the chunks alone; its step, say, is another run's.
+    return loaded | {name: weights[name] | loaded.get(name, {}) for name in of_base}
+
+
+def held_by_base(base: Iterable[str], own: Collection[str]) -> list[str]:
+    """Return the keys of a base's weights that a checkpoint with the keys `own` leaves out."""
+    left_out = (OPTIMIZER, CRITIC, *(LOGIT_PARTS if SCORE_WEIGHT in own else ()))
+    return [key for key in base if not key.startswith(left_out) and ADAPTER not in key and key not in own]
+
+
+def _loaded(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh) -> dict[str, Any]:
+    """Collective over the world: return `state` with its shards filled from the files of one checkpoint."""
     try:
         with _quiet():
             strategy = FullyParallelLoadStrategyWrapper(
@@ -143,6 +171,11 @@ def read(
             f"{stored.path} cannot be read: {_reason(error)}. {others(stored.path)}"
         ) from error
     return loaded
+
+
+def _is_in_base(stored: StoredCheckpoint, leaf: Any) -> bool:
+    key = leaf.unique_key if isinstance(leaf, ShardedObject) else getattr(leaf, "key", None)
+    return key is not None and key not in stored.parts
 
 
 def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
@@ -159,14 +192,22 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
         _check_origin(path)
     entries = metadata.state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
+    objects = frozenset(entries.keys() - tensors.keys())
+    base_path = None if marker is None else base_of(path, marker)
+    base = None if base_path is None else _inspect(base_path, verify_checksums)
+    if base is not None:
+        shapes |= {key: base.shapes[key] for key in held_by_base(base.shapes, shapes)}
+        objects |= {key for key in held_by_base(base.objects, objects) if EXTRA_STATE in key}
     return StoredCheckpoint(
         path=path,
         marker=marker,
-        shapes={name: tuple(entry.size) for name, entry in tensors.items()},
-        objects=frozenset(entries.keys() - tensors.keys()),
+        shapes=shapes,
+        objects=objects,
         parts=_parts(metadata),
         args=read_args(path) if is_megatron_lm else {},
         verify_checksums=verify_checksums,
+        base=base,
     )
 
 

@@ -1,10 +1,11 @@
 """A model's weights to and from checkpoints, for other stages, evaluation, generation and conversion."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import nn
 
 from mcore_rl.checkpoint.megatron_lm import model_args
-from mcore_rl.checkpoint.read import ADAPTER, OWN_ENTRY, StoredCheckpoint, inspect, read
+from mcore_rl.checkpoint.read import (
+    ADAPTER,
+    EXTRA_STATE,
+    LOGIT_PARTS,
+    OWN_ENTRY,
+    StoredCheckpoint,
+    inspect,
+    read,
+)
 from mcore_rl.checkpoint.write import ShardPlanner, finish, write_now
 from mcore_rl.config.changes import config_changes, listing
 from mcore_rl.config.lora import LoraConfig
@@ -26,12 +35,6 @@ from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 
-EXTRA_STATE = "_extra_state"
-"""Part of the keys of the states that TransformerEngine's layers save with weights (fp8 scales), empty for other
-layers.
-"""
-LOGIT_PARTS = ("output_layer.", "mtp.")
-"""Beginnings of the keys of weights that only logits need."""
 SHARDING_METADATA = {
     "singleton_local_shards": False,
     # Megatron's default cannot be saved any more, and `dp_reshardable` cannot be loaded on another mesh.
@@ -52,6 +55,16 @@ def weights_state(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[str, Any]:
         name: unwrap(chunk).sharded_state_dict(metadata=sharding_metadata(mesh))
         for name, chunk in zip(_names(chunks), chunks, strict=True)
     }
+
+
+def trained_weights(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return, of `weights_state`, what a checkpoint of adapters has: adapters, and a scalar head."""
+
+    def is_trained(leaf: Any) -> bool:
+        return ADAPTER in leaf.key or leaf.key in (SCORE_WEIGHT, SCORE_SHIFT)
+
+    found: dict[str, Any] = extract_matching_values(weights, is_trained)[0]
+    return found
 
 
 def common_state(model: ModelConfig, mesh: Mesh, step: int, own: dict[str, Any]) -> dict[str, Any]:
@@ -93,16 +106,24 @@ def put_weights(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> None:
         assert not left, f"names were compared before, yet {left} are missing or unexpected"
 
 
-def save_weights(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, folder: Path) -> Path:
+def save_weights(
+    chunks: Sequence[nn.Module],
+    mesh: Mesh,
+    model: ModelConfig,
+    folder: Path,
+    base: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
     """Collective over the world: write a checkpoint of the weights alone and return its path, `folder/iter_0000000`.
 
-    CheckpointError on all ranks when it cannot be written, or is there already.
+    With the marker's entry `base` it has low-rank adapters and a scalar head alone. CheckpointError on all ranks when
+    it cannot be written, or is there already.
     """
     final, writing = path_of_step(folder, 0), folder / f"{WRITING}weights"
     on_rank_zero(partial(_make_room, final, writing))
-    state = weights_state(chunks, mesh) | common_state(model, mesh, 0, {})
+    weights = weights_state(chunks, mesh)
+    state = (trained_weights(weights) if base else weights) | common_state(model, mesh, 0, {})
     plan = ShardPlanner(mesh).plan(state, writing)
-    finish(plan, write_now(plan), mesh, model, 0)
+    finish(plan, write_now(plan), mesh, model, 0, base=base)
 
     def give_name() -> None:
         with checkpoint_errors_explained(final, "naming"):

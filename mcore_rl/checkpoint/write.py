@@ -138,16 +138,17 @@ def finish(
     program: str = "",
     settings: Mapping[str, Any] | None = None,
     inputs: Mapping[str, dict[str, str]] | None = None,
+    base: Mapping[str, str] | None = None,
 ) -> Marker | None:
     """Collective over the world: rank 0 adds metadata and, last, the marker to the files of all ranks.
 
-    `program`, `settings` and `inputs` are the marker's.
+    `program`, `settings`, `inputs` and `base` are the marker's.
 
     Returns the marker on rank 0, None elsewhere. CheckpointError on all ranks when it fails.
     """
     gathered: list[Any] | None = [None] * mesh.world.size if mesh.world.rank == 0 else None
     dist.gather_object(written, gathered, dst=0)
-    origin = program, dict(settings or {}), dict(inputs or {})
+    origin = program, dict(settings or {}), dict(inputs or {}), dict(base or {})
     return on_rank_zero(partial(_finish, plan, gathered or [], mesh, model, step, *origin))
 
 
@@ -171,6 +172,7 @@ def _finish(
     program: str,
     settings: dict[str, Any],
     inputs: dict[str, dict[str, str]],
+    base: dict[str, str],
 ) -> Marker:
     assert plan.metadata is not None
     with checkpoint_errors_explained(plan.path, "finishing"):
@@ -193,6 +195,7 @@ def _finish(
             program=program,
             settings=settings,
             inputs=inputs,
+            base=base,
             numerics=NUMERICS,
         )
         # The names of all files before the marker: a crash must not leave a marker of files that are not there.

@@ -13,7 +13,10 @@ from mcore_rl.families import family_of
 
 def lora_violations(config: RunConfig) -> Iterator[str]:
     """Yield a sentence for each reason why a run cannot train low-rank adapters."""
-    lora = config.lora
+    lora, checkpoint = config.lora, config.checkpoint
+    if checkpoint.weights == "adapters" and not (lora.is_on and checkpoint.load):
+        lacks = "checkpoint.load names no base" if lora.is_on else 'lora.rank="none" has no adapters'
+        yield f'checkpoint.weights="adapters", and {lacks}: the weights would be lost. Set it, or weights="all".'
     if not lora.is_on:
         yield from _without_rank(lora)
         return

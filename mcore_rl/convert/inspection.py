@@ -80,7 +80,7 @@ def _dist_contents(path: Path) -> CheckpointContents:
             key, _dtype_name(tensor.dtype), tensor.shape, math.prod(tensor.shape) * tensor.dtype.itemsize
         )
         for key, tensor in sorted(
-            folder.tensors.items(), key=lambda item: (item[0].startswith((*OPTIMIZER, CRITIC)), item[0])
+            folder.own_tensors.items(), key=lambda item: (item[0].startswith((*OPTIMIZER, CRITIC)), item[0])
         )
     ]
     marker = folder.marker
@@ -92,6 +92,8 @@ def _dist_contents(path: Path) -> CheckpointContents:
     if marker:
         mesh = ", ".join(f"{name} {size}" for name, size in marker.mesh.items() if size > 1)
         properties |= {"saved": marker.time, "mesh": mesh or "1 rank", "megatron-core": marker.megatron}
+    if folder.base is not None:
+        properties["adapters of"] = f"{folder.base.path}, which has the weights"
     properties |= {
         "files": len(folder.files),
         "checked": NOT_READ,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from mcore_rl.checkpoint.weights import EXTRA_STATE
+from mcore_rl.checkpoint.read import EXTRA_STATE
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,6 +62,9 @@ class Marker:
     inputs: dict[str, dict[str, str]] = field(default_factory=dict)
     """Size and checksum of the files that it read (checks/inputs.py); empty as `program` is, or where an earlier
     version wrote it."""
+    base: dict[str, str] = field(default_factory=dict)
+    """Path and identity of the checkpoint with the weights that this one, of low-rank adapters, leaves out; empty: it
+    has all weights."""
     numerics: int = 1
     """NUMERICS (obs/attempts_file.py) of the code that wrote it; 1 where an earlier version did, too."""
 
@@ -136,6 +140,38 @@ def read_marker(path: Path) -> Marker:
         return _read_marker(path)
     except (ValueError, TypeError, OSError) as error:
         raise DamagedCheckpointError(f"{path} has a damaged {MARKER} ({error}). {others(path)}") from error
+
+
+def reference_to(base: Path) -> dict[str, str]:
+    """Return the entry `base` of a marker for a complete checkpoint: its path, and its identity, by the checksums of
+    its files. CheckpointError where it has no checksums.
+    """
+    marker = check(base) if (base / MARKER).is_file() else None
+    if marker is None or not marker.crc32:
+        raise CheckpointError(
+            f"{base} has no checksums of its files, by which checkpoints of adapters could know it. Write it anew with "
+            '`mcore-rl convert relayout`, or set checkpoint.weights="all"'
+        )
+    return {"path": str(base.absolute()), "identity": _identity(marker)}
+
+
+def base_of(path: Path, marker: Marker) -> Path | None:
+    """Return the checkpoint with the weights that a checkpoint of adapters leaves out; None where it has all weights.
+
+    CheckpointError where it is not there any more, or another one.
+    """
+    if not marker.base:
+        return None
+    base = Path(marker.base["path"])
+    wanted = f"{path} has low-rank adapters alone, whose base is {base}"
+    if not base.is_dir():
+        raise CheckpointError(f"{wanted}, which is not there. Put it, or a link to it, back in its place")
+    if _identity(check(base)) != marker.base["identity"]:
+        raise CheckpointError(
+            f"{wanted}; that is another checkpoint now, of other files than they were trained on. Put the base back in "
+            "its place"
+        )
+    return base
 
 
 def others(path: Path) -> str:
@@ -298,6 +334,12 @@ def length_fault(path: Path, name: str, size: int) -> str | None:
     except FileNotFoundError:
         return f"{name} is missing"
     return None if actual == size else f"{name} has {actual} bytes, {size} were written"
+
+
+def _identity(marker: Marker) -> str:
+    """Return what is the same of two checkpoints with the same files of the same model."""
+    parts = [marker.model, marker.files, marker.crc32]
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _crc32_of_fields(fields: dict[str, Any]) -> str:

@@ -54,7 +54,8 @@ def disk_of(config: RunConfig) -> Disk:
         (stage,) = with_adapters(
             weights_by_stage(model.model, MeshConfig()), model.lora, model.model, MeshConfig()
         )
-        weights += stage
+        is_left_out = model.lora.is_on and config.checkpoint.weights == "adapters"
+        weights += stage.adapters if is_left_out else stage
         num_trained += (stage.adapters if model.lora.is_on else stage).total
     element = 2 if config.platform.precision == "bf16" else 4
     saves = -(-config.train.steps // (config.checkpoint.interval or config.train.steps))

@@ -12,6 +12,7 @@ from mcore_rl.checkpoint.weights import (
     common_state,
     put_weights,
     sharding_metadata,
+    trained_weights,
     weights_state,
     without_absent_extras,
 )
@@ -26,11 +27,14 @@ RANDOM = "mcore_rl.random_states"
 
 
 def full_state(state: TrainState) -> dict[str, Any]:
-    """Collective over the mesh: return everything that a resumed run needs, as shards and common values.
+    """Collective over the mesh: return everything that a resumed run needs, as shards and common values; where
+    checkpoints have adapters alone, but for the base's weights.
 
     The common values are copies; the shards of weights share the weights' memory.
     """
     weights, moments = _sharded(state)
+    if state.config.checkpoint.weights == "adapters":
+        weights = trained_weights(weights)
     ours = {"progress": asdict(state.progress), "device": state.platform.device.type}
     common = common_state(state.config.model, state.mesh, state.progress.step, ours)
     common["args"].consumed_train_samples = state.progress.consumed_samples

@@ -27,6 +27,7 @@ from mcore_rl.folders.checkpoint import (
     delete,
     path_of_step,
     publish,
+    reference_to,
     step_back,
     superseded,
 )
@@ -106,6 +107,8 @@ class Checkpoints:
         self._inputs = inputs
         self._folder = folder
         self._fence = fence
+        self.base: dict[str, str] = {}
+        """The marker's entry `base` of checkpoints that have adapters alone; empty where they have all weights."""
         self._planner = ShardPlanner(state.mesh)
         self._pending: _Save | None = None
         self._saved_step: int | None = None
@@ -193,6 +196,7 @@ class Checkpoints:
                 on_rank_zero(partial(check, path))
                 stored = self._inspect(path)
                 changes = self._accepted_changes(stored)
+                self._take_base(stored, is_own=True)
                 self._load_all(stored)
             except DamagedCheckpointError as error:
                 if self._state.config.checkpoint.on_damaged == "stop":
@@ -233,6 +237,7 @@ class Checkpoints:
         config = self._state.config
         stored = self._inspect(source)
         refuse_other_adapters(stored, config.lora)
+        self._take_base(stored, is_own=False)
         program = stored.marker.program if stored.marker else ""
         is_other_stage = program not in ("", kind_of_config(config))
         if not config.checkpoint.load_optimizer or is_other_stage:
@@ -267,6 +272,23 @@ class Checkpoints:
         self._load_all(stored)
         self._log_changes(changes)
         return Resumption(source=stored.path, changes=tuple(map(str, changes)))
+
+    def _take_base(self, stored: StoredCheckpoint, *, is_own: bool) -> None:
+        """Keep which checkpoint has the weights that those of this run will leave out: that of the checkpoint that is
+        loaded or, of a new run, this itself.
+        """
+        if self._state.config.checkpoint.weights == "all":
+            return
+        if stored.base is not None:
+            assert stored.marker is not None
+            self.base = stored.marker.base
+            return
+        if is_own:
+            raise ConfigError(
+                f'checkpoint.weights="adapters", and {stored.path} of this run has all weights: it is not known which '
+                'base they are equal to. Set it to "all", or start another run_dir from this checkpoint.'
+            )
+        self.base = on_rank_zero(partial(reference_to, stored.path))
 
     def _is_new_head(self, stored: StoredCheckpoint) -> bool:
         """Return whether the model has a scalar head and the checkpoint has none."""
@@ -390,6 +412,7 @@ class Checkpoints:
                 program=kind_of_config(config),
                 settings=config.model_dump(mode="json"),
                 inputs=self._inputs,
+                base=self.base,
             )
             line = on_rank_zero(partial(self._publish, save, marker))
         except CheckpointError as error:

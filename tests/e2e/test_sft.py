@@ -163,7 +163,14 @@ def test_low_rank_adapters_learn_over_pretrained_weights_and_are_exported(
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout == merged.stdout != of_base.stdout
     again = ["train.steps=1", f"lora.load={tmp_path}/adapter", f"run_dir={tmp_path}/again"]
+    again.append("checkpoint.weights=adapters")
     resumed = run_main("mcore_rl.run.programs.sft", [sft_file, *load, *lora, *again], 2)
     assert resumed.returncode == 0, resumed.stderr
     assert f"adapters of {tmp_path}/adapter" in resumed.stdout
     assert losses(tmp_path / "again")[1] < 0.8 * wanted[1]
+    alone = read_dist(find_checkpoint(tmp_path / "again"))
+    assert {key for key in alone if not key.startswith("optimizer.")} == {
+        key for key in alone if ".adapter." in key and not key.startswith("optimizer.")
+    }
+    answer = run_main("mcore_rl.run.cli", ["generate", "--run", tmp_path / "again", *ask[3:]])
+    assert answer.returncode == 0 and answer.stdout != of_base.stdout, answer.stderr

@@ -1,5 +1,8 @@
-"""Low-rank adapters in checkpoints: resumed bit for bit, moved to other meshes, begun from a base without adapters."""
+"""Low-rank adapters in checkpoints: resumed bit for bit, moved to other meshes, begun from a base without adapters,
+saved without the base's weights.
+"""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,10 @@ from mcore_rl.config.lora import LoraConfig, Target
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PretrainConfig
+from mcore_rl.convert.inspection import contents
+from mcore_rl.errors import CheckpointError
 from mcore_rl.model.layers import adapters
+from tests.conversion import adapter_of, assert_same, exported, read_dist, read_hf
 from tests.parallel.checkpointing import SMALL, SMALL_DEEPSEEK, config_of, opened, run
 from tests.parallel.parity import assembled, owned
 from tests.parallel.plain import set_up_plain
@@ -119,6 +125,82 @@ def test_a_model_without_adapters_or_with_other_ones_refuses_them(tmp_path: Path
     changed = config.model_copy(update={"lora": other.lora})
     with pytest.raises(AssertionError, match="The run cannot go on exactly"):
         run(changed, 2)
+
+
+def over_base(tmp_path: Path, name: str, mesh: str, **checkpoint: Any) -> PretrainConfig:
+    """A run of adapters of all kinds of modules over the weights of another run, which is made once."""
+    base = config_of(tmp_path / "base", SMALL, MESHES["one"])
+    if not Path(base.run_dir).exists():
+        run(base, 1, [1])
+    load = {"load": base.run_dir, "load_optimizer": False}
+    return lora_config(tmp_path / name, mesh, TARGETS["all"], **load, **checkpoint)
+
+
+@pytest.mark.matrix("tp2-etp2", "empty-stage")
+@pytest.mark.parametrize("mesh", ["tp2-etp2", "empty-stage", "ep2"])
+def test_a_run_whose_checkpoints_have_adapters_alone_resumes_bit_equal(mesh: str, tmp_path: Path) -> None:
+    whole = over_base(tmp_path, "whole", mesh)
+    losses, base, expected, _ = train(whole, 4)
+    broken = over_base(tmp_path, "broken", mesh, weights="adapters")
+    train(broken, 2, [2])
+    saved = read_dist(tmp_path / "broken/checkpoints/iter_0000002")
+    weights = {key for key in saved if not key.startswith("optimizer.")}
+    assert weights == {key for key in expected if ".adapter." in key}
+    resumed, _, found, _ = train(broken, 4)
+    assert resumed == {step: losses[step] for step in (3, 4)}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(found[name], base[name]) for name in expected if ".adapter." not in name)
+
+
+def test_adapters_alone_are_read_and_exported_as_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
+    """On other meshes, by a run that adds to them and saves over the same base, and by conversions."""
+    _, _, saved, _ = train(over_base(tmp_path, "whole", "tp2-etp2"), 2, [2])
+    train(over_base(tmp_path, "alone", "tp2-etp2", weights="adapters"), 2, [2])
+    load = {"load": str(tmp_path / "alone"), "weights": "adapters"}
+    for mesh in ("one", "ep2"):
+        config = lora_config(tmp_path / mesh, mesh, TARGETS["all"], **load)
+        losses, found, after, _ = train(config, 3, [3])
+        assert found.keys() == saved.keys() and losses.keys() == {3}
+        assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+        assert_same(train(config, 3)[1], after)
+    checkpoint = tmp_path / "alone/checkpoints/iter_0000002"
+    properties = contents(checkpoint).properties
+    assert properties["adapters of"] == f"{tmp_path / 'base/checkpoints/iter_0000001'}, which has the weights"
+    assert not any("embedding" in tensor.name for tensor in contents(checkpoint).tensors)
+    for name in ("whole", "alone"):
+        exported(tmp_path / name, tmp_path / f"{name}-merged", merges=True)
+        adapter_of(tmp_path / name, tmp_path / f"{name}-adapter", "each")
+    for kind in ("merged", "adapter"):
+        assert_same(read_hf(tmp_path / f"alone-{kind}"), read_hf(tmp_path / f"whole-{kind}"))
+
+
+def test_adapters_alone_are_refused_over_another_base_or_none(tmp_path: Path) -> None:
+    config = over_base(tmp_path, "run", "one", weights="adapters")
+    run(config, 1, [1])
+    (tmp_path / "base").rename(tmp_path / "away")
+    with pytest.raises(AssertionError, match=r"base is .*/iter_0000001, which is not there. Put it"):
+        run(config, 2)
+    other = config_of(tmp_path / "base", SMALL, MESHES["one"])
+    run(other.model_copy(update={"train": other.train.model_copy(update={"seed": 2})}), 1, [1])
+    with pytest.raises(AssertionError, match="that is another checkpoint now, of other files than they were"):
+        run(config, 2)
+    with pytest.raises(CheckpointError, match="that is another checkpoint now"):
+        exported(tmp_path / "run", tmp_path / "merged", merges=True)
+    shutil.rmtree(tmp_path / "base")
+    (tmp_path / "base").symlink_to(tmp_path / "away")
+    assert run(config, 2, [2]).losses.keys() == {2}
+
+
+def test_a_run_does_not_begin_to_leave_its_base_out(tmp_path: Path) -> None:
+    """Which base its weights are equal to is known at its first start alone; all weights can be saved at any time."""
+    config = over_base(tmp_path, "run", "one")
+    run(config, 1, [1])
+    with pytest.raises(AssertionError, match=r'"adapters", and .*iter_0000001 of this run has all weights'):
+        run(over_base(tmp_path, "run", "one", weights="adapters"), 2)
+    alone = over_base(tmp_path, "alone", "one", weights="adapters")
+    run(alone, 1, [1])
+    run(over_base(tmp_path, "alone", "one"), 2, [2])
+    assert "embedding.word_embeddings.weight" in read_dist(tmp_path / "alone/checkpoints/iter_0000002")
 
 
 def weights_loaded(config: PretrainConfig) -> None:

@@ -15,15 +15,14 @@ from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import CheckpointConfig, PretrainConfig
-from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.exporting import ExportOptions, plan_export
-from mcore_rl.convert.peft import AdapterLayout, plan_adapter_export, read_peft
+from mcore_rl.convert.peft import AdapterLayout, read_peft
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.adapters import adapters_off, fill_adapters, merge_loss
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.hf_stream import iter_hf_weights
-from tests.conversion import ONE_FILE, exported, imported, quiet, read_hf, saved
+from tests.conversion import ONE_FILE, adapter_of, exported, imported, read_hf, saved
 from tests.hf_models import VOCAB, oracle, random_tokens
 from tests.parallel.checkpointing import config_of, opened
 from tests.ranks import run_ranks
@@ -96,12 +95,6 @@ def trained(case: str, folder: Path, lora: LoraConfig) -> Trained:
     config = config_for(case, folder / "run", lora)
     logits, off = run_ranks(saved_twice, 1, config, imported(base, folder / "base"))[0]
     return Trained(folder=folder / "run", base=base, config=config, logits=logits, off=off)
-
-
-def adapter_of(checkpoint: Path, folder: Path, layout: AdapterLayout) -> Path:
-    with quiet() as progress:
-        plan = plan_adapter_export(checkpoint, folder, layout, None, "keep", ONE_FILE)
-        return convert(plan, ONE_FILE, progress)
 
 
 def logits_of(model: Any) -> Tensor:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.checkpoint.weights import save_weights
 from mcore_rl.config.dpo import DPOConfig, DPOSection
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.folders.checkpoint import reference_to
 from mcore_rl.model.build import unwrap
 from mcore_rl.rl.models.reference import Reference
 from tests.parallel import test_preferences, test_rl_updates
@@ -105,16 +107,18 @@ def references(config: RlRunConfig, folder: Path) -> dict[str, Any]:
     state = set_up_plain(config)
     chunk = unwrap(state.chunks[0]).eval()
     inputs = batch(state, 0)[0].model_inputs(with_labels=False)
+    base = save_weights(state.chunks, state.mesh, config.model, folder / "base")
     kinds = {
-        shares_base: Reference(
+        name: Reference(
             state.chunks,
             state.mesh,
             config.model,
-            folder / str(shares_base),
+            folder / name,
             folder / "checkpoints",
-            shares_base=shares_base,
+            shares_base=name != "whole",
+            base=reference_to(base) if name == "saved-alone" else {},
         )
-        for shares_base in (False, True)
+        for name in ("whole", "shared", "saved-alone")
     }
     found: dict[str, Any] = {}
     with torch.no_grad():
@@ -125,14 +129,17 @@ def references(config: RlRunConfig, folder: Path) -> dict[str, Any]:
             if name.endswith("adapter.B"):
                 param.normal_(std=0.1)
         found["changed"] = chunk(**inputs)
-        for shares_base, reference in kinds.items():
+        for name, reference in kinds.items():
             with reference.installed():
-                found[f"{shares_base}"] = chunk(**inputs)
+                found[name] = chunk(**inputs)
             reference.resume(3)
             with reference.installed():
-                found[f"{shares_base} resumed"] = chunk(**inputs)
+                found[f"{name} resumed"] = chunk(**inputs)
         found["again"] = chunk(**inputs)
-    found["bytes"] = [kinds[shares].waiting_bytes.host for shares in (False, True)]
+    found["bytes"] = [kinds[name].waiting_bytes.host for name in ("whole", "shared")]
+    found["saved"] = [
+        sum(file.stat().st_size for file in (folder / name).rglob("*.distcp")) for name in kinds
+    ]
     found["trained"] = sum(param.nbytes for param in chunk.parameters() if param.requires_grad)
     return found
 
@@ -140,8 +147,11 @@ def references(config: RlRunConfig, folder: Path) -> dict[str, Any]:
 def test_a_reference_that_shares_the_base_is_its_adapters_alone(tmp_path: Path) -> None:
     """New ones, which change nothing: it is the base bit for bit, also in a run that resumes."""
     (found,) = run_ranks(references, 1, rl_config("one"), tmp_path)
-    for name in ("False", "True", "False resumed", "True resumed"):
+    for name in ("whole", "shared", "saved-alone"):
         assert torch.equal(found[name], found["begin"]), name
+        assert torch.equal(found[f"{name} resumed"], found["begin"]), name
     assert torch.equal(found["again"], found["changed"])
     assert (found["changed"] - found["begin"]).abs().max() > 0.05
     assert found["bytes"][1] == found["trained"] < found["bytes"][0] / 5
+    whole, shared, alone = found["saved"]
+    assert alone < whole / 2 and whole == shared

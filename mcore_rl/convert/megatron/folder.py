@@ -1,6 +1,6 @@
 """A Megatron checkpoint (`torch_dist`) by its metadata: tensors, the parts that they are saved in, and files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from mcore_rl.backend.saved_files.archives import FileRange
 from mcore_rl.backend.saved_files.pickles import load_common, load_metadata
 from mcore_rl.checkpoint.integrity import check_descriptions, check_identity
-from mcore_rl.checkpoint.read import CRITIC
+from mcore_rl.checkpoint.read import CRITIC, held_by_base
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, covered_otherwise_than_once
 from mcore_rl.files import sizes_and_times
@@ -20,6 +20,7 @@ from mcore_rl.folders.checkpoint import (
     MARKER,
     METADATA,
     Marker,
+    base_of,
     check,
     find_checkpoint,
     step_of,
@@ -56,14 +57,26 @@ class DistFolder:
     """The checkpoint's marker; None if this program did not write it."""
     step: int
     tensors: dict[str, DistTensor]
+    """The tensors, those of its base too; the latter's parts have absolute paths as names of files."""
+    base: "DistFolder | None"
+    """The checkpoint with the weights that this one, of low-rank adapters, leaves out; None: it has all."""
     objects: dict[str, FileRange]
     """File and offset of each object that is no tensor, by key."""
     files: dict[str, int]
     """Number of bytes of each file, by name."""
     digest: str
-    """SHA-256 of `.metadata`."""
+    """SHA-256 of `.metadata`, and of the base's."""
     stamps: dict[Path, tuple[int, int]]
     """Size and time of each file, and of the files that describe them, from before they were read."""
+
+    @property
+    def own_tensors(self) -> dict[str, DistTensor]:
+        """The tensors in the checkpoint's own files, by key."""
+        return {
+            key: tensor
+            for key, tensor in self.tensors.items()
+            if all(part.saved.file in self.files for part in tensor.parts)
+        }
 
     @property
     def weights(self) -> dict[str, DistTensor]:
@@ -91,19 +104,27 @@ def open_dist(path: Path) -> DistFolder:
     metadata = load_metadata(path)
     tensors, objects = _entries(path, metadata)
     files = _files(path, metadata)
+    digest = sha256((path / METADATA).read_bytes()).hexdigest()
+    stamps = {
+        file: stamp for file, stamp in stamps.items() if file.name in (*files, METADATA, COMMON, FORMAT_FILE)
+    }
+    base_path = None if marker is None else base_of(path, marker)
+    base = None if base_path is None else open_dist(base_path)
+    if base is not None:
+        tensors |= {
+            key: _in_folder(base.tensors[key], base.path) for key in held_by_base(base.tensors, tensors)
+        }
+        digest, stamps = f"{digest} {base.digest}", stamps | base.stamps
     return DistFolder(
         path=path,
         marker=marker,
         step=marker.step if marker else _step(path),
         tensors=tensors,
+        base=base,
         objects=objects,
         files=files,
-        digest=sha256((path / ".metadata").read_bytes()).hexdigest(),
-        stamps={
-            file: stamp
-            for file, stamp in stamps.items()
-            if file.name in (*files, METADATA, COMMON, FORMAT_FILE)
-        },
+        digest=digest,
+        stamps=stamps,
     )
 
 
@@ -112,10 +133,12 @@ def check_files(folder: DistFolder) -> None:
 
     The elements of tensors are compared with their checksums when they are read (DistSource).
     """
+    if folder.base is not None:
+        check_files(folder.base)
     if folder.marker is None:
         return
     archives: dict[str, list[FileRange]] = {name: [] for name in folder.files}
-    parts = (part.saved for tensor in folder.tensors.values() for part in tensor.parts)
+    parts = (part.saved for tensor in folder.own_tensors.values() for part in tensor.parts)
     for saved in (*parts, *folder.objects.values()):
         archives[saved.file].append(saved)
     for name, ranges in archives.items():
@@ -150,6 +173,14 @@ def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dic
         elif (info := (metadata.storage_data or {}).get(MetadataIndex(key))) is not None:
             objects[key] = _file_range(path, key, info)
     return tensors, objects
+
+
+def _in_folder(tensor: DistTensor, folder: Path) -> DistTensor:
+    """Return a tensor of a checkpoint as one of another folder: its parts with the absolute paths of their files."""
+    parts = (
+        replace(part, saved=part.saved._replace(file=str(folder / part.saved.file))) for part in tensor.parts
+    )
+    return replace(tensor, parts=tuple(parts))
 
 
 def _file_range(path: Path, key: str, info: object) -> FileRange:

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from mcore_rl.checkpoint.weights import EXTRA_STATE
+from mcore_rl.checkpoint.read import EXTRA_STATE
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of

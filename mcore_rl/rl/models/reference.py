@@ -1,10 +1,11 @@
 """The reference policy: other weights for the policy's modules, their logprobs, and the KL to them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,7 @@ class Reference:
         store: Store = "host",
         allowed: tuple[str, ...] = (),
         shares_base: bool = False,
+        base: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Copy the policy's current weights.
 
@@ -66,13 +68,15 @@ class Reference:
             store: Where the copy is between passes: "device", or "host" (page-locked with CUDA).
             allowed: The config's `checkpoint.allow_changes`, for references that an earlier start of the run saved.
             shares_base: Whether policy and reference share all frozen weights, which are then not copied.
+            base: Entry `base` of the run's checkpoints (folders/checkpoint.py), whose weights saved references leave out
+                too.
         """
         self.chunks = list(chunks)
         self._needed_by = needed_by
         self._allowed = allowed
         self._mesh, self._model, self._folder, self._checkpoints = mesh, model, folder, checkpoints
         settle_weights(self.chunks)
-        self._store, self._shares_base = store, shares_base
+        self._store, self._shares_base, self._base = store, shares_base, base
         self._weights = [self._copy(tensor) for tensor in self._tensors()]
 
     @contextmanager
@@ -92,7 +96,7 @@ class Reference:
             stored.copy_(tensor.detach())
         # A run that is killed after this and resumes from an earlier step gets here again.
         on_rank_zero(partial(_delete_from, self._folder, step))
-        save_weights(self.chunks, self._mesh, self._model, self._folder / _name(step))
+        save_weights(self.chunks, self._mesh, self._model, self._folder / _name(step), self._base)
         on_rank_zero(partial(forget_references, self._folder, self._checkpoints, step))
 
     def resume(self, step: int) -> Path:

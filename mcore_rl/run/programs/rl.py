@@ -234,6 +234,7 @@ def reference_passes(
         store=loss.reference_store,
         allowed=config.checkpoint.allow_changes,
         shares_base=config.lora.is_on,
+        base=run.checkpoints.base,
     )
     if step == 0:
         reference.set(0)
@@ -396,6 +397,7 @@ def teacher_passes(
             store=config.rl.distill.store,
             allowed=config.checkpoint.allow_changes,
             shares_base=config.lora.is_on,
+            base=run.checkpoints.base,
         )
         if step == 0:
             earlier.set(0)

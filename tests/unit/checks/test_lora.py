@@ -52,6 +52,8 @@ def test_a_sound_config_passes(overrides: str) -> None:
             'lora.alpha=16.0 with lora.rank="none": no adapters are trained. Set lora.rank',
         ),
         ("lora.targets=[]", "nothing would be trained"),
+        ("checkpoint.weights=adapters", 'adapters", and checkpoint.load names no base'),
+        ("checkpoint.weights=adapters lora.rank=none", 'adapters", and lora.rank="none" has no adapters'),
         ('lora.targets=["attention","mlp"]', 'names "mlp", which this qwen3_moe model does not have'),
         ('lora.targets=["shared_experts"]', "It has attention, experts."),
         ('lora.targets=["attention","attention"]', "names a kind of modules twice"),

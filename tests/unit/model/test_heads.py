@@ -4,15 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_rl.backend.platform import start
 from mcore_rl.checkpoint.weights import load_weights, save_weights
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
+from mcore_rl.folders.checkpoint import reference_to
+from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.heads import ScoreLayer
@@ -76,6 +79,31 @@ def test_a_model_with_scores_has_the_weights_of_its_rules_and_of_the_estimate(
     # The shift and the routers' expert biases are no weights: no gradient trains them.
     trained = [shard for shard in shards if not shard.key.endswith(("score.shift", "expert_bias"))]
     assert sum(shard.data.numel() for shard in trained) == estimate.total
+
+
+def test_adapters_and_a_head_alone_are_read_over_their_language_model(one_rank: Mesh, tmp_path: Path) -> None:
+    model, lora = MTP, LoraConfig(rank=4)
+    base = save_weights([built(model, one_rank)], one_rank, model, tmp_path / "logits")
+
+    def adapted() -> nn.Module:
+        chunk = built(model.scored, one_rank)
+        add_adapters([chunk], lora, model.scored, seed=0)
+        return chunk
+
+    chunk = adapted()
+    load_weights([chunk], one_rank, model.scored, base)
+    with torch.no_grad():
+        for param in (param for param in chunk.parameters() if param.requires_grad):
+            param.normal_()
+        head_of(chunk).shift.fill_(0.3)
+    path = save_weights([chunk], one_rank, model.scored, tmp_path / "scores", reference_to(base))
+    again = adapted()
+    assert load_weights([again], one_rank, model.scored, path).has_scores
+    tokens_BS = torch.arange(12).reshape(2, 6)
+    assert torch.equal(scores(again, tokens_BS), scores(chunk, tokens_BS))
+    assert sum(file.stat().st_size for file in path.iterdir()) < sum(
+        file.stat().st_size for file in base.iterdir()
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3", "mtp"])
