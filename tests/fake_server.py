@@ -55,6 +55,9 @@ class Answers(Protocol):
 
     def finish(self) -> None: ...
 
+    def adapted(self, folder: str) -> "Answers":
+        """Answers of the present weights with the low-rank adapter in a folder of peft."""
+
 
 class TableAnswers:
     """Token t of a completion is a number that its seed and t decide; all ids are alike likely."""
@@ -93,6 +96,9 @@ class TableAnswers:
         self.loads.append(update)
 
     def finish(self) -> None: ...
+
+    def adapted(self, folder: str) -> "Answers":
+        return self
 
 
 FAULTS = (
@@ -144,6 +150,7 @@ class FakeServer:
         self.computes.set()
         self.ended = threading.Event()
         self.lock = threading.Lock()
+        self.adapters: dict[str, Answers] = {}
         self.running: Counter[str] = Counter()
         self.aborted: set[str] = set()
         handler = type("Handler", (_Handler,), {"fake": self})
@@ -204,6 +211,12 @@ class FakeServer:
         elif path in ("/finish_weight_update", "/update_weight_version"):
             self.answers.finish()
             self.version = body.get("weight_version") or body["new_version"]
+        elif path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+            if body["lora_name"] in self.adapters:
+                return Refusal(400, f"{body['lora_name']} has already been loaded")
+            self.adapters[body["lora_name"]] = self.answers.adapted(body["lora_path"])
+        elif path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
+            del self.adapters[body["lora_name"]]
         elif path == "/reset_prefix_cache":
             return {"success": fault != "no_success" and "reset_running_requests=true" in query}
         elif path == "/flush_cache":
@@ -214,14 +227,18 @@ class FakeServer:
         asked, wants_prompt = self._asked(body)
         if any(token < 0 for token in asked.prompt) or not asked.prompt:
             return Refusal(400, "token ids are not right")
+        adapter = body.get("lora_path") if self.kind == "sglang" else body["model"]
+        if adapter not in (None, "policy", *self.adapters):
+            return Refusal(404, f"The model {adapter} does not exist.")
+        answers = self.adapters.get(adapter, self.answers)
         if wants_prompt:
-            return self._scored(asked.prompt)
+            return self._scored(asked.prompt, answers)
         name = body.get("request_id") or body.get("rid") or ""
         with self.lock:
             self.running[name] += 1
         first = Answer(tokens=(), logprobs=())
         if self.tokens_before_pause:
-            first = self.answers.complete(replace(asked, max_tokens=self.tokens_before_pause))
+            first = answers.complete(replace(asked, max_tokens=self.tokens_before_pause))
         began = self.version
         self.before_answer(asked)
         end_s = time.monotonic() + self.delay_s
@@ -232,7 +249,7 @@ class FakeServer:
             (stop,) for stop in asked.stops
         }
         known = (*asked.prompt, *first.tokens)
-        answer = self.answers.complete(
+        answer = answers.complete(
             replace(
                 asked,
                 prompt=known[:-1] if is_whole else known,
@@ -310,8 +327,8 @@ class FakeServer:
         )
         return asked, wants_prompt
 
-    def _scored(self, tokens: Sequence[int]) -> Any:
-        logprobs = self.answers.score(tokens)
+    def _scored(self, tokens: Sequence[int], answers: Answers) -> Any:
+        logprobs = answers.score(tokens)
         if self.kind == "vllm":
             entries = [
                 {str(token): {"logprob": value}} for token, value in zip(tokens[1:], logprobs, strict=True)

@@ -18,8 +18,9 @@ from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import evaluating, without_capacity
 from mcore_rl.rl.sampling import Cut
 from tests.fake_server import Answer, Asked
-from tests.generating import engine_on, prompt_of
+from tests.generating import engine_on, loaded, prompt_of
 from tests.hf_weights import to_global
+from tests.served_adapters import with_adapter
 
 ONE_AT_A_TIME = threading.Lock()
 """Megatron's modules are not made for threads."""
@@ -31,7 +32,7 @@ class ModelAnswers:
     def __init__(
         self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, tensors: Mapping[str, Tensor]
     ):
-        self.chunks, self.model, self.tensors = list(chunks), model, dict(tensors)
+        self.chunks, self.mesh, self.model, self.tensors = list(chunks), mesh, model, dict(tensors)
         self.engine = engine_on(chunks, mesh, model)
         self.forgets: str | None = None
         """Tensor that an update leaves as it was."""
@@ -65,3 +66,9 @@ class ModelAnswers:
     def finish(self) -> None:
         with ONE_AT_A_TIME:
             copy_in(self.chunks, to_global(self.tensors, self.model))
+
+    def adapted(self, folder: str) -> "ModelAnswers":
+        """Answers of another model."""
+        tensors = with_adapter(self.tensors, Path(folder))
+        with ONE_AT_A_TIME:
+            return ModelAnswers(loaded(self.model, tensors, self.mesh), self.mesh, self.model, tensors)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import NativeConfig, ServedConfig
+from mcore_rl.config.rl.engine import VLLM_RANKS, NativeConfig, ServedConfig
 from mcore_rl.config.rl.rollout import RolloutConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
@@ -27,7 +27,7 @@ OWN_ARGUMENTS = frozenset(
         ),
         *("--tensor-parallel-size", "-tp", "--tp", "--tp-size", "--worker-extension-cls"),
         *("--weight-transfer-config", "--enable-return-routed-experts", "--device", "--api-key"),
-        *("--max-num-seqs", "--max-running-requests"),
+        *("--max-num-seqs", "--max-running-requests", "--enable-lora", "--max-lora-rank"),
     }
 )
 """Arguments that are derived from the config's fields."""
@@ -43,6 +43,7 @@ def engine_violations(config: RlRunConfig) -> Iterator[str]:
         yield from _arguments(engine, config.platform.device)
         yield from _logprobs(engine.kind, config.rl.rollout, config.rl.eval.temperature)
         yield from _model(config, engine)
+        yield from _adapters(config, engine)
 
 
 def _graphs(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> Iterator[str]:
@@ -129,6 +130,46 @@ def _logprobs(kind: str, rollout: RolloutConfig, eval_temperature: float) -> Ite
         yield (
             f"rl.eval.temperature={eval_temperature} with {named}: the servers report logprobs at temperature 1 then. "
             "Set rl.eval.temperature to 0 or 1."
+        )
+
+
+def _adapters(config: RlRunConfig, engine: ServedConfig) -> Iterator[str]:
+    """Check that servers can load the policy's adapters, if rl.engine.lora="adapter"."""
+    lora = config.lora
+    if engine.lora == "merged":
+        if engine.base_model is not None:
+            yield (
+                f'rl.engine.base_model="{engine.base_model}" with rl.engine.lora="merged": servers get all weights '
+                'from the trainer. Clear it, or set lora="adapter".'
+            )
+        return
+    wanted = 'rl.engine.lora="adapter"'
+    if not lora.is_on:
+        yield f'{wanted} with lora.rank="none": the policy has no adapters. Set rl.engine.lora="merged".'
+        return
+    if engine.count and engine.base_model is None:
+        yield (
+            f"{wanted} with rl.engine.count={engine.count}, and no rl.engine.base_model: the servers have to load the "
+            "base by themselves. Name a Hugging Face folder of it (`mcore-rl convert export` makes one)."
+        )
+    if engine.base_model is not None and not engine.count:
+        yield (
+            f'rl.engine.base_model="{engine.base_model}" with rl.engine.urls: those servers were started with a model. '
+            "Clear it."
+        )
+    if engine.broadcasts:
+        yield f'{wanted} with rl.engine.transport="nccl": adapters come as files. Set it to "files".'
+    if config.rl.rollout.max_staleness:
+        yield (
+            f"{wanted} with rl.rollout.max_staleness={config.rl.rollout.max_staleness}: a completion that goes on "
+            "during an update would need adapters that are unloaded then. Set max_staleness=0, or "
+            'rl.engine.lora="merged".'
+        )
+    ranks = {target: lora.rank_of(target, config.model) for target in lora.targets_in(config.model)}
+    if engine.kind == "vllm" and (high := max(ranks.values(), default=0)) > VLLM_RANKS[-1]:
+        yield (
+            f"{wanted} with adapters of rank {high}: vLLM takes ranks up to {VLLM_RANKS[-1]}. Lower lora.rank, or set "
+            'rl.engine.lora="merged".'
         )
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_rl.config.lora import LoraConfig
@@ -82,18 +82,87 @@ def plan_adapter_export(
     )
 
 
-def adapter_targets(
-    dist_model: DistModel, layout: AdapterLayout, dtype: OutputDtype
-) -> Iterator[TargetTensor]:
+class Adapted(Protocol):
+    """A model with low-rank adapters, in a checkpoint or in memory."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model."""
+
+    @property
+    def weights(self) -> WeightMap:
+        """Map of its weights by Megatron's keys."""
+
+    @property
+    def adapters(self) -> Mapping[str, StoredAdapter]:
+        """Its adapters, by the keys of the weights that they adapt."""
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the type of a tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptersInMemory:
+    """A model's adapters in memory, whole, by Megatron's keys."""
+
+    model: ModelConfig
+    weights: WeightMap
+    adapters: Mapping[str, StoredAdapter]
+    tensors: Mapping[str, Tensor]
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the type of a tensor."""
+        return self.tensors[key].dtype
+
+
+def write_served_adapter(
+    folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, model: ModelConfig
+) -> int:
+    """Write a peft folder for an inference server, with a module for each expert. Returns the tensors' size in bytes.
+
+    Servers ignore the patterns and apply the same scale, `lora_alpha / r`, to all modules. The folder's scale is 1, and
+    each module's own scale is multiplied into its B.
+
+    Args:
+        folder: Folder to create.
+        tensors: Whole adapters by Megatron's keys (`model.global_tensors.gathered`).
+        lora: The section `lora` of the adapters.
+        model: The model's config.
+    """
+    weights = weight_map(model.model_copy(update={"mtp_layers": 0}), "each")
+    adapters = dict(_wanted(weights, lora, model))
+    adapted = AdaptersInMemory(model=model, weights=weights, adapters=adapters, tensors=tensors)
+    scales = {adapter.key_b: adapter.scale for adapter in adapters.values()}
+    found = {}
+    for target in adapter_targets(adapted, "each", "keep"):
+        whole = found[target.name] = torch.empty(target.shape, dtype=target.dtype)
+        for copy in target.copies:
+            part = tensors[copy.source][_slices(copy.where)].float() * scales.get(copy.source, 1.0)
+            into = whole[_slices(copy.into)]
+            into.copy_(part.view(into.shape))
+    rank = max(adapter.rank for adapter in adapters.values())
+    plain = {"r": rank, "lora_alpha": rank, "rank_pattern": {}, "alpha_pattern": {}}
+    folder.mkdir()
+    save_file(found, folder / TENSORS)
+    config = adapter_config(adapted, lora, "each", None) | plain
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return sum(tensor.nbytes for tensor in found.values())
+
+
+def _slices(where: Region) -> tuple[slice, ...]:
+    return tuple(slice(*axis) for axis in where)
+
+
+def adapter_targets(adapted: Adapted, layout: AdapterLayout, dtype: OutputDtype) -> Iterator[TargetTensor]:
     """Yield the tensors of peft's adapter: of the modules in the order of the family's rules, then of fused experts."""
     fused: dict[str, list[_Matrix]] = {}
-    for matrix in _matrices(dist_model.weights, dist_model.adapters, dist_model.model):
+    for matrix in _matrices(adapted.weights, adapted.adapters, adapted.model):
         if matrix.is_expert and layout == "fused":
-            fused.setdefault(_wrapper(matrix, dist_model.model), []).append(matrix)
+            fused.setdefault(_wrapper(matrix, adapted.model), []).append(matrix)
         else:
-            yield from _of_each_projection(matrix, dist_model, dtype)
+            yield from _of_each_projection(matrix, adapted, dtype)
     for name, matrices in fused.items():
-        yield from _of_all_experts(name, matrices, dist_model, dtype)
+        yield from _of_all_experts(name, matrices, adapted, dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +201,7 @@ def _matrices(
         )
 
 
-def _of_each_projection(matrix: _Matrix, dist_model: DistModel, dtype: OutputDtype) -> Iterator[TargetTensor]:
+def _of_each_projection(matrix: _Matrix, adapted: Adapted, dtype: OutputDtype) -> Iterator[TargetTensor]:
     """Yield A and B of each module that a matrix packs; a shared A is written once per module."""
     adapter, lead = matrix.adapter, matrix.lead
     ranks, inputs = AxisRange(0, adapter.rank), AxisRange(0, adapter.num_inputs)
@@ -144,9 +213,9 @@ def _of_each_projection(matrix: _Matrix, dist_model: DistModel, dtype: OutputDty
             )
             for block in blocks
         ]
-        num_rows = dist_model.weights.hf_shapes[f"{name}.{WEIGHT}"][0]
-        yield _target(name, "A", (adapter.rank, adapter.num_inputs), [copy_a], dist_model, dtype)
-        yield _target(name, "B", (num_rows, adapter.rank), copies_b, dist_model, dtype)
+        num_rows = adapted.weights.hf_shapes[f"{name}.{WEIGHT}"][0]
+        yield _target(name, "A", (adapter.rank, adapter.num_inputs), [copy_a], adapted, dtype)
+        yield _target(name, "B", (num_rows, adapter.rank), copies_b, adapted, dtype)
 
 
 def _wrapper(matrix: _Matrix, model: ModelConfig) -> str:
@@ -156,7 +225,7 @@ def _wrapper(matrix: _Matrix, model: ModelConfig) -> str:
 
 
 def _of_all_experts(
-    name: str, matrices: Sequence[_Matrix], dist_model: DistModel, dtype: OutputDtype
+    name: str, matrices: Sequence[_Matrix], adapted: Adapted, dtype: OutputDtype
 ) -> Iterator[TargetTensor]:
     """Yield A `[experts * rank, inputs]`, expert by expert, and B `[outputs, rank * experts]`, rank by rank."""
     adapter, count = matrices[0].adapter, len(matrices)
@@ -174,8 +243,8 @@ def _of_all_experts(
         # In steps: the columns of all experts at a rank index are adjacent.
         into_b = (rows, AxisRange(expert, rank * count, count))
         copies_b.append(RegionCopy(into_b, adapter.key_b, (*matrix.lead, rows, ranks)))
-    yield _target(name, "A", (count * rank, adapter.num_inputs), copies_a, dist_model, dtype)
-    yield _target(name, "B", (num_rows, rank * count), copies_b, dist_model, dtype)
+    yield _target(name, "A", (count * rank, adapter.num_inputs), copies_a, adapted, dtype)
+    yield _target(name, "B", (num_rows, rank * count), copies_b, adapted, dtype)
 
 
 def _target(
@@ -183,10 +252,10 @@ def _target(
     part: Literal["A", "B"],
     shape: tuple[int, int],
     copies: Sequence[RegionCopy],
-    dist_model: DistModel,
+    adapted: Adapted,
     dtype: OutputDtype,
 ) -> TargetTensor:
-    stored = dist_model.dtype(copies[0].source)
+    stored = adapted.dtype(copies[0].source)
     return TargetTensor(
         name=f"{PREFIX}{name}.lora_{part}.{WEIGHT}",
         shape=shape,
@@ -331,7 +400,7 @@ def _scale_faults(module: str, rank: int, adapter: StoredAdapter, config: Mappin
 
 
 def adapter_config(
-    dist_model: DistModel, lora: LoraConfig, layout: AdapterLayout, reference: Path | None
+    adapted: Adapted, lora: LoraConfig, layout: AdapterLayout, reference: Path | None
 ) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
@@ -339,9 +408,9 @@ def adapter_config(
     name. For fused gate and up-projections it doubles rank and alpha, which with `use_rslora` would change the scale:
     this package's scale is always alpha divided by rank.
     """
-    model = dist_model.model
+    model = adapted.model
     ranks: dict[str, int] = {}
-    for matrix in _matrices(dist_model.weights, dist_model.adapters, dist_model.model):
+    for matrix in _matrices(adapted.weights, adapted.adapters, adapted.model):
         if not matrix.is_expert:
             for name, _ in matrix.parts:
                 ranks[".".join(name.split(".")[-2:])] = matrix.adapter.rank

@@ -1,14 +1,16 @@
 """A model's weights by their names and indices in checkpoints, independent of the mesh."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 from torch import Tensor, nn
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.build import unwrap
+from mcore_rl.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +66,34 @@ def copy_in(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
                 f"{shard.key} has shape {tuple(source.shape)}, the model wants {shard.global_shape}"
             )
         shard.data.copy_(source[shard.where])
+
+
+@torch.no_grad()
+def gathered(shards: Sequence[LocalShard], mesh: Mesh, to_rank: int = 0) -> dict[str, Tensor]:
+    """Collective over the world: return the whole tensors of all ranks' shards by key, in the main memory of `to_rank`;
+    an empty dict on all other ranks. Shards are sent one at a time.
+    """
+    own = [shard for shard in shards if shard.is_main]
+    of_ranks: list[list[LocalShard]] = [[] for _ in range(mesh.world.size)]
+    described = [replace(shard, data=torch.empty_like(shard.data, device="meta")) for shard in own]
+    dist.all_gather_object(of_ranks, described, group=mesh.world.group)
+    rank, tensors = mesh.world.rank, dict[str, Tensor]()
+    for owner, theirs in enumerate(of_ranks):
+        for index, shard in enumerate(theirs):
+            data = own[index].data.detach().contiguous() if rank == owner else None
+            if data is not None and rank != to_rank:
+                dist.send(data.view(-1).view(torch.uint8), to_rank, group=mesh.world.group)
+            if rank != to_rank:
+                continue
+            if data is None:
+                device = next((local.data.device for local in own), torch.device("cpu"))
+                flat = torch.empty(shard.data.nbytes, dtype=torch.uint8, device=device)
+                dist.recv(flat, owner, group=mesh.world.group)
+                data = flat.view(shard.data.dtype)
+            whole = tensors.setdefault(shard.key, torch.empty(shard.global_shape, dtype=shard.data.dtype))
+            into = whole[shard.where]
+            into.copy_(data.view(into.shape))
+    return tensors
 
 
 def _leaves(state: object) -> Iterator[ShardedTensor]:

@@ -17,9 +17,10 @@ from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.rl.engine import AnyEngine, InProcessConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import family_of
+from mcore_rl.plan.adapters import with_adapters
 from mcore_rl.plan.device import Device, Links
 from mcore_rl.plan.flops import forward_flops_per_token
-from mcore_rl.plan.weights import delta_state_bytes, layer_weights
+from mcore_rl.plan.weights import Weights, delta_state_bytes, layer_weights
 from mcore_rl.planner.parts import LayerTimes, Workload, layer_times
 from mcore_rl.planner.rates import Rates
 from mcore_rl.planner.step import stage_times, step
@@ -175,7 +176,11 @@ def rl_step(
         share = config.critic_epochs / config.rl.update.epochs
         parts["critic"] = update_s * config.updates_per_rollout * share
     if engine.is_served:
-        parts["weights to servers"] = push_seconds(config.model, work, engine)
+        sent = sum(_weights(config.model))
+        if config.served is not None and config.served.lora == "adapter":
+            (adapters,) = with_adapters([Weights()], config.lora, config.model, MeshConfig())
+            sent = adapters.total
+        parts["weights to servers"] = push_seconds(sent, work, engine)
     factors = work.rates.rl_factors
     return RlStep(
         parts={name: seconds * factors.get(name, 1.0) for name, seconds in parts.items()},
@@ -264,9 +269,11 @@ def decode_seconds(
     return seconds + model.num_layers * engine.layer_s + rates.decode_step_s
 
 
-def push_seconds(model: ModelConfig, work: Workload, engine: Engine) -> float:
-    """Return the seconds in which every weight reaches every server once, over the network and inside of each."""
-    total = 2 * sum(_weights(model))
+def push_seconds(num_weights: int, work: Workload, engine: Engine) -> float:
+    """Return the seconds in which `num_weights` weights reach every server once, over the network and within each
+    server.
+    """
+    total = 2 * num_weights
     roof_nic = work.links.nic_gbit_per_s / 8 * 1e9 * work.rates.nic
     roof_link = work.links.link_gbytes_per_s * 1e9 * work.rates.link
     return total / (roof_nic * engine.tp) + total / (engine.tp * roof_link)

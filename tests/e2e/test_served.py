@@ -14,13 +14,17 @@ import pytest
 import torch
 
 from mcore_rl.backend.platform import start
+from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import weight_map
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.hf_stream import iter_hf_weights
 from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.rl.rollouts.rollout import sample_seed
+from tests.conversion import read_dist
 from tests.e2e.test_resume import running, wait_for_step
 from tests.e2e.test_rl import COMPUTED, computed, rl_file  # noqa: F401  # a fixture
 from tests.emitted import assert_emitted
@@ -104,6 +108,52 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         assert evaluated.returncode == 0, evaluated.stderr
         result = json.loads(evaluated.stdout.splitlines()[-1])
         assert result["eval/reward"] == pytest.approx(wanted[4]["eval/reward"], abs=1e-6)
+
+
+def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engine(
+    rl_file: Path,  # noqa: F811
+    tmp_path: Path,
+    mesh: Mesh,
+) -> None:
+    """Two servers that have the base; one of them forgets its adapters once."""
+    small = (*SMALL, "lora.rank=8", "optim.lr=1e-2", "model.moe.balance=none")
+    native = run_main("mcore_rl.run.programs.rl", [rl_file, *small])
+    assert native.returncode == 0, native.stderr
+    wanted = computed(tmp_path / "rl", NAMES)
+    saved = read_dist(find_checkpoint(tmp_path / "rl"))
+    base = {key: saved[key] for key in saved if not key.startswith("optimizer.") and ".adapter." not in key}
+    model = load_config(RlRunConfig, rl_file, small).model
+    zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
+    chunks = loaded(model, zeros, mesh)
+    copy_in(chunks, base)
+    weights = {
+        name: tensor.clone()
+        for bucket in iter_hf_weights(chunks, mesh, model)
+        for name, tensor in bucket.tensors.items()
+    }
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(FakeServer(ModelAnswers(loaded(model, weights, mesh), mesh, model, weights)))
+            for _ in range(2)
+        ]
+
+        def forget_once(asked: Asked) -> None:
+            if len(servers[0].paths()) > 200 and not forgotten:
+                forgotten.append(servers[0].adapters.popitem())
+
+        forgotten: list[object] = []
+        servers[0].before_answer = forget_once
+        urls = json.dumps([server.url for server in servers])
+        engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", "rl.engine.lora=adapter"]
+        run = run_main(
+            "mcore_rl.run.programs.rl", [rl_file, *small, *engine, f"run_dir={tmp_path / 'served'}"]
+        )
+        assert run.returncode == 0, run.stderr
+        assert forgotten and not any("update" in path for server in servers for path in server.paths())
+        found = computed(tmp_path / "served", NAMES)
+        assert found.keys() == wanted.keys()
+        for step, numbers in wanted.items():
+            assert found[step] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "computes_again"), [("vllm", True), ("sglang", True), ("vllm", False)])

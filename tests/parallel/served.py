@@ -1,6 +1,7 @@
 """The served engine on a rank of any mesh; apart from its test, so that ranks need not import it."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mcore_rl.model.hf_stream import Bucket, iter_hf_weights
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.rl.engines import weight_push
+from mcore_rl.rl.engines.adapter_push import AdapterPush, ServedAdapters
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.make import make_engine, server_apis
 from mcore_rl.rl.engines.probe import Probe, ProbeReference
@@ -79,6 +81,34 @@ def pushed(
     weight_push.iter_hf_weights = watched
     report = WeightPush(apis, chunks, mesh, config.model, engine).push(7)
     return report, live.most, Probe(chunks, mesh, config.model, "bf16").reference()
+
+
+def adapters_pushed_twice(
+    config: RlRunConfig, tensors: Tensors, sizes: Sequence[float]
+) -> list[tuple[PushReport, list[str]]]:
+    """On a rank: the outcomes of pushes of low-rank adapters alone, with these sizes of B, and the folders that are
+    left after each.
+    """
+    start(PlatformConfig(layers="torch"))
+    mesh = build_mesh(config.mesh)
+    seed_ranks(1)
+    chunks = loaded(config.model, tensors, mesh)
+    add_adapters(chunks, config.lora, config.model, seed=1)
+    engine = config.rl.engine
+    is_first = mesh.world.rank == 0
+    apis = [server_apis(engine, config.model)(url) for url in engine.urls] if is_first else []
+    served = ServedAdapters(Path(engine.transport_dir)) if is_first else None
+    push = AdapterPush(apis, chunks, mesh, config.model, config.lora, engine, served)
+    found = []
+    for version, size in enumerate(sizes):
+        for shard in local_shards(chunks):
+            if shard.key.endswith("adapter.B"):
+                generator = torch.Generator().manual_seed(len(shard.key))
+                whole = size * torch.randn(shard.global_shape, generator=generator)
+                shard.data.detach().copy_(whole[shard.where])
+        report = push.push(version)
+        found.append((report, [path.name for path in served.path.iterdir()] if served else []))
+    return found
 
 
 def pushed_adapters(config: RlRunConfig, tensors: Tensors) -> PushReport:

@@ -18,8 +18,9 @@ from mcore_rl.rl.engines.probe import probe_sequences
 from tests.fake_server import FakeServer, TableAnswers
 from tests.generating import ragged_prompts
 from tests.hf_models import VOCAB, oracle
-from tests.parallel.served import pushed, pushed_adapters, served_completions
+from tests.parallel.served import adapters_pushed_twice, pushed, pushed_adapters, served_completions
 from tests.ranks import run_ranks
+from tests.served_adapters import with_adapter
 
 
 def test_every_rank_of_a_replica_has_its_completions_with_the_routes_of_its_layers(tmp_path: Path) -> None:
@@ -87,6 +88,12 @@ class TransformersAnswers(TableAnswers):
         self.model.config.save_pretrained(self.folder)
         save_file(self.tensors, self.folder / "model.safetensors", {"format": "pt"})
         self.model = self.kind.from_pretrained(self.folder, attn_implementation="eager").eval()
+
+    def adapted(self, folder: str) -> "TransformersAnswers":
+        found = TransformersAnswers(self.model, self.folder.parent / Path(folder).name)
+        found.tensors = with_adapter(self.tensors, Path(folder))
+        found.finish()
+        return found
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         with self.lock, torch.no_grad():
@@ -174,3 +181,54 @@ def test_servers_get_low_rank_adapters_added_to_the_weights_and_one_without_them
     assert report.merge_loss is not None and report.merge_loss < 1e-5
     projection = "model.layers.0.self_attn.q_proj.weight"
     assert (answers[0].tensors[projection] - theirs.tensors[projection]).abs().max() > 0.01
+
+
+class UnboundAnswers(TransformersAnswers):
+    """A server that takes adapters, and answers under their names as its base."""
+
+    def adapted(self, folder: str) -> "TransformersAnswers":
+        return self
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_servers_load_adapters_under_new_names_and_one_that_ignores_them_is_found_out(
+    kind: str, tmp_path: Path
+) -> None:
+    """New ones add nothing, so that the first push shows the base. Later ones change logprobs by less than the probe's
+    limit, and by more.
+    """
+    theirs = oracle("qwen3_moe", num_hidden_layers=2, num_key_value_heads=2)
+    with ExitStack() as stack:
+        servers = []
+        for name, answers in (("heard", TransformersAnswers), ("unbound", UnboundAnswers)):
+            one = answers(theirs.model, tmp_path / name)
+            one.tensors = dict(theirs.tensors)
+            one.finish()
+            servers.append(stack.enter_context(FakeServer(one, kind)))
+        engine = {
+            "kind": kind,
+            "urls": tuple(server.url for server in servers),
+            "transport_dir": str(tmp_path),
+            "lora": "adapter",
+        }
+        config = RlRunConfig.model_validate(
+            {
+                "model": theirs.ours,
+                "mesh": MeshConfig(tp=2, ep=2),
+                "lora": {"rank": 8, "alpha": 16.0},
+                "rl": {"engine": engine},
+            }
+        )
+        ranks = run_ranks(adapters_pushed_twice, 2, config, theirs.tensors, [0.0, 3e-6, 0.1])
+        assert not any("update" in path for path in servers[0].paths()), "no weights are sent"
+        held = [set(server.adapters) for server in servers]
+    (new, _), (small, _), (large, folders) = ranks[0]
+    assert [[report for report, _ in rank] for rank in ranks[1:]] == [[new, small, large]]
+    heard, unbound = engine["urls"]
+    assert new.living == (heard, unbound) and new.probe < 1e-5
+    assert small.living == large.living == (heard,) and large.probe < 1e-4
+    assert "as its base, to the last digit" in small.failed[unbound]
+    assert "has another base, or leaves some of them out" in large.failed[unbound]
+    names = [report.adapter for report in (new, small, large)]
+    assert len(set(names)) == 3 and folders == [large.adapter] and held[0] == {large.adapter}
+    assert large.merge_loss is None and large.num_bytes > 0

@@ -9,6 +9,8 @@ from mcore_rl.config.extension import Extension
 from mcore_rl.config.section import Seconds, Section, Text
 
 NATIVE_SLOTS = 64
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts for --max-lora-rank."""
 
 
 class EngineConfig(Section):
@@ -80,6 +82,13 @@ class ServersConfig(EngineConfig):
     """Seconds that a server may take for a completion."""
     update_timeout_s: Seconds = 600.0
     """Seconds that a server may take for each call of a weight update."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """Form in which servers get a policy with low-rank adapters; `merged`: whole weights, with the adapters added;
+    `adapter`: only the adapters, each time under a new name, over a base model that the servers have loaded
+    themselves."""
+    base_model: Text | None = None
+    """Hugging Face folder of the base model, which servers that are started load with `lora` = "adapter"; `none`: they
+    get all weights from the trainer."""
     transport_dir: Text | None = None
     """Folder for weights on their way to the servers, visible to trainer and servers; `none`: /dev/shm, which is local
     to a machine."""

@@ -82,6 +82,7 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
         refusal=partial(refused_sampling, config.rl),
         imposes_routes=config.replay.kind == "r3",
         may_miss_routes=config.replay.missing != "error",
+        adapters=config.lora if engine.lora == "adapter" else None,
     )
 
 

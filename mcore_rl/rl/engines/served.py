@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.errors import EngineError
@@ -23,11 +24,12 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import from_first_of_model, on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routed_layers
+from mcore_rl.rl.engines.adapter_push import AdapterPush, ServedAdapters
 from mcore_rl.rl.engines.base import Capabilities, Sampling, StopStrings, check_request
 from mcore_rl.rl.engines.served_routes import pick_layers, without_recomputed
 from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError
 from mcore_rl.rl.engines.server_fleet import ServerFleet
-from mcore_rl.rl.engines.weight_push import WeightPush
+from mcore_rl.rl.engines.weight_push import WeightPush, transport_folder
 from mcore_rl.rl.types import BYTE_EXPERTS, Completion, Group, Prompt, VersionSpan
 
 MOST_MERGE_LOSS = 0.1
@@ -74,6 +76,7 @@ class ServedEngine:
         refusal: Callable[[Sampling], str | None],
         imposes_routes: bool = True,
         may_miss_routes: bool = False,
+        adapters: LoraConfig | None = None,
     ) -> None:
         """Create the engine. `update_weights` must be called before the first request.
 
@@ -89,6 +92,8 @@ class ServedEngine:
             refusal: Function that returns why the servers' logprobs would be wrong under a sampling; None if correct.
             imposes_routes: Whether routes will be replayed (R3), rather than only compared with the trainer's.
             may_miss_routes: Whether the servers may leave out the routes of some tokens of a completion.
+            adapters: The section `lora`, if the servers load the policy's adapters over their base model; None if they
+                get whole weights.
         """
         self.decode, self.policy_version, self.capabilities = decode, 0, capabilities
         self._api_at, self._fleet, self._chunks = api_at, fleet, list(chunks)
@@ -101,7 +106,11 @@ class ServedEngine:
         self._state = _State()
         self._pool = ThreadPoolExecutor(config.requests, "server_request") if self.asks else None
         self._names = (f"{mesh.world.rank}-{number}" for number in itertools.count())
-        self._push: tuple[list[str], WeightPush] | None = None
+        self._push: tuple[list[str], WeightPush | AdapterPush] | None = None
+        self._adapters = adapters
+        self._served_adapters: ServedAdapters | None = None
+        self._adapter: str | None = None
+        """Name of the current adapters on the servers; None if the servers have whole weights."""
         self._message: Callable[[str], None] | None = None
         """Called at once with a log line, from any thread, when a server is lost; None if not registered."""
         self._metrics: list[Metric] = []
@@ -216,7 +225,7 @@ class ServedEngine:
             )
         with state.lock:
             state.living, state.is_updating = report.living, False
-            self.policy_version = policy_version
+            self.policy_version, self._adapter = policy_version, report.adapter
             num_retries, state.num_retries = state.num_retries, 0
             state.lock.notify_all()
         self._metrics += [
@@ -310,16 +319,26 @@ class ServedEngine:
             name = next(self._names)
             try:
                 with self._in_progress(name, server):
-                    version = self.policy_version
+                    version, adapter = self.policy_version, self._adapter
                     served = self._api_at(server).generate(
-                        prompt.tokens_T, sampling, seed, salt=f"{self._salt}v{version}", request_id=name
+                        prompt.tokens_T,
+                        sampling,
+                        seed,
+                        salt=f"{self._salt}v{version}",
+                        request_id=name,
+                        adapter=adapter,
                     )
+                if adapter is not None:
+                    # The server reports the version of its base; the adapter's name identifies the policy's version.
+                    served = replace(served, versions=(VersionSpan(version, 0, len(served.tokens_T)),))
                 completion = self._completion(prompt, sampling, served, server)
             except ServerError as error:
-                if error.is_refusal:
+                # A restarted server does not know the adapter that the request names.
+                is_forgotten = adapter is not None and adapter in str(error)
+                if error.is_refusal and not is_forgotten:
                     raise EngineError(f"{error}. It was refused, so that it is not tried again.") from None
                 reasons[server] = str(error)
-                is_living = self._api_at(server).is_healthy()
+                is_living = not is_forgotten and self._api_at(server).is_healthy()
                 if is_living and error.status is None:
                     with suppress(ServerError):
                         self._api_at(server).abort(name)  # it may still be computing the lost request
@@ -427,12 +446,20 @@ class ServedEngine:
         dist.all_gather_object(of_ranks, lost)
         return {url: reason for found in of_ranks for url, reason in found.items()}
 
-    def _push_to(self, urls: list[str]) -> WeightPush:
+    def _push_to(self, urls: list[str]) -> WeightPush | AdapterPush:
         """Return the push to these servers; it is reused, with its probe, while the servers stay the same."""
         if self._push is None or self._push[0] != urls:
             apis = [self._api_at(url) for url in urls]
-            self._push = urls, WeightPush(apis, self._chunks, self._mesh, self._model, self._config)
+            self._push = urls, self._new_push(apis)
         return self._push[1]
+
+    def _new_push(self, apis: Sequence[ServerApi]) -> WeightPush | AdapterPush:
+        of_policy = (apis, self._chunks, self._mesh, self._model)
+        if self._adapters is None:
+            return WeightPush(*of_policy, self._config)
+        if self._fleet is not None and self._served_adapters is None:
+            self._served_adapters = ServedAdapters(transport_folder(self._config))
+        return AdapterPush(*of_policy, self._adapters, self._config, self._served_adapters)
 
 
 def _group(prompt: Prompt, futures_G: "Sequence[Future[Completion]]") -> Group:

@@ -57,7 +57,14 @@ class ServerApi(Protocol):
         """Address, such as http://127.0.0.1:8000."""
 
     def generate(
-        self, prompt_T: Sequence[int], sampling: Sampling, seed: int, *, salt: str, request_id: str
+        self,
+        prompt_T: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        *,
+        salt: str,
+        request_id: str,
+        adapter: str | None = None,
     ) -> ServedCompletion:
         """Return the completion of a prompt. The server ignores stop strings: the caller cuts the completion at them.
 
@@ -68,6 +75,7 @@ class ServerApi(Protocol):
             seed: Seed of this completion, 63 bits.
             salt: Requests with different salts share no cached prefix.
             request_id: Name by which `abort` identifies this request.
+            adapter: Name of the low-rank adapter to sample with; None: the server's own weights.
         """
 
     def abort(self, request_id: str) -> None:
@@ -91,8 +99,16 @@ class ServerApi(Protocol):
     def resume(self) -> None:
         """Continue computing after a `pause`; does nothing if the server is not paused."""
 
-    def prompt_logprobs(self, tokens_T: Sequence[int]) -> list[float]:
-        """Return the logprobs of tokens 1, 2, ... under the server's weights, at temperature 1, without caches."""
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load the low-rank adapter in the peft folder `folder`; requests then refer to it by `name`."""
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. No request in progress may use it."""
+
+    def prompt_logprobs(self, tokens_T: Sequence[int], adapter: str | None = None) -> list[float]:
+        """Return the logprobs of tokens 1, 2, ... under the server's weights, and the adapter if it is given, at
+        temperature 1, without caches.
+        """
 
     def is_healthy(self) -> bool:
         """Whether the server reports that it is healthy; never raises."""

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import psutil
 
 import mcore_rl
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import ServedConfig, VllmConfig
+from mcore_rl.config.rl.engine import VLLM_RANKS, ServedConfig, VllmConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import hf_config
 from mcore_rl.processes.launcher import environment_variable, free_port, start_server
@@ -33,6 +34,8 @@ WORKER_MODULE = "vllm_worker.py"
 END_S = 15.0
 """Seconds after which a server's processes are killed."""
 TAIL_LINES = 15
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Names of the Hugging Face modules that may have adapters."""
 FEWEST_TOKENS = 64
 """Minimum context length of a server, in tokens, so that the probe's sequences fit."""
 
@@ -104,8 +107,11 @@ def server_command(
     engine, rollout = config.served, config.rl.rollout
     assert engine is not None
     dtype = served_dtype(config.platform.precision, engine)
+    has_base = engine.lora == "adapter"
     served = _Served(
-        model=str(model_folder(config.model, dtype, folder)),
+        model=str(engine.base_model if has_base else model_folder(config.model, dtype, folder)),
+        weights="auto" if has_base else "dummy",
+        rank=highest_rank(config.lora, config.model) if has_base else None,
         dtype=dtype,
         length=str(served_length(config.longest_sample, config.model, engine)),
         address=("--host", host, "--port", str(port)),
@@ -130,6 +136,7 @@ def server_command(
             "VLLM_SERVER_DEV_MODE": "1",  # enables the HTTP endpoints for weight updates
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if has_base else {}),
         },
         defaults={} if on_gpu else defaults,
         python_path=(str(worker_folder(folder)),),
@@ -140,6 +147,10 @@ class _Served(NamedTuple):
     """Arguments of a server that follow from config sections other than the engine's."""
 
     model: str
+    weights: str
+    """Source of its weights; `dummy`: a later weight update; `auto`: the folder `model`."""
+    rank: int | None
+    """Highest rank of the adapters that it loads; None if it loads no adapters."""
     dtype: str
     length: str
     address: tuple[str, ...]
@@ -148,7 +159,7 @@ class _Served(NamedTuple):
 
 def _vllm_arguments(engine: VllmConfig, served: _Served, *, is_cut: bool, on_gpu: bool) -> list[str]:
     return [
-        *("--model", served.model, "--served-model-name", MODEL, "--load-format", "dummy"),
+        *("--model", served.model, "--served-model-name", MODEL, "--load-format", served.weights),
         *(*served.address, "--skip-tokenizer-init", "--enable-scale-out"),
         *("--dtype", served.dtype, "--max-model-len", served.length),
         *("--tensor-parallel-size", str(engine.tensor_parallel)),
@@ -157,20 +168,40 @@ def _vllm_arguments(engine: VllmConfig, served: _Served, *, is_cut: bool, on_gpu
         *("--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
         *("--weight-transfer-config", json.dumps({"backend": BACKENDS[engine.transport]})),
         *served.routes,
+        *(() if served.rank is None else _vllm_adapters(served.rank)),
         *([] if on_gpu else ["--enforce-eager"]),
     ]
 
 
 def _sglang_arguments(engine: ServedConfig, served: _Served, *, on_gpu: bool) -> list[str]:
     return [
-        *("--model-path", served.model, "--served-model-name", MODEL, "--load-format", "dummy"),
+        *("--model-path", served.model, "--served-model-name", MODEL, "--load-format", served.weights),
         *(*served.address, "--skip-tokenizer-init"),
         *("--dtype", served.dtype, "--context-length", served.length),
         *("--tp-size", str(engine.tensor_parallel)),
         *(() if engine.slots == "auto" else ("--max-running-requests", str(engine.slots))),
         *served.routes,
+        *(() if served.rank is None else _sglang_adapters(served.rank)),
         *([] if on_gpu else ["--device", "cpu"]),
     ]
+
+
+def highest_rank(lora: LoraConfig, model: ModelConfig) -> int:
+    """Return the highest rank of a policy's adapters."""
+    return max(lora.rank_of(target, model) for target in lora.targets_in(model))
+
+
+def _vllm_adapters(rank: int) -> tuple[str, ...]:
+    # Two, because the former adapters are unloaded only after the new adapters have been probed.
+    allowed = next(most for most in VLLM_RANKS if most >= rank)
+    return ("--enable-lora", "--max-lora-rank", str(allowed), "--max-loras", "2", "--max-cpu-loras", "2")
+
+
+def _sglang_adapters(rank: int) -> tuple[str, ...]:
+    return (
+        *("--enable-lora", "--max-lora-rank", str(rank), "--max-loras-per-batch", "2"),
+        *("--lora-target-modules", *PROJECTIONS),
+    )
 
 
 class ServerProcess:

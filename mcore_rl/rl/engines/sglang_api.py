@@ -56,7 +56,14 @@ class SglangApi:
         return self._http.url
 
     def generate(
-        self, prompt_T: Sequence[int], sampling: Sampling, seed: int, *, salt: str, request_id: str
+        self,
+        prompt_T: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        *,
+        salt: str,
+        request_id: str,
+        adapter: str | None = None,
     ) -> ServedCompletion:
         """Return the completion of a prompt; see `ServerApi.generate`."""
         cut = sampling.cut
@@ -80,6 +87,7 @@ class SglangApi:
             "return_logprob": True,
             "extra_key": salt,
             "return_routed_experts": sampling.with_routes,
+            **_named(adapter),
         }
         answer = self._http.post("/generate", body, timeout_s=self._request_s)
         try:
@@ -139,13 +147,22 @@ class SglangApi:
         """Continue computing."""
         self._http.post("/continue_generation", timeout_s=self._update_s)
 
-    def prompt_logprobs(self, tokens_T: Sequence[int]) -> list[float]:
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load a low-rank adapter."""
+        self._succeeds("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter."""
+        self._succeeds("/unload_lora_adapter", {"lora_name": name})
+
+    def prompt_logprobs(self, tokens_T: Sequence[int], adapter: str | None = None) -> list[float]:
         """Return the logprobs of tokens 1, 2, ... at temperature 1."""
         body = {
             "input_ids": list(tokens_T),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": 0,
+            **_named(adapter),
         }
         answer = self._http.post("/generate", body, timeout_s=self._update_s)
         try:
@@ -184,6 +201,11 @@ class SglangApi:
         answer = self._http.post(path, body, timeout_s=self._update_s)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise ServerError(f"{self.url}{path}: no success: {answer}")
+
+
+def _named(adapter: str | None) -> dict[str, str]:
+    """Return the field of a request that names its adapter."""
+    return {} if adapter is None else {"lora_path": adapter}
 
 
 def read_flat(text: str, num_tokens: int, top_k: int) -> NDArray[np.int32]:

@@ -59,7 +59,14 @@ class VllmApi:
         return self._http.url
 
     def generate(
-        self, prompt_T: Sequence[int], sampling: Sampling, seed: int, *, salt: str, request_id: str
+        self,
+        prompt_T: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        *,
+        salt: str,
+        request_id: str,
+        adapter: str | None = None,
     ) -> ServedCompletion:
         """Return the completion of a prompt; see `ServerApi.generate`."""
         cut = sampling.cut
@@ -79,7 +86,7 @@ class VllmApi:
             parameters["logit_bias"] = {str(token): NEVER for token in padding}
         body = {
             "request_id": request_id,
-            "model": MODEL,
+            "model": adapter or MODEL,
             "token_ids": list(prompt_T),
             "cache_salt": salt,
             "sampling_params": parameters,
@@ -139,10 +146,21 @@ class VllmApi:
         """Continue computing."""
         self._http.post("/resume", timeout_s=self._update_s)
 
-    def prompt_logprobs(self, tokens_T: Sequence[int]) -> list[float]:
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load a low-rank adapter. Requests refer to it in their field `model`."""
+        body = {"lora_name": name, "lora_path": folder}
+        # The answer is a sentence rather than JSON.
+        self._http.post("/v1/load_lora_adapter", body, timeout_s=self._update_s, is_json=False)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter."""
+        body = {"lora_name": name}
+        self._http.post("/v1/unload_lora_adapter", body, timeout_s=self._update_s, is_json=False)
+
+    def prompt_logprobs(self, tokens_T: Sequence[int], adapter: str | None = None) -> list[float]:
         """Return the logprobs of tokens 1, 2, ... at temperature 1. Such a request does not use the prefix cache."""
         body = {
-            "model": MODEL,
+            "model": adapter or MODEL,
             "token_ids": list(tokens_T),
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0},
         }

@@ -51,8 +51,10 @@ class PushReport:
     num_bytes: int
     """Size of all weights in bytes."""
     largest_bucket_bytes: int
-    merge_loss: float | None
-    """Fraction of the low-rank adapters that is lost to rounding of the merged weights; None without adapters."""
+    merge_loss: float | None = None
+    """Fraction of the low-rank adapters that is lost to rounding of the merged weights; None if nothing was merged."""
+    adapter: str | None = None
+    """Name of the adapters on the servers; None if the servers have whole weights."""
     seconds: Mapping[str, float]
     """Seconds by phase: trainer (the trainer's logprobs of the probe), pause, gather, load, finish, probe."""
 
@@ -97,12 +99,12 @@ class WeightPush:
 
         A server that fails does not raise; it is listed in the report.
         """
-        watch = _Stopwatch()
+        watch = Stopwatch()
         ours = self._probe.reference(self._tolerance)
         has_adapters = any(True for _ in adapters_in(self._chunks))
         lost = merge_loss(self._chunks, self._dtype) if has_adapters else None
         watch.lap("trainer")
-        sender = _Sender(self._servers) if self._mesh.world.rank == 0 else None
+        sender = Sender(self._servers) if self._mesh.world.rank == 0 else None
         num_bytes = largest = 0
         if sender is not None:
             sender.everywhere("pause", lambda server: server.pause())
@@ -149,17 +151,13 @@ class WeightPush:
                 merge_loss=lost,
                 seconds=watch.seconds,
             )
-        box = [report]
-        dist.broadcast_object_list(box, src=0, group=self._mesh.world.group, device=torch.device("cpu"))
-        assert box[0] is not None
-        return box[0]
+        return told_to_all(report, self._mesh)
 
-    def _transport(self, sender: "_Sender") -> FileTransport | BroadcastTransport:
+    def _transport(self, sender: "Sender") -> FileTransport | BroadcastTransport:
         """Return the transport to the servers that are living now."""
         engine = self._engine
         if not engine.broadcasts:
-            folder = Path(engine.transport_dir) if engine.transport_dir else SHARED_MEMORY
-            return FileTransport(folder)
+            return FileTransport(transport_folder(engine))
         workers = sender.everywhere("number of workers", lambda server: server.world_size())
         if not sender.living:
             raise EngineError("no server tells the number of its workers")
@@ -167,7 +165,7 @@ class WeightPush:
         return BroadcastTransport(host, workers, self._device, engine.update_timeout_s)
 
     @staticmethod
-    def _load(sender: "_Sender", bucket: str, update_of: Callable[[str], Mapping[str, Any]]) -> None:
+    def _load(sender: "Sender", bucket: str, update_of: Callable[[str], Mapping[str, Any]]) -> None:
         """Let each living server load a bucket; `update_of` returns its description for the server at an address."""
         sender.everywhere(f"update of {bucket}", lambda server: server.load(update_of(server.url)))
 
@@ -183,7 +181,20 @@ class WeightPush:
             )
 
 
-class _Sender:
+def transport_folder(engine: ServedConfig) -> Path:
+    """Return the folder for weights on their way to servers."""
+    return Path(engine.transport_dir) if engine.transport_dir else SHARED_MEMORY
+
+
+def told_to_all(report: PushReport | None, mesh: Mesh) -> PushReport:
+    """Collective over the world: return the report of rank 0 on every rank."""
+    box = [report]
+    dist.broadcast_object_list(box, src=0, group=mesh.world.group, device=torch.device("cpu"))
+    assert box[0] is not None
+    return box[0]
+
+
+class Sender:
     """Calls all servers that have not failed in this push, at the same time."""
 
     def __init__(self, servers: Sequence[ServerApi]) -> None:
@@ -213,7 +224,7 @@ class _Sender:
         self._pool.shutdown()
 
 
-class _Stopwatch:
+class Stopwatch:
     """Seconds spent in each phase; a phase may occur several times."""
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ from tests.unit.checks.test_rl_run import config
 KIND = ("model.family=qwen3_moe", "rl.engine.kind=vllm")
 SERVED = (*KIND, "rl.engine.count=2")
 WHOLE = ("mesh.tp=1", "mesh.ep=1")
+ADAPTERS = ("rl.engine.lora=adapter", "lora.rank=16", "model.moe.balance=none", "platform.layers=torch")
 AT_URLS = (*KIND, "rl.engine.urls=['http://n1:80','http://n2:80']")
 
 
@@ -24,6 +25,8 @@ def test_servers_that_are_started_or_there_already_pass_and_training_takes_any_l
     check_rl(served("rl.rollout.temperature=0.7"), 2)
     check_rl(served("rl.rollout.top_p=0.9"), 2)
     check_rl(served("replay.kind=r3", base=AT_URLS), 2)
+    check_rl(served(*ADAPTERS, "rl.engine.base_model=base"), 2)
+    check_rl(served(*ADAPTERS, base=AT_URLS), 2)
     assert served().allows_te and not config().allows_te
     check_rl(served("platform.layers=te", "platform.device=cuda"), 2)
 
@@ -45,6 +48,22 @@ def test_servers_that_are_started_or_there_already_pass_and_training_takes_any_l
         (
             ["rl.engine.args=['--max-num-seqs=3']"],
             r"rl\.engine\.args names --max-num-seqs=3, which the run sets",
+        ),
+        (["rl.engine.base_model=base"], r'rl\.engine\.lora="merged": servers get all weights'),
+        (["rl.engine.lora=adapter"], r"the policy has no adapters"),
+        ([*ADAPTERS], r"no rl\.engine\.base_model: the servers have to load the base by themselves"),
+        (
+            [*ADAPTERS, "rl.engine.count=0", "rl.engine.urls=['http://a:1']", "rl.engine.base_model=base"],
+            r"those servers were started with a model",
+        ),
+        ([*ADAPTERS, "rl.engine.base_model=base", "rl.engine.transport=nccl"], r"adapters come as files"),
+        (
+            [*ADAPTERS, "rl.engine.base_model=base", "rl.rollout.max_staleness=1"],
+            r"would need adapters that are unloaded then",
+        ),
+        (
+            [*ADAPTERS, "rl.engine.base_model=base", "lora.rank=600"],
+            r"adapters of rank 600: vLLM takes ranks up to 512",
         ),
         (["rl.engine.args=['--port=3']"], r"rl\.engine\.args names --port=3, which the run sets"),
         (["rl.engine.devices=[1]"], r"2 servers of tensor_parallel=1 take 2 different GPUs"),

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import EngineError
+from mcore_rl.model.adapters import add_adapters
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.http_client import HttpClient
@@ -54,12 +56,21 @@ class Served:
 
 @contextmanager
 def served(
-    mesh: Mesh, folder: Path, kind: str = "vllm", *, may_miss_routes: bool = False, **fields: object
+    mesh: Mesh,
+    folder: Path,
+    kind: str = "vllm",
+    *,
+    may_miss_routes: bool = False,
+    adapters: LoraConfig | None = None,
+    **fields: object,
 ) -> Iterator[Served]:
     theirs = oracle("qwen3_moe")
     model = theirs.ours
     chunks = loaded(model, theirs.tensors, mesh)
     before = {name: torch.zeros_like(tensor) for name, tensor in theirs.tensors.items()}
+    if adapters is not None:
+        add_adapters(chunks, adapters, model, seed=1)
+        before = theirs.tensors
     with ExitStack() as stack:
         servers = [
             stack.enter_context(
@@ -89,6 +100,7 @@ def served(
             capabilities=Capabilities(max_tokens=64, routes=True, seeded=True),
             refusal=lambda sampling: None,
             may_miss_routes=may_miss_routes,
+            adapters=adapters,
         )
         try:
             engine.update_weights(0)
@@ -351,6 +363,38 @@ def test_a_server_that_was_started_anew_at_its_address_is_not_believed(
         groups = ours.engine.generate(prompts, EIGHT, [[1]] * 6)
         assert {group.completions[0].policy_version for group in groups} == {0}
         assert ours.engine._state.living == (ours.servers[1].url,)
+
+
+def test_adapters_are_asked_for_by_name_and_a_server_that_was_started_anew_lacks_them(
+    one_rank: Mesh, tmp_path: Path
+) -> None:
+    fields = {"lora": "adapter", "transport_dir": str(tmp_path)}
+    with served(one_rank, tmp_path, adapters=LoraConfig(rank=4), **fields) as ours:
+        base = ours.completion((3, 4))
+        with torch.no_grad():
+            for param in (param for param in ours.chunks[0].parameters() if param.requires_grad):
+                param.copy_(0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1)))
+        ours.engine.update_weights(1)
+        found = ours.completion((3, 4))
+        native = engine_on(ours.chunks, one_rank, oracle("qwen3_moe").ours)
+        wanted = contract.one(native, (3, 4), EIGHT, 0)
+        assert found.tokens_T == wanted.tokens_T != base.tokens_T
+        assert found.logprobs_T == pytest.approx(wanted.logprobs_T, abs=1e-4)
+        assert (base.policy_version, found.policy_version) == (0, 1)
+        asked = next(index for index, count in enumerate(ours.asked(GENERATE["vllm"])) if count)
+        for server in ours.servers:
+            (name,) = server.adapters
+            assert name.startswith("policy-000001-")
+        lines: list[str] = []
+        ours.engine.listen(lines.append)
+        for _ in range(8):  # until that server is asked
+            ours.servers[asked].adapters.clear()
+            assert ours.completion((3, 4)).logprobs_T == pytest.approx(wanted.logprobs_T, abs=1e-4)
+        assert len(lines) <= 1
+        ours.servers[1 - asked].adapters.clear()
+        ours.servers[asked].adapters.clear()
+        with pytest.raises(EngineError, match="does not exist"):
+            ours.completion((3, 4))
 
 
 def test_close_ends_requests_in_progress(one_rank: Mesh, tmp_path: Path) -> None:

@@ -305,3 +305,20 @@ def test_the_mode_of_logprobs_is_the_one_before_the_cut_at_the_temperature(
     cut: Cut, mode: str | None
 ) -> None:
     assert logprobs_mode(Sampling(max_new_tokens=1, cut=cut)) == mode
+
+
+def test_an_adapter_is_loaded_asked_for_by_its_name_and_forgotten(server: FakeServer) -> None:
+    api, field = api_of(server), {"vllm": "model", "sglang": "lora_path"}[server.kind]
+    api.load_adapter("policy-1", "/folder")
+    assert list(server.adapters) == ["policy-1"]
+    api.generate((5,), SAMPLING, 1, salt="", request_id="a", adapter="policy-1")
+    api.prompt_logprobs((5, 6), adapter="policy-1")
+    api.prompt_logprobs((5, 6))
+    without = {"vllm": "policy", "sglang": None}[server.kind]
+    asked = [body.get(field) for body in server.bodies(GENERATE[server.kind])]
+    assert asked == ["policy-1", "policy-1", without]
+    with pytest.raises(ServerError, match="policy-1 has already been loaded"):
+        api.load_adapter("policy-1", "/folder")
+    api.unload_adapter("policy-1")
+    with pytest.raises(ServerError, match="The model policy-1 does not exist"):
+        api.prompt_logprobs((5, 6), adapter="policy-1")

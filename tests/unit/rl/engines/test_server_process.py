@@ -75,6 +75,27 @@ def test_the_command_of_vllm_has_what_the_run_needs(tmp_path: Path) -> None:
     assert sorted(path.name for path in package.iterdir()) == ["__init__.py", "vllm_worker.py"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "rank", "wanted"),
+    [
+        ("vllm", 16, ("--max-lora-rank", "16", "--max-loras", "2", "--max-cpu-loras", "2")),
+        ("vllm", 17, ("--max-lora-rank", "32", "--max-loras", "2", "--max-cpu-loras", "2")),
+        ("sglang", 17, ("--max-lora-rank", "17", "--max-loras-per-batch", "2", "--lora-target-modules")),
+    ],
+)
+def test_a_server_of_adapters_loads_its_base_and_takes_their_rank(
+    kind: str, rank: int, wanted: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = (f"rl.engine.kind={kind}", "rl.engine.lora=adapter", "rl.engine.base_model=/base")
+    found = server_command(config_of(tmp_path, *words, f"lora.rank={rank}"), tmp_path / "s", 1, on_gpu=True)
+    command = found.command
+    model = command[command.index("--model" if kind == "vllm" else "--model-path") + 1]
+    assert (model, command[command.index("--load-format") + 1]) == ("/base", "auto")
+    first = command.index("--enable-lora") + 1
+    assert command[first : first + len(wanted)] == wanted
+    assert ("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in found.settings) == (kind == "vllm")
+
+
 def test_the_command_follows_the_sampling_the_device_and_the_kind(tmp_path: Path) -> None:
     cut = server_command(config_of(tmp_path, "rl.rollout.top_p=0.9"), tmp_path / "s", 1, on_gpu=False)
     words = list(cut.command)
