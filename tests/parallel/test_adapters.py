@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from mcore_rl.backend.platform import start
-from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.lora import LoraConfig, Target
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
@@ -84,8 +84,9 @@ def assert_trains_as_one_rank(
     mesh: MeshConfig,
     platform: PlatformConfig | None = None,
     sabotage: Callable[[TrainState], None] | None = None,
+    targets: tuple[Target, ...] | Literal["auto"] = "auto",
 ) -> None:
-    model, lora = shallow(TINY[name], mesh), lora_of(name)
+    model, lora = shallow(TINY[name], mesh), lora_of(name).model_copy(update={"targets": targets})
     initial, reference = single_rank(model, lora)
     config = config_of(model, mesh, platform, lora)
     outcome = run(config, mesh.smallest_world, initial, sabotage)
@@ -103,11 +104,24 @@ def test_three_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
     assert_trains_as_one_rank(model, MESHES[mesh])
 
 
-@pytest.mark.parametrize(
-    "recompute", [{"recompute": "full"}, {"recompute": "selective", "recompute_modules": ("moe",)}]
-)
-def test_recomputing_activations_changes_nothing(recompute: dict[str, Any]) -> None:
-    assert_trains_as_one_rank("qwen3_moe", MESHES["tp2-etp2"], PlatformConfig(layers="torch", **recompute))
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "full": {"recompute": "full"},
+    "moe": {"recompute": "selective", "recompute_modules": ("moe",)},
+}
+TARGETS: dict[str, tuple[Target, ...] | Literal["auto"]] = {
+    "all": "auto",
+    "attention": ("attention",),
+    "experts": ("experts",),
+}
+
+
+@pytest.mark.matrix("all-full", "experts-moe", "attention-full")
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_recomputing_activations_changes_nothing(targets: str, recompute: str) -> None:
+    """Torch gives no gradient to what is recomputed from inputs without one, as a frozen embedding's output."""
+    platform = PlatformConfig(layers="torch", **RECOMPUTED[recompute])
+    assert_trains_as_one_rank("qwen3_moe", MESHES["tp2-etp2"], platform, targets=TARGETS[targets])
 
 
 @pytest.mark.parametrize("mesh", ["one", "tp2-etp2"])
@@ -186,6 +200,15 @@ MUTANTS: dict[str, tuple[str, str, Callable[[TrainState], None]]] = {
     "no-copy": ("llama", "tp2-nosp", partial(without_sum, layers.AdaptedColumnLinear)),
     "not-called": ("qwen3_moe", "dp2-overlapped", read_without_call),
 }
+
+
+def test_expert_biases_that_move_fail_the_comparison() -> None:
+    def move(state: TrainState) -> None:
+        for chunk in state.chunks:
+            unwrap(chunk).config.moe_router_bias_update_rate = 1e-3
+
+    with pytest.raises(AssertionError, match=r"expert_bias"):
+        assert_trains_as_one_rank("deepseek_v3", MESHES["ep2"], sabotage=move)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
