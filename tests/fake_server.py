@@ -216,7 +216,8 @@ class FakeServer:
                 return Refusal(400, f"{body['lora_name']} has already been loaded")
             self.adapters[body["lora_name"]] = self.answers.adapted(body["lora_path"])
         elif path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
-            del self.adapters[body["lora_name"]]
+            if self.adapters.pop(body["lora_name"], None) is None:
+                return Refusal(404, f"{body['lora_name']} is not loaded")
         elif path == "/reset_prefix_cache":
             return {"success": fault != "no_success" and "reset_running_requests=true" in query}
         elif path == "/flush_cache":

@@ -115,7 +115,7 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
     tmp_path: Path,
     mesh: Mesh,
 ) -> None:
-    """Two servers that have the base; one of them forgets its adapters once."""
+    """Two servers that have the base."""
     small = (*SMALL, "lora.rank=8", "optim.lr=1e-2", "model.moe.balance=none")
     native = run_main("mcore_rl.run.programs.rl", [rl_file, *small])
     assert native.returncode == 0, native.stderr
@@ -137,19 +137,15 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
             for _ in range(2)
         ]
 
-        def forget_once(asked: Asked) -> None:
-            if len(servers[0].paths()) > 200 and not forgotten:
-                forgotten.append(servers[0].adapters.popitem())
-
-        forgotten: list[object] = []
-        servers[0].before_answer = forget_once
         urls = json.dumps([server.url for server in servers])
         engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", "rl.engine.lora=adapter"]
         run = run_main(
             "mcore_rl.run.programs.rl", [rl_file, *small, *engine, f"run_dir={tmp_path / 'served'}"]
         )
         assert run.returncode == 0, run.stderr
-        assert forgotten and not any("update" in path for server in servers for path in server.paths())
+        assert not any("update" in path for server in servers for path in server.paths())
+        assert min(len(server.bodies("/inference/v1/generate")) for server in servers) > 10
+        assert [len(server.adapters) for server in servers] == [1, 1]
         found = computed(tmp_path / "served", NAMES)
         assert found.keys() == wanted.keys()
         for step, numbers in wanted.items():

@@ -4,6 +4,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -171,5 +172,7 @@ class AdapterPush:
 
 
 def _unload(server: ServerApi, former: str | None) -> None:
-    if former is not None:
-        server.unload_adapter(former)
+    # One that was started anew at its address has it no more.
+    with suppress(ServerError):
+        if former is not None:
+            server.unload_adapter(former)
