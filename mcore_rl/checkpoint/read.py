@@ -79,7 +79,7 @@ class StoredCheckpoint:
     verify_checksums: bool
     """Whether `read` compares tensors with their checksums before it reads them."""
     base: "StoredCheckpoint | None" = None
-    """The checkpoint that has the tensors and objects which are not in `parts`; None: all are in this one."""
+    """Base checkpoint with the tensors and objects that are not in `parts`; None if `parts` has all."""
 
     @property
     def has_critic(self) -> bool:
@@ -148,18 +148,20 @@ def read(
         return _loaded(state, stored, mesh)
     of_base, own = extract_matching_values(state, partial(_is_in_base, stored))
     loaded, weights = _loaded(own, stored, mesh), _loaded(of_base, stored.base, mesh)
-    # The base's weights are of the chunks alone; its step, say, is another run's.
+    # Only the chunks' weights are taken from the base: its common values, such as the step, belong to another run.
     return loaded | {name: weights[name] | loaded.get(name, {}) for name in of_base}
 
 
 def held_by_base(base: Iterable[str], own: Collection[str]) -> list[str]:
-    """Return the keys of a base's weights that a checkpoint with the keys `own` leaves out."""
+    """Return which of the keys `base` of a base checkpoint are of weights that a checkpoint with the keys `own` leaves
+    out.
+    """
     left_out = (OPTIMIZER, CRITIC, *(LOGIT_PARTS if SCORE_WEIGHT in own else ()))
     return [key for key in base if not key.startswith(left_out) and ADAPTER not in key and key not in own]
 
 
 def _loaded(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh) -> dict[str, Any]:
-    """Collective over the world: return `state` with its shards filled from the files of one checkpoint."""
+    """Collective over the world: return `state` with its shards filled from the files of a single checkpoint."""
     try:
         with _quiet():
             strategy = FullyParallelLoadStrategyWrapper(

@@ -58,7 +58,7 @@ def weights_state(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[str, Any]:
 
 
 def trained_weights(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return, of `weights_state`, what a checkpoint of adapters has: adapters, and a scalar head."""
+    """Return the part of a `weights_state` that a checkpoint of adapters has: adapters, and a scalar head."""
 
     def is_trained(leaf: Any) -> bool:
         return ADAPTER in leaf.key or leaf.key in (SCORE_WEIGHT, SCORE_SHIFT)
@@ -115,8 +115,8 @@ def save_weights(
 ) -> Path:
     """Collective over the world: write a checkpoint of the weights alone and return its path, `folder/iter_0000000`.
 
-    With the marker's entry `base` it has low-rank adapters and a scalar head alone. CheckpointError on all ranks when
-    it cannot be written, or is there already.
+    If `base`, the marker's entry, is given, the checkpoint has only low-rank adapters and a scalar head.
+    CheckpointError on all ranks when it cannot be written, or is there already.
     """
     final, writing = path_of_step(folder, 0), folder / f"{WRITING}weights"
     on_rank_zero(partial(_make_room, final, writing))

@@ -161,8 +161,8 @@ class CheckpointConfig(Section):
     load: Text | None = None
     """Checkpoint, or folder of checkpoints, to start from if the run has none of its own; `none`: random weights."""
     weights: Literal["all", "adapters"] = "all"
-    """Weights in each checkpoint; `adapters`: low-rank adapters and a scalar head, without the frozen base, which is
-    read from `load` whenever the checkpoint is."""
+    """Weights in each checkpoint; `adapters`: only low-rank adapters and a scalar head; the frozen base weights are
+    read from `load` whenever such a checkpoint is read."""
     load_optimizer: bool = True
     """Also load optimizer, schedule and data position from `load`, if the same program wrote it; false: only the
     weights. From another program's checkpoint (RL from SFT) only the weights are loaded, and steps begin at 0."""

@@ -63,8 +63,8 @@ class Marker:
     """Size and checksum of the files that it read (checks/inputs.py); empty as `program` is, or where an earlier
     version wrote it."""
     base: dict[str, str] = field(default_factory=dict)
-    """Path and identity of the checkpoint with the weights that this one, of low-rank adapters, leaves out; empty: it
-    has all weights."""
+    """Path and identity of the base checkpoint, with the weights that this checkpoint of low-rank adapters leaves out;
+    empty if it has all weights."""
     numerics: int = 1
     """NUMERICS (obs/attempts_file.py) of the code that wrote it; 1 where an earlier version did, too."""
 
@@ -143,8 +143,10 @@ def read_marker(path: Path) -> Marker:
 
 
 def reference_to(base: Path) -> dict[str, str]:
-    """Return the entry `base` of a marker for a complete checkpoint: its path, and its identity, by the checksums of
-    its files. CheckpointError where it has no checksums.
+    """Return a marker's entry `base` for a complete checkpoint: its path, and its identity, derived from its files'
+    checksums.
+
+    Raises CheckpointError if it has no checksums.
     """
     marker = check(base) if (base / MARKER).is_file() else None
     if marker is None or not marker.crc32:
@@ -156,9 +158,9 @@ def reference_to(base: Path) -> dict[str, str]:
 
 
 def base_of(path: Path, marker: Marker) -> Path | None:
-    """Return the checkpoint with the weights that a checkpoint of adapters leaves out; None where it has all weights.
+    """Return the checkpoint with the weights that a checkpoint of adapters leaves out; None if it has all weights.
 
-    CheckpointError where it is not there any more, or another one.
+    Raises CheckpointError if that checkpoint is missing, or has been replaced by another checkpoint.
     """
     if not marker.base:
         return None
@@ -337,7 +339,7 @@ def length_fault(path: Path, name: str, size: int) -> str | None:
 
 
 def _identity(marker: Marker) -> str:
-    """Return what is the same of two checkpoints with the same files of the same model."""
+    """Return a hash that is equal for two checkpoints if their models and files are equal."""
     parts = [marker.model, marker.files, marker.crc32]
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -143,12 +143,14 @@ def run_of_checkpoint(checkpoint: Path) -> Path | None:
 
 
 def lora_of(marker: Marker | None) -> LoraConfig:
-    """Return the section `lora` of the run that wrote a checkpoint, by its marker; off where no run did."""
+    """Return the section `lora` of the run that wrote a checkpoint with this marker; off if no run wrote it."""
     return section_of_run(LoraConfig, {} if marker is None else marker.settings.get("lora", {}))
 
 
 def stored_lora(checkpoint: Path) -> LoraConfig:
-    """Return the same by the checkpoint's path, a folder of them or a run, where the newest checkpoint counts."""
+    """Return the section `lora` of the run that wrote a checkpoint; for a run or a folder of checkpoints, of the newest
+    checkpoint.
+    """
     path = find_checkpoint(checkpoint)
     return lora_of(read_marker(path) if (path / MARKER).is_file() else None)
 

@@ -84,7 +84,7 @@ class Workload:
     imbalance: float = 1.0
     """Tokens sent to the fullest rank's experts, as a multiple of the mean."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Low-rank adapters, which alone are trained where there are some."""
+    """Low-rank adapters; if there are any, only they are trained."""
     rates: Rates = field(default_factory=Rates)
 
     @property
@@ -229,7 +229,9 @@ class Roofline:
     def linear(
         self, rows: int, columns: int, inner: int, group: int | None = None, *, fp8: bool = False
     ) -> Seconds:
-        """Seconds of a linear layer: one product forwards; backwards one for the input and one for a trained weight."""
+        """Seconds of a linear layer: a product forwards; backwards, a product for the input, and a second product for
+        the weight if it is trained.
+        """
         forward, backward = self._trained(rows, columns, inner, group, fp8=fp8)
         if self.work.lora.is_on:
             backward = self.product(rows, inner, columns, group, fp8=fp8)
@@ -245,15 +247,15 @@ class Roofline:
         blocks: int = 1,
         group: int | None = None,
     ) -> Seconds:
-        """Seconds of low-rank adapters beside a linear layer: both products, and the sum with its output.
+        """Seconds of the low-rank adapters of a linear layer: both products, and the sum with the layer's output.
 
         Args:
-            target: The kind of modules that the layer is of; where it has no adapters, all is 0.
-            rows: Tokens of the product with A, and of that with B.
+            target: The layer's kind of module; if this kind has no adapters, the seconds are 0.
+            rows: Number of tokens in the product with A, and in the product with B.
             columns: Outputs of the layer on this rank.
             inner: Inputs of the layer on this rank.
-            blocks: Blocks of A, one for each of the projections that the layer packs.
-            group: Number of experts, with so many rows each; None: the layer is one matrix.
+            blocks: Number of blocks of A, as many as the projections that the layer packs.
+            group: Number of experts, with `rows` rows each; None: the layer is a single matrix.
         """
         model, lora = self.work.model, self.work.lora
         if target not in lora.targets_in(model):
@@ -261,13 +263,13 @@ class Roofline:
         rank = lora.rank_of(target, model)
         low = self._trained(rows[0], blocks * rank, inner, group, fp8=False)
         high = self._trained(rows[1], columns, rank, group, fp8=False)
-        # Three passes over the outputs; backwards two, and three over the inputs, of which there are two gradients.
+        # Three passes over the outputs; backwards two, and three over the inputs, which have two gradients to add.
         outputs, inputs = ((group or 1) * rows[1] * columns, (group or 1) * rows[0] * inner)
         added = self.stream(outputs, 3)[0], self.stream(2 * outputs + 3 * inputs, 1)[0]
         return low[0] + high[0] + added[0], low[1] + high[1] + added[1]
 
     def _trained(self, rows: int, columns: int, inner: int, group: int | None, *, fp8: bool) -> Seconds:
-        """Seconds of a product forwards, and of those for both gradients."""
+        """Seconds of a product forwards, and of the products for both gradients backwards."""
         backward = self.product(rows, inner, columns, group, fp8=fp8)
         backward += self.product(columns, inner, rows, group, fp8=fp8)
         return self.product(rows, columns, inner, group, fp8=fp8), backward

@@ -124,8 +124,8 @@ def rates_of(config: RatesConfig) -> Rates:
 def span_of_step(
     seconds: float, family: str, device: str, rates: Rates | None = None, *, has_adapters: bool = False
 ) -> Span:
-    """Return the range of a predicted step. Its width is the error on published runs (bench/plan.py), by ratio; none of
-    them trains low-rank adapters.
+    """Return the range of a predicted step. Its width is the error on published runs (bench/plan.py), by ratio; no
+    published run trains low-rank adapters.
     """
     if rates is not None and rates.source:
         return Span(

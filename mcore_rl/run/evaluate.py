@@ -132,8 +132,9 @@ def _complain(text: str) -> None:
 
 
 def with_stored_adapters(config: AnyConfig, source: Path) -> AnyConfig:
-    """Return a config without low-rank adapters with those that a checkpoint has; ConfigError where the rest of it does
-    not go with them.
+    """Return the config with the low-rank adapters that a checkpoint has, if the config itself has none.
+
+    Raises ConfigError if the rest of the config does not allow adapters.
     """
     lora = stored_lora(source)
     if config.lora.is_on or not lora.is_on:

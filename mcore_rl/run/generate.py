@@ -235,7 +235,7 @@ def model_of_arguments(args: argparse.Namespace) -> tuple[ModelFolder, Path]:
 
 
 def open_engine(trained: ModelFolder, weights: Path, tokenizer: Tokenizer, seed: int) -> MegatronEngine:
-    """Return a rollout engine in this process with the weights of a checkpoint, and its low-rank adapters."""
+    """Return a rollout engine in this process with a checkpoint's weights, including its low-rank adapters."""
     # The engine's KV cache works with our own attention, not TransformerEngine's; the weights are the same.
     ours = {"recompute": "none", "layers": "auto", "fp8": "none", "bf16_products": False}
     settings = trained.platform.model_copy(update=ours)

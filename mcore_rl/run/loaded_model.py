@@ -1,4 +1,4 @@
-"""A model with the weights of a checkpoint, low-rank adapters included, for programs that do not train."""
+"""A model with a checkpoint's weights, including low-rank adapters, for programs that do not train."""
 
 from pathlib import Path
 
@@ -28,8 +28,8 @@ def load_model(
 ) -> tuple[list[nn.Module], StoredCheckpoint]:
     """Collective over the world: return the chunks of a model with the weights of a checkpoint, and that checkpoint.
 
-    Adapters of `lora` are those of the checkpoint or, where it has none, of `lora.load`; without either they add
-    nothing. `allowed` as for `load_weights`, whose errors it raises.
+    Adapters of the section `lora` are read from the checkpoint or, if it has none, from `lora.load`; without either
+    they add nothing. `allowed` and the errors raised are as for `load_weights`.
     """
     chunks = build_model(model, mesh, platform, settings)
     if lora.is_on:

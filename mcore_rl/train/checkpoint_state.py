@@ -27,10 +27,10 @@ RANDOM = "mcore_rl.random_states"
 
 
 def full_state(state: TrainState) -> dict[str, Any]:
-    """Collective over the mesh: return everything that a resumed run needs, as shards and common values; where
-    checkpoints have adapters alone, but for the base's weights.
+    """Collective over the mesh: return everything that a resumed run needs, as shards and common values.
 
-    The common values are copies; the shards of weights share the weights' memory.
+    If checkpoints have only adapters, the base's weights are left out. The common values are copies; the shards of
+    weights share the weights' memory.
     """
     weights, moments = _sharded(state)
     if state.config.checkpoint.weights == "adapters":

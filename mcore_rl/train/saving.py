@@ -108,7 +108,7 @@ class Checkpoints:
         self._folder = folder
         self._fence = fence
         self.base: dict[str, str] = {}
-        """The marker's entry `base` of checkpoints that have adapters alone; empty where they have all weights."""
+        """The marker's entry `base`, if checkpoints have only adapters; empty if they have all weights."""
         self._planner = ShardPlanner(state.mesh)
         self._pending: _Save | None = None
         self._saved_step: int | None = None
@@ -274,8 +274,10 @@ class Checkpoints:
         return Resumption(source=stored.path, changes=tuple(map(str, changes)))
 
     def _take_base(self, stored: StoredCheckpoint, *, is_own: bool) -> None:
-        """Keep which checkpoint has the weights that those of this run will leave out: that of the checkpoint that is
-        loaded or, of a new run, this itself.
+        """Record the base checkpoint, with the weights that this run's checkpoints leave out: the base of the loaded
+        checkpoint or, in a new run from a checkpoint with all weights, the loaded checkpoint itself.
+
+        Raises ConfigError if a checkpoint of this run (`is_own`) has all weights.
         """
         if self._state.config.checkpoint.weights == "all":
             return

@@ -57,15 +57,15 @@ class DistFolder:
     """The checkpoint's marker; None if this program did not write it."""
     step: int
     tensors: dict[str, DistTensor]
-    """The tensors, those of its base too; the latter's parts have absolute paths as names of files."""
+    """The tensors, including the base's; the parts of the base's tensors have absolute paths as file names."""
     base: "DistFolder | None"
-    """The checkpoint with the weights that this one, of low-rank adapters, leaves out; None: it has all."""
+    """Base checkpoint with the weights that this checkpoint of low-rank adapters leaves out; None if it has all."""
     objects: dict[str, FileRange]
     """File and offset of each object that is no tensor, by key."""
     files: dict[str, int]
     """Number of bytes of each file, by name."""
     digest: str
-    """SHA-256 of `.metadata`, and of the base's."""
+    """SHA-256 of `.metadata`, followed by the base's digest."""
     stamps: dict[Path, tuple[int, int]]
     """Size and time of each file, and of the files that describe them, from before they were read."""
 
@@ -176,7 +176,7 @@ def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dic
 
 
 def _in_folder(tensor: DistTensor, folder: Path) -> DistTensor:
-    """Return a tensor of a checkpoint as one of another folder: its parts with the absolute paths of their files."""
+    """Return a tensor of the checkpoint in `folder` for use in another folder: its parts get absolute paths."""
     parts = (
         replace(part, saved=part.saved._replace(file=str(folder / part.saved.file))) for part in tensor.parts
     )

@@ -172,7 +172,7 @@ class AdapterPush:
 
 
 def _unload(server: ServerApi, former: str | None) -> None:
-    # One that was started anew at its address has it no more.
+    # A server that was restarted at the same address no longer has it.
     with suppress(ServerError):
         if former is not None:
             server.unload_adapter(former)

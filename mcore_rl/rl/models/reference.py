@@ -68,8 +68,8 @@ class Reference:
             store: Where the copy is between passes: "device", or "host" (page-locked with CUDA).
             allowed: The config's `checkpoint.allow_changes`, for references that an earlier start of the run saved.
             shares_base: Whether policy and reference share all frozen weights, which are then not copied.
-            base: Entry `base` of the run's checkpoints (folders/checkpoint.py), whose weights saved references leave out
-                too.
+            base: Entry `base` of the run's checkpoints (folders/checkpoint.py); saved references leave out the base's
+                weights too.
         """
         self.chunks = list(chunks)
         self._needed_by = needed_by
