@@ -127,7 +127,7 @@ def test_a_rank_of_adapters_is_a_field_of_the_config(capsys):
     words = ("qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1")
     lines = lines_of(capsys, *words, "--lora-rank", "16")
     assert lines == lines_of(capsys, *words, "lora.rank=16")
-    assert "gradients 0.1, optimizer 0.1" in lines[1] and "adapters of qwen3_moe on H100" in lines[5]
+    assert "gradients 0.1, optimizer 0.2" in lines[1] and "adapters of qwen3_moe on H100" in lines[5]
     assert main(["plan", "--calibrate", "runs/x", "--cluster", H100, "--lora-rank", "16"]) == 2
     assert "--lora-rank is of a CONFIG" in capsys.readouterr().err
 

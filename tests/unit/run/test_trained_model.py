@@ -1,6 +1,7 @@
-"""The tokenizer that the checkpoints of a run belong to."""
+"""The tokenizer that the checkpoints of a run belong to, and their low-rank adapters."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,14 +9,17 @@ import tokenizers
 from tokenizers import models
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
-from mcore_rl.config.load import dump_config
+from mcore_rl.config.load import dump_config, load_config
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.sidecar import Sidecar
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.folders.checkpoint import Marker, write_marker
 from mcore_rl.folders.model import read_run, run_of_checkpoint
-from mcore_rl.run.evaluate import checkpoint_to_evaluate
+from mcore_rl.run.evaluate import checkpoint_to_evaluate, with_stored_adapters
 from mcore_rl.run.trained_model import refuse_other_tokenizer
 
 
@@ -101,3 +105,25 @@ def test_a_config_of_something_else_above_a_checkpoint_is_not_its_run(tmp_path: 
     assert run_of_checkpoint(checkpoint) == tmp_path / "models/imported"
     (tmp_path / "checkpoints").mkdir()
     assert run_of_checkpoint(tmp_path / "checkpoints/kept/iter_0000000") == tmp_path
+
+
+def test_an_evaluation_takes_the_adapters_of_the_checkpoint_where_the_config_goes_with_them(
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "iter_0000001"
+    checkpoint.mkdir()
+    settings = {"lora": {"rank": 8, "alpha": 4.0, "targets": ["attention"]}}
+    marker = Marker(
+        step=1, time="", world_size=1, mesh={}, model={}, megatron="", files={}, settings=settings
+    )
+    write_marker(checkpoint, marker)
+    plain = load_config(RewardModelConfig, None, [])
+    adapted = with_stored_adapters(plain, tmp_path)
+    assert adapted.lora == LoraConfig(rank=8, alpha=4.0, targets=("attention",)) and not adapted.allows_te
+    own = plain.model_copy(update={"lora": LoraConfig(rank=2)})
+    assert with_stored_adapters(own, tmp_path) is own
+    te = load_config(RewardModelConfig, None, ["platform.layers=te"])
+    with pytest.raises(ConfigError, match='lora.rank=8 with platform.layers="te"'):
+        with_stored_adapters(te, tmp_path)
+    write_marker(checkpoint, replace(marker, settings={}))
+    assert with_stored_adapters(plain, tmp_path) is plain
