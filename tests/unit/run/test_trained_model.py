@@ -123,7 +123,7 @@ def test_an_evaluation_takes_the_adapters_of_the_checkpoint_where_the_config_goe
     own = plain.model_copy(update={"lora": LoraConfig(rank=2)})
     assert with_stored_adapters(own, tmp_path) is own
     te = load_config(RewardModelConfig, None, ["platform.layers=te"])
-    with pytest.raises(ConfigError, match='lora.rank=8 with platform.layers="te"'):
+    with pytest.raises(ConfigError, match=r'lora\.rank=8 with platform\.layers="te"'):
         with_stored_adapters(te, tmp_path)
     write_marker(checkpoint, replace(marker, settings={}))
     assert with_stored_adapters(plain, tmp_path) is plain
