@@ -22,6 +22,7 @@ from tests.parallel.plain import set_up_plain
 from tests.parallel.preference_steps import dpo_steps
 from tests.parallel.rl_steps import moved_parameters, updates
 from tests.ranks import run_ranks
+from tests.sections import loss_config
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 MESHES = {
@@ -92,10 +93,12 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(mesh: str, fold
                 assert update[name] == pytest.approx(value, rel=2e-6, abs=allowed), name
 
 
-def test_updates_of_a_policy_move_its_adapters_alone() -> None:
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "ppo"])
+def test_updates_of_a_policy_move_its_adapters_alone(kind: str) -> None:
     """Neither routers nor the biases on the choice of experts."""
     config = test_rl_updates.config_of("deepseek_v3-shallow", MeshConfig(), replay="r2")
-    (moved,) = run_ranks(moved_parameters, 1, config.model_copy(update={"lora": LORA}))
+    rl = config.rl.model_copy(update={"loss": loss_config(kind=kind)})
+    (moved,) = run_ranks(moved_parameters, 1, config.model_copy(update={"lora": LORA, "rl": rl}))
     assert {name for name, has_moved in moved.items() if has_moved} == {
         name for name in moved if ".adapter." in name
     }
