@@ -32,6 +32,13 @@ def test_a_checkpoint_has_weights_and_three_fp32_numbers_for_each(precision, byt
     assert disk.checkpoint == WEIGHTS * bytes_per_weight
 
 
+def test_a_checkpoint_of_adapters_alone_has_no_other_weights():
+    adapters = 2 * 8 * ((3 * 64 + 64 + 2 * 32 + 64 + 64) + (2 * 64 + 2 * 128 + 128 + 64))
+    lora = ("lora.rank=8", "checkpoint.load=base")
+    assert disk_of(config(*lora)).checkpoint == 4 * WEIGHTS + 16 * adapters
+    assert disk_of(config(*lora, "checkpoint.weights=adapters")).checkpoint == 16 * adapters
+
+
 @pytest.mark.parametrize(
     ("keep", "interval", "number"), [("2", "10", 3), ("all", "30", 4), ("5", "60", 2), ("2", "none", 1)]
 )
