@@ -217,11 +217,25 @@ class RecordReader(ABC, Generic[T]):
         if self._unread:
             names = ", ".join(self._unread)
             self.notes.append(
-                f"Warning: {path} has text that is not read, in {names}; data.prompt_template can use it"
+                f"{WARNING}{path} has text that is not read, in {names}; data.prompt_template can use it"
             )
-        self.notes += [f"Warning: {path}: {sentence}" for sentence in self._warnings]
+        self.notes += [f"{WARNING}{path}: {sentence}" for sentence in self._warnings]
         if not num_lines:
             self.refused.append(f"{path} is empty. Give it lines with {self._plural}, or leave it out.")
+
+
+WARNING = "warning: "
+"""Beginning of the notes of a reader that are warnings, which the log has as lines of their own."""
+
+
+def warnings_among(notes: Sequence[str]) -> list[str]:
+    """Return the warnings among the notes of a reader."""
+    return [note for note in notes if note.startswith(WARNING)]
+
+
+def shapes_among(notes: Sequence[str]) -> str:
+    """Return the notes of a reader that are no warnings as the end of a line of the log."""
+    return "".join(f". {note}" for note in notes if not note.startswith(WARNING))
 
 
 def beyond_max(bad_lines: Sequence[str], max_bad: int | None) -> Sequence[str]:

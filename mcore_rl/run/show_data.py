@@ -97,7 +97,7 @@ def _recognised(record: Record) -> Iterator[str]:
     yield shape
     yield from _said(conversation.messages)
     if names := unread_text(entry, used):
-        yield f"Warning: text that is not read, in {', '.join(names)}"
+        yield f"warning: text that is not read, in {', '.join(names)}"
 
 
 def _said(turns: Sequence[Message]) -> Iterator[str]:
@@ -158,7 +158,7 @@ def _conversations(config: SFTConfig, count: int) -> Iterator[str]:
     tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
     packed = packed_train(config, tokenizer)
     examples = packed.examples
-    yield describe_data(packed)
+    yield from describe_data(packed)
     yield f"{TRAINED[0]}between these{TRAINED[1]} is what is trained on; no conversation is truncated"
     ends = list(accumulate(examples.source_sizes))
     for sequence, member in _members(packed, count):
@@ -186,7 +186,7 @@ def _comparisons(config: PreferenceRunConfig, count: int) -> Iterator[str]:
     tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
     data = load_preferences(config)
     preferences = data.train.preferences
-    yield describe_preferences(data)
+    yield from describe_preferences(data)
     yield f"{TRAINED[0]}between these{TRAINED[1]} is the answer, at whose last token a reward model's score is read"
     for group in range(min(count, len(preferences))):
         first, last = preferences.sequence_starts_G[group : group + 2].tolist()

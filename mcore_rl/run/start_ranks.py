@@ -59,4 +59,10 @@ def _program_of(command: Command, config: Path, overrides: Sequence[str]) -> str
     assert command.program is not None
     if not command.other_programs:
         return command.program
-    return kind_of(config, overrides, (command.program, *command.other_programs))
+    names = (command.program, *command.other_programs)
+    if config.name == "config.toml" and (kind := kind_of(config)) not in names:
+        raise ConfigError(
+            f"{config.parent} is a run of {kind}, which has no prompts with a reward. Give an RL config with "
+            f"checkpoint.load={config.parent}, or --model {config.parent} --data FILE --reward PART."
+        )
+    return kind_of(config, overrides, names)

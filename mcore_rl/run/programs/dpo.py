@@ -58,7 +58,8 @@ def train(config: DPOConfig) -> None:
     platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
         with open_run(config, platform) as run:
-            run.log.message(describe_preferences(data))
+            for line in describe_preferences(data):
+                run.log.message(line)
             run.log.write_now(run.state.progress.step, data_metrics(data))
             mesh = run.state.mesh
             logprobs = AnswerLogprobHead(mesh, config.model.vocab_size, config.dpo.logprob_chunk_tokens)

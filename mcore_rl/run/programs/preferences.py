@@ -8,7 +8,7 @@ from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.mixture import refuse_empty_sources
 from mcore_rl.data.preferences import Preferences, read_preferences
-from mcore_rl.data.records import SHOWN
+from mcore_rl.data.records import SHOWN, shapes_among, warnings_among
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.run.trained_model import load_matching_tokenizer
 from mcore_rl.train.preferences import PreferenceSource
@@ -43,8 +43,8 @@ def load_preferences(config: PreferenceRunConfig) -> PreferenceData:
     )
 
 
-def describe_preferences(data: PreferenceData) -> str:
-    """Return a log line: prompts, pairs, omissions."""
+def describe_preferences(data: PreferenceData) -> list[str]:
+    """Return log lines: prompts, pairs and omissions, then warnings."""
     train = data.train.preferences
     text = _describe(train)
     if data.valid is not None:
@@ -55,7 +55,7 @@ def describe_preferences(data: PreferenceData) -> str:
         text += f"; {train.num_skipped_ties} ties are left out"
     if train.bad_lines:
         text += f"; {len(train.bad_lines)} bad lines are left out: {'; '.join(train.bad_lines[:SHOWN])}"
-    return text + "".join(f". {note}" for note in train.notes)
+    return [text + shapes_among(train.notes), *warnings_among(train.notes)]
 
 
 def _describe(preferences: Preferences) -> str:

@@ -30,7 +30,8 @@ def train(config: RewardModelConfig) -> None:
     platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
         with open_run(config, platform) as run:
-            run.log.message(describe_preferences(data))
+            for line in describe_preferences(data):
+                run.log.message(line)
             run.log.write_now(run.state.progress.step, data_metrics(data))
             head = reward_head(run.state.mesh, config)
             RewardModelTrainer(run, config, head, train=data.train, valid=data.valid).run()

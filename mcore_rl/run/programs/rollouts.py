@@ -15,6 +15,7 @@ from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.chat import RAW_JOINS, Chat, load_chat, raw_joins
 from mcore_rl.data.end_tokens import describe_ends, end_tokens
+from mcore_rl.data.records import WARNING
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.folders.checkpoint import find_checkpoint
@@ -99,7 +100,7 @@ def load_prompts(config: RlRunConfig) -> Prompts:
         notes += train.notes
         texts = (*held_out, *train.prompts)
         if config.data.chat_template == "raw" and any(raw_joins(prompt.problem.messages) for prompt in texts):
-            notes.append(f"Warning: {RAW_JOINS}")
+            notes.append(f"{WARNING}{RAW_JOINS}")
     return Prompts(
         tokenizer=tokenizer,
         chat=chat,

@@ -13,7 +13,7 @@ from mcore_rl.data.end_tokens import end_tokens, no_end_warning
 from mcore_rl.data.examples import read_examples
 from mcore_rl.data.mixture import refuse_empty_sources
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
-from mcore_rl.data.records import SHOWN
+from mcore_rl.data.records import SHOWN, shapes_among, warnings_among
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.metrics import Metric
@@ -45,9 +45,8 @@ def train(config: SFTConfig) -> None:
     platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
         with open_run(config, platform) as run:
-            run.log.message(describe_data(packed))
-            if no_end:
-                run.log.message(no_end)
+            for line in [*describe_data(packed), *([no_end] if no_end else [])]:
+                run.log.message(line)
             run.log.write_now(
                 run.state.progress.step,
                 [
@@ -101,8 +100,8 @@ def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> PackingOptions:
     )
 
 
-def describe_data(packed: PackedSequences) -> str:
-    """Return one line for the log: conversations, packed sequences, trained tokens, omissions."""
+def describe_data(packed: PackedSequences) -> list[str]:
+    """Return lines for the log: conversations, packed sequences, trained tokens, omissions; then warnings."""
     examples = packed.examples
     skipped = f"; {examples.num_skipped} were too long and are left out" if examples.num_skipped else ""
     if examples.bad_lines:
@@ -110,12 +109,12 @@ def describe_data(packed: PackedSequences) -> str:
         skipped += f"; {len(examples.bad_lines)} bad lines are left out: {shown}"
     weights = list(packed.packing.weights)
     mixed = f", mixed by data.train_weights={weights}," if weights else ""
-    return (
+    line = (
         f"{len(examples)} conversations{mixed} in {packed.sequences_per_epoch} packed sequences of "
         f"{packed.packing.row_length}, {packed.filled_fraction:.1%} filled, "
-        f"{examples.assistant_fraction:.1%} of the tokens trained on{skipped}"
-        + "".join(f". {note}" for note in examples.notes)
+        f"{examples.assistant_fraction:.1%} of the tokens trained on{skipped}" + shapes_among(examples.notes)
     )
+    return [line, *warnings_among(examples.notes)]
 
 
 if __name__ == "__main__":

@@ -270,7 +270,7 @@ def test_the_shape_is_said_in_a_line_and_text_that_is_not_read_is_a_warning(tmp_
     chat = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
     assert read_examples([str(path)], SFTDataConfig(chat_template="plain"), chat).notes == (
         f"{path} is read as question and answer (question, answer)",
-        f"Warning: {path} has text that is not read, in context; data.prompt_template can use it",
+        f"warning: {path} has text that is not read, in context; data.prompt_template can use it",
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl.checks.log import absent_packages
 from mcore_rl.config.dpo import DPOConfig
-from mcore_rl.config.load import load_config
+from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import LogConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
@@ -136,6 +136,17 @@ def test_an_evaluation_without_prompts_is_refused_before_ranks(
     )
     assert "rl.eval.files is empty" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_rewards_is_no_config_of_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "config.toml").write_text(dump_config(SFTConfig()))
+    assert main(["eval", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert f"{tmp_path} is a run of sft, which has no prompts with a reward." in message
+    assert f"or --model {tmp_path} --data FILE --reward PART" in message
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
