@@ -225,7 +225,7 @@ class RecordReader(ABC, Generic[T]):
 
 
 WARNING = "warning: "
-"""Beginning of the notes of a reader that are warnings, which the log has as lines of their own."""
+"""Prefix of the notes of a reader that are warnings; the log has a line for each."""
 
 
 def warnings_among(notes: Sequence[str]) -> list[str]:
@@ -234,7 +234,7 @@ def warnings_among(notes: Sequence[str]) -> list[str]:
 
 
 def shapes_among(notes: Sequence[str]) -> str:
-    """Return the notes of a reader that are no warnings as the end of a line of the log."""
+    """Return the notes of a reader that are not warnings, as the end of a log line."""
     return "".join(f". {note}" for note in notes if not note.startswith(WARNING))
 
 

@@ -380,8 +380,8 @@ def _wait(
             cause = first_cause(causes) or min(
                 unwritten, key=lambda failure: (failure.order, failure.status != REFUSED_STATUS), default=None
             )
-            # A rank that has lost its peer may end sooner than the rank that knows why.
             live.close()
+            # A rank that has lost its peer may end sooner than the rank that knows why.
             if cause and (cause.order == Order.CAUSE or time.monotonic() - failed_s > CLAIM_S):
                 with suppress(OSError):  # a full disk
                     publish(causes)

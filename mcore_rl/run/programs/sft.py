@@ -101,7 +101,7 @@ def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> PackingOptions:
 
 
 def describe_data(packed: PackedSequences) -> list[str]:
-    """Return lines for the log: conversations, packed sequences, trained tokens, omissions; then warnings."""
+    """Return log lines: conversations, packed sequences, trained tokens and omissions, then warnings."""
     examples = packed.examples
     skipped = f"; {examples.num_skipped} were too long and are left out" if examples.num_skipped else ""
     if examples.bad_lines:
