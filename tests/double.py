@@ -54,8 +54,11 @@ def in_double() -> Iterator[None]:
 
 
 def doubled(chunk: nn.Module) -> nn.Module:
-    """The chunk with weights and routers in fp64."""
+    """The chunk with weights, routers and angles of positions in fp64."""
     for module in chunk.modules():
+        for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter"):
+            if name in vars(module):
+                setattr(module, name, vars(module)[name].double())
         config: Any = getattr(module, "config", None)
         if hasattr(config, "moe_router_dtype"):
             config.moe_router_dtype, config.params_dtype = "fp64", torch.float64

@@ -84,6 +84,13 @@ GLM4 = GROUPED | {
 GLM4_LITE = {
     key: value for key, value in DEEPSEEK.items() if key not in ("first_k_dense_replace", "num_mtp_layers")
 } | {"routed_scaling_factor": 1.8}
+DSA = {key: value for key, value in DEEPSEEK.items() if key != "num_mtp_layers"} | {
+    # With few heads many scores are exactly zero, of which transformers takes any.
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    "max_position_embeddings": 2048,
+}
 DOTS1 = {
     key: value
     for key, value in GLM4.items()
@@ -186,6 +193,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GLM4 | {"attention_bias": False, "use_qk_norm": False, "n_group": 1, "topk_group": 1},
     ),
     "glm4_moe_lite": ("Glm4MoeLite", GLM4_LITE),
+    "deepseek_v32": ("DeepseekV32", DSA),
+    "deepseek_v32-yarn": (
+        "DeepseekV32",
+        DSA | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}},
+    ),
+    "glm_moe_dsa": ("GlmMoeDsa", DSA),
+    "glm_moe_dsa-shared": (
+        "GlmMoeDsa",
+        DSA | {"num_hidden_layers": 5, "indexer_types": ["full", "shared", "full", "shared", "shared"]},
+    ),
     "dots1": ("Dots1", DOTS1),
     "solar_open": ("SolarOpen", SOLAR),
     "solar_open-yarn": ("SolarOpen", SOLAR | {"attention_bias": True, "rope_parameters": YARN}),

@@ -1,7 +1,7 @@
 """Each family at a size for tests: 4 layers, 8 experts or fewer, 120 tokens."""
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import DeltaConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from mcore_rl.config.model import DeltaConfig, IndexerConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 
 DELTA = DeltaConfig(full_every=2, key_heads=4, value_heads=8, key_dim=8, value_dim=12)
 TINY: dict[str, ModelConfig] = {
@@ -202,6 +202,60 @@ TINY: dict[str, ModelConfig] = {
         mla=MLAConfig(
             q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
         ),
+        moe=MoEConfig(
+            num_experts=8,
+            top_k=4,
+            ffn_hidden_size=32,
+            shared_experts=1,
+            first_dense_layers=1,
+            num_groups=4,
+            top_groups=2,
+            routed_scaling=2.5,
+            balance="seq_aux_loss",
+            expert_bias=True,
+        ),
+    ),
+    "deepseek_v32": ModelConfig(
+        family="deepseek_v32",
+        num_layers=4,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        ffn_hidden_size=128,
+        vocab_size=120,
+        vocab_multiple=16,
+        mla=MLAConfig(
+            q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+        ),
+        indexer=IndexerConfig(topk=8, heads=4, width=16),
+        moe=MoEConfig(
+            num_experts=8,
+            top_k=4,
+            ffn_hidden_size=32,
+            shared_experts=1,
+            first_dense_layers=1,
+            num_groups=4,
+            top_groups=2,
+            routed_scaling=2.5,
+            balance="seq_aux_loss",
+            expert_bias=True,
+        ),
+    ),
+    "glm_moe_dsa": ModelConfig(
+        family="glm_moe_dsa",
+        num_layers=4,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        ffn_hidden_size=128,
+        vocab_size=120,
+        vocab_multiple=16,
+        mla=MLAConfig(
+            q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+        ),
+        indexer=IndexerConfig(topk=8, heads=4, width=16, shared_layers=(1, 3)),
         moe=MoEConfig(
             num_experts=8,
             top_k=4,

@@ -18,6 +18,7 @@ def mesh_violations(
     yield from _widths(model, mesh)
     yield from _heads(model, mesh)
     yield from _delta_nets(model, mesh)
+    yield from _shared_choices(model, mesh)
     yield from _layers(model, mesh)
     yield from _pipeline(model, mesh)
     yield from _overlap(model, mesh)
@@ -111,6 +112,21 @@ def _delta_nets(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
             f"{mesh.cp}: a rank computes whole heads of gated delta nets. Set mesh.tp and mesh.cp so that their "
             f"product is one of {divisors(model.delta.key_heads)}."
         )
+
+
+def _shared_choices(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    begin = 0
+    for count in mesh.chunk_layers(model.num_layers, model.mtp_layers)[:-1] if mesh.pp > 1 else ():
+        begin += count
+        if begin < model.num_layers and model.mixers[begin] == "shared":
+            at = [str(layer) for layer, mixer in enumerate(model.mixers) if mixer == "indexed"]
+            yield (
+                f"Layer {begin}, the first of a chunk of mesh.pp={mesh.pp} x mesh.vpp={mesh.vpp}, takes the keys that "
+                "a layer before it chooses (model.indexer.shared_layers), which is in another chunk. Set "
+                "mesh.pp_layout, or mesh.first_stage_layers and mesh.last_stage_layers, so that each chunk begins with "
+                f"one of the layers {', '.join(at)}."
+            )
+            return
 
 
 def _layers(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:

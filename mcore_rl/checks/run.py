@@ -38,6 +38,7 @@ def check(config: PretrainConfig, world_size: int) -> None:
             *run_violations(config, world_size, config.data.seq_length, "data.seq_length"),
             *batch_violations(config.train, config.mesh, world_size),
             *_data(config.data, config.train),
+            *_untrained_indexers(config),
         ]
     )
 
@@ -81,6 +82,16 @@ def _run_dir(run_dir: str) -> Iterator[str]:
         yield (
             f'run_dir="{run_dir[:40]}..." is too long: file systems take names of 255 bytes and paths of 4,096, and '
             "files in the folder need some of them. Choose another."
+        )
+
+
+def _untrained_indexers(config: PretrainConfig) -> Iterator[str]:
+    topk, length = config.model.indexer.topk, config.data.seq_length
+    if topk is not None and length > topk and config.checkpoint.load is None:
+        yield (
+            f"data.seq_length={length} with model.indexer.topk={topk} and without checkpoint.load: indexers are not "
+            "trained here (arXiv 2512.02556 trains them by a loss of their own), and random ones would choose the keys "
+            f"of queries behind position {topk}. Set data.seq_length to {topk} or less, or checkpoint.load."
         )
 
 
@@ -387,6 +398,16 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
                 yield (
                     f'{setting} with model.family="{model.family}", whose gated delta nets are computed by torch, in '
                     'chunks. Set platform.layers="torch" and batch_invariant=false.'
+                )
+    if model.indexer.topk is not None:
+        for setting, is_set in {
+            'platform.layers="te"': platform.layers == "te",
+            "platform.batch_invariant=true": platform.batch_invariant,
+        }.items():
+            if is_set:
+                yield (
+                    f'{setting} with model.family="{model.family}", whose attention over chosen keys is computed by '
+                    'torch. Set platform.layers="torch" and batch_invariant=false.'
                 )
     if platform.layers == "cpu" or platform.bf16_products:
         yield from _cpu_layers(platform)

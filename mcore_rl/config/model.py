@@ -1,4 +1,4 @@
-"""The sections `model`, `model.moe`, `model.mla`, `model.delta` and `model.rope`: the shape of a model."""
+"""The sections `model`, `model.moe`, `model.mla`, `model.indexer`, `model.delta` and `model.rope`: a model's shape."""
 
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
@@ -9,8 +9,9 @@ from mcore_rl.config.extension import Extension
 from mcore_rl.config.section import Probability, Section, Text
 
 Switch = Literal["auto", "on", "off"]
-Mixer = Literal["attention", "delta"]
-"""The part of a layer that mixes positions: softmax attention, or a gated delta net."""
+Mixer = Literal["attention", "indexed", "shared", "delta"]
+"""The part of a layer that mixes positions: softmax attention over all earlier positions, over those that an indexer of
+the layer chooses, over those that the last indexer before it has chosen, or a gated delta net."""
 
 
 class LayerKind(NamedTuple):
@@ -90,6 +91,22 @@ class MLAConfig(Section):
     """Width of a head's values."""
     norm_eps: PositiveFloat = 1e-6
     """Epsilon of the norms of the two latents, which transformers fixes at 1e-6 whatever `model.norm_eps` is."""
+
+
+class IndexerConfig(Section):
+    """The indexer of DeepSeek sparse attention (arXiv 2512.02556), which chooses the keys that a query attends to."""
+
+    topk: PositiveInt | None = None
+    """Number of keys that a query attends to; sequences up to this length attend as without an indexer; `none`: the
+    model has no indexer."""
+    heads: PositiveInt = 64
+    """Number of heads by which keys are scored."""
+    width: PositiveInt = 128
+    """Width of such a head; its first `model.mla.qk_rope_head_dim` numbers are turned by the position."""
+    # Not strict: checkpoints have the section as JSON, which has lists alone.
+    shared_layers: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = ()
+    """Indices of the layers, counted from 0, without an indexer: they attend to the keys that the last layer before
+    them with an indexer has chosen."""
 
 
 class DeltaConfig(Section):
@@ -198,6 +215,7 @@ class ModelConfig(Section):
     rope: RopeConfig = RopeConfig()
     moe: MoEConfig = MoEConfig()
     mla: MLAConfig = MLAConfig()
+    indexer: IndexerConfig = IndexerConfig()
     delta: DeltaConfig = DeltaConfig()
 
     @cached_property
@@ -224,6 +242,9 @@ class ModelConfig(Section):
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
         """The mixer of each layer."""
+        if self.indexer.topk is not None:
+            shared = frozenset(self.indexer.shared_layers)
+            return tuple("shared" if layer in shared else "indexed" for layer in range(self.num_layers))
         every = self.delta.full_every
         return tuple(
             "delta" if every is not None and (layer + 1) % every else "attention"
@@ -237,10 +258,10 @@ class ModelConfig(Section):
 
     @cached_property
     def mtp_kind(self) -> LayerKind:
-        """The kind of the transformer layers inside MTP layers: they have attention, and experts if the last layer
-        has.
+        """The kind of the transformer layers inside MTP layers: they have attention, with an indexer of their own if the
+        model has indexers, and experts if the last layer has.
         """
-        return LayerKind("attention", self.moe_layers[-1])
+        return LayerKind("attention" if self.indexer.topk is None else "indexed", self.moe_layers[-1])
 
     @cached_property
     def all_kinds(self) -> frozenset[LayerKind]:
@@ -249,7 +270,7 @@ class ModelConfig(Section):
 
     @cached_property
     def layers_alike(self) -> bool:
-        """Whether all layers have attention, and all or none have experts: Megatron then stores each weight of all
-        layers as a single tensor.
+        """Whether all layers attend to all positions, and all or none have experts: Megatron then stores each weight of
+        all layers as a single tensor.
         """
-        return "delta" not in self.mixers and len(set(self.moe_layers)) == 1
+        return set(self.mixers) == {"attention"} and len(set(self.moe_layers)) == 1

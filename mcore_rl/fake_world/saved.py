@@ -34,10 +34,8 @@ def saved_by_layers(mesh: MeshConfig, model: ModelConfig, platform: PlatformConf
 
 
 def saved_by_layer(model: ModelConfig, settings: PlatformConfig, tp: int) -> LayerSaved:
-    """Return the bytes that a layer of `model`, with a single kind of layers, keeps on each of `tp` tensor-parallel
-    ranks.
-    """
-    tokens, kind = POSITIONS * tp, model.layer_kinds[0]
+    """Return the bytes that a layer of `model` like its last layer keeps on each of `tp` tensor-parallel ranks."""
+    tokens, kind = POSITIONS * tp, model.layer_kinds[-1]
     # Apart from its layers, the platform may be one for GPUs.
     settings = settings.model_copy(update={"layers": "torch", "fp8": "none"})
     with _norm_of_gpus():
@@ -71,7 +69,9 @@ def layer_model(model: ModelConfig, kind: LayerKind) -> ModelConfig:
     few = {"num_layers": 2, "mtp_layers": 0, "vocab_size": VOCABULARY, "vocab_multiple": 1, "head": "logits"}
     # Two layers have no third, so that both are delta nets.
     delta = model.delta.model_copy(update={"full_every": 3 if kind.mixer == "delta" else None})
-    return model.model_copy(update=few | {"moe": moe, "delta": delta})
+    # Before a layer that shares a choice is one that makes it.
+    indexer = model.indexer.model_copy(update={"shared_layers": (1,) if kind.mixer == "shared" else ()})
+    return model.model_copy(update=few | {"moe": moe, "delta": delta, "indexer": indexer})
 
 
 def _with_layers(model: ModelConfig, count: int) -> ModelConfig:

@@ -10,9 +10,11 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     dots1,
     glm4_moe,
     glm4_moe_lite,
+    glm_moe_dsa,
     gpt_oss,
     llama,
     minimax_m2,
@@ -41,9 +43,11 @@ FAMILIES: dict[str, Family] = {
     for family in (
         deepseek_v2.FAMILY,
         deepseek_v3.FAMILY,
+        deepseek_v32.FAMILY,
         dots1.FAMILY,
         glm4_moe.FAMILY,
         glm4_moe_lite.FAMILY,
+        glm_moe_dsa.FAMILY,
         gpt_oss.FAMILY,
         llama.FAMILY,
         minimax_m2.FAMILY,

@@ -21,11 +21,11 @@ class DeepseekV3(Family):
     """DeepSeek-V3: a bias on the choice of experts balances their load; MTP layers predict more than one token."""
 
     model_type = "deepseek_v3"
-    other_model_types = ("kimi_k2",)
+    other_model_types: tuple[str, ...] = ("kimi_k2",)
     hf_class = "DeepseekV3ForCausalLM"
     router = "sigmoid"
     is_latent = True
-    settings = (*GROUPED_EXPERTS, "moe.expert_bias", "mtp_layers")
+    settings: tuple[str, ...] = (*GROUPED_EXPERTS, "moe.expert_bias", "mtp_layers")
     experts_in_group_score = 2
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:

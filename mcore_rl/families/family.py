@@ -27,6 +27,7 @@ OPTIONAL_SETTINGS = (
     "rope.fraction",
     "sliding_window",
     "delta.full_every",
+    "indexer.topk",
     "moe.first_dense_layers",
     "moe.shared_experts",
     "moe.shared_ffn_hidden_size",
@@ -80,6 +81,8 @@ class Family(ABC):
     """True if every head has a learned score that takes part in the softmax (Megatron's learnable softmax)."""
     has_output_gate: bool = False
     """True if a sigmoid gate of each head's width scales the output of attention."""
+    has_interleaved_indexer: bool = False
+    """True if an indexer rotates neighbouring numbers of a head as pairs, not the halves of the rotated part."""
     has_zero_centered_norms: bool = False
     """True if norms multiply by 1 + weight; the norm inside a gated delta net always multiplies by its weight."""
     has_shared_expert_gate: bool = False

@@ -45,7 +45,7 @@ class Glm4MoeLite(Family):
                 "num_key_value_heads": needed(config, "num_attention_heads"),
             },
         )
-        dense = {"first_k_dense_replace": _first_dense_layers(config)}
+        dense = {"first_k_dense_replace": first_dense_layers(config)}
         return common(config) | {
             "mla": latents(config),
             "moe": grouped_experts({**config, **dense}) | {"balance": "none", "expert_bias": True},
@@ -66,7 +66,7 @@ class Glm4MoeLite(Family):
         )
 
 
-def _first_dense_layers(config: HfConfig) -> int:
+def first_dense_layers(config: HfConfig) -> int:
     """Return the number of leading layers without experts. Raises ConfigError unless both keys for it agree."""
     check_types(config, KINDS)
     stated = {"first_k_dense_replace": config.get("first_k_dense_replace")}

@@ -55,12 +55,14 @@ KINDS = {
         (WHOLE, "num_mtp_layers num_nextn_predict_layers mtp_num_hidden_layers max_window_layers"),
         (WHOLE, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
         (WHOLE, "linear_conv_kernel_dim full_attention_interval"),
+        (WHOLE, "index_topk index_n_heads index_head_dim index_topk_freq index_skip_topk_offset"),
         (NUMBER, "rms_norm_eps attention_dropout initializer_range routed_scaling_factor"),
         (NUMBER, "router_aux_loss_coef aux_loss_alpha rope_theta partial_rotary_factor factor"),
         (NUMBER, "attention_factor beta_fast beta_slow mscale mscale_all_dim residual_dropout"),
         (FLAG, "tie_word_embeddings attention_bias mlp_bias qkv_bias use_qk_norm norm_topk_prob seq_aux"),
         (FLAG, "use_sliding_window truncate attn_output_gate mtp_use_dedicated_embeddings"),
-        (LIST, "layer_types mlp_only_layers mlp_layer_types attn_type_list"),
+        (FLAG, "rope_interleave indexer_rope_interleave"),
+        (LIST, "layer_types mlp_only_layers mlp_layer_types attn_type_list indexer_types"),
     )
     for name in names.split()
 }

@@ -1,7 +1,6 @@
 """Architectures without a family, by Hugging Face's `model_type`, and the reason for each."""
 
 KIMI_DELTA = "most of its layers are Kimi delta attention, which is not built here"
-INDEXER = "an indexer chooses the keys that a query sees (DSA), which is not built here"
 IMAGES = (
     "its folder has parts for images around a text model, and such folders are neither read nor written yet"
 )
@@ -26,7 +25,6 @@ REFUSED: dict[str, str] = {
     "bailing_moe": NO_ORACLE,
     "bailing_moe_v2": NO_ORACLE,
     "cohere2_moe": "its attention and its experts work side by side on one norm's output",
-    "deepseek_v32": INDEXER,
     "deepseek_v4": "it has compressed attention, hyper-connections and routing by hash, none of which is built here",
     "ernie4_5": "it turns neighbouring numbers of a head as pairs, for which no rules are written",
     "ernie4_5_moe": SOFTMAX_BIAS,
@@ -40,7 +38,6 @@ REFUSED: dict[str, str] = {
     "gemma4_text": LATE_NORMS,
     "glm4": LATE_NORMS,
     "glm5_next": "it has linear attention, an indexer and hyper-connections, none of which is built here",
-    "glm_moe_dsa": INDEXER,
     "granite": MULTIPLIERS,
     "granitemoe": MULTIPLIERS,
     "granitemoehybrid": MAMBA,

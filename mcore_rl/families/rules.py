@@ -99,7 +99,8 @@ def mtp_layers(model: ModelConfig) -> list[LayerNames]:
         LayerNames(
             hf=f"model.layers.{model.num_layers + i}.",
             mcore=f"mtp.layers.{i}.transformer_layer.",
-            is_moe=model.moe_layers[-1],
+            is_moe=model.mtp_kind.is_moe,
+            mixer=model.mtp_kind.mixer,
         )
         for i in range(model.mtp_layers)
     ]
@@ -231,6 +232,20 @@ def latent(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
     yield layer.vector(key + "kv_up_proj.layer_norm_weight", name + "kv_a_layernorm.weight", rank)
     yield layer.matrix(key + "kv_up_proj.weight", rank, (name + "kv_b_proj.weight", key_value))
     yield layer.matrix(key + "proj.weight", heads * mla.v_head_dim, (name + "o_proj.weight", hidden))
+
+
+def indexer(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
+    """Yield the rules of the indexer of a layer that has one; the keys are those of Megatron's own layer."""
+    key, name = "self_attention.core_attention.indexer.", "self_attn.indexer."
+    heads, width = model.indexer.heads, model.indexer.width
+    rank = model.mla.q_lora_rank or model.hidden_size
+    yield layer.matrix(key + "linear_wq_b.weight", rank, (name + "wq_b.weight", heads * width))
+    yield layer.matrix(key + "linear_wk.weight", model.hidden_size, (name + "wk.weight", width))
+    for part in ("weight", "bias"):
+        yield layer.vector(f"{key}k_norm.{part}", f"{name}k_norm.{part}", width)
+    yield layer.matrix(
+        key + "linear_weights_proj.weight", model.hidden_size, (name + "weights_proj.weight", heads)
+    )
 
 
 def feed_forward(

@@ -78,6 +78,8 @@ def _unused(model: ModelConfig, family: Family) -> Iterator[str]:
         yield "moe.shared_ffn_hidden_size"
     if (model.moe.num_groups or 1) == 1:
         yield "moe.top_groups"
+    if model.indexer.topk is None:
+        yield "indexer"
     if model.delta.full_every is None:
         yield "delta"
     if model.rope.scaling != "yarn":

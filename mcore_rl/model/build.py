@@ -16,6 +16,7 @@ from mcore_rl.backend.platform import Platform
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.heads import ScoreModel
+from mcore_rl.model.layers.indexed import IndexedBlock
 from mcore_rl.model.mtp_loss import postprocessed_with_mtp
 from mcore_rl.model.spec import block_spec, mtp_spec, output_layer
 from mcore_rl.model.transformer_config import transformer_config
@@ -159,6 +160,9 @@ def _build_chunk(
         chunk.logits_chunks = settings.logits_chunks(
             model.padded_vocab_size // config.tensor_model_parallel_size
         )
+    if "shared" in model.mixers:
+        # Megatron makes the block itself; this one has no further state.
+        chunk.decoder.__class__ = IndexedBlock
     if config.recompute_granularity and chunk.pre_process:
         chunk.embedding.register_forward_hook(_require_gradient)
     chunk.model_type = ModelType.encoder_or_decoder

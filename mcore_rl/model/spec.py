@@ -1,5 +1,7 @@
 """Megatron's layer specs, with our modules or TransformerEngine's."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -28,6 +30,7 @@ from mcore_rl.config.model import LayerKind, Mixer
 from mcore_rl.model.layers.cpu.provider import CpuSpecProvider
 from mcore_rl.model.layers.delta import DeltaSubmodules, GatedDeltaNet
 from mcore_rl.model.layers.full_norm import FullKeyNorm, FullQueryNorm
+from mcore_rl.model.layers.indexed import IndexedLatentAttention
 from mcore_rl.model.layers.linear import LatentAttention
 from mcore_rl.model.layers.moe import MoELayer
 from mcore_rl.model.layers.norm import RMSNorm
@@ -54,12 +57,13 @@ def block_spec(config: TransformerConfig, *, vp_stage: int | None) -> Transforme
     """Return the specs of the layers in this rank's chunk `vp_stage`."""
     if config.layers == "te":
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    kinds = layer_kinds(config)
-    specs = {kind: _layer_spec(config, kind) for kind in set(kinds)}
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    kinds = layer_kinds(config)[first : first + count]
+    pairs = list(zip(kinds, choice_slots([kind.mixer for kind in kinds]), strict=True))
+    specs = {pair: _layer_spec(config, *pair) for pair in set(pairs)}
     return TransformerBlockSubmodules(
-        layer_specs=[specs[kind] for kind in kinds[first : first + count]],
+        layer_specs=[specs[pair] for pair in pairs],
         layer_norm=provider_of(config).layer_norm(),
     )
 
@@ -72,7 +76,8 @@ def mtp_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
         last = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         layer = last.layer_specs[-1] if last.layer_specs else None
         return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=True, vp_stage=vp_stage)
-    layer = _layer_spec(config, LayerKind("attention", layer_kinds(config)[-1].is_moe))
+    mixer: Mixer = "attention" if config.indexer.topk is None else "indexed"
+    layer = _layer_spec(config, LayerKind(mixer, layer_kinds(config)[-1].is_moe), None)
     return get_gpt_mtp_block_spec_for_backend(config, layer, provider_of(config), vp_stage=vp_stage)
 
 
@@ -82,22 +87,35 @@ def output_layer(config: TransformerConfig) -> type[OutputLayer]:
 
 
 def layer_kinds(config: TransformerConfig) -> list[LayerKind]:
-    """Return the kind of each layer of the whole model, from Megatron's fields."""
-    count, routed, delta = config.num_layers, config.moe_layer_freq, config.linear_attention_freq
+    """Return the kind of each layer of the whole model."""
+    count, routed = config.num_layers, config.moe_layer_freq
     is_moe = [bool(layer) for layer in routed] if isinstance(routed, list) else [True] * count
     if config.num_moe_experts is None:
         is_moe = [False] * count
-    mixers: list[Mixer] = ["delta" if layer else "attention" for layer in delta or [0] * count]
-    return list(map(LayerKind, mixers, is_moe))
+    return list(map(LayerKind, config.mixers, is_moe))
 
 
-def _layer_spec(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
+def choice_slots(mixers: Sequence[Mixer]) -> list[int | None]:
+    """Return, for each layer of a chunk, the index of its choice of keys among those that layers share, else None."""
+    slots: list[int | None] = []
+    count = 0
+    for mixer, behind in zip(mixers, (*mixers[1:], None), strict=True):
+        if mixer == "indexed" and behind == "shared":
+            count += 1
+        is_shared = mixer == "shared" or (mixer == "indexed" and behind == "shared")
+        slots.append(count - 1 if is_shared else None)
+    return slots
+
+
+def _layer_spec(config: TransformerConfig, kind: LayerKind, slot: int | None) -> ModuleSpec:
     provider, is_moe = provider_of(config), kind.is_moe
     norm = provider.layer_norm()
     if kind.mixer == "delta":
         mixer, renamed = _delta_net(provider)
     else:
         mixer, renamed = (_latent if config.multi_latent_attention else _grouped_query)(config, provider)
+    if kind.mixer in ("indexed", "shared"):
+        mixer = _indexed(mixer, provider, has_indexer=kind.mixer == "indexed", slot=slot)
     if not is_moe:
         renamed["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     mlp: Any = get_mlp_module_spec_for_backend(
@@ -171,3 +189,13 @@ def _latent(config: TransformerConfig, provider: TorchSpecProvider) -> tuple[Mod
         "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
         "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
     }
+
+
+def _indexed(
+    latent: ModuleSpec, provider: TorchSpecProvider, *, has_indexer: bool, slot: int | None
+) -> ModuleSpec:
+    return ModuleSpec(
+        module=IndexedLatentAttention,
+        params={**latent.params, "has_indexer": has_indexer, "slot": slot},
+        submodules=replace(latent.submodules, core_attention=provider.indexed_attention),
+    )

@@ -70,6 +70,9 @@ def transformer_config(
     # Our layers and Megatron's YaRN read these as plain attributes: the config has no fields for them.
     config.layers = platform.layers
     config.rounds_products = platform.rounds_products
+    config.mixers = model.mixers
+    config.indexer = model.indexer
+    config.index_in_pairs = family.has_interleaved_indexer
     config.full_qk_norm = family.has_full_qk_norm
     config.experts_in_group_score = family.own_group_score(model)
     config.latent_norm_eps = model.mla.norm_eps
@@ -89,6 +92,11 @@ def _refuse_without_our_layers(model: ModelConfig, family: Family) -> None:
         raise ConfigError(
             f"{model.family} has gated delta nets, which Megatron's layers by TransformerEngine do not. Set "
             'platform.layers="torch".'
+        )
+    if model.indexer.topk is not None:
+        raise ConfigError(
+            f"{model.family} attends to keys that an indexer chooses, which Megatron's layers by TransformerEngine do "
+            'not here. Set platform.layers="torch".'
         )
     if best := family.own_group_score(model):
         raise ConfigError(

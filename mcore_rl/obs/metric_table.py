@@ -301,6 +301,12 @@ METRICS: dict[str, MetricRow] = {
     "routes/layer_NN/disjoint_fraction": MetricRow(
         "fraction", MEAN, "routes/disjoint_fraction in layer NN, counted from 0."
     ),
+    "routes/index_overlap": MetricRow(
+        "fraction",
+        MEAN,
+        "Keys, chosen by an indexer for a query of the rollout engine, that training chooses too; mean over layers and "
+        "64 positions of a completion of each replica. Without context parallelism, and with the native engine.",
+    ),
     "routes/compared_tokens": MetricRow("tokens", SUM, "Tokens whose routes are known and were compared."),
     "routes/unknown_tokens": MetricRow(
         "tokens", SUM, "Tokens without routes: the engine left them out (replay.missing)."

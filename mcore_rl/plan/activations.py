@@ -25,6 +25,8 @@ DELTA_RULE = "delta_rule"
 """Part of a layer that every backward pass recomputes: its inputs are a fiftieth of the activations it would keep."""
 CHUNK = 64
 """Positions that the delta rule computes at once."""
+CHOICE_BYTES = 4
+"""Bytes of the position of a chosen key."""
 INDEX_BYTES = 8
 """Bytes of torch's index of a row."""
 
@@ -79,13 +81,21 @@ class LayerActivations:
         """Return the bytes by part of the layer, without recomputation."""
         mixer = self._delta_net() if kind.mixer == "delta" else self._attention()
         feed_forward = self._experts() if kind.is_moe else self._mlp()
-        return dict(self._norms()) | dict(mixer) | dict(feed_forward)
+        choice = {"choice": self.choice} if kind.mixer == "indexed" else {}
+        return dict(self._norms()) | dict(mixer) | dict(feed_forward) | choice
 
     def kept(self, kind: LayerKind) -> int:
         """Return the bytes kept with `platform.recompute` none or selective."""
         modules = self.platform.recompute_modules if self.platform.recompute == "selective" else ()
         dropped = {part for module in modules for part in self._dropped[module]} | {DELTA_RULE}
         return sum(size for part, size in self.all_parts(kind).items() if part not in dropped)
+
+    @property
+    def choice(self) -> int:
+        """Bytes of an indexer's choice of keys, if the microbatch is one sequence; shorter ones may need none."""
+        topk = self.model.indexer.topk
+        has_choice = topk is not None and self.tokens * self.mesh.cp > topk
+        return self.tokens * (topk or 0) * CHOICE_BYTES if has_choice else 0
 
     @cached_property
     def _dropped(self) -> dict[str, tuple[str, ...]]:

@@ -56,7 +56,7 @@ def disk_of(config: RunConfig) -> Disk:
         )
         is_left_out = model.lora.is_on and config.checkpoint.weights == "adapters"
         weights += stage.adapters if is_left_out else stage
-        num_trained += (stage.adapters if model.lora.is_on else stage).total
+        num_trained += (stage.adapters if model.lora.is_on else stage).trainable
     element = 2 if config.platform.precision == "bf16" else 4
     saves = -(-config.train.steps // (config.checkpoint.interval or config.train.steps))
     keep = config.checkpoint.keep

@@ -10,6 +10,8 @@ pass; the products of adapters take three as before.
 Conventions where the field differs:
 - causal attention counts half of the full S x S scores (PaLM and FlopCounterMode count them in full);
 - a layer with a sliding window counts the part of them inside the window;
+- attention over chosen keys counts these, and the products of the indexer, which have no backward pass; the layers of
+  this package compute the scores of all keys;
 - a gated delta net counts its recurrence, token by token, and its convolution; chunks compute more;
 - a token passes `top_k` routed experts, even when a capacity drops some;
 - the output layer has `vocab_size` rows, without padding, or a single row with a scalar head;
@@ -44,7 +46,12 @@ def train_flops_by_length(config: ModelConfig, lora: LoraConfig | None = None) -
     """Return `train_flops_per_token` of this model as a function of the length, which changes from step to step."""
     forward = _forward_flops_by_length(config)
     if lora is None or not lora.is_on:
-        return lambda seq_length: FORWARD_AND_BACKWARD * sum(forward(seq_length).values())
+
+        def of_all(seq_length: float) -> float:
+            parts = forward(seq_length)
+            return FORWARD_AND_BACKWARD * sum(parts.values()) - (FORWARD_AND_BACKWARD - 1) * parts["indexer"]
+
+        return of_all
     adapters = FORWARD_AND_BACKWARD * 2.0 * active_adapters(lora, config)
 
     def of_length(seq_length: float) -> float:
@@ -60,7 +67,7 @@ def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str,
     hidden = config.hidden_size
     kinds = config.layer_kinds + (config.mtp_kind,) * config.mtp_layers
     num_layers, num_moe = len(kinds), sum(kind.is_moe for kind in kinds)
-    attending = [layer for layer, kind in enumerate(kinds) if kind.mixer == "attention"]
+    attending = [layer for layer, kind in enumerate(kinds) if kind.mixer != "delta"]
     # Layers with an even index may have a window, layers with an odd index have none.
     by_parity = [sum(layer % 2 == odd for layer in attending) for odd in (0, 1)]
     num_delta, delta = num_layers - len(attending), config.delta
@@ -70,6 +77,7 @@ def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str,
     macs = {
         "attention_projections": len(attending) * projections + num_delta * _delta_projections(config),
         "attention_scores": 0.0,
+        "indexer": 0.0,
         "delta_rule": num_delta * 3 * delta.value_heads * delta.key_dim * delta.value_dim,
         "dense_mlp": (num_layers - num_moe) * 3 * hidden * config.ffn_hidden_size,
         "router": num_moe * hidden * config.moe.num_experts,
@@ -79,19 +87,29 @@ def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str,
         "output": (1 + config.mtp_layers) * hidden * (1 if config.head == "score" else config.vocab_size),
     }
 
+    num_indexers = sum(kind.mixer == "indexed" for kind in kinds)
+    index_projections, index_scores = _indexer(config)
+
     def of_length(seq_length: float) -> dict[str, float]:
+        # Sequences of up to topk tokens attend to all keys, and their keys have no scores.
+        is_choosing = config.indexer.topk is not None and seq_length > config.indexer.topk
+        indexed = num_indexers * (index_projections + seq_length / 2 * index_scores) if is_choosing else 0.0
         seen = sum(by_parity[odd] * _seen_positions(config, odd, seq_length) for odd in (0, 1))
-        return {part: 2.0 * count for part, count in (macs | {"attention_scores": seen * scores}).items()}
+        return {
+            part: 2.0 * count
+            for part, count in (macs | {"attention_scores": seen * scores, "indexer": indexed}).items()
+        }
 
     return of_length
 
 
 def _seen_positions(config: ModelConfig, layer: int, seq_length: float) -> float:
     """Return the mean number of positions that a token of this layer attends to."""
-    window = config.sliding_window
-    if not window or layer % 2 or window >= seq_length:
+    window = config.sliding_window if layer % 2 == 0 else None
+    window = window or config.indexer.topk
+    if not window or window >= seq_length:
         return seq_length / 2
-    # The first `window` tokens see window / 2 positions on average, all later tokens the whole window.
+    # The first `window` tokens see window / 2 positions on average, all later tokens the whole window, or so many keys.
     return window - window * window / (2 * seq_length)
 
 
@@ -101,6 +119,13 @@ def _attention(config: ModelConfig) -> tuple[int, int]:
     key_value = 2 * config.num_kv_heads * config.head_dim
     gate = query if family_of(config).has_output_gate else 0
     return config.hidden_size * (2 * query + key_value + gate), 2 * query
+
+
+def _indexer(config: ModelConfig) -> tuple[int, int]:
+    """Return an indexer's multiply-adds for one token: of the projections, and of the scores with one position."""
+    shape, hidden = config.indexer, config.hidden_size
+    queries = (config.mla.q_lora_rank or hidden) * shape.heads * shape.width
+    return queries + hidden * (shape.width + shape.heads), shape.heads * shape.width
 
 
 def _delta_projections(config: ModelConfig) -> int:

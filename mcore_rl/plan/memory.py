@@ -10,6 +10,7 @@ not in it: a cluster reserves room for them.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
@@ -490,8 +491,9 @@ def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
     else:
         widths = 2 * max(1, model.num_kv_heads // mesh.tp) * model.head_dim
     mixers = Counter(model.mixers[layer] for layer in layers_by_stage(model, mesh)[stage])
-    keys_and_values = mixers["attention"] * config.longest_sample * widths * element
-    return slots * (keys_and_values + mixers["delta"] * delta_state_bytes(model, mesh.tp, element))
+    numbers = (mixers.total() - mixers["delta"]) * widths + mixers["indexed"] * model.indexer.width
+    states = mixers["delta"] * delta_state_bytes(model, mesh.tp, element)
+    return slots * (config.longest_sample * numbers * element + states)
 
 
 def _activations(
@@ -512,6 +514,10 @@ def _activations(
         kinds[model.mtp_kind] += model.mtp_layers
     group = platform.recompute_layers if platform.recompute == "full" else 0
 
+    # Recomputed layers without an indexer need the choice that they share: it is kept.
+    shared = sum(_shared_choices(model, layers) for layers in layout.chunks[stage]) * layer.choice
+    choices = shared * chunks_in_flight(mesh, stage, num_microbatches) // mesh.vpp if group else 0
+
     def kept(kinds: Mapping[LayerKind, int]) -> int:
         if group:
             return -(-sum(kinds.values()) // group) * layer.residual
@@ -522,11 +528,18 @@ def _activations(
     else:
         recomputed = max((sizes[kind].whole - sizes[kind].kept for kind in kinds), default=0)
     if mesh.pp_layout is None:
-        return kept(kinds) * chunks_in_flight(mesh, stage, num_microbatches) // mesh.vpp, recomputed
+        in_flight = kept(kinds) * chunks_in_flight(mesh, stage, num_microbatches) // mesh.vpp
+        return in_flight + choices, recomputed
     chunks = [Counter(model.layer_kinds[layer] for layer in layers) for layers in layout.chunks[stage]]
     if has_mtp:
         chunks[-1][model.mtp_kind] += model.mtp_layers
     sizes_of_chunks = [kept(chunk) for chunk in chunks]
     if len(set(sizes_of_chunks)) == 1:
-        return chunks_in_flight(mesh, stage, num_microbatches) * sizes_of_chunks[0], recomputed
-    return most_kept(mesh, stage, num_microbatches, sizes_of_chunks), recomputed
+        return chunks_in_flight(mesh, stage, num_microbatches) * sizes_of_chunks[0] + choices, recomputed
+    return most_kept(mesh, stage, num_microbatches, sizes_of_chunks) + choices, recomputed
+
+
+def _shared_choices(model: ModelConfig, layers: Sequence[int]) -> int:
+    """Return the number of choices of keys that layers of a chunk share."""
+    mixers = [model.mixers[layer] for layer in layers]
+    return sum(pair == ("indexed", "shared") for pair in pairwise(mixers))

@@ -23,6 +23,8 @@ class Weights:
     """Number of the routers' weights, which are counted among the dense weights too."""
     fp32_buffers: int = 0
     """Numbers that no gradient trains, fp32 in every precision: experts' biases, the shift of scores."""
+    frozen: int = 0
+    """Number of the indexers' weights, which nothing trains: on dp * cp ranks."""
     buffers: int = 0
     """Numbers that no gradient trains, in the type of the weights: YaRN's cosines and sines. They are not saved."""
     loads: int = 0
@@ -49,7 +51,12 @@ class Weights:
 
     @property
     def total(self) -> int:
-        """Number of weights of both kinds, and of their adapters."""
+        """Number of all weights, and of their adapters."""
+        return self.trainable + self.frozen
+
+    @property
+    def trainable(self) -> int:
+        """Number of weights that can be trained, and of their adapters."""
         return self.dense + self.expert + self.dense_adapters + self.expert_adapters
 
 
@@ -121,10 +128,11 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weig
     else:
         mixer = _attention(model, family, mesh.tp)
     dense = mixer + 2 * hidden  # the two norms
+    frozen = Weights(frozen=_indexer(model) if kind.mixer == "indexed" else 0)
     # Each layer of latent attention has its own tables.
     tables = _yarn_tables(model, model.mla.qk_rope_head_dim if family.is_latent else 0)
     if not kind.is_moe:
-        return Weights(dense + 3 * hidden * model.ffn_hidden_size // mesh.tp) + tables
+        return Weights(dense + 3 * hidden * model.ffn_hidden_size // mesh.tp) + tables + frozen
     biases = family.has_linear_bias
     router = moe.num_experts * (hidden + (1 if biases else 0))
     shared_gate = hidden if family.has_shared_expert_gate else 0
@@ -141,6 +149,7 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weig
             loads=moe.num_experts if moe.expert_bias else 0,
         )
         + tables
+        + frozen
     )
 
 
@@ -186,6 +195,14 @@ def delta_state_bytes(model: ModelConfig, tp: int, element: int) -> int:
     state = FP32_BYTES * delta.value_heads * delta.key_dim * delta.value_dim
     inputs = element * (delta.conv_width - 1) * (2 * delta.query_width + delta.value_width)
     return (state + inputs) // tp
+
+
+def _indexer(model: ModelConfig) -> int:
+    """Return the weights of an indexer, which is whole on every tensor-parallel rank."""
+    shape, hidden = model.indexer, model.hidden_size
+    queries = (model.mla.q_lora_rank or hidden) * shape.heads * shape.width
+    # The 2 are the weight and the bias of the keys' norm.
+    return queries + (hidden + 2) * shape.width + hidden * shape.heads
 
 
 def _latent_attention(model: ModelConfig, tp: int) -> int:

@@ -64,6 +64,12 @@ class LayerSaved:
     """Bytes by the closed form of the same layer."""
 
 
+OF_MIXER: dict[Mixer, str] = {
+    "delta": " with a delta net",
+    "indexed": " with an indexer",
+    "shared": " that shares a choice of keys",
+}
+"""Names of layers by their mixer."""
 COUNTED_WITH = "as many experts as a token picks"
 MAX_RECORDED = 20_000
 """Maximum number of passes of a recorded schedule; a longer schedule takes seconds, and repeats itself."""
@@ -213,8 +219,7 @@ def layer_lines(layers: Sequence[LayerSaved], kind: Layers) -> Iterator[str]:
     """Yield the counted bytes that each kind of layer keeps; `kind` is the plan's kind of layers."""
     for layer in layers:
         name = "an MoE layer" if layer.is_moe else "a dense layer"
-        if layer.mixer == "delta":
-            name += " with a delta net"
+        name += OF_MIXER.get(layer.mixer, "")
         each = layer.counted / layer.tokens
         excess = layer.planned / layer.counted - 1
         yield (

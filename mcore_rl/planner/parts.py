@@ -10,6 +10,7 @@ a sum.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from math import ceil, sqrt
 
 from mcore_rl.config.lora import LoraConfig, Target
@@ -41,6 +42,11 @@ NORM_OF_NORMS = 1 / 3
 """Share of the norms' forward time that recomputing them takes: their reads stay in the backward pass."""
 HOST_BACKWARD = 1.2
 """Host's time of a backward pass, as a multiple of the forward pass's."""
+
+FP32_PRODUCTS = 1 / 15
+"""Share of bf16's peak that products in fp32 reach, in which an indexer's scores are: 67 of 989 TFLOP/s of an H100."""
+SORTED_BYTES = 100
+"""Bytes that sorting moves for each score of an indexer: four passes over 4 bytes and 8 of an index, both ways."""
 
 Seconds = tuple[float, float]
 """Seconds forwards, and backwards."""
@@ -318,6 +324,8 @@ def layer_times(work: Workload, kind: LayerKind) -> LayerTimes:
     roof = Roofline(work)
     parts: dict[str, list[float]] = {}
     mixer = _delta_net(roof) if kind.mixer == "delta" else _attention(roof)
+    if kind.mixer == "indexed":
+        mixer = chain(mixer, _indexer(roof))
     is_moe = kind.is_moe
     for name, (forward, backward) in (*mixer, *(_experts(roof) if is_moe else _mlp(roof))):
         part = parts.setdefault(name, [0.0, 0.0])
@@ -403,12 +411,33 @@ def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     flops = tokens * seen * scores
     forward = flops / (roof.peak * rates.attention * rate)
     backward = 2.5 * flops / (roof.peak * rates.attention_backward * rate)
+    if model.indexer.topk is not None and 2 * seen > model.indexer.topk:
+        backward += forward  # blocks of queries over chosen keys are computed again
     cp = work.mesh.cp
     if cp > 1:
         # Keys and values travel while earlier ones are attended to.
         exchange = roof.ring(tokens * cp * key_value * roof.element, cp, tp)
         forward, backward = max(forward, exchange), max(backward, 2 * exchange)
     yield "attention", (forward, backward)
+
+
+def _indexer(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
+    """Yield the seconds of an indexer, which every tensor-parallel rank computes whole, and which has no gradient."""
+    work, model, shape, cp = roof.work, roof.work.model, roof.work.model.indexer, roof.work.mesh.cp
+    length = work.sample_length or work.seq_length
+    if shape.topk is None or length <= shape.topk:
+        return
+    rank = model.mla.q_lora_rank or model.hidden_size
+    for outputs, inputs in (
+        (shape.heads * shape.width, rank),
+        (shape.width + shape.heads, model.hidden_size),
+    ):
+        yield "indexer", (roof.linear(roof.tokens, outputs, inputs)[0], 0.0)
+    scores = roof.tokens * length / 2
+    products = 2.0 * scores * shape.heads * shape.width / (roof.peak * FP32_PRODUCTS)
+    yield "indexer", (products + roof.moved(scores * SORTED_BYTES), 0.0)
+    if cp > 1:
+        yield "indexer", (roof.ring(roof.tokens * cp * shape.width * roof.element, cp, work.mesh.tp), 0.0)
 
 
 def _delta_net(roof: Roofline) -> Iterator[tuple[str, Seconds]]:

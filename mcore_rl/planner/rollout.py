@@ -299,7 +299,7 @@ def share_longer(mean: float, longest: int, spread: float) -> Callable[[float], 
 def _weights(model: ModelConfig) -> tuple[int, int]:
     """Return the numbers of weights outside of routed experts and in them."""
     layers = {kind: layer_weights(model, MeshConfig(), kind) for kind in set(model.layer_kinds)}
-    dense = sum(layers[kind].dense for kind in model.layer_kinds)
+    dense = sum(layers[kind].dense + layers[kind].frozen for kind in model.layer_kinds)
     expert = sum(layers[kind].expert for kind in model.layer_kinds)
     return dense + 2 * model.padded_vocab_size * model.hidden_size, expert
 
@@ -310,7 +310,8 @@ def _cached_numbers(model: ModelConfig, engine: Engine) -> float:
         mla = model.mla
         heads = model.num_heads / engine.tp
         whole = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
-        return model.num_layers * (mla.kv_lora_rank + mla.qk_rope_head_dim if engine.is_served else whole)
+        each = mla.kv_lora_rank + mla.qk_rope_head_dim if engine.is_served else whole
+        return model.num_layers * each + model.mixers.count("indexed") * model.indexer.width
     return model.mixers.count("attention") * 2 * max(1.0, model.num_kv_heads / engine.tp) * model.head_dim
 
 

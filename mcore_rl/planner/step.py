@@ -116,7 +116,7 @@ def _finish(work: Workload, slowest: float) -> dict[str, float]:
         "gradients": reduce,
         "parameters": gather,
         "optimizer": roof.moved(on_device * _state_moved_bytes(work))
-        + roof.moved(float(work.gradient_bytes) * (weights.dense + weights.expert)),
+        + roof.moved(float(work.gradient_bytes) * weights.trainable),
         "start and end": work.rates.fixed_s,
     }
     if work.offload_fraction:

@@ -23,6 +23,8 @@ MODELS = {
     "qwen3_moe-allgather": tiny("qwen3_moe", num_layers=2, dispatcher="allgather"),
     "deepseek_v3-mtp": tiny("deepseek_v3", mtp=1),
     "minimax_m2-shallow": tiny("minimax_m2", num_layers=2),
+    "glm_moe_dsa": tiny("glm_moe_dsa"),
+    "glm_moe_dsa-shallow": tiny("glm_moe_dsa", num_layers=2),
     "qwen3_next-shallow": tiny("qwen3_next", num_layers=2),
     "qwen3_next": tiny("qwen3_next"),
     # A token takes 2 experts of each group, which is ranked by its best one.

@@ -58,6 +58,8 @@ CASES: dict[str, dict[str, Any]] = {
     "minimax_m2": TWO_GROUPS,
     "glm4_moe_lite": EVEN,
     "qwen3_next": TWO_GROUPS,
+    "deepseek_v32": EVEN,
+    "glm_moe_dsa": EVEN | {"indexer_types": ["full", "shared", "full", "shared"]},
 }
 """A family a line: a case of tests/hf_models.py, and what makes it fit the meshes. Experts: 6, of deepseek 8."""
 Converted = dict[str, tuple[ModelConfig, Path]]
@@ -99,7 +101,7 @@ STREAMED = {
     "tp2-etp2": (MeshConfig(tp=2, etp=2), 1 << 12),
 }
 """Meshes, and the most bytes of a message, which is far less than a layer has."""
-CUT_STREAMED = ("qwen3_moe", "deepseek_v3", "qwen3_next", "tied")
+CUT_STREAMED = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "tied")
 """Cases that are streamed from several ranks."""
 
 
@@ -116,7 +118,7 @@ def test_weights_that_are_streamed_equal_an_export_and_need_the_memory_of_a_laye
         every["mtp"] = (open_hf_model(mtp, vocab_multiple=16).model, imported(mtp, tmp_path / "mtp"))
     cases = every if config.smallest_world == 1 else CUT_STREAMED
     wanted = {case: every[case] for case in cases if fits(every[case][0], config)}
-    assert len(wanted) == (16 if config.smallest_world == 1 else 4)
+    assert len(wanted) == (18 if config.smallest_world == 1 else 5)
     ranks = run_ranks(streamed_weights, config.smallest_world, config, wanted, message_bytes)
     for case, (model, checkpoint) in wanted.items():
         tensors = read_hf(exported(checkpoint, tmp_path / f"{case} exported", mtp="drop"))

@@ -23,7 +23,12 @@ MESHES = {
     "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
     "cp2": MeshConfig(cp=2),
 }
-MESHES_OF = {"qwen3_moe": list(MESHES), "deepseek_v3": ["tp2", "pp2"], "qwen3_next": ["tp2", "pp2", "cp2"]}
+MESHES_OF = {
+    "qwen3_moe": list(MESHES),
+    "deepseek_v3": ["tp2", "pp2"],
+    "glm_moe_dsa": ["tp2-ep2", "pp2", "cp2"],
+    "qwen3_next": ["tp2", "pp2", "cp2"],
+}
 
 SAMPLINGS = [
     Sampling(max_new_tokens=8, cut=Cut(temperature=0.0), with_routes=True),

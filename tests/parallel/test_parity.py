@@ -65,6 +65,8 @@ CASES += [
 CASES += [("minimax_m2", "tp2-ep2"), ("minimax_m2", "pp2-vpp2"), ("minimax_m2", "cp2")]
 CASES += [(model, "tp2-ep2") for model in ("glm4_moe_lite", "dots1", "solar_open")]
 CASES += [("seed_oss", "tp2"), ("mistral", "tp2")]
+CASES += [("deepseek_v32", mesh) for mesh in ("tp2-ep2", "pp2-vpp2", "cp2")]
+CASES += [("glm_moe_dsa", mesh) for mesh in ("pp2", "tp2-pp2", "pp2-ep2")]
 # Tensor and context parallelism change the order of sums, which gated delta nets amplify: see test_delta_nets.py.
 CASES += [("qwen3_next", mesh) for mesh in ("ep2", "pp2-vpp2", "pp2-ep2")] + [("qwen3_5_text", "pp2")]
 CASES += [(model, "tp2-ep2-shared-overlapped") for model in ("deepseek_v3", "qwen2_moe")]
@@ -129,6 +131,8 @@ def assert_trains_as_one_rank(
     "minimax_m2-tp2-ep2",
     "qwen2-tp2",
     "qwen3_next-pp2-vpp2",
+    "deepseek_v32-tp2-ep2",
+    "glm_moe_dsa-tp2-pp2",
 )
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_three_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:

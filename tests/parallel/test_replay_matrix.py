@@ -88,6 +88,16 @@ def test_routes_of_other_families_give_their_gradients_on_tensor_and_expert_rank
         assert_equal(found[layout], one_rank(model).outcomes[layout])
 
 
+@pytest.mark.matrix("pp2")
+@pytest.mark.parametrize("mesh", ["tp2-ep2", "cp2", "pp2"])
+def test_routes_over_chosen_keys_give_their_gradients(mesh: str) -> None:
+    """The keys are chosen anew in each pass, alike on every mesh; layers that share a choice are computed again."""
+    model = model_of("glm_moe_dsa", mesh)
+    (found,) = outcomes([Case(model=model, mesh=MESHES[mesh], recompute="full")])
+    for layout in LAYOUTS:
+        assert_equal(found[layout], one_rank(model).outcomes[layout])
+
+
 @pytest.mark.matrix("cp2", "pp2-vpp2")
 @pytest.mark.parametrize("mesh", ["tp2-ep2", "cp2", "pp2-vpp2"])
 def test_routes_of_gated_delta_nets_give_their_gradients(mesh: str) -> None:

@@ -55,7 +55,8 @@ class KeyTranslation:
         if layout.layers == "stacked" and not model.layers_alike:
             raise CheckpointError(
                 f"The layers of this {model.family} differ (model.moe.first_dense_layers="
-                f"{model.moe.first_dense_layers}, model.delta.full_every={model.delta.full_every}), so that "
+                f"{model.moe.first_dense_layers}, model.delta.full_every={model.delta.full_every}, "
+                f"model.indexer.topk={model.indexer.topk}), so that "
                 "they cannot be stacked in one tensor. Use --layers each."
             )
         self.layout = layout

@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mcore_rl.backend.patches.versions import as_experts_entry
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.model.layers.indexed import IndexedAttention
 from mcore_rl.model.layers.norm import RMSNorm
 from mcore_rl.model.layers.output import OutputLayer
 
@@ -18,6 +19,7 @@ class TorchSpecProvider(LocalSpecProvider):
 
     norm: ClassVar[type[RMSNorm]] = RMSNorm
     attention: ClassVar[type[SDPAttention]] = SDPAttention
+    indexed_attention: ClassVar[type[IndexedAttention]] = IndexedAttention
     self_attention: ClassVar[type[SelfAttention]] = SelfAttention
     output_layer: type[OutputLayer] = OutputLayer
 

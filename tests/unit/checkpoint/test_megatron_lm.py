@@ -38,6 +38,8 @@ WANTED: dict[str, dict[str, Any]] = {
     "deepseek_v2": SOFTMAX | LATENT | {"qk_layernorm": True, "moe_router_pre_softmax": True},
     "deepseek_v3": SIGMOID | LATENT | {"qk_layernorm": True, "moe_router_enable_expert_bias": True},
     "glm4_moe_lite": SIGMOID | LATENT | {"qk_layernorm": True, "moe_router_enable_expert_bias": True},
+    "deepseek_v32": SIGMOID | LATENT | {"experimental_attention_variant": "dsa", "dsa_indexer_topk": 8},
+    "glm_moe_dsa": SIGMOID | LATENT | {"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 4},
     "dots1": SIGMOID | GROUPED | {"qk_layernorm": True, "moe_router_enable_expert_bias": True},
     "solar_open": SIGMOID | GROUPED | {"qk_layernorm": False, "moe_layer_freq": 1},
     "minimax_m2": SIGMOID | GROUPED | {"qk_layernorm": True, "moe_router_enable_expert_bias": True},

@@ -14,6 +14,7 @@ DEEPSEEK = (
     "model.moe.first_dense_layers=1"
 )
 DELTA = "model.delta.full_every=4 model.delta.key_heads=4 model.delta.value_heads=8 model.rope.fraction=0.25"
+INDEXER = "model.indexer.topk=4096 model.indexer.width=64 model.mla.q_lora_rank=32"
 FAMILIES = {
     "llama": "",
     "qwen2": "",
@@ -27,6 +28,8 @@ FAMILIES = {
     "deepseek_v2": f"{DEEPSEEK} model.moe.expert_bias=false model.moe.top_k=2 model.moe.normalize_top_k=false",
     "glm4_moe": f"{DEEPSEEK} model.rope.fraction=0.5",
     "glm4_moe_lite": DEEPSEEK,
+    "deepseek_v32": f"{DEEPSEEK} {INDEXER}",
+    "glm_moe_dsa": f"{DEEPSEEK} {INDEXER} model.indexer.shared_layers=[2]",
     "dots1": DEEPSEEK,
     "solar_open": f"{DEEPSEEK} model.moe.first_dense_layers=0",
     "minimax_m2": f"{EXPERTS} model.moe.expert_bias=true model.rope.fraction=0.5",
@@ -230,7 +233,12 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("llama", "data.tokenizer.path=x", 1, 'not read with data.tokenizer.kind="none"'),
         ("llama", "model.moe.num_experts=4 model.moe.ffn_hidden_size=8", 1, '"llama" is dense'),
         ("mixtral", "model.moe.num_experts=0", 1, "is a Mixture of Experts"),
-        ("qwen3_moe", "model.mtp_layers=1", 1, "supported by deepseek_v3, glm4_moe, glm4_moe_lite, "),
+        (
+            "qwen3_moe",
+            "model.mtp_layers=1",
+            1,
+            "supported by deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, ",
+        ),
         ("qwen3_moe", "model.moe.ffn_hidden_size=0", 1, "an expert has no width"),
         ("qwen3_moe", "model.moe.top_k=9", 1, "more than model.moe.num_experts=8"),
         ("qwen3_moe", "model.moe.first_dense_layers=4", 1, "leaves none of model.num_layers=4"),
@@ -240,8 +248,8 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             "qwen3_moe",
             "model.moe.shared_experts=1",
             1,
-            "shared_experts=1 is supported by deepseek_v2, deepseek_v3, dots1, glm4_moe, glm4_moe_lite, "
-            "qwen2_moe, qwen3_5_moe_text, qwen3_next, solar_open only",
+            "shared_experts=1 is supported by deepseek_v2, deepseek_v3, deepseek_v32, dots1, glm4_moe, glm4_moe_lite, "
+            "glm_moe_dsa, qwen2_moe, qwen3_5_moe_text, qwen3_next, solar_open only",
         ),
         ("mixtral", "model.moe.expert_bias=true", 1, "Set it to false"),
         ("mixtral", "model.moe.routed_scaling=2", 1, "Set it to 1.0"),
@@ -252,7 +260,12 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("gpt_oss", "model.rope.scaling=none", 1, "rope.truncate=false is supported by YaRN"),
         ("olmoe", "model.num_kv_heads=2 mesh.tp=4", 4, "olmoe norms all keys at once"),
         ("deepseek_v2", "model.moe.normalize_top_k=true", 1, "are the softmax's probabilities"),
-        ("deepseek_v2", "model.moe.expert_bias=true", 1, "supported by deepseek_v3, dots1, glm4_moe, "),
+        (
+            "deepseek_v2",
+            "model.moe.expert_bias=true",
+            1,
+            "supported by deepseek_v3, deepseek_v32, dots1, glm4_moe, ",
+        ),
         ("qwen2", "model.qkv_bias=off", 1, 'model.family="qwen2" always has them'),
         ("qwen3", "model.qkv_bias=on", 1, 'model.family="qwen3" never has them'),
         ("llama", "model.qk_norm=on", 1, 'model.qk_norm="on"'),
@@ -283,6 +296,19 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             1,
             "gated delta nets are",
         ),
+        (
+            "glm_moe_dsa",
+            "mesh.pp=2",
+            2,
+            "Layer 2, the first of a chunk of mesh.pp=2 x mesh.vpp=1, takes the keys",
+        ),
+        ("deepseek_v32", "model.indexer.topk=none", 1, 'topk="none" with model.family="deepseek_v32"'),
+        ("deepseek_v32", "model.indexer.shared_layers=[1]", 1, "every layer of deepseek_v32 has an indexer"),
+        ("glm_moe_dsa", "model.indexer.shared_layers=[9]", 1, "there are no layers [9]"),
+        ("deepseek_v32", "data.seq_length=1024 model.indexer.topk=512", 1, "indexers are not trained here"),
+        ("deepseek_v32", "platform.layers=te platform.device=cuda", 1, "whose attention over chosen keys is"),
+        ("deepseek_v32", "lora.rank=4", 1, "adapters of attention over chosen keys"),
+        ("deepseek_v3", "model.indexer.topk=512", 1, "is supported by deepseek_v32, glm_moe_dsa only"),
         ("qwen3_next", "lora.rank=4", 1, "there are no adapters of gated delta nets"),
         ("qwen3_5_text", "model.mtp_layers=2", 1, "qwen3_5_text has one"),
         ("qwen3_5_moe_text", "model.moe.normalize_top_k=false", 1, "always norms its gates"),

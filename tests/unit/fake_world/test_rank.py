@@ -36,6 +36,10 @@ MESHES = [
 ]  # fmt: skip
 HAS_SHORT_WEIGHTS = ("tiny_moe", "qwen3_next")
 """Recipes with weights that are shorter than the buffer's alignment: narrow ones, and the decays of delta nets."""
+INDEXED = [
+    ("deepseek_v32", "bf16", {"tp": 2, "ep": 2, "pp": 2}, 4, 1),
+    ("glm_moe_dsa", "fp32", {"pp": 2, "tp": 2, "ep": 2}, 4, 0),
+]
 NOTHING = {"weights": 0, "gradients": 0, "optimizer": 0, "main memory": 0}
 
 
@@ -80,7 +84,7 @@ def excesses(config, world, seq_length, ranks):
     return [(one.excess(stages[one.stage], config.platform), one.gaps) for one in counted]
 
 
-@pytest.mark.parametrize("case", MESHES, ids=lambda case: "-".join(map(str, case[:3])))
+@pytest.mark.parametrize("case", MESHES + INDEXED, ids=lambda case: "-".join(map(str, case[:3])))
 def test_every_stage_of_every_mesh_has_the_bytes_that_megatron_builds(case):
     *shape, world, mtp_layers = case
     config, pp = config_of(*shape, mtp_layers), shape[2].get("pp", 1)

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from mcore_rl.config.model import DeltaConfig, MLAConfig, ModelConfig, MoEConfig
+from mcore_rl.config.model import DeltaConfig, IndexerConfig, MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.fake_world import saved
 from mcore_rl.fake_world.saved import saved_by_layer
@@ -42,12 +42,16 @@ def model_of(family, num_layers, num_heads=8):
     return model.model_copy(update={"moe": moe})
 
 
+UNSEEN = {"moe_router_pre_softmax": None, "rotary_base": None, "moe_layer_freq": None}
+"""Arguments that change nothing of what a layer keeps."""
+
+
 def first_of_each_kind():
     """The families, without those whose layers are built by the same arguments as an earlier one's."""
     found = {}
     for name in ("deepseek_v3", "glm4_moe", *FAMILIES):
         family, model = FAMILIES[name], model_of(name, 2)
-        arguments = family.architecture(model) | {"moe_router_pre_softmax": None, "rotary_base": None}
+        arguments = family.architecture(model) | UNSEEN
         found.setdefault(str((sorted(arguments.items(), key=str), family.has_full_qk_norm)), name)
     return sorted(found.values())
 
@@ -124,6 +128,32 @@ def test_a_gated_delta_net_keeps_its_projections_and_its_output(precision, tp):
     (found,) = run_ranks(delta_nets_counted, 1, precision, tp, cases)
     planned = {kind: layer.planned for kind, layer in found.items()}
     assert planned == {kind: pytest.approx(layer.counted, rel=0.02) for kind, layer in found.items()}
+
+
+def indexers_counted(precision, tp, kinds, cases):
+    model = model_of("glm_moe_dsa", 2)
+    found = {}
+    for kind in kinds:
+        shared = (1,) if kind == "shared" else ()
+        indexer = IndexerConfig(topk=16, heads=4, width=16, shared_layers=shared)
+        for recompute, modules in cases:
+            settings = PlatformConfig(precision=precision, recompute=recompute, recompute_modules=modules)
+            layers = model.model_copy(update={"indexer": indexer})
+            found[kind, recompute, *modules] = saved_by_layer(layers, settings, tp)
+    return found
+
+
+@pytest.mark.parametrize(("precision", "tp"), [("bf16", 1), ("bf16", 2), ("fp32", 1)])
+def test_attention_over_chosen_keys_keeps_less_than_its_plan_has(precision, tp):
+    """Its blocks are computed again, so that they keep no statistics; the plan does not know how long samples are."""
+    cases = [("none", ("core_attn",)), ("selective", ("moe", NORMED))]
+    (found,) = run_ranks(indexers_counted, 1, precision, tp, ("indexed", "shared"), cases)
+    for kind, layer in found.items():
+        assert layer.counted <= layer.planned <= 1.3 * layer.counted, kind
+    choice = 16 * 4 * 64 * tp
+    for case in cases:
+        indexed, shared = (found[kind, case[0], *case[1]] for kind in ("indexed", "shared"))
+        assert indexed.counted - shared.counted == indexed.planned - shared.planned == choice
 
 
 def counted_with_products(*case):

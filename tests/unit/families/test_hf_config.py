@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from mcore_rl.checks.model import checked_model_from_hf
-from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from mcore_rl.config.model import IndexerConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import FAMILIES
 from tests.hf_models import CASES, oracle
@@ -394,6 +394,84 @@ def test_the_published_config_of_glm_4_7_flash_and_its_dense_layers_by_either_ke
     assert checked_model_from_hf(by_types) == model
 
 
+PUBLISHED_GLM_5: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "first_k_dense_replace": 3,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
+
+def test_the_published_config_of_glm_5() -> None:
+    model = checked_model_from_hf(PUBLISHED_GLM_5)
+    assert model.indexer == IndexerConfig(topk=2048, heads=32, width=128)
+    assert (model.moe.first_dense_layers, model.mtp_layers, model.rope.theta) == (3, 1, 1e6)
+    assert model.mla == MLAConfig(
+        q_lora_rank=2048, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256
+    )
+
+
+def test_layers_of_glm_5_2_that_share_a_choice_by_a_list_a_pattern_or_numbers() -> None:
+    """As published: 21 of 78 layers have an indexer."""
+    full = {0, 1, *range(2, 78, 4)}
+    shared = tuple(layer for layer in range(78) if layer not in full)
+    ways: list[dict[str, Any]] = [
+        {"indexer_types": ["full" if layer in full else "shared" for layer in range(78)]},
+        {"index_topk_pattern": "".join("F" if layer in full else "S" for layer in range(78))},
+        {"index_topk_pattern": ["full" if layer in full else "shared" for layer in range(78)]},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3, "index_topk_pattern": None},
+    ]
+    for way in ways:
+        model = checked_model_from_hf(PUBLISHED_GLM_5 | way)
+        assert model.indexer.shared_layers == shared
+        assert transformers.GlmMoeDsaConfig(**PUBLISHED_GLM_5 | way).indexer_types == [
+            "shared" if layer in shared else "full" for layer in range(78)
+        ]
+
+
+def test_deepseek_v3_2_is_deepseek_v3_with_indexers() -> None:
+    plain = checked_model_from_hf(PUBLISHED_DEEPSEEK_V3)
+    published = {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+    indexer = IndexerConfig(topk=2048, heads=64, width=128)
+    wanted = plain.model_copy(update={"family": "deepseek_v32", "indexer": indexer})
+    assert checked_model_from_hf(PUBLISHED_DEEPSEEK_V3 | published) == wanted
+
+
 def test_the_bias_of_dots1_is_named_by_its_method_or_by_its_scores() -> None:
     config = oracle("dots1").config
     assert checked_model_from_hf(config | {"scoring_func": "noaux_tc"}) == checked_model_from_hf(
@@ -467,6 +545,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types="),
     ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 beside number of dense layers"),
     ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave=False"),
+    ("deepseek_v32", {"index_topk": None}, "lacks index_topk"),
+    ("deepseek_v32", {"index_topk": "8"}, "index_topk='8'; wanted a whole number"),
+    ("deepseek_v32", {"q_lora_rank": None}, "lacks q_lora_rank"),
+    (
+        "deepseek_v32",
+        {"index_head_dim": 4},
+        "model.indexer.width=4 is less than model.mla.qk_rope_head_dim=8",
+    ),
+    ("deepseek_v32", {"attention_dropout": 0.1}, "model.attention_dropout=0.1"),
+    ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave=False"),
+    ("glm_moe_dsa", {"indexer_types": ["full"] * 2}, "has 3 layers, of which each is full or shared"),
+    ("glm_moe_dsa", {"indexer_types": ["full", "some", "full"]}, "of which each is full or shared"),
+    ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "no choice before the first layer"),
     ("dots1", {"norm_topk_prob": None}, "norm_topk_prob=None"),
     ("dots1", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
     ("dots1", {"layer_types": ["sliding_attention"] * 3}, "layer_types="),

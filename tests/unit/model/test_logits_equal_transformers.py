@@ -22,6 +22,7 @@ from tests.hf_models import CASES, TOLERANCE, VOCAB, Oracle, Tensors, oracle, ra
 from tests.hf_weights import to_global
 
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_next-first-dense", "qwen3_5_moe_text", "qwen3_5_text")
+WITH_INDEXERS = ("deepseek_v32", "deepseek_v32-yarn", "glm_moe_dsa", "glm_moe_dsa-shared")
 SEEN = 1e-3
 """A mistake changes logits at least so much: fifty times the tolerance."""
 
@@ -81,6 +82,18 @@ def test_logits_of_gated_delta_nets_equal_those_of_transformers(case: str, one_r
     )
 
 
+@pytest.mark.parametrize("case", WITH_INDEXERS)
+def test_logits_over_chosen_keys_equal_those_of_transformers(case: str, one_rank: Mesh) -> None:
+    """At 1,500 positions: a query attends to 8 of them, and the scores are computed in three blocks of queries.
+
+    YaRN's frequencies are rounded to fp32 in two ways, by which the angles of far positions would change choices.
+    """
+    theirs = oracle(case)
+    length = 150 if case.endswith("yarn") else 1500
+    weights = to_global(theirs.tensors, theirs.ours)
+    assert distance_in_double(theirs, theirs.ours, weights, one_rank, length) <= 1e-5
+
+
 def moe(model: ModelConfig, **changes: object) -> ModelConfig:
     return model.model_copy(update={"moe": model.moe.model_copy(update=changes)})
 
@@ -91,6 +104,10 @@ def rope(model: ModelConfig, **changes: object) -> ModelConfig:
 
 def mla(model: ModelConfig, **changes: object) -> ModelConfig:
     return model.model_copy(update={"mla": model.mla.model_copy(update=changes)})
+
+
+def indexer(model: ModelConfig, **changes: object) -> ModelConfig:
+    return model.model_copy(update={"indexer": model.indexer.model_copy(update=changes)})
 
 
 WRONG_CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
@@ -125,6 +142,17 @@ WRONG_CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "theta of mistral": ("mistral", lambda m: rope(m, theta=1e6)),
     "whole heads of qwen3_next turned": ("qwen3_next", lambda m: rope(m, fraction=1.0)),
     "gates of qwen3_next not normalized": ("qwen3_next", lambda m: moe(m, normalize_top_k=False)),
+    "one key more": ("deepseek_v32", lambda m: indexer(m, topk=9)),
+    "one key less": ("glm_moe_dsa-shared", lambda m: indexer(m, topk=7)),
+    "all keys": ("glm_moe_dsa", lambda m: indexer(m, topk=1500)),
+    "halves of an index head as pairs": (
+        "deepseek_v32",
+        lambda m: m.model_copy(update={"family": "glm_moe_dsa"}),
+    ),
+    "pairs of an index head as halves": (
+        "glm_moe_dsa",
+        lambda m: m.model_copy(update={"family": "deepseek_v32"}),
+    ),
     "scaling factor dropped": ("deepseek_v3", lambda m: moe(m, routed_scaling=1.0)),
 }
 
@@ -332,6 +360,19 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
     "two fused experts swapped": (
         "gpt_oss",
         lambda t: replaced(t, "1.mlp.experts.down_proj", lambda w: w[[1, 0, 2, 3, 4, 5]]),
+    ),
+    "norm of index keys dropped": (
+        "deepseek_v32",
+        lambda t: replaced(t, "k_norm.weight", torch.ones_like),
+    ),
+    "bias of index keys dropped": ("deepseek_v32", lambda t: replaced(t, "k_norm.bias", torch.zeros_like)),
+    "weights of index heads reversed": (
+        "glm_moe_dsa",
+        lambda t: replaced(t, "weights_proj.weight", lambda w: w.flip(0)),
+    ),
+    "indexers of two layers swapped": (
+        "glm_moe_dsa-shared",
+        lambda t: swap(t, "layers.0.self_attn.indexer.", "layers.2.self_attn.indexer."),
     ),
     "rotary rows permuted": ("deepseek_v3", lambda t: replaced(t, "q_b_proj.weight", deinterleaved)),
 }

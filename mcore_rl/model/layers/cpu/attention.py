@@ -6,6 +6,7 @@ from mcore_rl.backend.cpu.attention import causal_attention
 from mcore_rl.backend.cpu.compiled import library
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.cache import KeyValueCache
+from mcore_rl.model.layers.indexed import IndexedAttention
 from mcore_rl.model.layers.packed import PackedParams
 
 
@@ -47,3 +48,7 @@ class CompiledAttention(SDPAttention):
             query_BND.new_empty(heads // groups * room),
         )
         return mixed
+
+
+class CompiledIndexedAttention(IndexedAttention, CompiledAttention):
+    """`IndexedAttention`, compiled for queries that attend to all earlier positions."""

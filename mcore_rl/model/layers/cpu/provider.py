@@ -5,7 +5,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_rl.backend.patches.versions import as_experts_entry
-from mcore_rl.model.layers.cpu.attention import CompiledAttention
+from mcore_rl.model.layers.cpu.attention import CompiledAttention, CompiledIndexedAttention
 from mcore_rl.model.layers.cpu.experts import CompiledExperts
 from mcore_rl.model.layers.cpu.linear import RoundedColumnLinear, RoundedOutputLayer, RoundedRowLinear
 from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm
@@ -18,6 +18,7 @@ class CpuSpecProvider(TorchSpecProvider):
 
     norm = CompiledRMSNorm
     attention = CompiledAttention
+    indexed_attention = CompiledIndexedAttention
     self_attention = FusedSelfAttention
 
     def __init__(self, config: TransformerConfig) -> None:

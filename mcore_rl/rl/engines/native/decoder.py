@@ -15,6 +15,7 @@ from mcore_rl.model.build import unwrap
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.cache import KeyValueCache, LayerCache, StepTokens
 from mcore_rl.model.layers.delta import GatedDeltaNet
+from mcore_rl.model.layers.indexed import IndexedAttention, IndexedCache
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
 from mcore_rl.rl.engines.native.scheduler import Copy
@@ -153,6 +154,9 @@ class Decoder:
         keys, values = (
             torch.zeros(*shape, groups, width, dtype=self._dtype, device=self.device) for width in widths
         )
+        if isinstance(core, IndexedAttention) and core.indexer is not None:
+            index_keys = keys.new_zeros(*shape, self._config.indexer.width)
+            return IndexedCache(keys, values, index_keys=index_keys)
         return KeyValueCache(keys, values)
 
     @contextmanager

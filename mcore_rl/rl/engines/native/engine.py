@@ -1,7 +1,7 @@
 """The native engine generates completions with the training modules, in their process and on their mesh."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import isnan
 from typing import Any
 
@@ -16,9 +16,12 @@ from mcore_rl.config.rl.engine import InProcessConfig
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.model.build import settle_weights
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
+from mcore_rl.model.layers.indexed import IndexedLatentAttention
+from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
 from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling, StopStrings, check_request
+from mcore_rl.rl.engines.native.chosen_keys import ChosenKeys, keeping_choices
 from mcore_rl.rl.engines.native.decoder import Decoder
 from mcore_rl.rl.engines.native.graphs import NextToken, StaticDecode, reason_against_graphs
 from mcore_rl.rl.engines.native.routes import gather_layers
@@ -81,6 +84,10 @@ class MegatronEngine(QuietEngine):
         self.why_no_graphs = "rl.engine.cuda_graphs=false" if config.cuda_graphs is False else against
         """Reason why steps are not CUDA graphs; None if they are."""
         self._has_fixed_shapes = self.why_no_graphs is None if has_fixed_shapes is None else has_fixed_shapes
+        # A training pass over a completion of one rank needs all of its positions here.
+        self._compares_choices = model.indexer.topk is not None and mesh.cp.size == 1
+        self._compared_version: int | None = None
+        self._overlap_2 = torch.zeros(2, dtype=torch.float64)
 
     def describe(self) -> list[str]:
         """Return a log line with the number of slots and how steps are computed."""
@@ -119,11 +126,18 @@ class MegatronEngine(QuietEngine):
             can_cut = "delta" not in self.model.mixers
             scheduler = Scheduler(drafts, num_slots, self._step_tokens, can_cut=can_cut)
             run = _Run(self, decoder, scheduler, sampling)
+            watched = self._watched(drafts, longest, decoder.device)
+            run.chosen_keys = watched
             if self._has_fixed_shapes:
                 captures = self.why_no_graphs is None
                 run.static = StaticDecode(run.compute, num_slots, longest, decoder.device, captures=captures)
-            while self._any_busy(run.scheduler.is_busy, decoder.device):
-                run.step()
+            with ExitStack() as stack:
+                if watched is not None:
+                    run.choosing = stack.enter_context(keeping_choices(self._chunks))
+                while self._any_busy(run.scheduler.is_busy, decoder.device):
+                    run.step()
+            if watched is not None:
+                self._overlap_2 += watched.overlap(self.mesh, decoder.token_multiple)
         if sampling.with_routes and self._gathers_routes:
             run.routes = gather_layers(drafts, run.routes, decoder.moe_layers, self.mesh.pp)
         made = {(draft.group, draft.index): run.completion(draft) for draft in drafts}
@@ -133,6 +147,29 @@ class MegatronEngine(QuietEngine):
             )
             for group, prompt in enumerate(prompts)
         ]
+
+    def take_metrics(self) -> list[Metric]:
+        """Collective over the world where the model has indexers: return how far training chooses the same keys."""
+        if not self._compares_choices:
+            return []
+        device = next(self._chunks[0].parameters()).device
+        overlap_2 = self._overlap_2.to(device)
+        dist.all_reduce(overlap_2, group=self.mesh.world.group)
+        self._overlap_2 = torch.zeros(2, dtype=torch.float64)
+        same, count = overlap_2.tolist()
+        return [Metric("routes/index_overlap", same, count)] if count else []
+
+    def _watched(self, drafts: Sequence[Draft], longest: int, device: torch.device) -> ChosenKeys | None:
+        """Collective over the world where replicas share experts: return the watch over the first completion; None
+        where none is long enough, and after the first call since the weights were updated.
+        """
+        topk = self.model.indexer.topk
+        if topk is None or not self._compares_choices or self._compared_version == self.policy_version:
+            return None
+        if not self._any_busy(longest > topk, device):
+            return None
+        self._compared_version = self.policy_version
+        return ChosenKeys(self._chunks, drafts[0] if drafts else None, longest, topk)
 
     def _any_busy(self, is_busy: bool, device: torch.device) -> bool:
         """Whether this replica, or any replica that it shares experts with, has unfinished completions."""
@@ -155,12 +192,18 @@ class _Run:
         self.routes: dict[Draft, Tensor] = {}
         self.static: StaticDecode | None = None
         """Computes steps without prompts in fixed shapes; None: all steps are computed in the same way."""
+        self.chosen_keys: ChosenKeys | None = None
+        """Watch over the choices of keys of a completion."""
+        self.choosing: list[IndexedLatentAttention] = []
+        """The layers that make these choices."""
 
     def step(self) -> None:
         """Compute a step of the schedule, append the drawn tokens, and remove the finished completions."""
         step = self.scheduler.next_step()
         self._decoder.copy(step.copies)
-        if self.static is not None and step.num_decode and not step.spans:
+        watched = self.chosen_keys.rows(step, self.scheduler.active) if self.chosen_keys is not None else {}
+        # A graph would not show its choices.
+        if self.static is not None and step.num_decode and not step.spans and not watched:
             active = self.scheduler.active
             drawn = self._read(
                 self.static.step([NextToken(*row, active[row.slot].seed) for row in step.rows])
@@ -168,6 +211,8 @@ class _Run:
         else:
             drawn_4B = self.compute(*self._tokens(step))
             drawn = self._read(drawn_4B) if step.drawing else [[], [], [], []]
+        if watched and self.chosen_keys is not None:
+            self.chosen_keys.add(watched, [layer.kept_choice for layer in self.choosing])
         self.scheduler.computed(step)
         self._decoder.copy(step.branches)
         finished = [

@@ -68,7 +68,7 @@ def test_a_model_computes_what_it_does_with_torchs_layers(
     found, found_gradients = logits_and_gradients(compiled, tokens_BS, lengths)
     assert len(calls) == (TINY[family].num_layers if family in FUSED else 0)
     kinds = {type(module) for module in compiled.modules()}
-    assert {CompiledRMSNorm, CompiledAttention} <= kinds
+    assert CompiledRMSNorm in kinds and any(issubclass(kind, CompiledAttention) for kind in kinds)
     assert (CompiledExperts in kinds) == TINY[family].is_moe
     # Gated delta nets amplify the rounding of all layers before them.
     times = 300 if "delta" in TINY[family].mixers else 1

@@ -1,0 +1,315 @@
+"""Latent attention over the keys that an indexer chooses (arXiv 2512.02556), and layers that share a choice.
+
+The choice of a layer travels as its attention mask, which the core attention reads: recomputation saves the mask with
+the layer's other inputs, so that it has the choice of its own microbatch. For layers that share a choice, the model's
+attention mask is a tensor with room for the choices of a pass, which full recomputation keeps too.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+from mcore_rl.backend.transfer import to_device
+from mcore_rl.model.layers.attention import SDPAttention, lengths_of
+from mcore_rl.model.layers.cache import KeyValueCache, StepTokens
+from mcore_rl.model.layers.indexer import (
+    Indexed,
+    Indexer,
+    Segment,
+    best,
+    blocks,
+    causal,
+    choose,
+    chosen_mask,
+    segments,
+)
+from mcore_rl.model.layers.linear import LatentAttention
+from mcore_rl.model.layers.packed import gathered_order
+
+
+@dataclass(slots=True)
+class IndexedCache(KeyValueCache):
+    """The cache of attention in a layer with an indexer."""
+
+    index_keys: Tensor = field(kw_only=True)
+    """Index keys `[slots, S, D]`."""
+
+    def copy(self, source: int, targets: slice, length: int) -> None:
+        """Give the first `length` positions of a slot to others."""
+        KeyValueCache.copy(self, source, targets, length)
+        self.index_keys[targets, :length] = self.index_keys[source, :length]
+
+
+class IndexedAttention(SDPAttention):
+    """Attention over chosen keys, where there is a choice; the scores of other keys are computed and left out."""
+
+    indexer: Indexer | None
+    """Set by the layer; None in a layer that shares another's choice."""
+    topk: int
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return what `SDPAttention` does; `attention_mask` is the choice `[s, B, topk]`, or None to attend to all."""
+        if attention_mask is None:
+            return super().forward(query, key, value, None, attn_mask_type, **options)
+        if self.cache is not None:
+            return self._cached_chosen(query, key, value, attention_mask, self.cache)
+        packed, ranks = options.get("packed_seq_params"), self.cp_group.size()
+        if packed is not None:
+            query, key, value = query[:, None], key[:, None], value[:, None]
+        lengths = self.lengths(packed, len(query))
+        if ranks > 1:
+            key, value = self._gathered(key, value, self.order(lengths, key.device))
+        parts = list(segments(lengths, self.cp_group.rank(), ranks))
+        mixed = self._chosen(query, key, value, attention_mask, parts)
+        return mixed[:, 0].flatten(1) if packed is not None else mixed.flatten(2)
+
+    def lengths(self, packed: PackedSeqParams | None, num_tokens: int) -> tuple[int, ...]:
+        """Return the lengths, over all context-parallel ranks, of the sequences in rows of this rank's `num_tokens`."""
+        ranks = self.cp_group.size()
+        if packed is None:
+            return (num_tokens * ranks,)
+        return lengths_of(packed, num_tokens * ranks, 2 * ranks if ranks > 1 else 1)
+
+    def order(self, lengths: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return the index of each position in the ranks' parts laid end to end."""
+        return _order(lengths, self.cp_group.size(), device)
+
+    def _chosen(
+        self, query: Tensor, key: Tensor, value: Tensor, choice: Tensor, parts: list[Segment]
+    ) -> Tensor:
+        """Return the output `[s, B, N, Dv]` of queries of these segments."""
+        mixed = []
+        for begin, end, first, stop in parts:
+            queries, keys, values, chosen = (
+                query[begin:end],
+                key[first:stop],
+                value[first:stop],
+                choice[begin:end],
+            )
+            cut = list(blocks(end - begin, stop - first, self.topk))
+            num_all = cut[0].begin if cut else end - begin
+            if num_all:
+                seen = stop - first - (end - begin) + num_all
+                mixed.append(self._prefix(queries[:num_all], keys[:seen], values[:seen]))
+            for block in cut:
+                operands = (
+                    queries[block.begin : block.end],
+                    keys[: block.stop],
+                    values[: block.stop],
+                    chosen[block.begin : block.end],
+                )
+                # The mask of a block would be kept for the backward pass: more than indices for most lengths.
+                is_trained = torch.is_grad_enabled()
+                mixed.append(
+                    checkpoint(self._block, False, *operands) if is_trained else self._block(*operands)
+                )
+        return torch.cat(mixed)
+
+    def _block(self, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+        visible = causal(len(query), len(key), key.device)
+        return self._attend(query, key, value, chosen_mask(chosen, visible[:, None]))
+
+    def _cached_chosen(
+        self, query: Tensor, key: Tensor, value: Tensor, choice: Tensor, cache: KeyValueCache
+    ) -> Tensor:
+        """Return the output `[T, 1, N * Dv]` of a step's tokens, zeros for padding."""
+        step, num_decode = cache.step, cache.step.num_decode
+        where = step.slots_T, step.positions_T
+        cache.keys[where], cache.values[where] = key[:, 0], value[:, 0]
+        mixed = query.new_zeros(*query.shape[:3], value.shape[3])
+        if num_decode and step.longest <= self.topk:
+            mixed[:num_decode, 0] = self._newest(query[:num_decode, 0], cache)
+        elif num_decode:
+            keys, values = (
+                kv[:num_decode, : step.longest].transpose(0, 1) for kv in (cache.keys, cache.values)
+            )
+            mask = chosen_mask(choice[:num_decode].transpose(0, 1), _seen(step))
+            mixed[:num_decode, 0] = self._attend(query[:num_decode].transpose(0, 1), keys, values, mask)[0]
+        for begin, end, slot, stop in step.spans:
+            whole = [Segment(0, end - begin, 0, stop)]
+            keys, values = cache.keys[slot, :stop, None], cache.values[slot, :stop, None]
+            mixed[begin:end] = self._chosen(query[begin:end], keys, values, choice[begin:end], whole)
+        return mixed.flatten(2)
+
+
+class IndexedLatentAttention(LatentAttention):
+    """Latent attention over the keys that its indexer chooses, or over those that another layer's has chosen."""
+
+    def __init__(self, *args: Any, has_indexer: bool, slot: int | None, **kwargs: Any) -> None:
+        """Make the layer.
+
+        Args:
+            *args: Megatron's arguments.
+            has_indexer: Whether the layer makes a choice; otherwise it takes the one in `slot`.
+            slot: Index of the choice among the shared choices of the chunk; None: no layer shares it.
+            **kwargs: Megatron's further arguments.
+        """
+        super().__init__(*args, **kwargs)
+        assert has_indexer or slot is not None, "a layer without an indexer shares a choice"
+        self.slot = slot
+        self.keeps_choice = False
+        """Whether `kept_choice` is set by each forward pass."""
+        self.kept_choice: Tensor | None = None
+        """The choice of the last pass, `[S, B, topk]`; None: there was none."""
+        core = self.core_attention
+        core.topk = self.config.indexer.topk
+        core.indexer = Indexer(self.config, self.tp_group) if has_indexer else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output `[s, B, hidden]` of hidden states of that shape, and no bias.
+
+        Args:
+            hidden_states: This rank's positions.
+            attention_mask: Room for the choices that layers share, of `IndexedBlock`.
+            packed_seq_params: The sequences of a packed row.
+            **options: Megatron's further arguments of attention.
+        """
+        if self.core_attention.indexer is None:
+            choice = None if attention_mask is None else attention_mask[self.slot]
+        else:
+            choice = self._choice(hidden_states, packed_seq_params)
+            self.kept_choice = choice if self.keeps_choice else None
+            if choice is not None and self.slot is not None:
+                assert attention_mask is not None, "the block makes room where there is a choice"
+                # As data: a pass that is computed again writes the same once more, which autograd need not know.
+                attention_mask.data[self.slot] = choice
+                choice = attention_mask[self.slot]
+        output: tuple[Tensor, Tensor | None] = super().forward(
+            hidden_states, choice, packed_seq_params=packed_seq_params, **options
+        )
+        return output
+
+    @torch.no_grad()
+    def _choice(self, hidden: Tensor, packed: PackedSeqParams | None) -> Tensor | None:
+        """Collective over the tensor- and context-parallel groups: return the choice `[S, B, topk]` of all positions of
+        this context-parallel rank; None where each query attends to all keys.
+        """
+        core, tp = self.core_attention, self.tp_group.size() if self.config.sequence_parallel else 1
+        lengths = core.lengths(packed, len(hidden) * tp)
+        if core.cache is None and max(lengths) <= core.topk:
+            return None
+        latent = self.q_layernorm(self.linear_q_down_proj(hidden)[0])
+        keys, weights = core.indexer.keys_and_weights(hidden)
+        if tp > 1:
+            latent, keys, weights = (
+                gather_from_sequence_parallel_region(part, group=self.tp_group)
+                for part in (latent, keys, weights)
+            )
+        if core.cache is not None:
+            return self._cached_choice(core.indexer(latent, keys, weights, *self._table(0)), core.cache)
+        rank, ranks = core.cp_group.rank(), core.cp_group.size()
+        angles, factor = self._table(max(lengths))
+        at = _positions(lengths, rank, ranks, latent.device)
+        indexed = core.indexer(latent, keys, weights, angles[at], factor)
+        all_keys = indexed.key
+        if ranks > 1:
+            gathered = gather_from_sequence_parallel_region(all_keys.contiguous(), group=core.cp_group)
+            all_keys = gathered.index_select(0, core.order(lengths, latent.device))
+        return choose(indexed, all_keys, list(segments(lengths, rank, ranks)), core.topk)
+
+    def _cached_choice(self, indexed: Indexed, cache: IndexedCache) -> Tensor | None:
+        """Return the choice `[T, 1, topk]` of a step's tokens, and put their index keys into the cache."""
+        step, topk, index_keys = cache.step, self.core_attention.topk, cache.index_keys
+        index_keys[step.slots_T, step.positions_T] = indexed.key[:, 0]
+        if not is_choosing(step, topk):
+            return None
+        choice = torch.zeros(len(indexed.query), 1, topk, dtype=torch.int32, device=index_keys.device)
+        count = step.num_decode
+        if count and step.longest > topk:
+            # Slots are rows of one query each.
+            query, weight = (part[:count].transpose(0, 1) for part in (indexed.query, indexed.weight))
+            keys = index_keys[:count, : step.longest].transpose(0, 1)
+            choice[:count] = best(query, keys, weight, _seen(step), topk).transpose(0, 1)
+        for begin, end, slot, stop in step.spans:
+            of_span = Indexed(*(part[begin:end] for part in indexed))
+            whole = [Segment(0, end - begin, 0, stop)]
+            choice[begin:end] = choose(of_span, index_keys[slot, :stop, None], whole, topk)
+        return choice
+
+    def _table(self, length: int) -> tuple[Tensor, float]:
+        """Return the angles of positions up to `length`, or of a step's tokens, and the factor on what they turn."""
+        table = self.rotary_pos_emb(length, packed_seq=True)
+        return table if isinstance(table, tuple) else (table, 1.0)
+
+
+class IndexedBlock(TransformerBlock):
+    """Megatron's block of layers, some of which share a choice of keys: it makes room for the choices of each pass."""
+
+    def forward(
+        self,
+        hidden_states: Tensor | None,
+        attention_mask: Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return what Megatron's block does; attention is causal, without a mask of the caller's."""
+        assert attention_mask is None, "attention over chosen keys is causal"
+        # Behind the first stage Megatron's schedule has set the input before.
+        room = self._room(hidden_states if self.pre_process else self.input_tensor, packed_seq_params)
+        return super().forward(hidden_states, room, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _room(self, tokens: Any, packed: PackedSeqParams | None) -> Tensor | None:
+        """Return room for the chunk's shared choices, int32 `[slots, S, B, topk]`; None where none is made."""
+        attentions = [layer.self_attention for layer in self.layers]
+        num_slots = 1 + max((each.slot for each in attentions if each.slot is not None), default=-1)
+        if not num_slots:
+            return None
+        core, topk = attentions[0].core_attention, self.config.indexer.topk
+        num_tokens = len(tokens) * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
+        if core.cache is not None:
+            has_choice = is_choosing(core.cache.step, topk)
+        else:
+            has_choice = max(core.lengths(packed, num_tokens)) > topk
+        if not has_choice:
+            return None
+        return torch.empty(
+            num_slots, num_tokens, tokens.shape[1], topk, dtype=torch.int32, device=tokens.device
+        )
+
+
+def is_choosing(step: StepTokens, topk: int) -> bool:
+    """Return whether a token of the step sees more keys than are chosen."""
+    longest = step.longest if step.num_decode else 0
+    return max((longest, *(span.stop for span in step.spans))) > topk
+
+
+def _seen(step: StepTokens) -> Tensor:
+    """Return which keys each decoding slot sees, bool `[1, num_decode, longest]`."""
+    return step.visible(None)[:, 0, 0][None]
+
+
+@lru_cache(8)
+def _order(lengths: tuple[int, ...], ranks: int, device: torch.device) -> Tensor:
+    """Return `gathered_order`, which all layers of a pass share."""
+    return to_device(gathered_order(lengths, ranks), device)
+
+
+@lru_cache(8)
+def _positions(lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device) -> Tensor:
+    """Return the position, in its sequence, of each of this rank's tokens."""
+    at = torch.cat([torch.arange(length) for length in lengths])
+    if ranks > 1:
+        at = at[gathered_order(lengths, ranks).argsort()].chunk(ranks)[rank]
+    return to_device(at, device)

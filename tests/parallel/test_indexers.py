@@ -1,0 +1,75 @@
+"""Attention over chosen keys computes one rank's gradients on any mesh: in fp64, where rounding changes no choice."""
+
+import functools
+
+import pytest
+import torch
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig
+from tests.double import gradients
+from tests.parallel.parity import Tensors, assembled, config_of, largest, random_weights, relative_errors
+from tests.parallel.test_parity import assert_trains_as_one_rank
+from tests.ranks import run_ranks
+from tests.tiny_models import TINY
+
+ROWS, PACKED = (), (64, 8, 72, 24, 32)
+"""Two rows of 64 positions, or one row of several sequences; 8 keys are chosen, which is all that one of them has."""
+MESHES = {"tp2": MeshConfig(tp=2), "cp2": MeshConfig(cp=2), "tp2-cp2": MeshConfig(tp=2, cp=2)}
+FULL = PlatformConfig(layers="torch", recompute="full")
+
+
+def model_of(family: str) -> ModelConfig:
+    """Three layers, so that one shares a choice between two that make it; no balance loss."""
+    tiny = TINY[family]
+    moe = tiny.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0})
+    shared = (1,) if tiny.indexer.shared_layers else ()
+    indexer = tiny.indexer.model_copy(update={"shared_layers": shared})
+    return tiny.model_copy(update={"num_layers": 3, "moe": moe, "indexer": indexer})
+
+
+def tokens(lengths: tuple[int, ...]) -> torch.Tensor:
+    shape = (1, sum(lengths)) if lengths else (2, 64)
+    return torch.randint(0, 120, shape, generator=torch.Generator().manual_seed(2))
+
+
+@functools.cache
+def initial(family: str) -> Tensors:
+    return random_weights(config_of(model_of(family), MeshConfig()))
+
+
+@functools.cache
+def on_one_rank(family: str, lengths: tuple[int, ...]) -> Tensors:
+    model = model_of(family)
+    return assembled(run_ranks(gradients, 1, MeshConfig(), model, initial(family), tokens(lengths), lengths))
+
+
+@pytest.mark.matrix("deepseek_v32-tp2-cp2-packed", "glm_moe_dsa-tp2-cp2-rows")
+@pytest.mark.parametrize(
+    ("family", "mesh", "lengths"),
+    [
+        pytest.param(family, mesh, lengths, id=f"{family}-{mesh}-{'packed' if lengths else 'rows'}")
+        for family in ("deepseek_v32", "glm_moe_dsa")
+        for mesh in MESHES
+        for lengths in (ROWS, PACKED)
+    ],
+)
+def test_gradients_are_those_of_one_rank(family: str, mesh: str, lengths: tuple[int, ...]) -> None:
+    on, model = MESHES[mesh], model_of(family)
+    ranks = run_ranks(gradients, on.smallest_world, on, model, initial(family), tokens(lengths), lengths)
+    errors = relative_errors(assembled(ranks), on_one_rank(family, lengths))
+    assert max(errors.values()) <= 1e-12, largest(errors)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layers_that_are_computed_again_share_the_choice_of_their_own_microbatch(layers: int) -> None:
+    """With full recomputation on two stages, where several microbatches wait for their backward passes."""
+    platform = FULL.model_copy(update={"recompute_layers": layers})
+    assert_trains_as_one_rank(TINY["glm_moe_dsa"], MeshConfig(pp=2), platform)
+
+
+@pytest.mark.parametrize("modules", [("core_attn",), ("mla_up_proj", "layernorm")])
+def test_selective_recomputation_changes_nothing(modules: tuple[str, ...]) -> None:
+    platform = PlatformConfig(layers="torch", recompute="selective", recompute_modules=modules)
+    assert_trains_as_one_rank(TINY["glm_moe_dsa"], MeshConfig(), platform)
