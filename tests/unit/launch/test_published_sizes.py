@@ -12,7 +12,11 @@ from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.load import load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.families.same_model import model_changes
-from tests.unit.families.test_hf_config import PUBLISHED_DEEPSEEK_V3, PUBLISHED_MINIMAX_M2
+from tests.unit.families.test_hf_config import (
+    PUBLISHED_DEEPSEEK_V3,
+    PUBLISHED_GLM_5,
+    PUBLISHED_MINIMAX_M2,
+)
 from tests.unit.launch.conftest import ROOT
 
 QWEN3: dict[str, Any] = {
@@ -36,6 +40,7 @@ QWEN3: dict[str, Any] = {
 }
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": PUBLISHED_DEEPSEEK_V3,
+    "glm_5": PUBLISHED_GLM_5,
     "llama3_8b": {
         "model_type": "llama",
         "attention_bias": False,
