@@ -138,6 +138,38 @@ def test_gated_delta_nets_learn_under_the_routes_of_the_engine(rl_file: Path, tm
     assert mismatches and max(mismatches) <= 1e-4, mismatches
 
 
+INDEXED = (
+    "model.family=deepseek_v32",
+    "model.mla.q_lora_rank=32",
+    "model.mla.kv_lora_rank=32",
+    "model.mla.qk_nope_head_dim=16",
+    "model.mla.qk_rope_head_dim=16",
+    "model.mla.v_head_dim=16",
+    "model.indexer.topk=3",
+    "model.indexer.heads=4",
+    "model.indexer.width=16",
+    "model.moe.expert_bias=true",
+    "model.moe.expert_bias_rate=0",
+)
+
+
+def test_attention_over_chosen_keys_learns_and_training_chooses_the_keys_of_the_engine(
+    rl_file: Path, tmp_path: Path
+) -> None:
+    """Samples are longer than the three keys that a query attends to."""
+    words = [rl_file, *INDEXED, "replay.kind=r3", "checkpoint.interval=none"]
+    found = run_main("mcore_rl.run.programs.rl", words, 2)
+    assert found.returncode == 0, found.stderr
+    names = ("reward/mean", "rollout/mismatch_kl_nats", "routes/index_overlap")
+    steps = computed(tmp_path / "rl", names)
+    of = {name: [numbers[name] for numbers in steps.values() if name in numbers] for name in names}
+    rewards = of["reward/mean"]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
+    assert of["rollout/mismatch_kl_nats"] and max(of["rollout/mismatch_kl_nats"]) <= 1e-4
+    overlaps = of["routes/index_overlap"]
+    assert len(overlaps) >= len(rewards) - 1 and min(overlaps) >= 0.99, overlaps
+
+
 def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Path, tmp_path: Path) -> None:
     straight = run_main("mcore_rl.run.programs.rl", [rl_file, "checkpoint.interval=none"], 2)
     assert straight.returncode == 0, straight.stderr

@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": EVEN,
     "qwen3_next": TWO_GROUPS,
     "deepseek_v32": EVEN,
-    "glm_moe_dsa": EVEN | {"indexer_types": ["full", "shared", "full", "shared"]},
+    "glm_moe_dsa": EVEN | {"index_topk_freq": 2, "index_skip_topk_offset": 1},
 }
 """A family a line: a case of tests/hf_models.py, and what makes it fit the meshes. Experts: 6, of deepseek 8."""
 Converted = dict[str, tuple[ModelConfig, Path]]

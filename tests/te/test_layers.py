@@ -35,6 +35,9 @@ REFUSED = {
 REFUSED |= {
     name: f"{name} has gated delta nets" for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")
 }
+REFUSED |= {
+    name: f"{name} attends to keys that an indexer chooses" for name in ("deepseek_v32", "glm_moe_dsa")
+}
 """Families that TransformerEngine's layers cannot compute, and the message."""
 MODELS = TINY | {
     "deepseek_v3 with MTP": TINY["deepseek_v3"].model_copy(update={"mtp_layers": 1}),
