@@ -62,11 +62,13 @@ def test_gradients_are_those_of_one_rank(family: str, mesh: str, lengths: tuple[
     assert max(errors.values()) <= 1e-12, largest(errors)
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_layers_that_are_computed_again_share_the_choice_of_their_own_microbatch(layers: int) -> None:
-    """With full recomputation on two stages, where several microbatches wait for their backward passes."""
+@pytest.mark.parametrize(("layers", "pp"), [(1, 1), (1, 2), (2, 2)])
+def test_layers_that_are_computed_again_share_the_choice_of_their_own_microbatch(
+    layers: int, pp: int
+) -> None:
+    """With full recomputation: on one stage of several choices, and on two, where microbatches wait for each other."""
     platform = FULL.model_copy(update={"recompute_layers": layers})
-    assert_trains_as_one_rank(TINY["glm_moe_dsa"], MeshConfig(pp=2), platform)
+    assert_trains_as_one_rank(TINY["glm_moe_dsa"], MeshConfig(pp=pp), platform)
 
 
 @pytest.mark.parametrize("modules", [("core_attn",), ("mla_up_proj", "layernorm")])

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from mcore_rl.config.lora import LoraConfig
-from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
+from mcore_rl.config.model import IndexerConfig, MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.obs.performance import speed_metrics
 from mcore_rl.plan.adapters import active_adapters
@@ -203,3 +203,18 @@ def test_speed_of_one_rank_is_the_mean_over_steps():
 def test_without_a_peak_there_is_no_mfu():
     found = {one.name for one in speed_metrics(1000, 2.0, num_ranks=4, flops_per_token=1e9, peak_flops=None)}
     assert found == {"train/step_s", "train/tokens_per_s_per_rank", "train/model_tflops_per_rank"}
+
+
+def test_queries_attend_to_chosen_keys_and_an_indexer_has_no_backward_pass():
+    """By hand for 24 tokens of which 8 keys are chosen: 8 queries see 4 keys in the mean, the others 8."""
+    plain, _ = deepseek(24)
+    shape = IndexerConfig(topk=8, heads=5, width=7, shared_layers=(1,))
+    model = plain.model_copy(update={"family": "glm_moe_dsa", "indexer": shape})
+    seen = (8 * 4 + 16 * 8) / 24
+    before, found = (forward_flops_per_token(one, 24) for one in (plain, model))
+    assert found["attention_scores"] == pytest.approx(before["attention_scores"] * seen / 12)
+    # Two layers have one: queries of the latent, a key and its weights of the hidden state, half of the scores.
+    indexer = 2 * 2 * (24 * 5 * 7 + 32 * (7 + 5) + 12 * 5 * 7)
+    assert found["indexer"] == indexer
+    assert train_flops_per_token(model, 24) == pytest.approx(3 * sum(found.values()) - 2 * indexer)
+    assert forward_flops_per_token(model, 8) == forward_flops_per_token(plain, 8)

@@ -54,3 +54,20 @@ def test_a_reference_that_is_never_refreshed_is_named(rollouts: int, is_named: b
     assert config.updates_per_rollout == 2
     found = [line for line in warnings_of(config) if "reference_refresh_rollouts" in line]
     assert len(found) == is_named
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_named"),
+    [
+        (["rl.engine.kind=vllm", "model.indexer.topk=63"], True),
+        (["rl.engine.kind=vllm", "model.indexer.topk=64"], False),
+        (["rl.engine.kind=native", "model.indexer.topk=63"], False),
+        (["rl.engine.kind=vllm"], False),
+    ],
+)
+def test_servers_that_choose_other_keys_are_named(overrides: list[str], is_named: bool) -> None:
+    words = ["rl.prompts.max_tokens=40", "rl.rollout.max_new_tokens=24", "model.moe.balance=none"]
+    config = load_config(RlRunConfig, Path("tiny_moe/grpo"), [*ALONE, *words, *overrides])
+    found = [line for line in warnings_of(config) if "servers choose by kernels of their own" in line]
+    assert len(found) == is_named
+    assert not found or "samples have up to 64 tokens, of which indexers choose 63" in found[0]
