@@ -81,6 +81,14 @@ def test_gated_delta_nets_resume_on_other_meshes(tmp_path: Path) -> None:
         assert moved.losses == pytest.approx({step: stayed.losses[step] for step in (3, 4)}, rel=3e-6), name
 
 
+def test_indexers_which_no_optimizer_holds_resume_on_other_meshes(tmp_path: Path) -> None:
+    model = TINY["glm_moe_dsa"]
+    stayed = run(config_of(tmp_path / "stayed", model, MeshConfig(tp=2, ep=2)), until=4, save_at=[2])
+    for name, mesh in {"pp2": MeshConfig(pp=2), "cp2": MeshConfig(cp=2)}.items():
+        moved = run(config_of(tmp_path / name, model, mesh, load=str(tmp_path / "stayed")), until=4)
+        assert moved.losses == pytest.approx({step: stayed.losses[step] for step in (3, 4)}, rel=1e-6), name
+
+
 def test_a_pipeline_stage_without_experts_can_be_left_and_entered(tmp_path: Path) -> None:
     """Its optimizer of the experts is empty, yet rank 0's is the one that Megatron saves as common to all."""
     staged = run(config_of(tmp_path / "a", SMALL_DEEPSEEK, MeshConfig(pp=2)), until=4, save_at=[2])

@@ -53,6 +53,7 @@ MESHES = {
 }
 MODELS = dict(TINY)
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})
+MODELS["deepseek_v32-mtp"] = MODELS["deepseek_v32"].model_copy(update={"mtp_layers": 1})
 REPRESENTATIVE = ("tp2-ep2", "tp2-etp2", "pp2-vpp2", "cp2", "tp2-pp2-vpp2")
 CASES = [("qwen3_moe", mesh) for mesh in MESHES if "shared" not in mesh] + [
     (model, mesh) for model in ("deepseek_v3", "mixtral") for mesh in REPRESENTATIVE
@@ -66,6 +67,7 @@ CASES += [("minimax_m2", "tp2-ep2"), ("minimax_m2", "pp2-vpp2"), ("minimax_m2", 
 CASES += [(model, "tp2-ep2") for model in ("glm4_moe_lite", "dots1", "solar_open")]
 CASES += [("seed_oss", "tp2"), ("mistral", "tp2")]
 CASES += [("deepseek_v32", mesh) for mesh in ("tp2-ep2", "pp2-vpp2", "cp2")]
+CASES += [("deepseek_v32-mtp", mesh) for mesh in ("tp2", "cp2")]
 CASES += [("glm_moe_dsa", mesh) for mesh in ("pp2", "tp2-pp2", "pp2-ep2")]
 # Tensor and context parallelism change the order of sums, which gated delta nets amplify: see test_delta_nets.py.
 CASES += [("qwen3_next", mesh) for mesh in ("ep2", "pp2-vpp2", "pp2-ep2")] + [("qwen3_5_text", "pp2")]

@@ -203,6 +203,7 @@ def variants() -> dict[str, ModelConfig]:
         found[f"{name}-awkward"] = tiny.model_copy(update=odd | {"tied_embeddings": not tiny.tied_embeddings})
     deepseek = found["deepseek_v3"]
     found["deepseek_v3-mtp"] = deepseek.model_copy(update={"mtp_layers": 2})
+    found["glm_moe_dsa-mtp"] = found["glm_moe_dsa"].model_copy(update={"mtp_layers": 1})
     found["deepseek_v3-alike"] = deepseek.model_copy(
         update={
             "moe": deepseek.moe.model_copy(update={"first_dense_layers": 0}),
