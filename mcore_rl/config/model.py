@@ -258,8 +258,8 @@ class ModelConfig(Section):
 
     @cached_property
     def mtp_kind(self) -> LayerKind:
-        """The kind of the transformer layers inside MTP layers: they have attention, with an indexer of their own if the
-        model has indexers, and experts if the last layer has.
+        """The kind of the transformer layers inside MTP layers: they have attention, with an indexer if the model has
+        any, and experts if the last layer has.
         """
         return LayerKind("attention" if self.indexer.topk is None else "indexed", self.moe_layers[-1])
 

@@ -1,4 +1,4 @@
-"""GLM-5 to GLM-5.2: DeepSeek-V3.2's attention, whose layers may share the choice of keys (arXiv 2603.12201)."""
+"""GLM-5 to GLM-5.2: DeepSeek-V3.2's attention; layers may share the choice of keys (arXiv 2603.12201)."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -235,7 +235,7 @@ def latent(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
 
 
 def indexer(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
-    """Yield the rules of the indexer of a layer that has one; the keys are those of Megatron's own layer."""
+    """Yield the rules of a layer's indexer, if it has one; the keys are named as in Megatron's own layer."""
     key, name = "self_attention.core_attention.indexer.", "self_attn.indexer."
     heads, width = model.indexer.heads, model.indexer.width
     rank = model.mla.q_lora_rank or model.hidden_size

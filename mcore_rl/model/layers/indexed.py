@@ -42,7 +42,7 @@ class IndexedCache(KeyValueCache):
     """Index keys `[slots, S, D]`."""
 
     def copy(self, source: int, targets: slice, length: int) -> None:
-        """Give the first `length` positions of a slot to others."""
+        """Copy the first `length` positions of slot `source` to the slots `targets`."""
         KeyValueCache.copy(self, source, targets, length)
         self.index_keys[targets, :length] = self.index_keys[source, :length]
 
@@ -248,7 +248,7 @@ class IndexedLatentAttention(LatentAttention):
         return choice
 
     def _table(self, length: int) -> tuple[Tensor, float]:
-        """Return the angles of positions up to `length`, or of a step's tokens, and the factor on what they turn."""
+        """Return angles of positions up to `length`, or of a step's tokens, and the factor on the turned numbers."""
         table = self.rotary_pos_emb(length, packed_seq=True)
         return table if isinstance(table, tuple) else (table, 1.0)
 

@@ -20,9 +20,9 @@ from mcore_rl.config.model import IndexerConfig
 from mcore_rl.model.layers.linear import ReplicatedLinear
 
 BLOCK = 512
-"""Queries whose scores are computed at once."""
+"""Number of queries with scores computed at a time."""
 HEADS_AT_ONCE = 4
-"""Heads whose products are in memory at once; their sums are then added in order, however many keys there are."""
+"""Number of heads with products in memory at a time; their sums are then added in order, for any number of keys."""
 NORM_EPS = 1e-6
 """Epsilon of the norm of index keys, which no config has."""
 
