@@ -228,7 +228,7 @@ TINY: dict[str, ModelConfig] = {
         mla=MLAConfig(
             q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
         ),
-        indexer=IndexerConfig(topk=8, heads=4, width=16),
+        indexer=IndexerConfig(top_k=8, heads=4, width=16),
         moe=MoEConfig(
             num_experts=8,
             top_k=4,
@@ -255,7 +255,7 @@ TINY: dict[str, ModelConfig] = {
         mla=MLAConfig(
             q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
         ),
-        indexer=IndexerConfig(topk=8, heads=4, width=16, shared_layers=(1, 3)),
+        indexer=IndexerConfig(top_k=8, heads=4, width=16, shared_layers=(1, 3)),
         moe=MoEConfig(
             num_experts=8,
             top_k=4,

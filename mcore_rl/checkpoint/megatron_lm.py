@@ -53,12 +53,12 @@ def model_args(model: ModelConfig) -> Namespace:
         settings["apply_layernorm_1p"] = True
     if "linear_attention_freq" in architecture:
         settings["experimental_attention_variant"] = "gated_delta_net"
-    if model.indexer.topk is not None:
+    if model.indexer.top_k is not None:
         settings |= {
             "experimental_attention_variant": "dsa",
             "dsa_indexer_n_heads": model.indexer.heads,
             "dsa_indexer_head_dim": model.indexer.width,
-            "dsa_indexer_topk": model.indexer.topk,
+            "dsa_indexer_topk": model.indexer.top_k,
         }
     return Namespace(**(settings | _positions(model, is_latent=family.is_latent) | architecture))
 
@@ -110,8 +110,8 @@ def _settings(args: Mapping[str, Any], model: ModelConfig, family: Family) -> It
     }
     if "delta" in model.mixers:
         names |= {f"linear_num_{part}_heads": f"delta.{part}_heads" for part in ("key", "value")}
-    if model.indexer.topk is not None:
-        names |= {"dsa_indexer_n_heads": "indexer.heads", "dsa_indexer_topk": "indexer.topk"}
+    if model.indexer.top_k is not None:
+        names |= {"dsa_indexer_n_heads": "indexer.heads", "dsa_indexer_topk": "indexer.top_k"}
     yield from ((field, args[name]) for name, field in names.items() if name in args)
     if "moe_router_topk_scaling_factor" in args:
         yield "moe.routed_scaling", args["moe_router_topk_scaling_factor"] or 1.0

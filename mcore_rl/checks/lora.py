@@ -84,7 +84,7 @@ def _layers(
         f'model.family="{model.family}": there are no adapters of gated delta nets and gated attention. Leave '
         "lora.rank out": family_of(model).has_output_gate,
         f'model.family="{model.family}": adapters of attention over chosen keys have not been compared with any '
-        "other. Leave lora.rank out": model.indexer.topk is not None,
+        "other. Leave lora.rank out": model.indexer.top_k is not None,
         'mesh.overlap_shared_experts=true and adapters in "shared_experts": Megatron takes the messages out of their '
         'linear layers. Set it to false, or leave "shared_experts" out of '
         "lora.targets": mesh.overlap_shared_experts and "shared_experts" in targets,

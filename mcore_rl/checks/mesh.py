@@ -118,7 +118,7 @@ def _shared_choices(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     begin = 0
     for count in mesh.chunk_layers(model.num_layers, model.mtp_layers)[:-1] if mesh.pp > 1 else ():
         begin += count
-        if begin < model.num_layers and model.mixers[begin] == "shared":
+        if 0 <= begin < model.num_layers and model.mixers[begin] == "shared":
             at = [str(layer) for layer, mixer in enumerate(model.mixers) if mixer == "indexed"]
             yield (
                 f"Layer {begin}, the first of a chunk of mesh.pp={mesh.pp} x mesh.vpp={mesh.vpp}, takes the keys that "

@@ -86,10 +86,10 @@ def _run_dir(run_dir: str) -> Iterator[str]:
 
 
 def _untrained_indexers(config: PretrainConfig) -> Iterator[str]:
-    topk, length = config.model.indexer.topk, config.data.seq_length
+    topk, length = config.model.indexer.top_k, config.data.seq_length
     if topk is not None and length > topk and config.checkpoint.load is None:
         yield (
-            f"data.seq_length={length} with model.indexer.topk={topk} and without checkpoint.load: indexers are not "
+            f"data.seq_length={length} with model.indexer.top_k={topk} and without checkpoint.load: indexers are not "
             "trained here (arXiv 2512.02556 trains them by a loss of their own), and random ones would choose the keys "
             f"of queries behind position {topk}. Set data.seq_length to {topk} or less, or checkpoint.load."
         )
@@ -399,7 +399,7 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
                     f'{setting} with model.family="{model.family}", whose gated delta nets are computed by torch, in '
                     'chunks. Set platform.layers="torch" and batch_invariant=false.'
                 )
-    if model.indexer.topk is not None:
+    if model.indexer.top_k is not None:
         for setting, is_set in {
             'platform.layers="te"': platform.layers == "te",
             "platform.batch_invariant=true": platform.batch_invariant,

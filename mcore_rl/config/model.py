@@ -96,7 +96,7 @@ class MLAConfig(Section):
 class IndexerConfig(Section):
     """The indexer of DeepSeek sparse attention (arXiv 2512.02556), which chooses the keys that a query attends to."""
 
-    topk: PositiveInt | None = None
+    top_k: PositiveInt | None = None
     """Number of keys that a query attends to; sequences up to this length attend as without an indexer; `none`: the
     model has no indexer."""
     heads: PositiveInt = 64
@@ -242,7 +242,7 @@ class ModelConfig(Section):
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
         """The mixer of each layer."""
-        if self.indexer.topk is not None:
+        if self.indexer.top_k is not None:
             shared = frozenset(self.indexer.shared_layers)
             return tuple("shared" if layer in shared else "indexed" for layer in range(self.num_layers))
         every = self.delta.full_every
@@ -261,7 +261,7 @@ class ModelConfig(Section):
         """The kind of the transformer layers inside MTP layers: they have attention, with an indexer if the model has
         any, and experts if the last layer has.
         """
-        return LayerKind("attention" if self.indexer.topk is None else "indexed", self.moe_layers[-1])
+        return LayerKind("attention" if self.indexer.top_k is None else "indexed", self.moe_layers[-1])
 
     @cached_property
     def all_kinds(self) -> frozenset[LayerKind]:

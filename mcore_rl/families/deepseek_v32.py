@@ -18,7 +18,7 @@ class DeepseekV32(DeepseekV3):
     other_model_types = ()
     hf_class = "DeepseekV32ForCausalLM"
     has_score_class = False
-    settings = (*DeepseekV3.settings, "indexer.topk")
+    settings = (*DeepseekV3.settings, "indexer.top_k")
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
@@ -27,7 +27,7 @@ class DeepseekV32(DeepseekV3):
         arguments = super().from_hf({**config, "first_k_dense_replace": first_dense_layers(config)})
         return arguments | {
             "indexer": {
-                "topk": needed(config, "index_topk"),
+                "top_k": needed(config, "index_topk"),
                 "heads": needed(config, "index_n_heads"),
                 "width": needed(config, "index_head_dim"),
                 "shared_layers": self.shared_layers(config),
@@ -38,7 +38,7 @@ class DeepseekV32(DeepseekV3):
         """Return the family's keys of config.json."""
         shape = model.indexer
         return super().to_hf(model) | {
-            "index_topk": shape.topk,
+            "index_topk": shape.top_k,
             "index_n_heads": shape.heads,
             "index_head_dim": shape.width,
         }
@@ -46,9 +46,9 @@ class DeepseekV32(DeepseekV3):
     def violations(self, model: ModelConfig) -> Iterator[str]:
         """Yield a sentence for each setting of indexers that the family has not."""
         shape, mla = model.indexer, model.mla
-        if shape.topk is None:
+        if shape.top_k is None:
             yield (
-                f'model.indexer.topk="none" with model.family="{model.family}": indexers choose so many keys for each '
+                f'model.indexer.top_k="none" with model.family="{model.family}": indexers choose so many keys for each '
                 "query. Set it to 2048, as in the published models."
             )
         if mla.q_lora_rank is None:

@@ -27,7 +27,7 @@ OPTIONAL_SETTINGS = (
     "rope.fraction",
     "sliding_window",
     "delta.full_every",
-    "indexer.topk",
+    "indexer.top_k",
     "moe.first_dense_layers",
     "moe.shared_experts",
     "moe.shared_ffn_hidden_size",

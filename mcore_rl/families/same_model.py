@@ -78,7 +78,7 @@ def _unused(model: ModelConfig, family: Family) -> Iterator[str]:
         yield "moe.shared_ffn_hidden_size"
     if (model.moe.num_groups or 1) == 1:
         yield "moe.top_groups"
-    if model.indexer.topk is None:
+    if model.indexer.top_k is None:
         yield "indexer"
     if model.delta.full_every is None:
         yield "delta"

@@ -76,7 +76,7 @@ def mtp_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
         last = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         layer = last.layer_specs[-1] if last.layer_specs else None
         return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=True, vp_stage=vp_stage)
-    mixer: Mixer = "attention" if config.indexer.topk is None else "indexed"
+    mixer: Mixer = "attention" if config.indexer.top_k is None else "indexed"
     layer = _layer_spec(config, LayerKind(mixer, layer_kinds(config)[-1].is_moe), None)
     return get_gpt_mtp_block_spec_for_backend(config, layer, provider_of(config), vp_stage=vp_stage)
 

@@ -93,7 +93,7 @@ def _refuse_without_our_layers(model: ModelConfig, family: Family) -> None:
             f"{model.family} has gated delta nets, which Megatron's layers by TransformerEngine do not. Set "
             'platform.layers="torch".'
         )
-    if model.indexer.topk is not None:
+    if model.indexer.top_k is not None:
         raise ConfigError(
             f"{model.family} attends to keys that an indexer chooses, which Megatron's layers by TransformerEngine do "
             'not here. Set platform.layers="torch".'

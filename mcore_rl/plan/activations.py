@@ -93,7 +93,7 @@ class LayerActivations:
     @property
     def choice(self) -> int:
         """Bytes of an indexer's choice of keys, if the microbatch is one sequence; shorter ones may need none."""
-        topk = self.model.indexer.topk
+        topk = self.model.indexer.top_k
         has_choice = topk is not None and self.tokens * self.mesh.cp > topk
         return self.tokens * (topk or 0) * CHOICE_BYTES if has_choice else 0
 

@@ -92,7 +92,7 @@ def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str,
 
     def of_length(seq_length: float) -> dict[str, float]:
         # Sequences of up to topk tokens attend to all keys, and their keys have no scores.
-        is_choosing = config.indexer.topk is not None and seq_length > config.indexer.topk
+        is_choosing = config.indexer.top_k is not None and seq_length > config.indexer.top_k
         indexed = num_indexers * (index_projections + seq_length / 2 * index_scores) if is_choosing else 0.0
         seen = sum(by_parity[odd] * _seen_positions(config, odd, seq_length) for odd in (0, 1))
         return {
@@ -106,7 +106,7 @@ def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str,
 def _seen_positions(config: ModelConfig, layer: int, seq_length: float) -> float:
     """Return the mean number of positions that a token of this layer attends to."""
     window = config.sliding_window if layer % 2 == 0 else None
-    window = window or config.indexer.topk
+    window = window or config.indexer.top_k
     if not window or window >= seq_length:
         return seq_length / 2
     # The first `window` tokens see window / 2 positions on average, all later tokens the whole window, or so many keys.

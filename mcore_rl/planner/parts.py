@@ -411,7 +411,7 @@ def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     flops = tokens * seen * scores
     forward = flops / (roof.peak * rates.attention * rate)
     backward = 2.5 * flops / (roof.peak * rates.attention_backward * rate)
-    if model.indexer.topk is not None and 2 * seen > model.indexer.topk:
+    if model.indexer.top_k is not None and 2 * seen > model.indexer.top_k:
         backward += forward  # blocks of queries over chosen keys are computed again
     cp = work.mesh.cp
     if cp > 1:
@@ -425,7 +425,7 @@ def _indexer(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     """Yield the seconds of an indexer, which every tensor-parallel rank computes whole, and which has no gradient."""
     work, model, shape, cp = roof.work, roof.work.model, roof.work.model.indexer, roof.work.mesh.cp
     length = work.sample_length or work.seq_length
-    if shape.topk is None or length <= shape.topk:
+    if shape.top_k is None or length <= shape.top_k:
         return
     rank = model.mla.q_lora_rank or model.hidden_size
     for outputs, inputs in (

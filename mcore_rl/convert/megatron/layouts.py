@@ -56,7 +56,7 @@ class KeyTranslation:
             raise CheckpointError(
                 f"The layers of this {model.family} differ (model.moe.first_dense_layers="
                 f"{model.moe.first_dense_layers}, model.delta.full_every={model.delta.full_every}, "
-                f"model.indexer.topk={model.indexer.topk}), so that "
+                f"model.indexer.top_k={model.indexer.top_k}), so that "
                 "they cannot be stacked in one tensor. Use --layers each."
             )
         self.layout = layout

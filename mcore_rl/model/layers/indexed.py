@@ -167,7 +167,7 @@ class IndexedLatentAttention(LatentAttention):
         self.kept_choice: Tensor | None = None
         """The choice of the last pass, `[S, B, topk]`; None: there was none."""
         core = self.core_attention
-        core.topk = self.config.indexer.topk
+        core.topk = self.config.indexer.top_k
         core.indexer = Indexer(self.config, self.tp_group) if has_indexer else None
 
     def forward(
@@ -276,7 +276,7 @@ class IndexedBlock(TransformerBlock):
         num_slots = 1 + max((each.slot for each in attentions if each.slot is not None), default=-1)
         if not num_slots:
             return None
-        core, topk = attentions[0].core_attention, self.config.indexer.topk
+        core, topk = attentions[0].core_attention, self.config.indexer.top_k
         num_tokens = len(tokens) * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
         if core.cache is not None:
             has_choice = is_choosing(core.cache.step, topk)

@@ -191,11 +191,11 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             "weights are equal (see moe/dropped_fraction and rollout/mismatch_kl_nats). Set it to none to train on "
             "what was sampled."
         )
-    topk = config.model.indexer.topk
+    topk = config.model.indexer.top_k
     if topk is not None and config.served is not None and config.longest_sample > topk:
         yield (
             f"warning: samples have up to {config.longest_sample} tokens, of which indexers choose {topk} by "
-            "model.indexer.topk: servers choose by kernels of their own, in 8 bits and with another order of equal "
+            "model.indexer.top_k: servers choose by kernels of their own, in 8 bits and with another order of equal "
             "scores, so that the trainer attends to other keys than those that tokens were sampled with (see "
             'rollout/mismatch_kl_nats). Set rl.loss.importance_sampling to correct for it, or rl.engine.kind="native", '
             "which chooses as the trainer does."

@@ -14,7 +14,7 @@ DEEPSEEK = (
     "model.moe.first_dense_layers=1"
 )
 DELTA = "model.delta.full_every=4 model.delta.key_heads=4 model.delta.value_heads=8 model.rope.fraction=0.25"
-INDEXER = "model.indexer.topk=4096 model.indexer.width=64 model.mla.q_lora_rank=32"
+INDEXER = "model.indexer.top_k=4096 model.indexer.width=64 model.mla.q_lora_rank=32"
 FAMILIES = {
     "llama": "",
     "qwen2": "",
@@ -302,13 +302,13 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             2,
             "Layer 2, the first of a chunk of mesh.pp=2 x mesh.vpp=1, takes the keys",
         ),
-        ("deepseek_v32", "model.indexer.topk=none", 1, 'topk="none" with model.family="deepseek_v32"'),
+        ("deepseek_v32", "model.indexer.top_k=none", 1, 'top_k="none" with model.family="deepseek_v32"'),
         ("deepseek_v32", "model.indexer.shared_layers=[1]", 1, "every layer of deepseek_v32 has an indexer"),
         ("glm_moe_dsa", "model.indexer.shared_layers=[9]", 1, "there are no layers [9]"),
-        ("deepseek_v32", "data.seq_length=1024 model.indexer.topk=512", 1, "indexers are not trained here"),
+        ("deepseek_v32", "data.seq_length=1024 model.indexer.top_k=512", 1, "indexers are not trained here"),
         ("deepseek_v32", "platform.layers=te platform.device=cuda", 1, "whose attention over chosen keys is"),
         ("deepseek_v32", "lora.rank=4", 1, "adapters of attention over chosen keys"),
-        ("deepseek_v3", "model.indexer.topk=512", 1, "is supported by deepseek_v32, glm_moe_dsa only"),
+        ("deepseek_v3", "model.indexer.top_k=512", 1, "is supported by deepseek_v32, glm_moe_dsa only"),
         ("qwen3_next", "lora.rank=4", 1, "there are no adapters of gated delta nets"),
         ("qwen3_5_text", "model.mtp_layers=2", 1, "qwen3_5_text has one"),
         ("qwen3_5_moe_text", "model.moe.normalize_top_k=false", 1, "always norms its gates"),

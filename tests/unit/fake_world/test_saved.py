@@ -135,7 +135,7 @@ def indexers_counted(precision, tp, kinds, cases):
     found = {}
     for kind in kinds:
         shared = (1,) if kind == "shared" else ()
-        indexer = IndexerConfig(topk=16, heads=4, width=16, shared_layers=shared)
+        indexer = IndexerConfig(top_k=16, heads=4, width=16, shared_layers=shared)
         for recompute, modules in cases:
             settings = PlatformConfig(precision=precision, recompute=recompute, recompute_modules=modules)
             layers = model.model_copy(update={"indexer": indexer})

@@ -439,7 +439,7 @@ PUBLISHED_GLM_5: dict[str, Any] = {
 
 def test_the_published_config_of_glm_5() -> None:
     model = checked_model_from_hf(PUBLISHED_GLM_5)
-    assert model.indexer == IndexerConfig(topk=2048, heads=32, width=128)
+    assert model.indexer == IndexerConfig(top_k=2048, heads=32, width=128)
     assert (model.moe.first_dense_layers, model.mtp_layers, model.rope.theta) == (3, 1, 1e6)
     assert model.mla == MLAConfig(
         q_lora_rank=2048, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256
@@ -467,7 +467,7 @@ def test_layers_of_glm_5_2_that_share_a_choice_by_a_list_a_pattern_or_numbers() 
 def test_deepseek_v3_2_is_deepseek_v3_with_indexers() -> None:
     plain = checked_model_from_hf(PUBLISHED_DEEPSEEK_V3)
     published = {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
-    indexer = IndexerConfig(topk=2048, heads=64, width=128)
+    indexer = IndexerConfig(top_k=2048, heads=64, width=128)
     wanted = plain.model_copy(update={"family": "deepseek_v32", "indexer": indexer})
     assert checked_model_from_hf(PUBLISHED_DEEPSEEK_V3 | published) == wanted
 

@@ -142,9 +142,9 @@ WRONG_CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "theta of mistral": ("mistral", lambda m: rope(m, theta=1e6)),
     "whole heads of qwen3_next turned": ("qwen3_next", lambda m: rope(m, fraction=1.0)),
     "gates of qwen3_next not normalized": ("qwen3_next", lambda m: moe(m, normalize_top_k=False)),
-    "one key more": ("deepseek_v32", lambda m: indexer(m, topk=9)),
-    "one key less": ("glm_moe_dsa-shared", lambda m: indexer(m, topk=7)),
-    "all keys": ("glm_moe_dsa", lambda m: indexer(m, topk=1500)),
+    "one key more": ("deepseek_v32", lambda m: indexer(m, top_k=9)),
+    "one key less": ("glm_moe_dsa-shared", lambda m: indexer(m, top_k=7)),
+    "all keys": ("glm_moe_dsa", lambda m: indexer(m, top_k=1500)),
     "halves of an index head as pairs": (
         "deepseek_v32",
         lambda m: m.model_copy(update={"family": "glm_moe_dsa"}),

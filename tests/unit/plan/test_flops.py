@@ -208,7 +208,7 @@ def test_without_a_peak_there_is_no_mfu():
 def test_queries_attend_to_chosen_keys_and_an_indexer_has_no_backward_pass():
     """By hand for 24 tokens of which 8 keys are chosen: 8 queries see 4 keys in the mean, the others 8."""
     plain, _ = deepseek(24)
-    shape = IndexerConfig(topk=8, heads=5, width=7, shared_layers=(1,))
+    shape = IndexerConfig(top_k=8, heads=5, width=7, shared_layers=(1,))
     model = plain.model_copy(update={"family": "glm_moe_dsa", "indexer": shape})
     seen = (8 * 4 + 16 * 8) / 24
     before, found = (forward_flops_per_token(one, 24) for one in (plain, model))

@@ -85,7 +85,7 @@ class MegatronEngine(QuietEngine):
         """Reason why steps are not CUDA graphs; None if they are."""
         self._has_fixed_shapes = self.why_no_graphs is None if has_fixed_shapes is None else has_fixed_shapes
         # A training pass over a completion of one rank needs all of its positions here.
-        self._compares_choices = model.indexer.topk is not None and mesh.cp.size == 1
+        self._compares_choices = model.indexer.top_k is not None and mesh.cp.size == 1
         self._compared_version: int | None = None
         self._overlap_2 = torch.zeros(2, dtype=torch.float64)
 
@@ -163,7 +163,7 @@ class MegatronEngine(QuietEngine):
         """Collective over the world where replicas share experts: return the watch over the first completion; None
         where none is long enough, and after the first call since the weights were updated.
         """
-        topk = self.model.indexer.topk
+        topk = self.model.indexer.top_k
         if topk is None or not self._compares_choices or self._compared_version == self.policy_version:
             return None
         if not self._any_busy(longest > topk, device):

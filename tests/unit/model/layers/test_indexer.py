@@ -111,7 +111,7 @@ def test_sequences_up_to_topk_have_the_logits_of_deepseek_v3(family: str, one_ra
     theirs.load_state_dict(
         {key: tensor for key, tensor in ours.state_dict().items() if ".indexer." not in key}
     )
-    topk = model.indexer.topk
+    topk = model.indexer.top_k
     assert topk is not None
     tokens_BS = torch.randint(0, 120, (2, topk + 4), generator=torch.Generator().manual_seed(1))
     at_BS = torch.arange(topk + 4).expand(2, -1)

@@ -59,9 +59,9 @@ def test_a_reference_that_is_never_refreshed_is_named(rollouts: int, is_named: b
 @pytest.mark.parametrize(
     ("overrides", "is_named"),
     [
-        (["rl.engine.kind=vllm", "model.indexer.topk=63"], True),
-        (["rl.engine.kind=vllm", "model.indexer.topk=64"], False),
-        (["rl.engine.kind=native", "model.indexer.topk=63"], False),
+        (["rl.engine.kind=vllm", "model.indexer.top_k=63"], True),
+        (["rl.engine.kind=vllm", "model.indexer.top_k=64"], False),
+        (["rl.engine.kind=native", "model.indexer.top_k=63"], False),
         (["rl.engine.kind=vllm"], False),
     ],
 )
