@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -99,7 +100,7 @@ def choice_slots(mixers: Sequence[Mixer]) -> list[int | None]:
     """Return, for each layer of a chunk, the index of its choice of keys among those that layers share, else None."""
     slots: list[int | None] = []
     count = 0
-    for mixer, behind in zip(mixers, (*mixers[1:], None), strict=True):
+    for mixer, behind in zip_longest(mixers, mixers[1:]):  # a chunk may have no layers
         if mixer == "indexed" and behind == "shared":
             count += 1
         is_shared = mixer == "shared" or (mixer == "indexed" and behind == "shared")

@@ -95,6 +95,7 @@ def test_layers_share_the_last_choice_before_them() -> None:
     mixers = ["indexed", "indexed", "shared", "shared", "indexed", "shared", "indexed"]
     assert choice_slots(mixers) == [None, 0, 0, 0, 1, 1, None]
     assert choice_slots(["attention", "delta"]) == [None, None]
+    assert choice_slots([]) == []  # a chunk without layers
 
 
 def built(model: ModelConfig, mesh: Mesh) -> nn.Module:
