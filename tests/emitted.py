@@ -39,7 +39,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "rollout/ratio_variance_*",
         "rollout/mismatch_max",
         "rollout/importance_sampling_masked_fraction",
-        "routes/*",
+        "routes/[!i]*",
         "rollout_routes/*",
         "reward/[!e]*",
         "reward/errors",
@@ -89,6 +89,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "time/teacher_s",
     ),
     "rl with remax": ("rollout/greedy_reward",),
+    "rl with an indexer": ("routes/index_overlap",),
     "rm": (
         "pairs/loss",
         "pairs/accuracy",

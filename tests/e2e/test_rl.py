@@ -168,6 +168,7 @@ def test_attention_over_chosen_keys_learns_and_training_chooses_the_keys_of_the_
     assert of["rollout/mismatch_kl_nats"] and max(of["rollout/mismatch_kl_nats"]) <= 1e-4
     overlaps = of["routes/index_overlap"]
     assert len(overlaps) >= len(rewards) - 1 and min(overlaps) >= 0.99, overlaps
+    assert_emitted("rl with an indexer", tmp_path / "rl")
 
 
 def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Path, tmp_path: Path) -> None:
