@@ -435,8 +435,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="tokens that were left out take routes in recomputation",
         file=HOOKS,
-        old="if microbatch.is_live_t1 is not None:\n            # The",
-        new="if microbatch.is_live_t1 is not None and is_forward:\n            # The",
+        old="if microbatch.is_live_t1 is not None:\n            # Recomputation uses",
+        new="if microbatch.is_live_t1 is not None and is_forward:\n            # Recomputation uses",
         scenario="r3_left_out",
     ),
     Mutant(
