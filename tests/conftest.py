@@ -90,7 +90,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _draws_of_its_own() -> None:
-    """What a test draws does not depend on the tests before it, which another third of a matrix changes."""
+    """Seed each test alike: its draws do not depend on the tests before it, which differ with the third of a matrix."""
     random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)

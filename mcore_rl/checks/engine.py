@@ -1,6 +1,4 @@
-"""Checks of the section `rl.engine`: that the run can use the servers, and that their logprobs are the ones it
-needs.
-"""
+"""Checks of the section `rl.engine`: that the run can use the servers, and gets the logprobs that it needs."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit

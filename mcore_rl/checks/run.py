@@ -389,26 +389,20 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
             'platform.batch_invariant=true with platform.layers="te": TransformerEngine chooses its kernels by the '
             'number of rows. Set platform.layers="torch".'
         )
-    if "delta" in model.mixers:
-        for setting, is_set in {
-            'platform.layers="te"': platform.layers == "te",
-            "platform.batch_invariant=true": platform.batch_invariant,
-        }.items():
-            if is_set:
-                yield (
-                    f'{setting} with model.family="{model.family}", whose gated delta nets are computed by torch, in '
-                    'chunks. Set platform.layers="torch" and batch_invariant=false.'
-                )
-    if model.indexer.top_k is not None:
-        for setting, is_set in {
-            'platform.layers="te"': platform.layers == "te",
-            "platform.batch_invariant=true": platform.batch_invariant,
-        }.items():
-            if is_set:
-                yield (
-                    f'{setting} with model.family="{model.family}", whose attention over chosen keys is computed by '
-                    'torch. Set platform.layers="torch" and batch_invariant=false.'
-                )
+    by_torch = {
+        "gated delta nets are computed by torch, in chunks": "delta" in model.mixers,
+        "attention over chosen keys is computed by torch": model.indexer.top_k is not None,
+    }
+    unfit = {
+        'platform.layers="te"': platform.layers == "te",
+        "platform.batch_invariant=true": platform.batch_invariant,
+    }
+    for reason in (text for text, is_so in by_torch.items() if is_so):
+        for setting in (text for text, is_set in unfit.items() if is_set):
+            yield (
+                f'{setting} with model.family="{model.family}", whose {reason}. Set platform.layers="torch" and '
+                "batch_invariant=false."
+            )
     if platform.layers == "cpu" or platform.bf16_products:
         yield from _cpu_layers(platform)
     if platform.batch_invariant and (family_of(model).has_attention_sinks or model.attention_dropout):
