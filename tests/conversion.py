@@ -93,6 +93,23 @@ def read_dist(path: Path) -> Tensors:
     return state
 
 
+def assert_adapters_alone_moved(before: Path, after: Path, *heads: str) -> None:
+    """The checkpoint `after` has the weights of `before` bit for bit, and adapters and `heads` that have moved from 0;
+    with heads it lacks the output layer.
+    """
+    base, weights = (
+        {key: tensor for key, tensor in read_dist(path).items() if not key.startswith("optimizer.")}
+        for path in (before, after)
+    )
+    trained = {key for key in weights if ".adapter." in key or key in heads}
+    left_out = {"output_layer.weight"} if heads else set()
+    assert weights.keys() - trained == base.keys() - left_out
+    assert all(torch.equal(weights[key], base[key]) for key in weights.keys() - trained)
+    assert {*heads, *(key for key in weights if key.endswith(".adapter.B"))} <= {
+        key for key in trained if weights[key].any()
+    }
+
+
 def imported(source: Path, folder: Path, settings: CopySettings = ONE_FILE, **options: Any) -> Path:
     """Import a folder and return the checkpoint."""
     options.setdefault("vocab_multiple", 16)

@@ -183,7 +183,8 @@ def refuse_other_adapters(stored: StoredCheckpoint, lora: LoraConfig) -> None:
     assert stored.marker is not None, "only this program writes adapters"
     if changes := config_changes(stored.marker.settings.get("lora", {}), lora, "lora."):
         raise CheckpointError(
-            f"{stored.path} has other low-rank adapters:\n{listing(changes)[0]}\nSet the section `lora` as there"
+            f"{stored.path} has other low-rank adapters:\n{listing(changes)[0]}\nSet the section `lora` as there, or "
+            "add them to the weights, with `mcore-rl convert export --merge`, and import the result"
         )
 
 

@@ -21,7 +21,7 @@ def lora_violations(config: RunConfig) -> Iterator[str]:
         yield from _without_rank(lora)
         return
     yield from _targets(lora, config.model)
-    yield from _layers(lora, config.mesh, config.model, config.platform)
+    yield from layer_violations(lora, config.mesh, config.model, config.platform)
     if lora.load is not None and isinstance(config, DPOConfig):
         yield (
             f'lora.load="{lora.load}" with `mcore-rl dpo`: the reference of a run that resumes would be the weights '
@@ -68,9 +68,10 @@ def _targets(lora: LoraConfig, model: ModelConfig) -> Iterator[str]:
             )
 
 
-def _layers(
+def layer_violations(
     lora: LoraConfig, mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig
 ) -> Iterator[str]:
+    """Yield a sentence for each reason why these layers cannot have low-rank adapters."""
     targets = lora.targets_in(model)
     reasons = {
         'platform.layers="te": TransformerEngine has norms inside of its linear layers, and the adapters need their '

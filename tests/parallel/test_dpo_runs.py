@@ -10,17 +10,27 @@ from unittest import mock
 import numpy
 import pytest
 import tokenizers
+import torch
 from tokenizers import models, pre_tokenizers
+from torch import Tensor
 
+from mcore_rl.backend import platform as platforms
+from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.config.dpo import DPOConfig, DPOSection
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError
+from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+from mcore_rl.rl.engines.native.engine import evaluating
+from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.run.programs import dpo
+from mcore_rl.run.programs.rl import teacher_source
 from mcore_rl.train.preferences import PreferenceTrainer
+from tests.conversion import assert_adapters_alone_moved, exported, imported
 from tests.emitted import assert_emitted
 from tests.parallel.test_reward_model_runs import MODEL as WITH_DROPOUT
 from tests.parallel.test_reward_model_runs import WORDS, numbers_of, write_language_model
@@ -107,6 +117,28 @@ def test_a_reference_of_another_model_is_refused(home: Path) -> None:
     assert "- model.norm_eps is 1e-06 there, 0.001 here" in run_ranks(refusal, 1, config)[0]
 
 
+def logits_of_teachers(config: DPOConfig, paths: list[Path]) -> list[Tensor]:
+    """On a rank: logits of teachers of a policy with the config's model."""
+    platform, mesh, found = platforms.start(config.platform), build_mesh(config.mesh), []
+    seed_ranks(0)
+    tokens = torch.arange(16)[None]
+    for path in paths:
+        source = teacher_source(str(path), MODEL, config.mesh, 16, 16, load_tokenizer(config.data.tokenizer))
+        teacher = FrozenModel(
+            source.model,
+            source.path,
+            mesh,
+            platform,
+            config.platform,
+            folder=Path(config.run_dir),
+            store="host",
+            verify_checksums=True,
+        )
+        with torch.no_grad(), teacher.installed(), evaluating(teacher.chunks):
+            found.append(teacher.chunks[0](tokens, tokens, None)[..., : MODEL.vocab_size].clone())
+    return found
+
+
 def cached(run_dir: Path) -> dict[str, list[float]]:
     """The reference's logprobs by the name of their file."""
     files = sorted((run_dir / "reference_logprobs").glob("*.npz"))
@@ -142,5 +174,22 @@ def test_a_killed_run_without_its_cache_resumes_bit_equal_from_a_fresh_pass_of_t
     assert wanted[1, "pairs/accuracy"] == 0.5 and wanted[1, "pairs/reward_margin"] == 0
     if lora is None:
         assert wanted[STEPS, "pairs/loss"] < 0.6 and wanted[STEPS, "eval/pairs/accuracy"] > 0.6
-    else:  # over random weights, which eight steps of all of them teach more
-        assert wanted[STEPS, "pairs/loss"] < 0.68
+        return
+    # Over random weights, which eight steps of all of them teach more.
+    assert wanted[STEPS, "pairs/loss"] < 0.68
+    end = find_checkpoint(straight_dir)
+    assert_adapters_alone_moved(find_checkpoint(home / "base"), end)
+    exported(end, home / "merged", merges=True)
+    merged = imported(home / "merged", home / "imported", vocab_multiple=MODEL.vocab_multiple)
+    ((ours, theirs, of_base),) = run_ranks(logits_of_teachers, 1, straight, [end, merged, home / "base"])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    assert (ours - of_base).abs().max() > 0.01
+    others = LoraConfig(rank=8, alpha=8.0)
+    asked = straight.model_copy(
+        update={
+            "lora": others,
+            "run_dir": str(home / "asked"),
+            "dpo": DPOSection(beta=0.5, reference=str(end)),
+        }
+    )
+    assert "- lora.alpha is 32.0 there, 8.0 here" in run_ranks(refusal, 1, asked)[0]

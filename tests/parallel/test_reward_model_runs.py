@@ -6,31 +6,44 @@ import os
 import random
 import signal
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import tokenizers
+import torch
 from tokenizers import models, pre_tokenizers
+from torch import Tensor
 
 from mcore_rl.backend import platform as platforms
+from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.checkpoint.weights import load_weights, save_weights
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import ConfigError
 from mcore_rl.model.build import build_model
+from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT
 from mcore_rl.obs.jsonl import read_records
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.rl.rewards.from_model import RewardModel, whole_reader
 from mcore_rl.run import evaluate
 from mcore_rl.run.programs import rm
+from mcore_rl.run.programs.rollouts import reward_model_source
 from mcore_rl.train.reward_model import RewardModelTrainer
+from tests.conversion import assert_adapters_alone_moved, exported, imported, read_dist
 from tests.emitted import assert_emitted
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
+from tests.unit.rl import test_reward_model
 
 WORDS = [f"w{index}" for index in range(100)]
 MODEL = TINY["qwen3_moe"].model_copy(update={"num_layers": 2, "hidden_dropout": 0.1})
@@ -128,6 +141,42 @@ def loaded_as_policy(path: Path) -> None:
         load_weights(build_model(MODEL, mesh, platform, settings), mesh, MODEL, path)
     finally:
         destroy_mesh()
+
+
+def scores_of(paths: list[Path], tokenizer: TokenizerConfig) -> list[Tensor]:
+    """On a rank: the scores that reward models give the same completions as parts of a reward."""
+    platform, mesh, found = platforms.start(PlatformConfig(layers="torch")), build_mesh(MESH), []
+    seed_ranks(0)
+
+    def model_of(path: Path, platform: platforms.Platform) -> RewardModel:
+        config = test_reward_model.config_of(path).model_copy(update={"mesh": MESH})
+        source = reward_model_source(f"model:{path}", config, load_tokenizer(tokenizer))
+        return RewardModel(source, whole_reader, config, mesh, platform)
+
+    for path in paths:
+        outcomes = model_of(path, platform).outcomes(test_reward_model.groups())
+        found.append(test_reward_model.values(outcomes))
+    refused = r'layers="te".* Or name its weights .* `mcore-rl convert export --merge`'
+    with pytest.raises(ConfigError, match=refused):
+        model_of(paths[0], replace(platform, layers="te"))
+    return found
+
+
+def test_a_reward_model_of_adapters_keeps_its_base_and_scores_as_its_merged_weights(folder: Path) -> None:
+    config = config_of(folder, "adapters")
+    model = config.model.model_copy(update={"hidden_dropout": 0.0})
+    train = TrainConfig(steps=6, global_batch=16)
+    config = config.model_copy(update={"lora": LoraConfig(rank=4), "model": model, "train": train})
+    run_ranks(rm.train, 2, config)
+    end = find_checkpoint(folder / "adapters")
+    assert_adapters_alone_moved(find_checkpoint(folder / "base"), end, SCORE_WEIGHT, SCORE_SHIFT)
+    exported(end, folder / "merged", merges=True)
+    merged = imported(folder / "merged", folder / "imported", vocab_multiple=MODEL.vocab_multiple)
+    ours, theirs = run_ranks(scores_of, 2, [end, merged], config.data.tokenizer)[0]
+    # An export subtracts nothing from scores.
+    shift = read_dist(end)[SCORE_SHIFT].double()
+    torch.testing.assert_close(ours + shift, theirs, rtol=0, atol=1e-6)
+    assert ours.std() > 0.1
 
 
 def test_a_process_reward_model_learns_from_labels_of_steps(folder: Path) -> None:

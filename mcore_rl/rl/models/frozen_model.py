@@ -9,10 +9,14 @@ from torch import Tensor, nn
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.checks.lora import layer_violations
+from mcore_rl.checks.run import refuse
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.section import Store
 from mcore_rl.folders.checkpoint import check
+from mcore_rl.folders.model import stored_lora
+from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.types import WaitingBytes
@@ -34,7 +38,10 @@ def model_to_freeze(path: Path, policy: ModelConfig) -> ModelConfig:
 
 
 class FrozenModel:
-    """A checkpoint's model, sharded over the policy's mesh: no gradients, no optimizer, live routing."""
+    """A checkpoint's model, sharded over the policy's mesh: no gradients, no optimizer, live routing.
+
+    Low-rank adapters of the checkpoint stay beside its weights, so that nothing of them is rounded away.
+    """
 
     def __init__(
         self,
@@ -59,12 +66,27 @@ class FrozenModel:
             folder: a folder for the store "file".
             store: where the weights are between passes; unless "device", only `installed` brings them to the device.
             verify_checksums: whether to compare the checkpoint's files with their recorded checksums first.
+
+        Raises:
+            ConfigError: On all ranks: the checkpoint has low-rank adapters, which the run's layers cannot have.
         """
         self._store = store
         settings = settings.model_copy(update={"recompute": "none"})
+        lora = stored_lora(path)
+        if lora.is_on:
+            chosen = settings.model_copy(update={"layers": platform.layers})  # "auto" no more
+            refuse(
+                [
+                    f"{path} has low-rank adapters, and {violation} Or name its weights with the adapters added: "
+                    "`mcore-rl convert export --merge`, and import the result."
+                    for violation in layer_violations(lora, mesh.config, model, chosen)
+                ]
+            )
         # Building the model draws random weights; restoring the states keeps them as a resumed run expects them.
         states = random_states()
         self.chunks: list[nn.Module] = build_model(model, mesh, platform, settings)
+        if lora.is_on:
+            add_adapters(self.chunks, lora, model, seed=0)  # their values are read below
         restore_random_states(states)
         load_weights(self.chunks, mesh, model, path, verify_checksums=verify_checksums)
         device = platform.device

@@ -10,7 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from mcore_rl.backend import platform as platforms
-from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.checkpoint.read import inspect
+from mcore_rl.checkpoint.weights import load_weights, refuse_other_adapters
 from mcore_rl.checks.dpo import check_dpo
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.folders.checkpoint import saved_steps
@@ -110,6 +111,7 @@ def _computed(
         if has_trained or config.dpo.reference is not None:
             # The modules do not have the reference's weights, which replace theirs for this pass.
             on_rank_zero(partial(refuse_changed_origin, origin))
+            refuse_other_adapters(inspect(Path(origin.checkpoint)), config.lora)
             folder = run.folder
             reference = Reference(
                 state.chunks, state.mesh, config.model, folder.path / "reference", folder.checkpoints

@@ -27,7 +27,7 @@ from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.folders.checkpoint import check, find_checkpoint
-from mcore_rl.folders.model import read_run, run_of_checkpoint
+from mcore_rl.folders.model import read_run, run_of_checkpoint, stored_lora
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_rank_zero
@@ -210,7 +210,9 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
 
 
 def refuse_other_critic(load: str, model: ModelConfig, run_dir: Path) -> None:
-    """Raise a ConfigError if the model in rl.advantage.critic.load has different layers from the policy's."""
+    """Raise a ConfigError if the model in rl.advantage.critic.load has different layers from the policy's, or low-rank
+    adapters.
+    """
     if has_checkpoints(run_dir):
         return
     path = find_checkpoint(Path(load))
@@ -224,6 +226,11 @@ def refuse_other_critic(load: str, model: ModelConfig, run_dir: Path) -> None:
         raise ConfigError(
             f"rl.advantage.critic.load={load} is of a model with {', '.join(differing)}: the critic has the "
             "policy's layers. Name a checkpoint of the policy's model, or leave it out to start from the policy."
+        )
+    if stored_lora(path).is_on:
+        raise ConfigError(
+            f"rl.advantage.critic.load={load} has low-rank adapters, and a critic is trained whole. Add them to its "
+            "weights with `mcore-rl convert export --merge`, import the result, and name that."
         )
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +20,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError
+from mcore_rl.folders.checkpoint import find_checkpoint, read_marker, write_marker
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels, whole_reader
@@ -319,3 +321,7 @@ def test_a_critic_of_another_family_or_size_is_refused_before_work(one_rank: Mes
         ConfigError, match=rf"a model with num_layers 1 instead of {MODEL.num_layers}: the critic"
     ):
         refuse("small")
+    same = find_checkpoint(tmp_path / "same")
+    write_marker(same, replace(read_marker(same), settings={"lora": {"rank": 4}}))
+    with pytest.raises(ConfigError, match=r"has low-rank adapters, .* `mcore-rl convert export --merge`"):
+        refuse("same")
