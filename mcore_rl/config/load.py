@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from mcore_rl.config.describe import FieldDoc, describe, describe_sections, sections_of
 from mcore_rl.config.kinds import KINDS, NO_REPLAY, READERS, kind_of_name
 from mcore_rl.config.megatron_names import argument_named
-from mcore_rl.config.other_names import equivalent_named, refuse_foreign_config
+from mcore_rl.config.other_names import VALUE_NOTES, equivalent_named, refuse_foreign_config
 from mcore_rl.config.recipes import config_file, extended_file
 from mcore_rl.config.section import Section, alternatives, kinds_of, variant_of
 from mcore_rl.config.toml import parse_value, toml_value
@@ -344,13 +344,8 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
     if foreign is not None:
         system, row, ours = foreign
         stands = "stands" if len(ours) == 1 else "stand"
-        return " ".join(
-            [
-                f"Unknown key {key} {setting.source}. It is a setting of {system}: here {' and '.join(ours)} {stands} "
-                "for it.",
-                *([row.note] if row.note else []),
-            ]
-        )
+        answer = f": here {' and '.join(ours)} {stands} for it." if ours else ", which is not offered here."
+        return f"Unknown key {key} {setting.source}. It is a setting of {system}{answer} {row.note}".rstrip()
     near = _nearest(key, fields + list(sections))
     remedy = f"Did you mean {near}?" if near else "`mcore-rl fields` lists all sections."
     return f"Unknown key {key} {setting.source}. {remedy}"
@@ -410,7 +405,11 @@ def _wrong_values(
             expected = fields[key].type
             if not _is_finite(setting.value):
                 expected = expected.replace("a number", "a finite number")
-            yield f"{key} = {_shown(setting.value)} {setting.source}: expected {expected}."
+            items = setting.value if isinstance(setting.value, list) else [setting.value]
+            known = VALUE_NOTES.get(key, {})
+            notes = dict.fromkeys(known[item] for item in items if isinstance(item, str) and item in known)
+            line = f"{key} = {_shown(setting.value)} {setting.source}: expected {expected}."
+            yield " ".join([line, *notes])
         else:
             yield f"{key} is not set; it has no default ({detail['msg']})."
 

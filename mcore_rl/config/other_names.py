@@ -14,7 +14,9 @@ class Equivalent:
     """Our fields for a setting, and its names in other systems."""
 
     fields: tuple[str, ...]
-    """Our keys; keys that a training does not have are left out of an answer about it."""
+    """Our keys; keys that a training does not have are left out of an answer about it. Without any the setting is not
+    offered, and the note says why.
+    """
     verl: tuple[str, ...] = ()
     slime: tuple[str, ...] = ()
     trl: tuple[str, ...] = ()
@@ -385,7 +387,51 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         note="The console and metrics.jsonl are written in any case.",
     ),
     Equivalent(fields=("lora.rank",), verl=("model.lora_rank",), trl=("lora_r",), openrlhf=("lora_rank",)),
+    Equivalent(
+        fields=("lora.alpha",), verl=("model.lora_alpha",), trl=("lora_alpha",), openrlhf=("lora_alpha",)
+    ),
+    Equivalent(fields=("lora.rslora",), trl=("use_rslora",)),
+    Equivalent(
+        fields=("lora.targets",),
+        verl=("model.target_modules",),
+        trl=("lora_target_modules",),
+        openrlhf=("target_modules",),
+        note="Kinds of modules are named, each with all of its projections.",
+    ),
+    Equivalent(fields=("lora.targets", "lora.expert_gate_up"), trl=("lora_target_parameters",)),
+    Equivalent(fields=("lora.load",), verl=("model.lora_adapter_path",)),
+    Equivalent(
+        fields=(),
+        verl=("model.lora.dropout",),
+        trl=("lora_dropout",),
+        openrlhf=("lora_dropout",),
+        note="A mask on the input of each adapter would keep a second copy of that input for the backward pass, which "
+        "no plan counts, peft refuses it for routed experts, and reinforcement learning has no dropout. Leave it out; "
+        "against overfitting lower lora.rank, or set optim.weight_decay.",
+    ),
 )
+TRAINED_TOGETHER = "Kinds of modules are named here, each with all of its projections: "
+VALUE_NOTES: dict[str, dict[str, str]] = {
+    "lora.targets": {
+        **dict.fromkeys(
+            ("lm_head", "output_layer", "embed_tokens", "word_embeddings", "embedding"),
+            "The output layer and the embedding get no adapters: the losses read the output layer's weight outside of "
+            "its own pass, and vLLM leaves its adapter out of the logprobs of prompts, by which servers are verified. "
+            'Train the layers, or the whole model (lora.rank="none").',
+        ),
+        **dict.fromkeys(
+            ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "linear_qkv", "linear_proj"),
+            f'{TRAINED_TOGETHER}"attention".',
+        ),
+        **dict.fromkeys(
+            ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "linear_fc1", "linear_fc2"),
+            f'{TRAINED_TOGETHER}"mlp" in dense layers, "shared_experts", "experts".',
+        ),
+        **dict.fromkeys(("all-linear", "all"), 'These are the layers\' matrices: lora.targets="auto".'),
+        **dict.fromkeys(("router", "gate"), "Routers are frozen with the base."),
+    }
+}
+"""Key -> item of its value in other systems -> what stands for it here, or why nothing does, and what to do."""
 SAME_VALUE = frozenset(
     {
         *("rl.rollout.prompts_per_step", "rl.rollout.group_size", "rl.rollout.max_new_tokens"),
@@ -421,7 +467,7 @@ def equivalent_named(key: str, fields: Collection[str]) -> tuple[str, Equivalent
     wanted = _parts(key)
     for row in EQUIVALENTS:
         ours = tuple(field for field in row.fields if field in fields)
-        for system, name in row.named if ours else ():
+        for system, name in row.named if ours or not row.fields else ():
             parts = _parts(name)
             shared = min(len(parts), len(wanted))
             if len(wanted) < len(parts) and shared == 1 and "_" not in wanted[0]:

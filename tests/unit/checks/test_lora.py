@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.checks.dpo import check_dpo
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import check
 from mcore_rl.checks.sft import check_sft
@@ -74,6 +75,18 @@ def test_a_broken_rule_is_named(overrides: str, expected: str) -> None:
     assert expected in violation
 
 
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_layers_of_transformer_engine_are_refused_by_every_program_before_it_begins(kind: str) -> None:
+    program = PROGRAMS[kind]
+    overrides = ["lora.rank=4", "platform.layers=te"]
+    config = load_config(program.config, None, overrides)
+    with pytest.raises(
+        ConfigError, match=r'"te": TransformerEngine has norms .* Set platform\.layers="torch"'
+    ):
+        program.check(config, config.mesh.smallest_world)
+    assert not load_config(program.config, None, overrides[:1]).allows_te
+
+
 def test_adapters_in_8_bits_are_refused() -> None:
     assert any(
         "products in 8 bits need" in line for line in violations("platform.layers=auto platform.fp8=hybrid")
@@ -82,8 +95,6 @@ def test_adapters_in_8_bits_are_refused() -> None:
 
 def test_another_kind_of_layers_is_chosen_only_where_it_has_adapters() -> None:
     assert load_config(SFTConfig, None).allows_te
-    assert not load_config(SFTConfig, None, ["lora.rank=4"]).allows_te
-    assert not load_config(PretrainConfig, None, ["lora.rank=4"]).allows_te
 
 
 def test_preferences_refuse_adapters_that_their_reference_would_lack() -> None:

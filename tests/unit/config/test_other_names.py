@@ -93,6 +93,28 @@ def test_a_key_of_another_system_is_answered_with_ours(kind, key, system, ours):
     )
 
 
+@pytest.mark.parametrize("key", ["lora.dropout", "lora_dropout", "actor_rollout_ref.model.lora.dropout"])
+def test_a_setting_that_is_not_offered_is_answered_with_the_reason(key):
+    message = complaint("sft", f"{key}=0.1")
+    assert ", which is not offered here. A mask on the input of each adapter would keep" in message
+    assert "Leave it out; against overfitting lower lora.rank" in message
+
+
+@pytest.mark.parametrize(
+    ("targets", "answers"),
+    [
+        ('["lm_head","attention"]', ["The output layer and the embedding get no adapters", "lora.rank="]),
+        ('["embed_tokens"]', ["The output layer and the embedding get no adapters"]),
+        ('["q_proj","v_proj","up_proj"]', [': "attention".', ': "mlp" in dense layers, "shared_experts"']),
+        ("all-linear", ['lora.targets="auto"']),
+    ],
+)
+def test_targets_of_adapters_in_others_words_are_answered_with_ours(targets, answers):
+    for kind in ("pretrain", "sft", "rm", "dpo", "rl"):
+        message = complaint(kind, f"lora.targets={targets}")
+        assert [message.count(answer) for answer in answers] == [1] * len(answers)
+
+
 def test_a_misspelt_key_of_ours_is_no_key_of_another_system():
     assert "Did you mean rl.eval.temperature?" in complaint("rl", "rl.evl.temperature=1")
     assert "Did you mean optim.lr?" in complaint("rl", "lr=1")
