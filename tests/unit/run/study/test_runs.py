@@ -51,6 +51,16 @@ def test_every_arm_is_run_with_one_seed_before_any_with_the_next_in_a_folder_of_
     assert r3.ranks == 2
 
 
+def test_adapters_are_studied_from_the_start_and_on_the_mesh_of_whole_models() -> None:
+    path = RECIPE.with_name("lora_study.toml")
+    runs = list(
+        plan(load_config(StudyConfig, path, [f"base={RECIPE.with_name('grpo.toml')}", "seeds=[1,2,3]"]))
+    )
+    assert len(runs) == 12 and {run.ranks for run in runs} == {2}
+    (adapters,) = {run.arm for run in runs if "lora.rank=16" in run.arguments}
+    assert adapters == "LoRA, 2e-4"
+
+
 def test_an_arm_that_cannot_run_is_named_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match=r"arm 'broken': .*kl_coef.*kl_coeff"):
         list(plan(study("arms={ fine = [], broken = ['rl.loss.kl_coef=1'] }")))
