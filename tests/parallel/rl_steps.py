@@ -14,7 +14,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.errors import TrainingError
-from mcore_rl.model.build import unwrap
+from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.routers import replayed_routers, routers
@@ -485,17 +485,18 @@ def replaced(sums: dict[str, float]) -> dict[str, float]:
 
 
 def moved_parameters(config: RlRunConfig) -> dict[str, bool]:
-    """On a rank: for each parameter and buffer, whether one rollout's updates change it."""
+    """On a rank of a single chunk: for each parameter and buffer, whether one rollout's updates change it."""
     state = set_up_plain(config)
     (chunk,) = state.chunks
     tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     routes = PolicyRoutes(state, config)
     learner = Learner(state, config, routes, policy_logprobs(state, config, config.model.vocab_size))
-    rollout = rollout_of(config, 0, 1)
+    rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
     minibatches = learner.with_old_logprobs(minibatches)
     for minibatch in minibatches:
         learner.update(minibatch, learner.advantages(rollout, minibatches))
+    settle_weights(state.chunks)
     return {name: not torch.equal(tensor, before[name]) for name, tensor in tensors.items()}

@@ -93,16 +93,20 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(mesh: str, fold
                 assert update[name] == pytest.approx(value, rel=2e-6, abs=allowed), name
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo", "ppo"])
-def test_updates_of_a_policy_move_its_adapters_alone(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [("grpo", "one"), ("gspo", "one"), ("ppo", "one"), ("grpo", "ep2-overlapped")]
+)
+def test_updates_of_a_policy_move_its_adapters_alone(kind: str, mesh: str) -> None:
     """Neither routers nor the biases on the choice of experts."""
-    config = test_rl_updates.config_of("deepseek_v3-shallow", MeshConfig(), replay="r2")
+    on = MESHES.get(mesh, MeshConfig())
+    config = test_rl_updates.config_of("deepseek_v3-shallow", on, replay="r2")
     rl = config.rl.model_copy(update={"loss": loss_config(kind=kind)})
-    (moved,) = run_ranks(moved_parameters, 1, config.model_copy(update={"lora": LORA, "rl": rl}))
-    assert {name for name, has_moved in moved.items() if has_moved} == {
-        name for name in moved if ".adapter." in name
-    }
-    assert any("expert_bias" in name for name in moved)
+    adapted = config.model_copy(update={"lora": LORA, "rl": rl})
+    for moved in run_ranks(moved_parameters, on.smallest_world, adapted):
+        assert {name for name, has_moved in moved.items() if has_moved} == {
+            name for name in moved if ".adapter." in name
+        }
+        assert any("expert_bias" in name for name in moved)
 
 
 def references(config: RlRunConfig, folder: Path) -> dict[str, Any]:

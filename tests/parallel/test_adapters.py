@@ -44,6 +44,7 @@ OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 MESHES = {
     "tp2": MeshConfig(tp=2),
     "tp2-nosp": MeshConfig(tp=2, sequence_parallel=False),
+    "pp2": MeshConfig(pp=2),
     "pp2-vpp2": MeshConfig(pp=2, vpp=2),
     "ep2": MeshConfig(ep=2, dp=2),
     "tp2-ep2": MeshConfig(tp=2, ep=2),
@@ -51,8 +52,11 @@ MESHES = {
     "etp2": MeshConfig(etp=2, dp=2),
     "tp2-etp2-ep2": MeshConfig(tp=2, etp=2, ep=2, dp=2),
     "cp2": MeshConfig(cp=2),
+    "dp2": MeshConfig(dp=2),
+    "tp2-dp2": MeshConfig(tp=2, dp=2),
     "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
     "dp2-overlapped": MeshConfig(dp=2, **OVERLAPPED),
+    "tp2-dp2-overlapped": MeshConfig(tp=2, dp=2, **OVERLAPPED),
     "ep2-overlapped": MeshConfig(ep=2, dp=2, **OVERLAPPED),
     "pp2-vpp2-dp2-overlapped": MeshConfig(pp=2, vpp=2, dp=2, **OVERLAPPED),
 }
