@@ -25,6 +25,7 @@ from mcore_rl.errors import (
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.jsonl import FILE_NAME, NewRecords, read_records
 from mcore_rl.plan.local import local_memory_violations
+from mcore_rl.plan.training import training_of
 from mcore_rl.processes.imports import ensure_imported
 from mcore_rl.processes.launcher import launch_local, under_launcher
 from mcore_rl.processes.rank_guard import rank_guard
@@ -130,7 +131,7 @@ def train(
         [
             *absent_inputs(loaded),
             *absent_packages(loaded.log),
-            *local_memory_violations(loaded, ranks, PROGRAMS[program].seq_length(loaded), trains=True),
+            *local_memory_violations(training_of(loaded, ranks), trains=True),
         ]
     )
     if not has_checkpoints(Path(loaded.run_dir)):

@@ -19,6 +19,7 @@ from rich.console import Console
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.plan.memory import GIB, memory_of_fullest_rank
+from mcore_rl.plan.training import training_of
 from tools.quickstart import CLI, ROOT, Stage, run_to_status
 
 EXPERTS, TOP_K, NOISE, CUT_FRACTION = 4, 2, 0.02, 0.5
@@ -186,7 +187,7 @@ def results(folder: Path) -> dict[str, object]:
         if model in ARMS:
             metrics = list(_metrics(folder / model))
             config = load_run_config(RlRunConfig, folder / model / "config.toml", ())
-            planned = memory_of_fullest_rank(config, 2, config.rl.update.max_tokens_per_microbatch)
+            planned = memory_of_fullest_rank(training_of(config, 2))
             row |= {
                 "changed_routes": _mean(metrics, "routes/changed_fraction"),
                 "tokens_with_changed_routes": _mean(metrics, "routes/changed_tokens_fraction"),

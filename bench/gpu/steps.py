@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from mcore_rl.obs.peak import known_peak_tflops, measured_peak_flops
 from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.memory import memory_of_fullest_rank
+from mcore_rl.plan.training import training_of
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.run.machine import doctor
@@ -382,7 +383,7 @@ def memory(on: Machine) -> Outcome:
     length, rows = (2048, 2) if on.is_large else (64, 2)
     for name, (model, settings) in cases.items():
         config = slice_config(model, rows, PlatformConfig.model_validate(settings | {"layers": "torch"}))
-        estimate = memory_of_fullest_rank(config, 1, length).total
+        estimate = memory_of_fullest_rank(replace(training_of(config, 1), seq_length=length)).total
         peak = None
         if on.is_gpu:
             torch.cuda.empty_cache()

@@ -102,14 +102,14 @@ def speed_flags(
     )
 
 
-def planned_flags(config: RunConfig, world_size: int) -> SpeedFlags:
+def planned_flags(
+    platform: PlatformConfig, mesh: MeshConfig, model: ModelConfig, world_size: int, *, trains_mtp: bool
+) -> SpeedFlags:
     """Return the flags that a plan assumes: GPUs without optional packages, unless the run wants CPUs."""
     machine = Machine(
-        is_cuda=config.platform.device != "cpu",
-        has_te_layers=config.platform.layers == "te",
-        world_size=world_size,
+        is_cuda=platform.device != "cpu", has_te_layers=platform.layers == "te", world_size=world_size
     )
-    return run_flags(config, machine)
+    return speed_flags(platform, mesh, model, machine, trains_mtp=trains_mtp)
 
 
 def run_flags(config: RunConfig, machine: Machine) -> SpeedFlags:

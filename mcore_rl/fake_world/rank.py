@@ -8,7 +8,6 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.run import RunConfig
 from mcore_rl.config.speed import planned_flags
 from mcore_rl.fake_world.groups import fake_platform, fake_rank
 from mcore_rl.fake_world.meta import on_meta
@@ -16,7 +15,7 @@ from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
-from mcore_rl.plan.memory import ModelOnRanks, models_on_ranks
+from mcore_rl.plan.training import ModelOnRanks, Training
 from mcore_rl.planner.exact import RankBytes
 from mcore_rl.train.optimizer import build_optimizer, initialize_moments
 from mcore_rl.train.setup import freeze, wrap_for_data_parallelism
@@ -37,20 +36,19 @@ class ModelBytes:
     gradient_gaps: int = 0
 
 
-def bytes_of_rank(config: RunConfig, rank: int, world_size: int, updated: str | None = None) -> RankBytes:
-    """Build every model of a run on a rank, on `meta`, and count its bytes; config and world have passed the checks.
+def bytes_of_rank(training: Training, rank: int, updated: str | None = None) -> RankBytes:
+    """Build every model of a training on a rank, on `meta`, and count its bytes.
 
     Layers are ours whatever the config says: TransformerEngine's have the same weights.
 
     Args:
-        config: The run's config.
+        training: The training.
         rank: The rank.
-        world_size: Number of ranks.
-        updated: Name, as in `models_on_ranks`, of the model that is being updated when the bytes are counted; it
-            matters if models wait elsewhere between their updates. None for the first that is trained.
+        updated: Name of the model that is being updated when the bytes are counted; it matters if models wait elsewhere
+            between their updates. None for the first that is trained.
     """
-    with fake_rank(config.mesh, rank, world_size) as mesh, on_meta():
-        counted = [_model_bytes(config, model, mesh) for model in models_on_ranks(config)]
+    with fake_rank(training.mesh, rank, training.world_size) as mesh, on_meta():
+        counted = [_model_bytes(training, model, mesh) for model in training.models]
         stage = mesh.pp.rank
     trained = [each for each in counted if each.one.trains]
     present = [each for each in trained if updated in (None, each.one.name)][:1]
@@ -74,12 +72,12 @@ def bytes_of_rank(config: RunConfig, rank: int, world_size: int, updated: str | 
     )
 
 
-def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes:
+def _model_bytes(training: Training, one: ModelOnRanks, mesh: Mesh) -> ModelBytes:
     """Return the bytes of a model on the rank of `mesh`."""
-    platform = fake_platform(config.platform, mesh)
-    bare = build_model(buildable(one.model), mesh, platform, config.platform)
+    platform, trains_mtp = fake_platform(training.platform, mesh), training.rollouts is None
+    bare = build_model(buildable(one.model), mesh, platform, training.platform)
     if one.lora.is_on:
-        add_adapters(bare, one.lora, one.model, config.train.seed)
+        add_adapters(bare, one.lora, one.model, seed=0)
     for chunk in bare:
         for _, router in routers(chunk):
             # As the first forward pass does.
@@ -91,8 +89,10 @@ def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes
             held = [param for chunk in bare for param in chunk.parameters() if param.requires_grad]
             numbers, weights = sum(param.numel() for param in held), storage_bytes(held)
         return ModelBytes(one=one, numbers=numbers, weights=weights)
-    freeze(bare, trains_routers=not config.freezes_router, trains_mtp=config.trains_mtp)
-    flags = planned_flags(config, mesh.world.size)
+    freeze(bare, trains_routers=not training.freezes_router, trains_mtp=trains_mtp)
+    flags = planned_flags(
+        training.platform, training.mesh, training.model, training.world_size, trains_mtp=trains_mtp
+    )
     chunks = wrap_for_data_parallelism(bare, flags, mesh, one.optim.main_grads_dtype)
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     gaps = [buffer.numel - sum(param.numel() for param in buffer.params) for buffer in buffers]

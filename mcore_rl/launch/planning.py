@@ -91,7 +91,8 @@ def plan_training(
     refuse(list(_unknown_fields(type(config), options)))
     run_dir = Path(config.run_dir).absolute()
     config = config.model_copy(update={"run_dir": str(run_dir), "checkpoint": _surviving(config.checkpoint)})
-    checked = check_training(PROGRAMS[program], _with_servers(config, options), cluster, nodes, allowances)
+    served = config.served if isinstance(config, RlRunConfig) else None
+    checked = check_training(_with_servers(config, options.servers), cluster, nodes, allowances)
     folder = next_folder(run_dir)
     ranks = cluster.node.ranks_per_node
     gpus = cluster.node.gpus
@@ -108,7 +109,7 @@ def plan_training(
         signal_s=cluster.survival.signal_s,
         array=options.array,
         array_field=options.array_field,
-        components=_servers(config, cluster, options, folder),
+        components=_servers(served, cluster, options, folder),
         bind=cluster.node.bind and cluster.slurm.exclusive,
         node_check=cluster.checks.node,
         gpus_per_node=gpus,
@@ -282,36 +283,32 @@ def _unknown_fields(kind: type[Section], options: JobOptions) -> Iterator[str]:
             yield f"{option} {key}: the config has no such field. {remedy}"
 
 
-def _with_servers(config: RunConfig, options: JobOptions) -> RunConfig:
+def _with_servers(config: RunConfig, count: int) -> RunConfig:
     """Return the config as the job completes it, for its checks: the addresses of servers are known when it starts."""
-    served = _served(config)
-    if not options.servers or served is None:
+    if not count or not isinstance(config, RlRunConfig) or config.served is None:
         return config
-    assert isinstance(config, RlRunConfig)
+    served = config.served
     if served.urls or served.count:
         raise ConfigError(
-            f"--servers {options.servers} with rl.engine.count={served.count} and rl.engine.urls="
-            f"{list(served.urls)}: the job starts the servers and sets their addresses. Clear both."
+            f"--servers {count} with rl.engine.count={served.count} and rl.engine.urls={list(served.urls)}: the job "
+            "starts the servers and sets their addresses. Clear both."
         )
-    urls = tuple(f"http://server{index}:20000" for index in range(options.servers))
+    urls = tuple(f"http://server{index}:20000" for index in range(count))
     engine = served.model_copy(update={"urls": urls})
     return config.model_copy(update={"rl": config.rl.model_copy(update={"engine": engine})})
 
 
-def _shared_transport(engine: ServedConfig, run_dir: str) -> tuple[str, ...]:
+def _shared_transport(engine: ServedConfig, run_dir: Path) -> tuple[str, ...]:
     """Return the field with a folder for weights that servers on other nodes see too, unless the config has one."""
     if engine.broadcasts or engine.transport_dir is not None:
         return ()
-    return (f"rl.engine.transport_dir={Path(run_dir) / 'servers' / 'weights'}",)
-
-
-def _served(config: RunConfig) -> ServedConfig | None:
-    return config.served if isinstance(config, RlRunConfig) else None
+    return (f"rl.engine.transport_dir={run_dir / 'servers' / 'weights'}",)
 
 
 def _servers(
-    config: RunConfig, cluster: ClusterConfig, options: JobOptions, folder: Path
+    served: ServedConfig | None, cluster: ClusterConfig, options: JobOptions, folder: Path
 ) -> tuple[Component, ...]:
+    """Return the servers of a job with its launch in `folder`, as the options or the engine's section have them."""
     if not options.servers:
         if options.server_command or options.server_field:
             raise ConfigError(
@@ -320,7 +317,7 @@ def _servers(
         return ()
     command, ports = options.server_command, 0
     arguments: tuple[str, ...] = (f"{options.server_field}={{hosts}}",) if options.server_field else ()
-    if not command and (served := _served(config)) is not None:
+    if not command and served is not None:
         size = served.tensor_parallel
         if cluster.node.gpus % size:
             raise ConfigError(
@@ -330,7 +327,8 @@ def _servers(
         ports = max(1, cluster.node.gpus // size)
         words = shlex.join(["serve", str(folder / "config.toml"), "--count", str(ports)])
         command = f'exec {{python}} -m mcore_rl.run.cli {words} --port "$SERVER_PORT"'
-        arguments = ("rl.engine.urls=[{urls}]", *_shared_transport(served, config.run_dir))
+        # A launch lies in <run_dir>/launch/<n>.
+        arguments = ("rl.engine.urls=[{urls}]", *_shared_transport(served, folder.parents[1]))
     if not command:
         raise ConfigError(
             f"--servers {options.servers} needs --server-command, the command that runs on them, or "

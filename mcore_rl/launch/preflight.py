@@ -8,19 +8,20 @@ from pathlib import Path
 
 from mcore_rl.checks.cluster import placement
 from mcore_rl.checks.inputs import absent, has_checkpoints, inputs_of
-from mcore_rl.checks.programs import Program
+from mcore_rl.checks.programs import program_of
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.folders.imports import import_of, imports_folder
 from mcore_rl.launch import records, slurm
 from mcore_rl.plan.disk import disk_of, disk_warning
 from mcore_rl.plan.memory import GIB
-from mcore_rl.planner.estimate import Estimate, estimate, place_of, step_name
-from mcore_rl.planner.search import nearest, search
+from mcore_rl.plan.training import Training, training_of
+from mcore_rl.planner.estimate import Estimate, estimate
+from mcore_rl.planner.place import place_of
+from mcore_rl.planner.search import search
 from mcore_rl.planner.text import nearest_text, span_text
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -48,46 +49,48 @@ class Checked:
     warnings: tuple[str, ...]
 
 
-def check_training(
-    program: Program, config: RunConfig, cluster: ClusterConfig, nodes: int, allowances: Allowances
-) -> Checked:
+def check_training(config: RunConfig, cluster: ClusterConfig, nodes: int, allowances: Allowances) -> Checked:
     """Check a training on `nodes` nodes of `cluster`; ConfigError lists everything that is wrong."""
-    per_node = cluster.node.ranks_per_node
+    per_node, run_dir = cluster.node.ranks_per_node, Path(config.run_dir)
     world = nodes * per_node
     try:
-        program.check(config, world)
+        program_of(config).check(config, world)
     except ConfigError as error:
         raise ConfigError(f"on {nodes} nodes of {per_node} ranks:\n{error}") from None
     placed = placement(config.model, config.mesh, per_node, world)
-    plan = estimate(config, program, place_of(cluster, world))
+    plan = estimate(training_of(config, world), place_of(cluster))
     missing = [
-        *_missing_inputs(inputs_of(config), config.run_dir, cluster.container, allowances),
-        *_not_imported(config.checkpoint.load, config.model, Path(config.run_dir).absolute()),
+        *_missing_inputs(inputs_of(config), run_dir, cluster.container, allowances),
+        *_not_imported(config.checkpoint.load, config.model, run_dir.absolute()),
         *image_violations(cluster.container),
     ]
+    too_large = (
+        [] if plan.fits else [_too_large(plan, cluster, nearest_text(search(config, world, plan.place)))]
+    )
     refuse(
         [
             *(() if allowances.tp_across_nodes else placed.refused),
-            *(() if allowances.force else _too_large(plan, program, cluster)),
+            *(() if allowances.force else too_large),
             *(() if allowances.absent else missing),
-            *folder_violations(Path(config.run_dir)),
-            *_done_violations(Path(config.run_dir)),
-            *environment_file_violations(cluster, Path(config.run_dir)),
+            *folder_violations(run_dir),
+            *_done_violations(run_dir),
+            *environment_file_violations(cluster, run_dir),
         ]
     )
+    disk = disk_of(plan.training)
     warnings = [*placed.warnings, *(missing if allowances.absent else ())]
-    if disk := disk_warning(config):
-        warnings.append(disk)
+    if warning := disk_warning(run_dir, disk):
+        warnings.append(warning)
     if allowances.tp_across_nodes:
         warnings += placed.refused
     if allowances.force:
-        warnings += _too_large(plan, program, cluster)
+        warnings += too_large
     return Checked(
         lines=(
-            _layout(config, nodes, per_node),
+            _layout(plan.training, nodes, per_node),
             _memory_line(plan, cluster),
             *_step_lines(plan),
-            f"disk, estimated: {disk_of(config).describe()}",
+            f"disk, estimated: {disk.describe()}",
         ),
         warnings=tuple(warnings),
     )
@@ -177,7 +180,7 @@ def in_use_violations(run_dir: Path) -> Iterator[str]:
 
 
 def _missing_inputs(
-    inputs: Iterable[tuple[str, Path, str]], run_dir: str, container: ContainerConfig, allowances: Allowances
+    inputs: Iterable[tuple[str, Path, str]], run_dir: Path, container: ContainerConfig, allowances: Allowances
 ) -> Iterator[str]:
     for name, path, what in inputs:
         whole = path.absolute()
@@ -191,9 +194,9 @@ def _missing_inputs(
             yield absent(name, path, what)
 
 
-def _is_mounted(path: Path, mounts: Sequence[str], run_dir: str) -> bool:
+def _is_mounted(path: Path, mounts: Sequence[str], run_dir: Path) -> bool:
     """Return whether the container has `path` under the same name; it also has the working and the run's folder."""
-    seen = [Path.cwd(), Path(run_dir).absolute()]
+    seen = [Path.cwd(), run_dir.absolute()]
     for mount in mounts:
         source, _, rest = mount.partition(":")
         if rest.partition(":")[0] in ("", source):
@@ -201,24 +204,21 @@ def _is_mounted(path: Path, mounts: Sequence[str], run_dir: str) -> bool:
     return any(path.is_relative_to(folder) for folder in seen)
 
 
-def _too_large(plan: Estimate, program: Program, cluster: ClusterConfig) -> list[str]:
+def _too_large(plan: Estimate, cluster: ClusterConfig, near: str) -> str:
+    """Return what does not fit, with the nearest meshes that do."""
     node = cluster.node
-    if plan.fits:
-        return []
-    found = search(plan.config, program, plan.place)
-    near = nearest_text(plan.config, nearest(found, plan.config, program, plan.place), plan.place)
     if not plan.fits_main_memory:
-        return [
+        return (
             f"{plan.fullest_node_bytes / GIB:,.0f} GiB would wait in a node's main memory, but {cluster.name} has "
             f"{plan.place.host_bytes / GIB:,.0f} (node.memory_gib). Use more nodes, offload less (optim."
             f"offload_fraction, replay.store), or submit it nevertheless (--force). {near}"
-        ]
-    return [
+        )
+    return (
         f"the estimate is {plan.fullest.describe()}, but a GPU of {cluster.name} has {plan.place.room_bytes / GIB:.0f} "
         f"GiB for it (node.gpu_memory_gib={node.gpu_memory_gib:g} - reserved_gib={node.reserved_gib:g}). Use more "
         "nodes (the optimizer is cut over data-parallel ranks), change the mesh or what is recomputed, or submit it "
         f"nevertheless (--force). {near}"
-    ]
+    )
 
 
 def _memory_line(plan: Estimate, cluster: ClusterConfig) -> str:
@@ -228,20 +228,21 @@ def _memory_line(plan: Estimate, cluster: ClusterConfig) -> str:
 
 def _step_lines(plan: Estimate) -> Iterator[str]:
     if plan.step is not None:
-        yield f"{step_name(plan.config)}, estimated: {span_text(plan)}"
+        yield f"{plan.training.step_name}, estimated: {span_text(plan)}"
 
 
-def _layout(config: RunConfig, nodes: int, per_node: int) -> str:
-    mesh, train = config.mesh, config.train
-    world = nodes * per_node
-    dp = world // mesh.model_parallel
+def _layout(training: Training, nodes: int, per_node: int) -> str:
+    mesh, dp = training.mesh, training.replicas
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "dp": dp}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
-    if config.model.is_moe:
-        copies = world // (mesh.etp * mesh.ep * mesh.pp)
+    if training.model.is_moe:
+        copies = training.world_size // (mesh.etp * mesh.ep * mesh.pp)
         layout += f"; experts: ep {mesh.ep}{f' x etp {mesh.etp}' if mesh.etp > 1 else ''}, {copies} copies"
-    batch = f"batch of {train.global_batch} = {dp} data-parallel ranks x micro-batch {train.micro_batch} x "
-    batch += str(train.global_batch // (train.micro_batch * dp))
-    if isinstance(config, RlRunConfig):
-        batch = f"{config.rollout_size} completions per rollout, {train.global_batch} per update, dp {dp}"
-    return f"{nodes} x {per_node} = {world} ranks: {layout}; {batch}"
+    batch = (
+        f"batch of {training.global_batch} = {dp} data-parallel ranks x micro-batch {training.micro_batch} x "
+    )
+    batch += str(training.global_batch // (training.micro_batch * dp))
+    if training.rollouts is not None:
+        completions = training.rollouts.num_completions
+        batch = f"{completions} completions per rollout, {training.global_batch} per update, dp {dp}"
+    return f"{nodes} x {per_node} = {training.world_size} ranks: {layout}; {batch}"

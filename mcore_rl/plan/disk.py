@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import RunConfig
 from mcore_rl.plan.adapters import with_adapters
-from mcore_rl.plan.memory import GIB, models_on_ranks
+from mcore_rl.plan.memory import GIB
+from mcore_rl.plan.training import Training
 from mcore_rl.plan.weights import FP32_BYTES, Weights, weights_by_stage
 
 STATE_BYTES = 12
@@ -45,34 +44,30 @@ class Disk:
         return f"{text})"
 
 
-def disk_of(config: RunConfig) -> Disk:
-    """Return the bytes that a whole run takes; the config must have passed the checks."""
-    # A checkpoint holds every model that is trained, including a critic.
-    trained = [model for model in models_on_ranks(config) if model.trains]
+def disk_of(training: Training) -> Disk:
+    """Return the bytes that a whole run takes."""
+    checkpoint, steps, whole = training.checkpoint, training.steps, MeshConfig()
     weights, num_trained = Weights(), 0
-    for model in trained:
-        (stage,) = with_adapters(
-            weights_by_stage(model.model, MeshConfig()), model.lora, model.model, MeshConfig()
-        )
-        is_left_out = model.lora.is_on and config.checkpoint.weights == "adapters"
+    # A checkpoint holds every model that is trained, including a critic.
+    for model in (model for model in training.models if model.trains):
+        (stage,) = with_adapters(weights_by_stage(model.model, whole), model.lora, model.model, whole)
+        is_left_out = model.lora.is_on and checkpoint.weights == "adapters"
         weights += stage.adapters if is_left_out else stage
         num_trained += (stage.adapters if model.lora.is_on else stage).trainable
-    element = 2 if config.platform.precision == "bf16" else 4
-    saves = -(-config.train.steps // (config.checkpoint.interval or config.train.steps))
-    keep = config.checkpoint.keep
+    element = 2 if training.platform.precision == "bf16" else 4
+    saves = -(-steps // (checkpoint.interval or steps))
     return Disk(
         checkpoint=weights.total * element + num_trained * STATE_BYTES + weights.fp32_buffers * FP32_BYTES,
-        num_checkpoints=saves if keep == "all" else min(saves, keep + 1),
-        samples=_samples(config) if isinstance(config, RlRunConfig) else 0,
+        num_checkpoints=saves if checkpoint.keep == "all" else min(saves, checkpoint.keep + 1),
+        samples=_samples(training),
     )
 
 
-def disk_warning(config: RunConfig) -> str:
+def disk_warning(run_dir: Path, disk: Disk) -> str:
     """Return a sentence if the file system of `run_dir` has less room than the run will take, else an empty string."""
-    folder = Path(config.run_dir).absolute()
+    folder = run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    disk = disk_of(config)
     # A run that resumes has written a part already.
     written = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
     if disk.total - written <= free:
@@ -84,12 +79,12 @@ def disk_warning(config: RunConfig) -> str:
     )
 
 
-def _samples(config: RlRunConfig) -> int:
-    interval = config.rl.samples.interval
-    if interval is None:
+def _samples(training: Training) -> int:
+    rollouts = training.rollouts
+    if rollouts is None or rollouts.samples_interval is None:
         return 0
-    rollouts = -(-config.train.steps // config.updates_per_rollout)
-    return -(-rollouts // interval) * config.rollout_size * config.longest_sample * TEXT_BYTES
+    written = -(-training.num_rollouts // rollouts.samples_interval)
+    return written * rollouts.num_completions * training.sample_length * TEXT_BYTES
 
 
 def _gib(size: int) -> str:

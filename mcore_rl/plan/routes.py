@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.plan.training import Training
 from mcore_rl.plan.weights import layers_by_stage
 
 BYTE_CODES = 256
@@ -27,17 +27,16 @@ def layer_bytes(model: ModelConfig) -> int:
     return model.moe.top_k * (1 if num_codes <= BYTE_CODES else 2)
 
 
-def routes_of_rank(config: RlRunConfig, world_size: int, stage: int) -> RouteBytes:
+def routes_of_rank(training: Training, stage: int) -> RouteBytes:
     """Return the bytes on a rank of a pipeline stage, assuming completions of the longest length."""
-    model, mesh, replay = config.model, config.mesh, config.replay
-    if not model.is_moe:
+    model, mesh, rollouts = training.model, training.mesh, training.rollouts
+    if rollouts is None or not model.is_moe:
         return RouteBytes()
-    replicas = max(1, world_size // mesh.model_parallel)
-    parts = mesh.tp if mesh.sequence_parallel else 1
-    tokens = -(-config.rollout_size * config.longest_sample // (replicas * mesh.cp * parts))
+    parts = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
+    tokens = -(-rollouts.num_completions * training.sample_length // (max(1, training.replicas) * parts))
     layers = sum(model.moe_layers[layer] for layer in layers_by_stage(model, mesh)[stage])
-    records = config.rl.update.old_logprobs == "trainer" and replay.kind != "r3"
-    size = tokens * layers * layer_bytes(model) * (records + config.wants_engine_routes)
-    if config.rl.loss.uses_router_shift:
-        size += tokens * layers * model.moe.top_k * SCORE_BYTES
-    return RouteBytes(device=size) if replay.store == "device" else RouteBytes(host=size)
+    each = layer_bytes(model) * rollouts.routes_per_token
+    if rollouts.keeps_router_scores:
+        each += model.moe.top_k * SCORE_BYTES
+    size = tokens * layers * each
+    return RouteBytes(device=size) if rollouts.route_store == "device" else RouteBytes(host=size)

@@ -10,13 +10,12 @@ from statistics import fmean, median
 from typing import Any
 
 from mcore_rl.config.cluster import RatesConfig
-from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import DataError
-from mcore_rl.planner.parts import Workload, workload_of
+from mcore_rl.plan.training import Training
+from mcore_rl.planner.parts import Workload
+from mcore_rl.planner.place import Place
 from mcore_rl.planner.rates import Rates, rates_of
-from mcore_rl.planner.rollout import engine_of, rl_step, with_lengths
-from mcore_rl.planner.search import Place
+from mcore_rl.planner.rollout import with_lengths
 from mcore_rl.planner.step import step
 
 LARGEST_HOST_S = 20e-3
@@ -31,21 +30,21 @@ UPDATES = ("time/forward_backward_s", "time/optimizer_s")
 
 
 def calibrated(
-    config: RunConfig, place: Place, seq_length: int, records: Sequence[Mapping[str, object]], name: str
+    training: Training, place: Place, records: Sequence[Mapping[str, object]], name: str
 ) -> RatesConfig:
     """Return the rates with which the run's own step is predicted as it was measured.
 
     Args:
-        config: The run's config.
-        place: Its ranks, with their device; an imbalance of its rates replaces the run's.
-        seq_length: Positions of a sequence, packed or not.
+        training: The run's training.
+        place: Its place, with the device; an imbalance of its rates replaces the run's.
         records: Its metrics, of metrics.jsonl.
         name: Its folder, for the text.
 
     Raises:
         DataError: If the run has too few steps, or the device's bandwidths are not known.
     """
-    if place.device is None or place.device.links is None:
+    work = place.workload(training)
+    if work is None:
         raise DataError(
             "a calibration needs the device that the run was on. Set node.device in the cluster's file."
         )
@@ -59,28 +58,25 @@ def calibrated(
         values = [sum(float(str(step.get(name, 0.0))) for name in names) for step in timed[WARMING_UP:]]
         return median(values)
 
-    imbalance = place.rates.imbalance or imbalance_of_run(config.mesh.ep, timed[WARMING_UP:])
-    balanced = replace(Rates(), imbalance=imbalance)
-    work = workload_of(config, place.device, place.world_size, seq_length, balanced)
-    count = 1
-    if isinstance(config, RlRunConfig):
+    imbalance = place.rates.imbalance or imbalance_of_run(training.mesh.ep, timed[WARMING_UP:])
+    work = replace(work, rates=replace(Rates(), imbalance=imbalance), imbalance=imbalance or 1.0)
+    rollouts, seconds, mean = training.rollouts, measured(*UPDATES), None
+    if rollouts is not None:
         mean = measured("rollout/completion_tokens")
-        work = with_lengths(work, config.train.global_batch, measured("rollout/prompt_tokens") + mean)
-        count = config.updates_per_rollout
+        work = with_lengths(work, training.global_batch, measured("rollout/prompt_tokens") + mean)
+        seconds /= rollouts.updates
     fitted = RatesConfig(source=name, imbalance=imbalance)
-    fitted = fitted.model_copy(update=fitted_speed(work, measured(*UPDATES) / count))
-    if not isinstance(config, RlRunConfig):
+    fitted = fitted.model_copy(update=fitted_speed(work, seconds))
+    place = replace(place, rates=rates_of(fitted), completion_tokens=mean)
+    whole = place.workload(training)
+    assert whole is not None
+    planned = place.rl_step(training, whole)
+    if planned is None:
         return fitted
-    rates = rates_of(fitted)
-    engine = engine_of(config.mesh, config.rl.engine, place.world_size, place.server_gpus, rates)
-    if engine is None:
-        return fitted
-    whole = workload_of(config, place.device, place.world_size, seq_length, rates)
-    planned = rl_step(config, whole, engine, mean).parts
     found = {
-        "rollout": (planned["rollout"], measured("time/rollout_s")),
-        "logprobs": (planned["logprobs and values"], measured(*LOGPROBS)),
-        "updates": (planned["updates"], measured(*UPDATES)),
+        "rollout": (planned.parts["rollout"], measured("time/rollout_s")),
+        "logprobs": (planned.parts["logprobs and values"], measured(*LOGPROBS)),
+        "updates": (planned.parts["updates"], measured(*UPDATES)),
     }
     return fitted.model_copy(
         update={part: seen / bound for part, (bound, seen) in found.items() if bound and seen}

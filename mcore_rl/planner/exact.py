@@ -9,8 +9,9 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import Mixer
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.plan.activations import Layers
-from mcore_rl.plan.memory import FP8_COPIES_BYTES, GIB, Memory, ModelOnRanks
+from mcore_rl.plan.memory import FP8_COPIES_BYTES, GIB, Memory
 from mcore_rl.plan.schedule import schedule
+from mcore_rl.plan.training import ModelOnRanks
 from mcore_rl.planner.messages import StageEvent, as_values, from_values, passes_of, play
 from mcore_rl.planner.simulate import ChunkTimes, Simulation, simulate_mesh
 

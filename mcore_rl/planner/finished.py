@@ -8,9 +8,10 @@ from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.device import known_device
+from mcore_rl.plan.training import training_of
 from mcore_rl.planner.estimate import estimate
+from mcore_rl.planner.place import Place
 from mcore_rl.planner.rates import Span
-from mcore_rl.planner.search import Place
 
 NODE_GPUS = 8
 """GPUs of a node; the record of a run does not say how its ranks were distributed over nodes."""
@@ -39,13 +40,11 @@ def plan_of_run(path: Path, stage: str, device_name: str, world_size: int) -> Pl
     if stage not in PROGRAMS or device is None or device.links is None:
         return None
     program = PROGRAMS[stage]
-    place = Place(
-        world_size=world_size, ranks_per_node=min(NODE_GPUS, world_size), room_bytes=inf, device=device
-    )
+    place = Place(ranks_per_node=min(NODE_GPUS, world_size), room_bytes=inf, device=device)
     try:
         config = load_config(program.config, path / "config.toml")
         program.check(config, world_size)
-        plan = estimate(config, program, place)
+        plan = estimate(training_of(config, world_size), place)
     except ConfigError:
         return None
     assert plan.step is not None

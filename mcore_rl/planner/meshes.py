@@ -1,7 +1,7 @@
-"""The meshes that divide a model, with micro-batches and recomputation."""
+"""The meshes that divide a model, with micro-batches and recomputation: what a search tries."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mcore_rl.config.mesh import MeshConfig
@@ -10,13 +10,14 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.families import family_of
+from mcore_rl.plan.training import Training
 
 MAX_STAGES, MAX_CHUNKS, MAX_CP = 64, 12, 16
 MICRO_BATCHES = (1, 2, 4)
 LONG_SEQUENCE = 8192
 """Tokens of a sequence from which context parallelism is tried."""
-MESH_FIELDS = ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers", "pp_layout")
-PLATFORM_FIELDS = ("recompute", "recompute_modules")
+MESH_FIELDS = ("tp", "pp", "vpp", "ep", "cp", "first_stage_layers", "last_stage_layers", "pp_layout", "dp")
+"""Fields of `mesh` that a search changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +28,31 @@ class Way:
     recompute: str
     modules: tuple[str, ...]
 
+    def of(self, training: Training, mesh: MeshConfig) -> Training:
+        """Return the training on a mesh, with activations kept in this way."""
+        platform: dict[str, Any] = {"recompute": self.recompute}
+        if self.modules:
+            platform["recompute_modules"] = self.modules
+        return replace(
+            training,
+            mesh=mesh,
+            micro_batch=self.micro_batch,
+            platform=training.platform.model_copy(update=platform),
+        )
 
-def meshes(
-    base: MeshConfig, model: ModelConfig, world_size: int, ranks_per_node: int, seq_length: int
-) -> Iterator[MeshConfig]:
+
+def meshes(training: Training, ranks_per_node: int) -> Iterator[MeshConfig]:
     """Yield every mesh on which sizes divide; the checks of the program decide about the rest.
 
-    Tensor parallelism stays inside a node. All other fields of `mesh` are taken from the config, and dp is the rest.
+    Tensor parallelism stays inside a node. All other fields of `mesh` are taken from the training, and dp is the rest.
     """
+    base, model, world_size = training.mesh, training.model, training.world_size
     stages = [pp for pp in _divisors(world_size) if pp <= min(model.num_layers, MAX_STAGES)]
     for pp in stages:
         for tp in _divisors(ranks_per_node):
             if (world_size // pp) % tp or model.num_heads % tp:
                 continue
-            for cp in _context_parallel(world_size // (pp * tp), tp, seq_length, base.cp):
+            for cp in _context_parallel(world_size // (pp * tp), tp, training.seq_length, base.cp):
                 for ep in _expert_parallel(model, world_size // pp, base.etp):
                     for vpp in range(1, MAX_CHUNKS + 1) if pp > 1 else (1,):
                         for first, last, layout in _stages(model, pp, vpp):
@@ -59,74 +71,78 @@ def meshes(
                             )
 
 
-def ways_to_keep(config: RunConfig) -> list[Way]:
+def ways_to_keep(training: Training) -> list[Way]:
     """Return micro-batches and kinds of recomputation to try, in order of decreasing kept activations."""
-    has_fp8 = config.platform.fp8 != "none"
-    kinds = [("none", ()), *_selective(config.model, fp8=has_fp8), ("full", ())]
-    micro = (1,) if isinstance(config, RlRunConfig) else MICRO_BATCHES
+    has_fp8 = training.platform.fp8 != "none"
+    kinds = [("none", ()), *_selective(training.model, fp8=has_fp8), ("full", ())]
+    micro = MICRO_BATCHES if training.rollouts is None else (1,)
     return [Way(size, kind, modules) for size in micro for kind, modules in kinds]
 
 
-def with_choice(config: RunConfig, mesh: MeshConfig, way: Way) -> RunConfig:
-    """Return the config on another mesh, with another micro-batch and recomputation."""
-    platform: dict[str, Any] = {"recompute": way.recompute}
-    if way.modules:
-        platform["recompute_modules"] = way.modules
-    return config.model_copy(
-        update={
-            "mesh": mesh,
-            "platform": config.platform.model_copy(update=platform),
-            "train": config.train.model_copy(update={"micro_batch": way.micro_batch}),
-        }
-    )
-
-
-def relaxed(config: RunConfig) -> Iterator[RunConfig]:
-    """Yield the config with further tensors in main memory that are on the device and may wait: the routes of replay
+def relaxed(training: Training) -> Iterator[Training]:
+    """Yield the training with further tensors in main memory that are on the device and may wait: the routes of replay
     first, which cost little, then the state of the optimizer, then both.
     """
-    routes = None
-    if isinstance(config, RlRunConfig) and config.model.is_moe and config.replay.store == "device":
-        routes = config.model_copy(update={"replay": config.replay.model_copy(update={"store": "pinned"})})
+    routes, rollouts = None, training.rollouts
+    if rollouts is not None and training.model.is_moe and rollouts.route_store == "device":
+        routes = replace(training, rollouts=replace(rollouts, route_store="pinned"))
         yield routes
-    if config.optim.offload_fraction or config.platform.precision != "bf16":
+    if training.optim.offload_fraction or training.platform.precision != "bf16":
         return
-    for choice in (config, routes):
+    for choice in (training, routes):
         if choice is not None:
             yield _offloaded(choice)
 
 
-def _offloaded(config: RunConfig) -> RunConfig:
-    whole = {"offload_fraction": 1.0}
-    update: dict[str, Any] = {"optim": config.optim.model_copy(update=whole)}
-    if isinstance(config, RlRunConfig) and config.critic is not None:
-        critic = config.critic.model_copy(update={"optim": config.critic.optim.model_copy(update=whole)})
-        advantage = config.rl.advantage.model_copy(update={"critic": critic})
-        update["rl"] = config.rl.model_copy(update={"advantage": advantage})
+def _offloaded(training: Training) -> Training:
+    models = [
+        replace(model, optim=model.optim.model_copy(update={"offload_fraction": 1.0}))
+        if model.optim
+        else model
+        for model in training.models
+    ]
+    return replace(training, models=tuple(models))
+
+
+def configured(config: RunConfig, training: Training) -> RunConfig:
+    """Return the config with all fields that a search changes as the training has them."""
+    update: dict[str, Any] = {
+        "mesh": training.mesh,
+        "platform": training.platform,
+        "train": config.train.model_copy(update={"micro_batch": training.micro_batch}),
+        "optim": training.optim,
+    }
+    if isinstance(config, RlRunConfig) and training.rollouts is not None:
+        update["replay"] = config.replay.model_copy(update={"store": training.rollouts.route_store})
+        if config.critic is not None and training.critic is not None:
+            critic = config.critic.model_copy(update={"optim": training.critic.optim})
+            advantage = config.rl.advantage.model_copy(update={"critic": critic})
+            update["rl"] = config.rl.model_copy(update={"advantage": advantage})
     return config.model_copy(update=update)
 
 
-def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, Any]:
-    """Return the fields that a search changes and that differ between two configs."""
-    pairs = [
-        (f"mesh.{name}", getattr(old.mesh, name), getattr(new.mesh, name)) for name in (*MESH_FIELDS, "dp")
-    ]
-    pairs += [
-        (f"platform.{name}", getattr(old.platform, name), getattr(new.platform, name))
-        for name in PLATFORM_FIELDS
-        if name == "recompute" or new.platform.recompute == "selective"
-    ]
-    pairs.append(("train.micro_batch", old.train.micro_batch, new.train.micro_batch))
-    pairs.append(("optim.offload_fraction", old.optim.offload_fraction, new.optim.offload_fraction))
-    if isinstance(old, RlRunConfig) and isinstance(new, RlRunConfig):
-        if old.critic is not None and new.critic is not None:
-            field, critics = (
-                "rl.advantage.critic.optim.offload_fraction",
-                (old.critic.optim, new.critic.optim),
-            )
-            pairs.append((field, critics[0].offload_fraction, critics[1].offload_fraction))
-        pairs.append(("replay.store", old.replay.store, new.replay.store))
-    return {key: after for key, before, after in pairs if before != after}
+def changed_fields(old: Training, new: Training) -> dict[str, Any]:
+    """Return the fields of a config that a search changes and that differ between two trainings."""
+    before, after = _fields(old), _fields(new)
+    if new.platform.recompute != "selective":
+        del after["platform.recompute_modules"]
+    return {key: value for key, value in after.items() if value != before[key]}
+
+
+def _fields(training: Training) -> dict[str, Any]:
+    """Return all fields of a config that a search changes."""
+    fields = {f"mesh.{name}": getattr(training.mesh, name) for name in MESH_FIELDS}
+    fields |= {
+        "platform.recompute": training.platform.recompute,
+        "platform.recompute_modules": training.platform.recompute_modules,
+        "train.micro_batch": training.micro_batch,
+        "optim.offload_fraction": training.optim.offload_fraction,
+    }
+    if training.critic is not None and training.critic.optim is not None:
+        fields["rl.advantage.critic.optim.offload_fraction"] = training.critic.optim.offload_fraction
+    if training.rollouts is not None:
+        fields["replay.store"] = training.rollouts.route_store
+    return fields
 
 
 def toml_lines(fields: dict[str, Any]) -> list[str]:

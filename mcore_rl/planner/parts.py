@@ -16,14 +16,12 @@ from math import ceil, sqrt
 from mcore_rl.config.lora import LoraConfig, Target
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
-from mcore_rl.config.preferences import PreferenceRunConfig
-from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import RunConfig
 from mcore_rl.config.speed import planned_flags
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 from mcore_rl.plan.activations import CHUNK, load_of_fullest_rank
 from mcore_rl.plan.device import Device, Links
+from mcore_rl.plan.training import Training
 from mcore_rl.planner.rates import Rates
 
 TILE = 128
@@ -115,67 +113,59 @@ class Workload:
         return self.device.links
 
 
-def workload_of(
-    config: RunConfig, device: Device, world_size: int, seq_length: int, rates: Rates | None = None
-) -> Workload:
-    """Return the optimizer step of a run on a device.
+def workload_of(training: Training, device: Device, rates: Rates) -> Workload:
+    """Return the optimizer step of a training on a device.
 
     Lengths of completions and of compared answers are not known in advance: each is assumed to be as long as possible,
     so that the step is the longest that can happen.
 
     Args:
-        config: The config, checked for this world.
+        training: The training.
         device: The device, with its bandwidths.
-        world_size: Number of ranks.
-        seq_length: Positions of a sequence, packed or not.
-        rates: Parts of the device's peaks that are reached; None for the rates of published runs.
+        rates: Parts of the device's peaks that are reached.
 
     Raises:
         ConfigError: If the device has no products in the run's number format.
     """
-    platform, train = config.platform, config.train
+    model, mesh, platform = training.model, training.mesh, training.platform
     for name in (platform.precision, *(["fp8"] if platform.fp8 != "none" else [])):
         if name not in device.peak_tflops:
             raise ConfigError(
                 f"{device.name} has no matrix products in {name}. Change platform.precision or platform.fp8, or "
                 "node.device."
             )
-    rows, sample = train.global_batch, seq_length
-    num_samples = train.global_batch
-    if isinstance(config, RlRunConfig):
-        sample = config.longest_sample
-    elif isinstance(config, PreferenceRunConfig):
-        sample, num_samples = config.data.seq_length, 2 * train.global_batch
-    if sample != seq_length or num_samples != rows:
-        dp = world_size // config.mesh.model_parallel
-        packed = -(-num_samples // max(1, seq_length // sample))
-        rows = -(-packed // dp) * dp
+    rows, sample = training.global_batch, training.sample_length
+    if sample != training.seq_length or training.num_samples != rows:
+        packed = -(-training.num_samples // max(1, training.seq_length // sample))
+        rows = -(-packed // training.replicas) * training.replicas
+    tokens, columns = (
+        training.micro_batch * training.seq_length // mesh.cp,
+        model.padded_vocab_size // mesh.tp,
+    )
+    flags = planned_flags(platform, mesh, model, training.world_size, trains_mtp=training.rollouts is None)
     return Workload(
-        model=config.model,
-        mesh=config.mesh,
+        model=model,
+        mesh=mesh,
         device=device,
-        world_size=world_size,
-        seq_length=seq_length,
+        world_size=training.world_size,
+        seq_length=training.seq_length,
         sample_length=sample,
-        micro_batch=train.micro_batch,
+        micro_batch=training.micro_batch,
         global_batch=rows,
         precision=platform.precision,
         fp8=platform.fp8 != "none",
         recompute=platform.recompute,
         recompute_modules=platform.recompute_modules if platform.recompute == "selective" else (),
-        defers_logits=platform.logits_chunk(
-            train.micro_batch * seq_length // config.mesh.cp, config.model.padded_vocab_size // config.mesh.tp
-        )
-        is not None,
-        deepep=config.model.is_moe and config.model.moe.is_flex,
-        overlap_dp=planned_flags(config, world_size).overlap_grad_reduce,
-        gradient_bytes=config.optim.gradient_bytes,
-        moment_bytes=config.optim.moment_bytes,
-        offload_fraction=config.optim.offload_fraction,
-        offload_overlap=config.optim.offload_overlap,
-        imbalance=1.0 if rates is None or rates.imbalance is None else rates.imbalance,
-        lora=config.lora,
-        rates=rates or Rates(),
+        defers_logits=platform.logits_chunk(tokens, columns) is not None,
+        deepep=model.is_moe and model.moe.is_flex,
+        overlap_dp=flags.overlap_grad_reduce,
+        gradient_bytes=training.optim.gradient_bytes,
+        moment_bytes=training.optim.moment_bytes,
+        offload_fraction=training.optim.offload_fraction,
+        offload_overlap=training.optim.offload_overlap,
+        imbalance=1.0 if rates.imbalance is None else rates.imbalance,
+        lora=training.lora,
+        rates=rates,
     )
 
 

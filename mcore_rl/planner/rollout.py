@@ -14,12 +14,12 @@ from typing import Any
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
-from mcore_rl.config.rl.engine import AnyEngine, InProcessConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl.engine import AnyEngine, InProcessConfig, ServedConfig
 from mcore_rl.families import family_of
 from mcore_rl.plan.adapters import with_adapters
 from mcore_rl.plan.device import Device, Links
 from mcore_rl.plan.flops import forward_flops_per_token
+from mcore_rl.plan.training import Training
 from mcore_rl.plan.weights import Weights, delta_state_bytes, layer_weights
 from mcore_rl.planner.parts import LayerTimes, Workload, layer_times
 from mcore_rl.planner.rates import Rates
@@ -135,50 +135,40 @@ def engine_of(
 
 
 def rl_step(
-    config: RlRunConfig,
-    work: Workload,
-    engine: Engine,
-    mean_tokens: float | None = None,
-    known: "KnownParts | None" = None,
+    training: Training, work: Workload, engine: Engine, mean_tokens: float | None, known: KnownParts
 ) -> RlStep:
-    """Return the step of a run.
+    """Return the rollout batch of a run with its updates.
 
     Args:
-        config: The config, checked.
-        work: Its update with completions of the longest length (`plan.parts.workload_of`).
+        training: The run, which has rollouts.
+        work: Its update with completions of the longest length (`planner.parts.workload_of`).
         engine: Its engine (`engine_of`).
         mean_tokens: Mean length of a completion; None for half of the longest.
-        known: Parts of other steps of the same run and place, if there are any.
+        known: Parts of other steps of the same run and place.
     """
-    known = known or KnownParts()
-    longest = config.rl.max_completion_tokens
+    rollouts = training.rollouts
+    assert rollouts is not None
+    longest, prompt = rollouts.completion_tokens, rollouts.prompt_tokens // 2
     mean = min(float(longest), mean_tokens or longest / 2)
-    prompt = config.rl.prompts.max_tokens // 2
-    lengths = Lengths(num_completions=config.rollout_size, prompt=prompt, mean=mean, longest=longest)
+    lengths = Lengths(num_completions=rollouts.num_completions, prompt=prompt, mean=mean, longest=longest)
     if engine not in known.generations:
-        known.generations[engine] = generation(config.model, work.device, engine, lengths, work.rates)
+        known.generations[engine] = generation(work.model, work.device, engine, lengths, work.rates)
     rollout, tail = known.generations[engine]
-    update = with_lengths(work, config.train.global_batch, prompt + mean)
+    update = with_lengths(work, training.global_batch, prompt + mean)
     layers = known_layers(update, known.layers)
-    update_s = step(update, layers).seconds
-    forward = forward_seconds(update, layers) * config.updates_per_rollout / config.rl.update.epochs
-    passes = (
-        (config.rl.update.old_logprobs == "trainer")
-        + bool(config.rl.loss.kl_coeff)
-        + (config.critic is not None)
-    )
+    update_s = step(update, layers).seconds * rollouts.updates
+    forward = forward_seconds(update, layers) * rollouts.updates / rollouts.epochs
     parts = {
         "rollout": rollout,
-        "logprobs and values": passes * forward,
-        "updates": update_s * config.updates_per_rollout,
+        "logprobs and values": rollouts.scoring_passes * forward,
+        "updates": update_s,
     }
-    if config.critic is not None:
-        share = config.critic_epochs / config.rl.update.epochs
-        parts["critic"] = update_s * config.updates_per_rollout * share
+    if rollouts.critic_epochs:
+        parts["critic"] = update_s * (rollouts.critic_epochs / rollouts.epochs)
     if engine.is_served:
-        sent = sum(_weights(config.model))
-        if config.served is not None and config.served.lora == "adapter":
-            (adapters,) = with_adapters([Weights()], config.lora, config.model, MeshConfig())
+        sent = sum(_weights(work.model))
+        if isinstance(rollouts.engine, ServedConfig) and rollouts.engine.lora == "adapter":
+            (adapters,) = with_adapters([Weights()], work.lora, work.model, MeshConfig())
             sent = adapters.total
         parts["weights to servers"] = push_seconds(sent, work, engine)
     factors = work.rates.rl_factors

@@ -1,6 +1,6 @@
 """Seconds of an optimizer step: layers, pipeline, exchange of gradients, optimizer; and its limit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mcore_rl.config.model import LayerKind
@@ -156,27 +156,22 @@ class Sensitivity:
     """Additional tokens per second, as a fraction."""
 
 
-def sensitivities(work: Workload, seconds_of: Callable[[Workload], float]) -> list[Sensitivity]:
+def sensitivities(work: Workload) -> list[Sensitivity]:
     """Return the gain from each of SENSITIVITIES, the largest first."""
-    seconds = seconds_of(work)
+    seconds = step(work).seconds
     found = [
-        Sensitivity(term=term, gain=seconds / seconds_of(replace(work, rates=without(work.rates, term))) - 1)
+        Sensitivity(
+            term=term, gain=seconds / step(replace(work, rates=without(work.rates, term))).seconds - 1
+        )
         for term in SENSITIVITIES
     ]
     return sorted(found, key=lambda sensitivity: -sensitivity.gain)
 
 
-def imbalance_costs(
-    work: Workload, seconds_of: Callable[[Workload], float], loads: Sequence[float]
-) -> list[float]:
+def imbalance_costs(work: Workload, loads: Sequence[float]) -> list[float]:
     """Return how much of its speed a step loses if the fullest rank's experts get these multiples of the mean."""
-    seconds = seconds_of(work)
-    return [1 - seconds / seconds_of(replace(work, imbalance=load)) for load in loads]
-
-
-def closed_form(work: Workload) -> float:
-    """Return the seconds of a step in closed form."""
-    return step(work).seconds
+    seconds = step(work).seconds
+    return [1 - seconds / step(replace(work, imbalance=load)).seconds for load in loads]
 
 
 def _trained_by_stage(work: Workload) -> list[Weights]:

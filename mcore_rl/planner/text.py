@@ -6,19 +6,17 @@ from math import isinf
 from typing import Any
 
 from mcore_rl.config.cluster import RatesConfig
-from mcore_rl.config.preferences import PreferenceRunConfig
-from mcore_rl.config.rl.engine import AnyEngine
-from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import RunConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.plan.disk import disk_of
-from mcore_rl.plan.memory import GIB, Memory, models_on_ranks
-from mcore_rl.planner.estimate import Estimate, StepEstimate, step_name
+from mcore_rl.plan.memory import GIB, Memory
+from mcore_rl.plan.training import Rollouts, Training
+from mcore_rl.planner.estimate import Estimate, StepEstimate
 from mcore_rl.planner.meshes import toml_lines
+from mcore_rl.planner.place import Place
 from mcore_rl.planner.ranks import RankView
 from mcore_rl.planner.rates import Rates
 from mcore_rl.planner.rollout import PUBLISHED_FACTORS
-from mcore_rl.planner.search import SPARE, WITHIN, Choice, Place, Search, changes, with_spare
+from mcore_rl.planner.search import SPARE, WITHIN, Choice, Search
 
 JSON_VERSION = 1
 LEAST_SHARE = 0.015
@@ -35,7 +33,7 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
     yield f"memory  {memory_text(plan)}"
     if plan.fullest.host:
         each = plan.fullest.host * plan.place.ranks_per_node / GIB
-        names = " and ".join(model.name for model in models_on_ranks(plan.config) if model.on_host)
+        names = " and ".join(model.name for model in plan.training.models if model.on_host)
         yield f"        main memory for the {names}: {each:,.0f} GiB a node"
     if phases := phases_text(plan):
         yield f"        {phases}"
@@ -65,16 +63,16 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
 
 
 def _rl_lines(plan: Estimate) -> Iterator[str]:
-    config, step = plan.config, plan.rl
-    if not isinstance(config, RlRunConfig):
+    rollouts, step = plan.training.rollouts, plan.rl
+    if rollouts is None:
         return
     if step is None:
         yield "rollout not planned: how many GPUs the servers have is not known. Give --server-nodes N"
         return
     shares = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.parts.items())
     lengths = (
-        f"{config.rollout_size:,} completions of {step.mean_tokens:,.0f} tokens in the mean (--completion-tokens), at "
-        f"most {config.rl.max_completion_tokens:,}"
+        f"{rollouts.num_completions:,} completions of {step.mean_tokens:,.0f} tokens in the mean "
+        f"(--completion-tokens), at most {rollouts.completion_tokens:,}"
     )
     if step.factors:
         yield f"rl step {_seconds(step.seconds)} s, calibrated with {plan.place.rates.source}: {shares}; {lengths}"
@@ -92,13 +90,13 @@ def _rl_lines(plan: Estimate) -> Iterator[str]:
 def run_line(plan: Estimate) -> str:
     """Return hours, GPU-hours and checkpoints of the whole run; the plan has times."""
     assert plan.step is not None
-    config, gpus = plan.config, plan.place.world_size + plan.place.server_gpus
+    training, gpus = plan.training, plan.training.world_size + plan.place.server_gpus
     low, high = plan.step.span.low, plan.step.span.high
-    count, text = config.train.steps, ""
-    if isinstance(config, RlRunConfig):
-        count = -(-config.train.steps // max(1, config.updates_per_rollout))
+    count, text = training.steps, ""
+    if training.rollouts is not None:
         if plan.rl is None:
-            return f"run     {config.train.steps:,} updates; {_checkpoints(plan)}"
+            return f"run     {training.steps:,} updates; {_checkpoints(plan)}"
+        count = training.num_rollouts
         low = high = plan.rl.seconds
         text = "" if plan.rl.factors else "at least "
     hours = [seconds * count / HOUR_S for seconds in (low, high)]
@@ -108,15 +106,13 @@ def run_line(plan: Estimate) -> str:
         if hours[0] == hours[1]
         else f"{hours[0] * gpus:,.0f}-{hours[1] * gpus:,.0f}"
     )
-    return (
-        f"run     {config.train.steps:,} steps: {text}{shown} hours, {each} GPU-hours; {_checkpoints(plan)}"
-    )
+    return f"run     {training.steps:,} steps: {text}{shown} hours, {each} GPU-hours; {_checkpoints(plan)}"
 
 
 def _checkpoints(plan: Estimate) -> str:
     """Return size and number of checkpoints, and the seconds to write a checkpoint, which the file system decides."""
-    disk = disk_of(plan.config)
-    nodes = -(-plan.place.world_size // plan.place.ranks_per_node)
+    disk = disk_of(plan.training)
+    nodes = -(-plan.training.world_size // plan.place.ranks_per_node)
     seconds = disk.checkpoint / (nodes * STORAGE_BYTES_PER_S)
     return (
         f"{disk.num_checkpoints} checkpoints of {disk.checkpoint / GIB:,.0f} GiB, each {_seconds(seconds)} s of "
@@ -126,19 +122,18 @@ def _checkpoints(plan: Estimate) -> str:
 
 def layout_line(plan: Estimate) -> str:
     """Return ranks and mesh in one line."""
-    config, world = plan.config, plan.place.world_size
-    mesh = config.mesh
-    dp = world // mesh.model_parallel
-    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "dp": dp}
+    training, world = plan.training, plan.training.world_size
+    mesh = training.mesh
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "dp": training.replicas}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
-    if config.model.is_moe:
+    if training.model.is_moe:
         copies = world // (mesh.etp * mesh.ep * mesh.pp)
         etp = f" x etp {mesh.etp}" if mesh.etp > 1 else ""
         layout += f"; experts: ep {mesh.ep}{etp}, {copies} {'copies' if copies > 1 else 'copy'}"
     ranks = f"{world} x {plan.place.device.name}" if plan.place.device else f"{world} ranks"
     return (
-        f"{ranks}: {layout}; {plan.num_microbatches} microbatches of {config.train.micro_batch} x "
-        f"{plan.seq_length:,}"
+        f"{ranks}: {layout}; {plan.num_microbatches} microbatches of {training.micro_batch} x "
+        f"{training.seq_length:,}"
     )
 
 
@@ -148,7 +143,7 @@ def memory_text(plan: Estimate) -> str:
     room = plan.place.room_bytes
     of = "" if isinf(room) else f" of {room / GIB:.1f}"
     verdict = "" if plan.fits else " DOES NOT FIT:"
-    alive = f" ({plan.chunks_alive} chunks alive)" if plan.config.mesh.pp > 1 else ""
+    alive = f" ({plan.chunks_alive} chunks alive)" if plan.training.mesh.pp > 1 else ""
     text = (
         f"stage {stage.stage} is fullest: {_gib(stage.total)}{of} GiB:{verdict} lasting {_gib(stage.permanent)} "
         f"(weights {_gib(stage.weights)}, gradients {_gib(stage.gradients)}, optimizer {_gib(stage.optimizer)}: "
@@ -166,7 +161,7 @@ def memory_text(plan: Estimate) -> str:
 def phases_text(plan: Estimate) -> str:
     """Return the memory of models in each phase on the fullest stage; empty if no trained model waits."""
     stage = plan.fullest
-    if all(model.store == "device" for model in models_on_ranks(plan.config) if model.trains):
+    if all(model.store == "device" for model in plan.training.models if model.trains):
         return ""
     return (
         f"models by phase: rollout {_gib(stage.rollout_models)}, scoring passes {_gib(stage.scoring_models)}, update "
@@ -175,11 +170,11 @@ def phases_text(plan: Estimate) -> str:
 
 
 def _step_lines(plan: Estimate, timed: StepEstimate) -> Iterator[str]:
-    yield f"{step_name(plan.config):7} {span_text(plan)}"
+    yield f"{plan.training.step_name:7} {span_text(plan)}"
     shares = [
         f"{part} {share:.0%}"
         for part, share in timed.shares.items()
-        if share >= LEAST_SHARE or part == "host waits" or (part == "bubble" and plan.config.mesh.pp > 1)
+        if share >= LEAST_SHARE or part == "host waits" or (part == "bubble" and plan.training.mesh.pp > 1)
     ]
     yield f"        {', '.join(shares)}"
     first, *others = timed.limits
@@ -191,7 +186,7 @@ def _step_lines(plan: Estimate, timed: StepEstimate) -> Iterator[str]:
 def load_text(plan: Estimate) -> str:
     """Return the line on the load of the experts: the planned load, or the cost of several; else empty."""
     rates, by_load = plan.place.rates, plan.fullest_by_load
-    if rates.imbalance is not None and plan.config.model.is_moe and plan.config.mesh.ep > 1:
+    if rates.imbalance is not None and plan.training.model.is_moe and plan.training.mesh.ep > 1:
         return (
             f"experts the fullest rank's get {rates.imbalance:.3g} times the mean of tokens, in time and memory "
             f"({rates.imbalance_source})"
@@ -216,9 +211,9 @@ def span_text(plan: Estimate) -> str:
     timed = plan.step
     assert timed is not None
     span, what = timed.span, ""
-    if step_name(plan.config) == "update":
+    if plan.training.rollouts is not None:
         what = ", when every completion is as long as it may be"
-    elif isinstance(plan.config, PreferenceRunConfig):
+    elif plan.training.answer_tokens is not None:
         what = ", when every answer is as long as it may be"
     return (
         f"{_seconds(span.likely)} s ({_seconds(span.low)}-{_seconds(span.high)}): {timed.tokens_per_s:,.0f} "
@@ -226,9 +221,9 @@ def span_text(plan: Estimate) -> str:
     )
 
 
-def world_header(config: RunConfig, place: Place) -> Iterator[str]:
+def world_header(training: Training, place: Place) -> Iterator[str]:
     """Yield the names of the columns of `world_line`."""
-    if not isinstance(config, RlRunConfig):
+    if training.rollouts is None:
         yield f"{'ranks':>7} {'GiB':>6} {'fits':>5} {'s a step':>18} {'tokens/s a GPU':>15} {'the whole run':>22}"
         return
     servers = f"; servers on {place.server_gpus} GPUs beside them" if place.server_gpus else ""
@@ -242,8 +237,8 @@ def world_header(config: RunConfig, place: Place) -> Iterator[str]:
 
 def world_line(plan: Estimate) -> str:
     """Return a size of the world with its memory, whether it fits, its seconds, and the hours of the whole run."""
-    world, fits, steps = plan.place.world_size, "yes" if plan.fits else "no", plan.config.train.steps
-    if isinstance(plan.config, RlRunConfig):
+    training, world, fits = plan.training, plan.training.world_size, "yes" if plan.fits else "no"
+    if training.rollouts is not None:
         phases = [
             max(stage.phases[name] for stage in plan.stages) for name in ("rollout", "scoring", "update")
         ]
@@ -252,46 +247,47 @@ def world_line(plan: Estimate) -> str:
         if plan.rl is None:
             return line
         generated = plan.rl.parts["rollout"]
-        steps = -(-steps // max(1, plan.config.updates_per_rollout))
-        hours = f"{'' if plan.rl.factors else 'at least '}{plan.rl.seconds * steps / HOUR_S:,.0f} hours"
+        seconds = plan.rl.seconds * training.num_rollouts
+        hours = f"{'' if plan.rl.factors else 'at least '}{seconds / HOUR_S:,.0f} hours"
         line += f" {_seconds(generated):>10} {_seconds(plan.rl.seconds - generated):>8}"
         return f"{line} {_seconds(plan.rl.seconds):>10} {hours:>22}"
     line = f"{world:>7} {plan.fullest.total / GIB:>6.1f} {fits:>5}"
     if plan.step is None:
         return line
     span = plan.step.span
-    hours = "-".join(f"{seconds * steps / HOUR_S:,.0f}" for seconds in (span.low, span.high))
+    hours = "-".join(f"{seconds * training.steps / HOUR_S:,.0f}" for seconds in (span.low, span.high))
     line += f" {f'{span.likely:.3g} ({span.low:.3g}-{span.high:.3g})':>18}"
     return f"{line} {plan.step.tokens_per_s:>15,.0f} {f'{hours} hours':>22}"
 
 
-def search_lines(config: RunConfig, found: Search, shown: list[Choice], place: Place) -> Iterator[str]:
+def search_lines(found: Search, shown: list[Choice]) -> Iterator[str]:
     """Yield the counts of a search, and each choice with its costs and the fields that set it."""
+    world, rollouts = found.training.world_size, found.training.rollouts
     yield (
-        f"{found.tried:,} combinations of mesh, micro-batch and recomputation on {place.world_size} ranks: "
+        f"{found.tried:,} combinations of mesh, micro-batch and recomputation on {world} ranks: "
         f"{found.refused:,} are refused by the checks, {found.too_large:,} do not fit, {len(found.choices):,} fit"
     )
     if not shown:
         return
-    if narrow := len(found.choices) - len(with_spare(found, place)):
+    if narrow := len(found.choices) - len(found.with_spare()):
         yield f"{narrow:,} of them leave less than {SPARE:.0%} of the device's memory, and are left out."
-    if isinstance(config, RlRunConfig):
-        yield _bound_line(config.rl.engine, shown[0], place)
+    if rollouts is not None:
+        yield _bound_line(rollouts, shown[0], found.place)
     if shown[0].seconds is not None:
         yield (
             f"Different layouts within {WITHIN:g}x of the fastest, which a prediction cannot tell apart: measure two."
         )
     for choice in shown:
-        yield f"  {choice_text(choice, shown, place)}"
-        yield f"      {' '.join(toml_lines(changes(config, choice))) or 'as configured'}"
+        yield f"  {choice_text(choice, shown[0], found.place)}"
+        yield f"      {' '.join(toml_lines(found.changes(choice))) or 'as configured'}"
 
 
-def _bound_line(engine: AnyEngine, choice: Choice, place: Place) -> str:
+def _bound_line(rollouts: Rollouts, choice: Choice, place: Place) -> str:
     """Return a line that explains the seconds of choices in reinforcement learning, and which engine generates."""
     if choice.rl is None:
         return "Seconds are those of an update: how many GPUs the servers have is not known. Give --server-nodes N"
     generator = "the engine on these ranks"
-    if engine.is_served:
+    if rollouts.engine.is_served:
         generator = (
             f"servers on {place.server_gpus} GPUs" if place.server_gpus else "the servers of rl.engine"
         )
@@ -302,57 +298,55 @@ def _bound_line(engine: AnyEngine, choice: Choice, place: Place) -> str:
     )
 
 
-def choice_text(choice: Choice, shown: list[Choice], place: Place) -> str:
-    """Return a choice's layout, time, memory, and its costs compared with other choices."""
-    mesh, config = choice.mesh, choice.config
+def choice_text(choice: Choice, first: Choice, place: Place) -> str:
+    """Return a choice's layout, time, memory, and its costs compared with the first choice's."""
+    mesh, training = choice.mesh, choice.training
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "ep": mesh.ep}
     layout = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "dp alone"
     text = f"{layout}: {_gib(choice.memory.total)} GiB"
     if not isinf(place.room_bytes):
         text += f" ({_gib(place.room_bytes - choice.memory.total)} free)"
-    if choice.seconds is not None and shown[0].seconds is not None:
-        slower = choice.seconds / shown[0].seconds - 1
+    if choice.seconds is not None and first.seconds is not None:
+        slower = choice.seconds / first.seconds - 1
         bound = "at least " if choice.rl is not None and not choice.rl.factors else ""
         text += f", {bound}{_seconds(choice.seconds)} s" + (
             f", {slower:.0%} slower" if slower > 0.005 else ""
         )
     if choice.rl is not None:
         text += f" ({', '.join(f'{name} {_seconds(part)}' for name, part in choice.rl.parts.items())})"
-    if isinstance(config, RlRunConfig):
+    rollouts, platform = training.rollouts, training.platform
+    if rollouts is not None:
         sizes_of = choice.memory.phases
         text += f", GiB by phase: {', '.join(f'{phase} {_gib(size)}' for phase, size in sizes_of.items())}"
     given_up = []
-    if config.optim.offload_fraction:
+    if training.optim.offload_fraction:
         given_up.append("the processor updates the weights")
-    if isinstance(config, RlRunConfig) and config.model.is_moe and config.replay.store != "device":
+    if rollouts is not None and training.model.is_moe and rollouts.route_store != "device":
         given_up.append("routes wait in main memory")
-    if config.platform.recompute != "none":
-        modules = "+".join(config.platform.recompute_modules)
-        given_up.append(f"recomputes {'all' if config.platform.recompute == 'full' else modules}")
-    if config.model.is_moe and mesh.ep * mesh.etp > place.ranks_per_node:
+    if platform.recompute != "none":
+        modules = "+".join(platform.recompute_modules)
+        given_up.append(f"recomputes {'all' if platform.recompute == 'full' else modules}")
+    if training.model.is_moe and mesh.ep * mesh.etp > place.ranks_per_node:
         given_up.append("experts' tokens go over nodes")
     if mesh.pp > 1 and mesh.vpp == 1:
         given_up.append("a bubble")
     return text + (f"; {', '.join(given_up)}" if given_up else "")
 
 
-def nearest_text(config: RunConfig, choices: list[Choice], place: Place) -> str:
-    """Return the mesh that would fit with the fewest changes, with the lines to set; for messages."""
+def nearest_text(found: Search) -> str:
+    """Return the meshes that would fit with the fewest changes, with the lines to set; for messages."""
+    choices, critic = found.nearest(), found.training.critic
     if not choices:
         text = (
             "No mesh of this model fits on these ranks: use more nodes, shorter sequences or a smaller batch"
         )
-        if (
-            isinstance(config, RlRunConfig)
-            and config.critic_optim is not None
-            and config.critic_store == "device"
-        ):
+        if critic is not None and critic.store == "device":
             text += ', or let the critic wait in main memory (rl.advantage.critic.store="host")'
         return f"{text}."
     lines = ["The nearest that pass the checks and fit (lines for the config, or for the command):"]
     for choice in choices:
-        lines.append(f"  {' '.join(toml_lines(changes(config, choice)))}")
-        lines.append(f"      {choice_text(choice, choices, place)}")
+        lines.append(f"  {' '.join(toml_lines(found.changes(choice)))}")
+        lines.append(f"      {choice_text(choice, choices[0], found.place)}")
     return "\n".join(lines)
 
 
@@ -387,7 +381,7 @@ def rank_lines(plan: Estimate, view: RankView) -> Iterator[str]:
         where = "inside its node" if group.num_nodes == 1 else f"over {group.num_nodes} nodes"
         yield f"group   {name}: {len(group.ranks)} ranks {where}: {shown}{more}"
     yield f"layers  {_ranges(view.layers)}"
-    if plan.config.model.is_moe:
+    if plan.training.model.is_moe:
         yield f"experts {view.experts.start}-{view.experts.stop - 1} of each MoE layer"
     yield f"memory  {plan.stages[view.coordinates['pp']].describe()}"
 
@@ -396,13 +390,13 @@ def as_json(plan: Estimate) -> dict[str, Any]:
     """Return a plan as JSON values; sizes are bytes, times seconds."""
     return {
         "version": JSON_VERSION,
-        "world": plan.place.world_size,
+        "world": plan.training.world_size,
         "device": plan.place.device.name if plan.place.device else None,
-        "mesh": plan.config.mesh.model_dump(mode="json"),
-        "micro_batch": plan.config.train.micro_batch,
+        "mesh": plan.training.mesh.model_dump(mode="json"),
+        "micro_batch": plan.training.micro_batch,
         "num_microbatches": plan.num_microbatches,
-        "seq_length": plan.seq_length,
-        "recompute": plan.config.platform.recompute,
+        "seq_length": plan.training.seq_length,
+        "recompute": plan.training.platform.recompute,
         "room_bytes": None if isinf(plan.place.room_bytes) else plan.place.room_bytes,
         "fits": plan.fits,
         "stages": [_stage(stage) for stage in plan.stages],
@@ -410,7 +404,7 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "bubble": plan.bubble,
         "imbalance": plan.place.rates.imbalance,
         "fullest_by_load": plan.fullest_by_load,
-        step_name(plan.config): None if plan.step is None else asdict(plan.step),
+        plan.training.step_name: None if plan.step is None else asdict(plan.step),
         "rl_step": None if plan.rl is None else asdict(plan.rl) | {"seconds": plan.rl.seconds},
         "warnings": plan.warnings,
     }

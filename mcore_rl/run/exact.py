@@ -13,6 +13,7 @@ from mcore_rl.fake_world.recorder import record
 from mcore_rl.fake_world.saved import saved_by_layers
 from mcore_rl.files import write_atomically
 from mcore_rl.folders.run_config import load_run_config
+from mcore_rl.plan.training import training_of
 from mcore_rl.planner.exact import Exact
 
 
@@ -22,7 +23,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load_run_config(PROGRAMS[args.program].config, args.config, args.overrides)
         asked = zip(args.ranks, args.updated, strict=True)
-        ranks = [bytes_of_rank(config, rank, args.world, updated) for rank, updated in asked]
+        training = training_of(config, args.world)
+        ranks = [bytes_of_rank(training, rank, updated) for rank, updated in asked]
         mesh = config.mesh
         events = []
         if args.microbatches:

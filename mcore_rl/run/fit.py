@@ -13,10 +13,10 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.folders.model import find_model, read_model_folder
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.plan.weights import weights_by_stage
-from mcore_rl.planner.estimate import place_of
 from mcore_rl.planner.gpus import Gpus
 from mcore_rl.planner.meshes import toml_lines
-from mcore_rl.planner.search import Choice, Place, changes, search, shortlist
+from mcore_rl.planner.place import place_of
+from mcore_rl.planner.search import Search, search
 from mcore_rl.planner.text import choice_text, search_lines
 
 LARGEST = 4096
@@ -29,54 +29,55 @@ def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
     Raises:
         ConfigError: it does not fit; with the smallest number of GPUs that it fits on.
     """
-    program = PROGRAMS[kind]
-    config, place, shown, lines = _tried(folder, gpus, program, overrides)
-    name = f"{folder.resolve().name}, {size_of(config.model)}: "
-    length = f"{program.seq_length(config):,} tokens"
+    found = _tried(folder, gpus, kind, overrides)
+    training, shown = found.training, found.shortlist()
+    name = f"{folder.resolve().name}, {size_of(training.model)}: "
+    what = f"{kind} in {training.platform.precision} with sequences of {training.seq_length:,} tokens"
     if shown:
-        what = f"yes, {kind} in {config.platform.precision} with sequences of {length} fits on {gpus}"
-        sys.stdout.write(f"{name}{what} ({choice_text(shown[0], shown, place)})\n")
-        settings = " ".join([*toml_lines(changes(config, shown[0])), *overrides])
+        fits = choice_text(shown[0], shown[0], found.place)
+        sys.stdout.write(f"{name}yes, {what} fits on {gpus} ({fits})\n")
+        settings = " ".join([*toml_lines(found.changes(shown[0])), *overrides])
         usual = "platform.precision=bf16 mesh.dp=auto"
         sys.stdout.write(f"mcore-rl {kind} CONFIG model.path={folder} {usual} {settings}\n\n")
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.write("".join(f"{line}\n" for line in search_lines(found, shown)))
         return 0
-    larger, found = gpus, shown
-    while not found and larger.count < LARGEST:
+    larger = gpus
+    while not shown and larger.count < LARGEST:
         larger = Gpus(larger.count * 2, gpus.device)
-        config, place, found, _ = _tried(folder, larger, program, overrides)
-    if not found:
-        program.check(config, larger.count)  # raises if the fields are refused with any mesh
+        found = _tried(folder, larger, kind, overrides)
+        shown = found.shortlist()
+    if not shown:
+        # Raises if the fields are refused with any mesh.
+        PROGRAMS[kind].check(_config(folder, larger, kind, overrides), larger.count)
     remedy = f"It does not on {LARGEST} either: shorten the sequences, or choose larger GPUs."
-    if found:
-        remedy = f"It does on {larger} ({choice_text(found[0], found, place)})."
-    raise ConfigError(
-        f"{name}no, {kind} in {config.platform.precision} with sequences of {length} does not fit on {gpus}. {remedy}"
-    )
+    if shown:
+        remedy = f"It does on {larger} ({choice_text(shown[0], shown[0], found.place)})."
+    raise ConfigError(f"{name}no, {what} does not fit on {gpus}. {remedy}")
 
 
 def fitting_fields(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the fields of the fastest mesh on which training the model fits; ConfigError if it fits on none."""
-    config, _, shown, _ = _tried(folder, gpus, PROGRAMS[kind], overrides)
+    found = _tried(folder, gpus, kind, overrides)
+    shown = found.shortlist()
     if not shown:
         raise ConfigError(
             f"`mcore-rl plan {folder} --gpus {gpus.count}x{gpus.device} --program {kind}` says why not."
         )
-    return changes(config, shown[0])
+    return found.changes(shown[0])
 
 
-def _tried(
-    folder: Path, gpus: Gpus, program: Program, overrides: Sequence[str]
-) -> tuple[RunConfig, Place, list[Choice], list[str]]:
-    """Return the config, the GPUs, the meshes that fit, and lines about the search."""
-    cluster = gpus.cluster()
+def _tried(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> Search:
+    """Return the meshes that fit on the GPUs."""
+    place = place_of(gpus.cluster())
+    return search(_config(folder, gpus, kind, overrides), gpus.count, place)
+
+
+def _config(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> RunConfig:
+    """Return the config of a training of which only the model, the GPUs and the overrides are known."""
+    program = PROGRAMS[kind]
     max_position = read_model_folder(find_model(str(folder), "FOLDER")).model.max_position
     fields = [*_usual(program, folder, gpus, max_position), *overrides]
-    config = load_run_config(program.config, None, fields)
-    place = place_of(cluster, gpus.count)
-    found = search(config, program, place)
-    shown = shortlist(found, program, place)
-    return config, place, shown, list(search_lines(config, found, shown, place))
+    return load_run_config(program.config, None, fields)
 
 
 def _usual(program: Program, folder: Path, gpus: Gpus, max_position: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mcore_rl.checks.cluster import check_cluster, placement
-from mcore_rl.checks.programs import PROGRAMS, Program
+from mcore_rl.checks.programs import PROGRAMS, program_of
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig, RatesConfig
 from mcore_rl.config.kinds import READERS
@@ -19,10 +19,9 @@ from mcore_rl.files import has_mark, refuse_replacing, write_atomically
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.attempts_file import read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
-from mcore_rl.plan.activations import layers_of
-from mcore_rl.plan.memory import models_on_ranks
+from mcore_rl.plan.training import training_of
 from mcore_rl.planner.calibrate import calibrated
-from mcore_rl.planner.estimate import Estimate, estimate, place_of, timeline_of, times_of
+from mcore_rl.planner.estimate import Estimate, estimate, times_of
 from mcore_rl.planner.exact import (
     Exact,
     RecordedSchedule,
@@ -35,9 +34,10 @@ from mcore_rl.planner.exact import (
     uncounted_lines,
 )
 from mcore_rl.planner.gpus import parse_gpus
+from mcore_rl.planner.place import Place, place_of
 from mcore_rl.planner.ranks import view_of_rank
-from mcore_rl.planner.search import Place, nearest, search, shortlist
-from mcore_rl.planner.simulate import timeline_svg
+from mcore_rl.planner.search import Search, search
+from mcore_rl.planner.simulate import simulate_mesh, timeline_svg
 from mcore_rl.planner.text import (
     as_json,
     calibration_lines,
@@ -77,11 +77,11 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.config} is a config of {kind}, which trains nothing. Give it to {READERS[kind]}."
         )
-    program = PROGRAMS[kind]
-    config = load_run_config(program.config, args.config, args.overrides)
+    config = load_run_config(PROGRAMS[kind].config, args.config, args.overrides)
     cluster = _cluster(args)
+    place = _place(cluster, args)
     if args.world:
-        _write(_world_lines(config, program, cluster, args))
+        _write(_world_lines(config, place, *args.world))
         return 0
     if not args.nodes:
         raise ConfigError(
@@ -90,31 +90,31 @@ def main(args: argparse.Namespace) -> int:
     world_size = args.nodes * cluster.node.ranks_per_node
     if world_size > MAX_RANKS:
         raise ConfigError(f"--nodes {args.nodes} are {world_size} ranks; a plan is of at most {MAX_RANKS}.")
-    place = _place(cluster, world_size, args)
     if args.search:
-        found = search(config, program, place)
-        shown = shortlist(found, program, place)
-        _write(search_lines(config, found, shown, place))
+        found = search(config, world_size, place)
+        shown = found.shortlist()
+        _write(search_lines(found, shown))
         if not shown:
-            raise ConfigError(_refusal(config, program, place))
+            # Either the checks refuse the config, or all meshes need too much memory.
+            _check_on(config, world_size)
+            raise ConfigError(nearest_text(found))
         return 0
-    plan = checked_estimate(config, program, place)
-    if args.rank is not None and args.rank >= place.world_size:
-        raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {place.world_size - 1}.")
+    plan = checked_estimate(config, world_size, place)
+    if args.rank is not None and args.rank >= world_size:
+        raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {world_size - 1}.")
     exact = _exact(args, kind, plan) if args.exact else None
     recorded = None
     if exact is not None and exact.schedule:
-        times = times_of(config, place, plan.seq_length)
-        recorded = recorded_schedule(exact.schedule, config.mesh, times)
+        recorded = recorded_schedule(exact.schedule, config.mesh, times_of(plan.training, place))
     if args.rank is not None:
-        view = view_of_rank(config.model, config.mesh, args.rank, place.world_size, place.ranks_per_node)
+        view = view_of_rank(config.model, config.mesh, args.rank, world_size, place.ranks_per_node)
         _write(rank_lines(plan, view))
     else:
         _write(estimate_lines(plan))
     if exact is not None:
         _write(exact_lines(exact, plan.stages, config.platform))
-        _write(uncounted_lines(models_on_ranks(config), plan.stages))
-        _write(layer_lines(exact.layers, layers_of(config.platform, allows_te=config.allows_te)))
+        _write(uncounted_lines(plan.training.models, plan.stages))
+        _write(layer_lines(exact.layers, plan.training.layers))
     if recorded is not None:
         _write(schedule_lines(recorded, plan.num_microbatches, _unit(plan)))
     if args.json:
@@ -129,10 +129,7 @@ def main(args: argparse.Namespace) -> int:
     if args.timeline:
         _write_file("--timeline", args.timeline, _timeline(plan, recorded))
     if not plan.fits:
-        found = search(config, program, place)
-        raise ConfigError(
-            "It does not fit. " + nearest_text(config, nearest(found, config, program, place), place)
-        )
+        raise ConfigError("It does not fit. " + nearest_text(search(config, world_size, place)))
     return 0
 
 
@@ -200,11 +197,10 @@ def _write_file(option: str, path: Path, content: str) -> None:
         ) from error
 
 
-def _place(cluster: ClusterConfig, world_size: int, args: argparse.Namespace) -> Place:
-    """Return `world_size` ranks of a cluster with the servers, completions and experts in the arguments."""
+def _place(cluster: ClusterConfig, args: argparse.Namespace) -> Place:
+    """Return the ranks of a cluster with the servers, completions and experts in the arguments."""
     return place_of(
         cluster,
-        world_size,
         server_nodes=args.server_nodes,
         completion_tokens=args.completion_tokens,
         imbalance=args.imbalance,
@@ -220,15 +216,14 @@ def _calibrate(args: argparse.Namespace) -> int:
     kind = kind_of(run_dir / "config.toml", ())
     if kind not in PROGRAMS:
         raise ConfigError(f"--calibrate {run_dir} is a run of {kind}, which trains nothing.")
-    program = PROGRAMS[kind]
-    config = load_config(program.config, run_dir / "config.toml")
+    config = load_config(PROGRAMS[kind].config, run_dir / "config.toml")
     cluster = load_config(ClusterConfig, args.cluster)
     check_cluster(cluster)
-    world, seq_length = attempts[-1].machine.ranks, program.seq_length(config)
+    training = training_of(config, attempts[-1].machine.ranks)
     plain = cluster.model_copy(update={"rates": RatesConfig()})
     records = [record for record in read_records(run_dir / FILE_NAME) if "event" not in record]
-    place = place_of(plain, world, server_nodes=args.server_nodes, imbalance=args.imbalance)
-    rates = calibrated(config, place, seq_length, records, str(run_dir))
+    place = place_of(plain, server_nodes=args.server_nodes, imbalance=args.imbalance)
+    rates = calibrated(training, place, records, str(run_dir))
     found = cluster.model_copy(update={"rates": rates})
     _write(calibration_lines(rates))
     if args.output:
@@ -244,21 +239,21 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def checked_estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
+def checked_estimate(config: RunConfig, world_size: int, place: Place) -> Estimate:
     """Return the estimate of a config that passes the checks, or raise ConfigError with the nearest that does."""
     try:
-        program.check(config, place.world_size)
-        refuse(placement(config.model, config.mesh, place.ranks_per_node, place.world_size).refused)
+        program_of(config).check(config, world_size)
+        refuse(placement(config.model, config.mesh, place.ranks_per_node, world_size).refused)
     except ConfigError as error:
         raise ConfigError(
-            f"on {place.world_size} ranks:\n{error}\n{_nearest(config, program, place)}"
+            f"on {world_size} ranks:\n{error}\n{_nearest(search(config, world_size, place))}"
         ) from None
-    return estimate(config, program, place)
+    return estimate(training_of(config, world_size), place)
 
 
 def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
     """Return the memory of Megatron's own modules on `--rank`, or on the first, middle and last stage; needs torch."""
-    pp, world = plan.config.mesh.pp, plan.place.world_size
+    pp, world = plan.training.mesh.pp, plan.training.world_size
     ranks = [args.rank]
     if args.rank is None:
         # Stages are runs of consecutive ranks.
@@ -271,7 +266,7 @@ def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
         if args.rank is None:
             words.append("--layers")
         if pp > 1 and args.rank is None:
-            shown = recorded_microbatches(plan.config.mesh, plan.num_microbatches)
+            shown = recorded_microbatches(plan.training.mesh, plan.num_microbatches)
             # A picture shows the recorded passes, as many as can be distinguished.
             words += ["--microbatches", _drawn(plan) if args.timeline else shown]
         run_without_gpus("mcore_rl.run.exact", words)
@@ -283,11 +278,11 @@ def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
 
 def _timeline(plan: Estimate, recorded: RecordedSchedule | None) -> str:
     """Return the picture of the schedule, as recorded or else as planned."""
-    mesh, shown = plan.config.mesh, _drawn(plan)
+    mesh, shown = plan.training.mesh, _drawn(plan)
     title = f"pp {mesh.pp} x vpp {mesh.vpp}: {shown} of {plan.num_microbatches} microbatches, time in {_unit(plan)}"
     if recorded is not None:
         return _marked(timeline_svg(recorded.played, f"{title}, recorded"))
-    return _marked(timeline_svg(timeline_of(plan.config, plan.place, plan.seq_length, shown), title))
+    return _marked(timeline_svg(simulate_mesh(times_of(plan.training, plan.place), mesh, shown), title))
 
 
 def _marked(svg: str) -> str:
@@ -296,7 +291,7 @@ def _marked(svg: str) -> str:
 
 def _drawn(plan: Estimate) -> int:
     """Return the number of microbatches for a picture that shows all parts of the schedule."""
-    return min(plan.num_microbatches, DRAWN_GROUPS * plan.config.mesh.pp)
+    return min(plan.num_microbatches, DRAWN_GROUPS * plan.training.mesh.pp)
 
 
 def _unit(plan: Estimate) -> str:
@@ -304,36 +299,30 @@ def _unit(plan: Estimate) -> str:
     return "s" if plan.step is not None else "layers' forward passes"
 
 
-def _nearest(config: RunConfig, program: Program, place: Place) -> str:
-    found = search(config, program, place)
+def _nearest(found: Search) -> str:
     if found.refused == found.tried:
         return "No other mesh passes the checks either: what they say is not of the mesh alone."
-    return nearest_text(config, nearest(found, config, program, place), place)
+    return nearest_text(found)
 
 
-def _refusal(config: RunConfig, program: Program, place: Place) -> str:
-    """Return why nothing was found: the checks refuse the config, or all meshes need too much memory."""
+def _check_on(config: RunConfig, world_size: int) -> None:
+    """Raise the ConfigError of the checks of a config, with the number of ranks."""
     try:
-        program.check(config, place.world_size)
+        program_of(config).check(config, world_size)
     except ConfigError as error:
-        return f"on {place.world_size} ranks:\n{error}"
-    return nearest_text(config, [], place)
+        raise ConfigError(f"on {world_size} ranks:\n{error}") from None
 
 
-def _world_lines(
-    config: RunConfig, program: Program, cluster: ClusterConfig, args: argparse.Namespace
-) -> Iterator[str]:
+def _world_lines(config: RunConfig, place: Place, world: int, largest: int) -> Iterator[str]:
     """Yield a line for each doubling of the world: whether the mesh fits, its speed, hours of the whole run."""
-    yield from world_header(config, _place(cluster, args.world[0], args))
-    world, largest = args.world
+    yield from world_header(training_of(config, world), place)
     while world <= largest:
-        place = _place(cluster, world, args)
         try:
-            program.check(config, world)
+            program_of(config).check(config, world)
         except ConfigError as error:
             yield f"{world:>7} refused: {str(error).splitlines()[0].removeprefix('- ')}"
         else:
-            yield world_line(estimate(config, program, place))
+            yield world_line(estimate(training_of(config, world), place))
         world *= 2
 
 

@@ -13,6 +13,7 @@ from mcore_rl.checks.run import refuse
 from mcore_rl.config.load import kind_of
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.local import local_memory_violations
+from mcore_rl.plan.training import training_of
 from mcore_rl.processes.imports import ensure_imported
 from mcore_rl.processes.launcher import launch_local, under_launcher
 from mcore_rl.run.commands.table import Command
@@ -36,7 +37,7 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
         [
             *absent_inputs(config),
             *(absent_packages(config.log) if trains else ()),
-            *local_memory_violations(config, ranks, program.seq_length(config), trains=trains),
+            *local_memory_violations(training_of(config, ranks), trains=trains),
         ]
     )
     if not has_checkpoints(Path(config.run_dir)):

@@ -17,6 +17,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.files import NOT_WRITER
 from mcore_rl.plan.memory import memory_of_fullest_rank
+from mcore_rl.plan.training import training_of
 from mcore_rl.report.notices import notices
 from mcore_rl.report.runs import read_run
 from tests.emitted import assert_emitted
@@ -303,7 +304,7 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     # Reference and teacher wait in main memory, as the plan has it.
     config = load_config(RlRunConfig, tmp_path / "rl/config.toml")
     waiting = computed(tmp_path / "rl", ("memory/waiting_host_bytes",))[8]["memory/waiting_host_bytes"]
-    assert waiting == memory_of_fullest_rank(config, 1, config.packed_length).host > 0
+    assert waiting == memory_of_fullest_rank(training_of(config, 1)).host > 0
     wanted = computed(tmp_path / "rl", OF_PPO)
     # The policy is as it was in the first rollout and the critic is not: its second values are no zeros.
     assert "policy/loss" not in wanted[2] and "policy/loss" in wanted[3]

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from mcore_rl.backend.platform import Platform
 from mcore_rl.checks.dependences import mesh_dependences
 from mcore_rl.checks.inputs import contents_of_inputs
-from mcore_rl.checks.programs import program_of
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.lora import LoraConfig
@@ -24,8 +23,9 @@ from mcore_rl.model.adapters import describe_adapters, fill_adapters
 from mcore_rl.obs.attempts import add_attempt, this_run_attempt
 from mcore_rl.obs.sinks import open_log, silent_log
 from mcore_rl.parallel.agree import on_rank_zero
-from mcore_rl.plan.disk import disk_warning
+from mcore_rl.plan.disk import disk_of, disk_warning
 from mcore_rl.plan.local import device_memory_lines
+from mcore_rl.plan.training import training_of
 from mcore_rl.processes.watchdog import Limits, Watchdog
 from mcore_rl.run.programs.finished_run import refuse_other_run
 from mcore_rl.run.programs.recorded_layers import keep_layers
@@ -119,8 +119,10 @@ def open_run(
             log.message(line)
         for sentence in (*changed_layers, *warnings, *mesh_dependences(config, platform.world_size)):
             log.message(f"warning: {sentence}")
-        if platform.rank == 0 and (warning := disk_warning(config)):
-            log.message(f"warning: {warning}")
+        if platform.rank == 0:
+            disk = disk_of(training_of(config, platform.world_size))
+            if warning := disk_warning(folder.path, disk):
+                log.message(f"warning: {warning}")
         log.write_now(step, checkpoints.take_metrics())
         with StopRequest(folder.stop_file) as request:
             yield Run(
@@ -169,6 +171,5 @@ def _memory_lines(config: RunConfig, platform: Platform) -> list[str]:
     if platform.device_bytes is None:
         return []
     settings = config.platform.model_copy(update={"layers": platform.layers})
-    actual = config.model_copy(update={"platform": settings})
-    seq_length = program_of(config).seq_length(config)
-    return list(device_memory_lines(actual, platform.world_size, seq_length, platform.device_bytes))
+    actual = training_of(config.model_copy(update={"platform": settings}), platform.world_size)
+    return list(device_memory_lines(actual, platform.device_bytes))

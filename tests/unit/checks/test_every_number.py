@@ -18,6 +18,7 @@ from mcore_rl.config.section import alternatives
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.memory import memory_by_stage
+from mcore_rl.plan.training import training_of
 
 BASES = {
     "pretrain": Path("tiny_moe/pretrain"),
@@ -76,7 +77,7 @@ def planned(kind: str, words: list[str]) -> None:
     if kind in PROGRAMS:
         program, ranks = PROGRAMS[kind], config.mesh.smallest_world
         program.check(config, ranks)
-        for stage in memory_by_stage(config, ranks, program.seq_length(config)):
+        for stage in memory_by_stage(training_of(config, ranks)):
             assert 0 < stage.permanent <= stage.total and "GiB" in stage.describe()
         assert 0 < train_flops_per_token(config.model, program.seq_length(config)) < math.inf
     elif kind == "cluster":

@@ -116,7 +116,7 @@ def test_garbage_is_collected_together_on_several_gpus(config, asked, machine, i
 
 
 def test_a_plan_supposes_gpus_unless_the_run_wants_cpus():
-    config = PretrainConfig(model=TINY["llama"])
-    assert planned_flags(config, 8).overlap_grad_reduce
-    on_cpus = config.model_copy(update={"platform": PlatformConfig(device="cpu")})
-    assert not planned_flags(on_cpus, 8).overlap_grad_reduce
+    for device, overlaps in (("auto", True), ("cpu", False)):
+        platform = PlatformConfig(device=device)
+        found = planned_flags(platform, MeshConfig(), TINY["llama"], 8, trains_mtp=True)
+        assert found.overlap_grad_reduce == overlaps

@@ -1,6 +1,6 @@
 """The closed form of a rank's bytes against Megatron's own modules, buffers and optimizer of that rank."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 
 import pytest
@@ -17,6 +17,7 @@ from mcore_rl.fake_world.meta import on_meta
 from mcore_rl.fake_world.rank import buildable, bytes_of_rank, storage_bytes
 from mcore_rl.model.build import build_model
 from mcore_rl.plan.memory import memory_by_stage
+from mcore_rl.plan.training import training_of
 from mcore_rl.rl.engines.native.decoder import Decoder
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
@@ -73,13 +74,17 @@ def recipes_of(*kinds):
     return [name for name, path in files.items() if kind_of(path, ()) in kinds]
 
 
+def training(config, world, seq_length=64):
+    return replace(training_of(config, world), seq_length=seq_length)
+
+
 def built(config, world, ranks):
-    return [bytes_of_rank(config, rank, world) for rank in ranks]
+    return [bytes_of_rank(training(config, world), rank) for rank in ranks]
 
 
 def excesses(config, world, seq_length, ranks):
     """What the closed form has more than each rank, and the gaps between its weights."""
-    stages = memory_by_stage(config, world, seq_length)
+    stages = memory_by_stage(training(config, world, seq_length))
     counted = run_ranks(built, 1, config, world, ranks)[0]
     return [(one.excess(stages[one.stage], config.platform), one.gaps) for one in counted]
 
@@ -103,11 +108,11 @@ def test_low_rank_adapters_have_the_bytes_that_megatron_builds(case, gate_up):
     config, pp = config_of(*shape, mtp_layers), shape[2].get("pp", 1)
     config = config.model_copy(update={"lora": LoraConfig(rank=8, expert_gate_up=gate_up)})
     ranks = [(stage + 1) * world // pp - 1 for stage in range(pp)]
-    whole = memory_by_stage(config.model_copy(update={"lora": LoraConfig()}), world, 64)
+    whole = memory_by_stage(training(config.model_copy(update={"lora": LoraConfig()}), world))
     for (excess, gaps), one in zip(excesses(config, world, 64, ranks), whole, strict=True):
         assert excess | {"optimizer": 0} == NOTHING
         assert abs(excess["optimizer"]) <= 12 * gaps
-        assert memory_by_stage(config, world, 64)[one.stage].gradients < one.gradients / 2
+        assert memory_by_stage(training(config, world))[one.stage].gradients < one.gradients / 2
 
 
 @pytest.mark.matrix(
@@ -135,7 +140,7 @@ def test_a_precision_aware_optimizer_has_the_bytes_that_megatron_builds(fields):
     config = config_of("qwen3_moe", "bf16", {"tp": 2, "ep": 2, "pp": 2}, 0)
     optim = config.optim.model_copy(update=fields)
     config = config.model_copy(update={"optim": optim})
-    stages = memory_by_stage(config, 4, 64)
+    stages = memory_by_stage(training(config, 4))
     counted, last = run_ranks(built, 1, config, 4, [1, 3])[0]
     assert [one.excess(stages[one.stage], config.platform) for one in (counted, last)] == [NOTHING, NOTHING]
     # Of each weight: 4 bytes of its copy in fp32, 4 and 2 of its moments, 4 or 2 of its gradient.
@@ -156,7 +161,7 @@ def test_a_hybrid_optimizer_has_the_bytes_that_megatron_puts_into_main_memory(fr
     largest = config.model.padded_vocab_size * config.model.hidden_size // 2
     assert 0 <= on_host - fraction * counted.numbers < (2 * largest if fraction < 1 else 1)
     if fraction == 1:
-        assert counted.excess(memory_by_stage(config, 4, 64)[0], config.platform) == NOTHING
+        assert counted.excess(memory_by_stage(training(config, 4))[0], config.platform) == NOTHING
 
 
 def test_a_rank_of_16384_has_the_bytes_of_the_closed_form():
@@ -169,7 +174,7 @@ def test_a_rank_of_16384_has_the_bytes_of_the_closed_form():
 def test_the_shares_of_an_odd_number_of_ranks_are_together_the_whole_state(world):
     config = config_of("llama", "bf16", {}, 0)
     counted = run_ranks(built, 1, config, world, range(world))[0]
-    (one,) = memory_by_stage(config, 1, 64)
+    (one,) = memory_by_stage(training(config, 1))
     assert len({rank.optimizer for rank in counted}) > 1 and counted[0].gaps > 0
     assert sum(rank.optimizer for rank in counted) == one.optimizer
     assert all(rank.weights - 2 * rank.gaps == one.weights for rank in counted)
@@ -181,7 +186,7 @@ def test_routers_that_are_frozen_have_neither_gradients_nor_a_state():
     free = load_config(RlRunConfig, recipe_files(RECIPES)["tiny_moe/gspo"], words[1:])
     (frozen_excess, _), (free_excess, _) = (excesses(config, 2, 64, [0])[0] for config in (frozen, free))
     assert frozen_excess["weights"] == frozen_excess["gradients"] == free_excess["gradients"] == 0
-    numbers = [memory_by_stage(config, 2, 64)[0].gradients // 4 for config in (free, frozen)]
+    numbers = [memory_by_stage(training(config, 2))[0].gradients // 4 for config in (free, frozen)]
     moe = free.model.moe
     assert numbers[0] - numbers[1] == sum(free.model.moe_layers) * moe.num_experts * free.model.hidden_size
 
@@ -210,9 +215,9 @@ def cache_bytes(config):
 @pytest.mark.matrix("tiny_moe/kimi_k2", "deepseek_v3/grpo_r2")
 @pytest.mark.parametrize("name", recipes_of("rl"))
 def test_the_rollout_cache_is_that_of_the_engine(name):
-    program, config = recipe(name)
+    _, config = recipe(name)
     if config.rl.engine.is_served:
         engine = config.rl.engine.model_copy(update={"kind": "native"})
         config = config.model_copy(update={"rl": config.rl.model_copy(update={"engine": engine})})
-    planned = memory_by_stage(config, config.mesh.smallest_world, program.seq_length(config))
+    planned = memory_by_stage(training_of(config, config.mesh.smallest_world))
     assert [stage.rollout_cache for stage in planned] == run_ranks(cache_bytes, 1, config)[0]

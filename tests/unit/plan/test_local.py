@@ -7,6 +7,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.plan.local import device_memory_lines
 from mcore_rl.plan.memory import GIB
+from mcore_rl.plan.training import training_of
 from mcore_rl.run.programs import open_run
 
 GRPO = Path(__file__).parents[3] / "launch/recipes/qwen3_30b_a3b/grpo_r2.toml"
@@ -14,12 +15,12 @@ GRPO = Path(__file__).parents[3] / "launch/recipes/qwen3_30b_a3b/grpo_r2.toml"
 
 def test_the_estimate_stands_beside_the_memory_of_the_device_and_warns_above_it():
     config = load_config(RlRunConfig, GRPO)
-    (line,) = device_memory_lines(config, 16, config.packed_length, 80 * GIB)
+    (line,) = device_memory_lines(training_of(config, 16), 80 * GIB)
     assert line.startswith(
         "memory, estimated: 60.0 GiB on a rank of pipeline stage 0 (weights 7.5, gradients 15.0"
     )
     assert line.endswith(" of 80.0")
-    _, warning = device_memory_lines(config, 8, config.packed_length, 80 * GIB)
+    _, warning = device_memory_lines(training_of(config, 8), 80 * GIB)
     assert warning.startswith("warning: the estimate is 2.3 GiB more") and "mcore-rl plan" in warning
 
 

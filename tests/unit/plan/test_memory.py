@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from mcore_rl.plan.memory import (
     memory_of_fullest_rank,
 )
 from mcore_rl.plan.schedule import chunks_in_flight
+from mcore_rl.plan.training import training_of
 from mcore_rl.plan.weights import layer_weights, layers_by_stage, weights_by_stage
 from tests.tiny_models import TINY
 
@@ -31,6 +33,10 @@ def saved_numbers(weights):
 
 def config(*overrides, path=QWEN3):
     return load_config(PretrainConfig, path, overrides)
+
+
+def training(*overrides, world=16, length=4096):
+    return replace(training_of(config(*overrides), world), seq_length=length)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,7 +97,7 @@ def test_balanced_chunks_count_embedding_output_and_multi_token_prediction_as_la
 
 
 def test_weights_gradients_and_optimizer_of_qwen3_30b_on_16_ranks_are_those_computed_by_hand():
-    memory = memory_of_fullest_rank(config(), 16, 4096)
+    memory = memory_of_fullest_rank(training())
     # tp 2, ep 8. Experts: 48 layers x 16 of 128 x 3 x 2048 x 768. Attention: a half of 4096 + 4096 columns for
     # queries and output, and of 2 x 512 for keys and values; norms 2 x 2048 + 2 x 128; router 128 x 2048.
     experts = 48 * 16 * 3 * 2048 * 768
@@ -127,7 +133,7 @@ def test_a_rank_whose_experts_get_more_tokens_keeps_more_of_them_up_to_their_cap
     """4096 tokens, top-8, tp 2: 16,384 routed rows in the mean, of 2048 + 2 x 768 numbers, in each of 48 layers, which
     compute the activation again.
     """
-    even, fuller = (memory_by_stage(config(), 16, 4096, load)[0] for load in (1.0, 1.3))
+    even, fuller = (memory_by_stage(training(), load)[0] for load in (1.0, 1.3))
     assert fuller.activations - even.activations == 48 * (int(16384 * 1.3) - 16384) * (2048 + 2 * 768) * 2
     assert fuller.permanent == even.permanent
     # No expert takes more than 1.1 times the mean; and with ep 1 every rank has all experts.
@@ -164,11 +170,11 @@ def test_selective_recomputation_drops_its_modules_and_keeps_the_rest(modules, g
 
 
 def test_full_recomputation_keeps_the_inputs_of_layers_and_one_layer_of_the_rest():
-    memory = memory_of_fullest_rank(config("platform.recompute=full"), 16, 4096)
+    memory = memory_of_fullest_rank(training("platform.recompute=full"))
     layer = LayerActivations(config().model, config().mesh, config().platform, 4096)
     assert memory.activations == 48 * 4096 * 2048 * 2 // 2
     assert memory.recomputed == sum(layer.all_parts(MOE).values())
-    wider = memory_of_fullest_rank(config("platform.recompute=full", "platform.recompute_layers=4"), 16, 4096)
+    wider = memory_of_fullest_rank(training("platform.recompute=full", "platform.recompute_layers=4"))
     assert (wider.activations, wider.recomputed) == (memory.activations // 4, 4 * memory.recomputed)
 
 
@@ -189,14 +195,14 @@ def test_so_many_forward_passes_of_chunks_wait_for_their_backward_pass(mesh, sta
 
 
 def test_context_parallel_ranks_share_tokens_and_optimizer_and_hold_the_same_weights():
-    one = memory_of_fullest_rank(config("mesh.dp=8"), 16, 4096)
-    two = memory_of_fullest_rank(config("mesh.dp=4", "mesh.cp=2"), 16, 4096)
+    one = memory_of_fullest_rank(training("mesh.dp=8"))
+    two = memory_of_fullest_rank(training("mesh.dp=4", "mesh.cp=2"))
     assert (two.weights, two.gradients, two.optimizer) == (one.weights, one.gradients, one.optimizer)
     assert (two.activations, two.logits) == (one.activations // 2, one.logits // 2)
 
 
 def test_the_output_and_its_logits_are_the_last_stages():
-    first, second = memory_by_stage(config("mesh.pp=2"), 32, 4096)
+    first, second = memory_by_stage(training("mesh.pp=2", world=32))
     assert first.logits == 0
     assert second.logits == 4096 * 151936 // 2 * (2 + 4 + 4)
     assert first.activations == 2 * second.activations
@@ -210,7 +216,7 @@ def test_models_that_wait_take_room_in_their_own_phases_only():
 
     def memory(*stores):
         found = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b" / "ppo.toml", (*words, *stores))
-        return memory_of_fullest_rank(found, 32, 20480)
+        return memory_of_fullest_rank(replace(training_of(found, 32), seq_length=20480))
 
     def state(
         *models,
@@ -247,31 +253,31 @@ def test_models_that_wait_take_room_in_their_own_phases_only():
 
 def test_deferred_logits_take_a_chunk_and_the_gradient_of_their_weight():
     """16,384 positions of 151,936 ids on tp 2: 2^29 bytes of fp32 logits are 1,766 positions, 13 multiples of 128."""
-    deferred = memory_of_fullest_rank(config("mesh.dp=8"), 16, 16384)
+    deferred = memory_of_fullest_rank(training("mesh.dp=8", length=16384))
     assert deferred.logits == 1664 * 75968 * (2 + 3 * 4) + 75968 * 2048 * (2 + 4)
-    whole = memory_of_fullest_rank(config("mesh.dp=8", "platform.logits_chunk_tokens=none"), 16, 16384)
+    whole = memory_of_fullest_rank(training("mesh.dp=8", "platform.logits_chunk_tokens=none", length=16384))
     assert whole.logits == 16384 * 75968 * (2 + 4 + 4)
 
 
 def test_the_message_names_the_stage_and_the_parts():
-    memory = memory_of_fullest_rank(config(), 16, 4096)
+    memory = memory_of_fullest_rank(training())
     assert memory.describe().startswith(
         f"{memory.total / GIB:.1f} GiB on a rank of pipeline stage 0 (weights 8.2, "
     )
 
 
 def test_moments_and_gradients_in_bf16_take_half_of_their_bytes():
-    plain = memory_of_fullest_rank(config(), 16, 4096)
+    plain = memory_of_fullest_rank(training())
     lowered = [f"optim.{name}=bf16" for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")]
-    half = memory_of_fullest_rank(config(*lowered), 16, 4096)
+    half = memory_of_fullest_rank(training(*lowered))
     assert half.optimizer * 12 == plain.optimizer * 8 and half.gradients * 2 == plain.gradients
     assert plain.total - half.total == plain.optimizer - half.optimizer + plain.gradients - half.gradients
 
 
 @pytest.mark.parametrize("fraction", [0.25, 1.0])
 def test_offloaded_state_of_the_optimizer_takes_main_memory_and_none_of_the_device(fraction):
-    plain = memory_of_fullest_rank(config(), 16, 4096)
-    moved = memory_of_fullest_rank(config(f"optim.offload_fraction={fraction}"), 16, 4096)
+    plain = memory_of_fullest_rank(training())
+    moved = memory_of_fullest_rank(training(f"optim.offload_fraction={fraction}"))
     weights = plain.optimizer // 12
     assert moved.optimizer == pytest.approx(12 * weights * (1 - fraction), abs=1)
     assert moved.host_optimizer == moved.main_memory == pytest.approx(16 * weights * fraction, abs=16)

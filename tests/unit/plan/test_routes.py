@@ -7,6 +7,7 @@ from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.plan.memory import memory_by_stage
 from mcore_rl.plan.routes import RouteBytes, layer_bytes, routes_of_rank
+from mcore_rl.plan.training import training_of
 from mcore_rl.replay.codec import RouteCodec
 
 WORDS = [
@@ -24,8 +25,8 @@ WORDS = [
 TOKENS = 16 * 8 * 1024
 
 
-def config(*overrides):
-    return load_config(RlRunConfig, None, [*WORDS, *overrides])
+def training(*overrides, world=1):
+    return training_of(load_config(RlRunConfig, None, [*WORDS, *overrides]), world)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_a_layer_takes_the_bytes_of_the_codec(experts, top_k, capacity):
     ],
 )
 def test_a_rank_s_routes_go_to_the_memory_of_the_config(words, wanted):
-    assert routes_of_rank(config(*words), 1, 0) == wanted
+    assert routes_of_rank(training(*words), 0) == wanted
 
 
 def test_meshes_divide_the_routes_and_the_estimate_counts_them():
@@ -60,9 +61,9 @@ def test_meshes_divide_the_routes_and_the_estimate_counts_them():
         (["mesh.cp=2"], 2),
         (["mesh.dp=2"], 2),
     ):
-        assert routes_of_rank(config("replay.kind=r2", *mesh), world, 0).device == whole // 2
+        assert routes_of_rank(training("replay.kind=r2", *mesh, world=world), 0).device == whole // 2
     pinned, stored = (
-        memory_by_stage(config("replay.kind=r2", f"replay.store={store}"), 1, 1024)[0]
+        memory_by_stage(training("replay.kind=r2", f"replay.store={store}"))[0]
         for store in ("pinned", "device")
     )
     assert stored.total - pinned.total == stored.routes == pinned.host_routes == whole

@@ -8,6 +8,7 @@ from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.plan.training import training_of
 from mcore_rl.planner.calibrate import calibrated, imbalance_of_run
 from mcore_rl.planner.parts import workload_of
 from mcore_rl.planner.rates import Rates
@@ -25,17 +26,17 @@ def records(*measured):
     return [{name: seconds * factor for name, seconds in measured} for factor in (9.0, 3.0, 0.99, 1.0, 1.02)]
 
 
-def work_of(rates, config=PRETRAIN, world=16, length=4096):
-    return workload_of(config, place(world).device, world, length, rates)
+def work_of(rates, config=PRETRAIN, world=16):
+    return workload_of(training_of(config, world), place().device, rates)
 
 
-def seconds_with(rates, config=PRETRAIN, world=16, length=4096):
-    return step(work_of(rates, config, world, length)).seconds
+def seconds_with(rates, config=PRETRAIN, world=16):
+    return step(work_of(rates, config, world)).seconds
 
 
-def supervised(seconds, config=PRETRAIN, length=4096):
+def supervised(seconds):
     found = records(("time/forward_backward_s", 0.9 * seconds), ("time/optimizer_s", 0.1 * seconds))
-    return calibrated(config, place(16), length, found, "runs/mine")
+    return calibrated(training_of(PRETRAIN, 16), place(), found, "runs/mine")
 
 
 @pytest.mark.parametrize("host_s", [2e-3, 7e-3])
@@ -49,7 +50,7 @@ def test_where_the_device_never_waits_its_speed_is_found_alone():
     config = load_config(PretrainConfig, RECIPES / "mixtral_8x7b/pretrain.toml")
     half = 2 * seconds_with(Rates(fixed_s=0.015), config, 64)
     found = records(("time/forward_backward_s", half))
-    fitted = calibrated(config, place(64), 4096, found, "runs/mine")
+    fitted = calibrated(training_of(config, 64), place(), found, "runs/mine")
     assert fitted.host_layer_s is None
     assert fitted.speed == pytest.approx(0.5, rel=0.02)  # latencies, which are not halved, apart
 
@@ -62,7 +63,7 @@ def test_a_step_slower_than_any_host_is_put_down_to_the_device_too():
 def test_the_parts_of_an_rl_step_are_factors_on_the_bound():
     config = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b/grpo_r2.toml")
     work = with_lengths(
-        workload_of(config, place(16).device, 16, config.packed_length),
+        workload_of(training_of(config, 16), place().device, Rates()),
         config.train.global_batch,
         1024 + 3000,
     )
@@ -77,7 +78,7 @@ def test_the_parts_of_an_rl_step_are_factors_on_the_bound():
     )
     for record in found:
         record |= {"rollout/completion_tokens": 3000.0, "rollout/prompt_tokens": 1024.0}
-    fitted = calibrated(config, place(16), config.packed_length, found, "runs/mine")
+    fitted = calibrated(training_of(config, 16), place(), found, "runs/mine")
     assert (fitted.rollout, fitted.logprobs) == (pytest.approx(1.5, rel=1e-3), pytest.approx(1.2, rel=0.01))
     assert fitted.updates == pytest.approx(1.0, rel=0.01) and fitted.speed == pytest.approx(1.0, rel=0.01)
 
@@ -106,15 +107,16 @@ def test_a_step_of_uneven_experts_is_not_put_down_to_the_host():
     found = records(("time/forward_backward_s", seconds))
     for record in found:
         record["moe/expert_load"] = [experts] * 48
-    fitted = calibrated(PRETRAIN, place(16), 4096, found, "runs/mine")
+    fitted = calibrated(training_of(PRETRAIN, 16), place(), found, "runs/mine")
     assert fitted.imbalance == pytest.approx(1.5) and fitted.host_layer_s == pytest.approx(7e-3, rel=1e-3)
 
 
 def test_a_run_of_two_steps_and_a_cluster_without_a_device_calibrate_nothing():
+    training = training_of(PRETRAIN, 16)
     with pytest.raises(DataError, match="has 2 records of steps"):
-        calibrated(PRETRAIN, place(16), 4096, records(("time/forward_backward_s", 1.0))[:2], "runs/mine")
+        calibrated(training, place(), records(("time/forward_backward_s", 1.0))[:2], "runs/mine")
     with pytest.raises(DataError, match=r"Set node\.device"):
-        calibrated(PRETRAIN, replace(place(16), device=None), 4096, [], "runs/mine")
+        calibrated(training, replace(place(), device=None), [], "runs/mine")
 
 
 def test_a_calibrated_cluster_plans_the_step_of_its_run(capsys, tmp_path):

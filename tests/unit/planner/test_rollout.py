@@ -1,4 +1,5 @@
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -6,16 +7,15 @@ from bench.plan import QWEN30, RL_RUNS, model
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.plan.device import DEVICES
-from mcore_rl.planner.parts import workload_of
+from mcore_rl.plan.training import training_of
+from mcore_rl.planner.place import Place
 from mcore_rl.planner.rates import Rates
 from mcore_rl.planner.rollout import (
     PUBLISHED_FACTORS,
     Engine,
     Lengths,
     decode_seconds,
-    engine_of,
     generation,
-    rl_step,
     share_longer,
 )
 from tests.unit.planner.test_search import RECIPES
@@ -64,9 +64,10 @@ def test_more_slots_and_shorter_completions_are_never_slower():
 def test_the_parts_of_a_step_are_those_that_the_run_has():
     def parts(recipe, *overrides, server_gpus=0):
         config = load_config(RlRunConfig, RECIPES / f"{recipe}.toml", overrides)
-        work = workload_of(config, H100, 64, config.packed_length)
-        engine = engine_of(config.mesh, config.rl.engine, 64, server_gpus, work.rates)
-        return engine and rl_step(config, work, engine).parts
+        place = Place(ranks_per_node=8, room_bytes=inf, device=H100, server_gpus=server_gpus)
+        training = training_of(config, 64)
+        step = place.rl_step(training, place.workload(training))
+        return step and step.parts
 
     grpo, ppo = parts("qwen3_30b_a3b/grpo_r2"), parts("qwen3_30b_a3b/ppo")
     assert list(grpo) == ["rollout", "logprobs and values", "updates"]

@@ -11,10 +11,10 @@ from mcore_rl.config.model import LayerKind
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.plan.device import DEVICES
 from mcore_rl.plan.flops import forward_flops_per_token, train_flops_per_token
+from mcore_rl.plan.training import training_of
 from mcore_rl.planner.parts import Roofline, Workload, layer_times, output_times, workload_of
 from mcore_rl.planner.rates import SENSITIVITIES, Rates, span_of_step
 from mcore_rl.planner.step import (
-    closed_form,
     imbalance_costs,
     model_tflops,
     sensitivities,
@@ -121,10 +121,10 @@ def test_perfect_rates_reach_no_more_than_the_peak():
 
 
 def test_nothing_that_is_given_for_free_makes_a_step_slower_and_imbalance_always_does():
-    gains = sensitivities(work(), closed_form)
+    gains = sensitivities(work())
     assert {one.term for one in gains} == set(SENSITIVITIES)
     assert all(one.gain > -1e-9 for one in gains) and gains == sorted(gains, key=lambda one: -one.gain)
-    costs = imbalance_costs(work(), closed_form, (1.0, 1.3, 2.0))
+    costs = imbalance_costs(work(), (1.0, 1.3, 2.0))
     assert costs[0] == 0 and 0 <= costs[1] <= costs[2] < 1
 
 
@@ -174,7 +174,7 @@ def test_pairs_are_packed_as_long_as_they_may_be():
     """64 pairs are 128 answers of 4096 tokens, four in each row of 16384: 32 rows over 4 data-parallel ranks."""
     config = load_config(RewardModelConfig, RECIPES / "qwen3_30b_a3b/rm.toml")
     assert (config.train.global_batch, config.data.seq_length, config.packed_length) == (64, 4096, 16384)
-    pairs = workload_of(config, DEVICES["H100"], 16, config.packed_length)
+    pairs = workload_of(training_of(config, 16), DEVICES["H100"], Rates())
     assert (pairs.global_batch, pairs.num_microbatches, pairs.sample_length) == (32, 8, 4096)
     # A scalar head is a product with one column.
     assert sum(output_times(pairs)) < 0.01 * sum(output_times(work(seq_length=16384)))

@@ -3,6 +3,7 @@ import json
 from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.plan.memory import memory_of_fullest_rank
+from mcore_rl.plan.training import training_of
 from mcore_rl.report.runs import read_run
 from mcore_rl.report.summary import numbers, size
 from tests.unit.planner.test_search import RECIPES
@@ -18,7 +19,7 @@ def rows_of(folder, device):
     step = {"time/forward_backward_s": 3.0, "time/optimizer_s": 0.25, "memory/peak_device_bytes": 50 * 2**30}
     lines = [json.dumps({"step": at, "time": float(at)} | step) for at in (1, 2, 3)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    return dict(numbers([read_run(folder, "mine")])), memory_of_fullest_rank(config, 64, 4096).total
+    return dict(numbers([read_run(folder, "mine")])), memory_of_fullest_rank(training_of(config, 64)).total
 
 
 def test_time_and_memory_of_a_run_stand_beside_what_was_planned(tmp_path):
