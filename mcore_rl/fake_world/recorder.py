@@ -27,16 +27,15 @@ NOTHING = -1.0
 """Value of a tensor that no message brought and no pass made."""
 
 
-def record(
-    pp: int, vpp: int, num_microbatches: int, *, overlap_p2p: bool = True, backward: bool = True
-) -> list[list[StageEvent]]:
-    """Return the actions of every stage in one pass over the microbatches, as Megatron's schedule for this mesh has it.
+def record(mesh: MeshConfig, num_microbatches: int, *, backward: bool = True) -> list[list[StageEvent]]:
+    """Return the actions of every stage of a mesh of stages in one pass over the microbatches, as Megatron's schedule
+    has it.
 
     Raises:
         Exception: Megatron's own, for numbers of microbatches that its schedules do not accept.
     """
-    mesh = MeshConfig(pp=pp, vpp=vpp, overlap_p2p=overlap_p2p)
-    return [_record_stage(mesh, stage, num_microbatches, backward) for stage in range(pp)]
+    stages = MeshConfig(pp=mesh.pp, vpp=mesh.vpp, overlap_p2p=mesh.overlap_p2p)
+    return [_record_stage(stages, stage, num_microbatches, backward) for stage in range(mesh.pp)]
 
 
 def _record_stage(mesh: MeshConfig, stage: int, num_microbatches: int, backward: bool) -> list[StageEvent]:

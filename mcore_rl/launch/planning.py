@@ -148,14 +148,7 @@ def plan_conversion(
     allowances: Allowances,
 ) -> PlannedJob:
     """Return the job of one `mcore-rl convert` on one node."""
-    absent = list(image_violations(cluster.container))
-    refuse(
-        [
-            *(() if allowances.absent else absent),
-            *folder_violations(run_dir),
-            *environment_file_violations(cluster, run_dir),
-        ]
-    )
+    warnings = _refuse_unready(run_dir, cluster, allowances)
     run_dir = run_dir.absolute()
     folder = next_folder(run_dir)
     job = JobScript(
@@ -170,7 +163,7 @@ def plan_conversion(
         **_placement(cluster, options, folder, stage.gpus),
     )
     files = {"cluster.toml": dump_config(cluster)}
-    checked = Checked(lines=(conversion_text(stage),), warnings=tuple(absent) if allowances.absent else ())
+    checked = Checked(lines=(conversion_text(stage),), warnings=warnings)
     return PlannedJob(
         program="convert", cluster=cluster.name, folder=folder, job=job, files=files, checked=checked
     )
@@ -180,15 +173,8 @@ def plan_check(
     run_dir: Path, cluster: ClusterConfig, nodes: int, *, options: JobOptions, allowances: Allowances
 ) -> PlannedJob:
     """Return the job of `mcore-rl doctor` on each of `nodes` nodes, in a folder of its own below `run_dir`."""
-    absent = list(image_violations(cluster.container))
     run_dir = run_dir.absolute() / CHECK_FOLDER
-    refuse(
-        [
-            *(() if allowances.absent else absent),
-            *folder_violations(run_dir),
-            *environment_file_violations(cluster, run_dir),
-        ]
-    )
+    warnings = _refuse_unready(run_dir, cluster, allowances)
     folder = next_folder(run_dir)
     gpus = cluster.node.gpus
     job = JobScript(
@@ -205,10 +191,20 @@ def plan_check(
         **(_placement(cluster, options, folder, gpus) | {"time": options.time or CHECK_TIME}),
     )
     files = {"cluster.toml": dump_config(cluster)}
-    checked = Checked(lines=(f"mcore-rl doctor on {nodes} nodes",), warnings=tuple(absent))
+    checked = Checked(lines=(f"mcore-rl doctor on {nodes} nodes",), warnings=warnings)
     return PlannedJob(
         program="doctor", cluster=cluster.name, folder=folder, job=job, files=files, checked=checked
     )
+
+
+def _refuse_unready(run_dir: Path, cluster: ClusterConfig, allowances: Allowances) -> tuple[str, ...]:
+    """Raise ConfigError for a folder or a file of keys with which no job can run, or an image that does not exist, and
+    return warnings of it where that is allowed.
+    """
+    absent = tuple(image_violations(cluster.container))
+    unready = [*folder_violations(run_dir), *environment_file_violations(cluster, run_dir)]
+    refuse(unready if allowances.absent else [*absent, *unready])
+    return absent
 
 
 def conversion_text(stage: ConversionStage) -> str:

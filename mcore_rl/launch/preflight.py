@@ -22,7 +22,7 @@ from mcore_rl.plan.training import Training, training_of
 from mcore_rl.planner.estimate import Estimate, estimate
 from mcore_rl.planner.place import place_of
 from mcore_rl.planner.search import search
-from mcore_rl.planner.text import nearest_text, span_text
+from mcore_rl.planner.text import mesh_text, nearest_text, span_text
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -232,17 +232,10 @@ def _step_lines(plan: Estimate) -> Iterator[str]:
 
 
 def _layout(training: Training, nodes: int, per_node: int) -> str:
-    mesh, dp = training.mesh, training.replicas
-    sizes = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "dp": dp}
-    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
-    if training.model.is_moe:
-        copies = training.world_size // (mesh.etp * mesh.ep * mesh.pp)
-        layout += f"; experts: ep {mesh.ep}{f' x etp {mesh.etp}' if mesh.etp > 1 else ''}, {copies} copies"
-    batch = (
-        f"batch of {training.global_batch} = {dp} data-parallel ranks x micro-batch {training.micro_batch} x "
-    )
-    batch += str(training.global_batch // (training.micro_batch * dp))
+    dp, batch = training.replicas, training.global_batch
     if training.rollouts is not None:
-        completions = training.rollouts.num_completions
-        batch = f"{completions} completions per rollout, {training.global_batch} per update, dp {dp}"
-    return f"{nodes} x {per_node} = {training.world_size} ranks: {layout}; {batch}"
+        text = f"{training.rollouts.num_completions} completions per rollout, {batch} per update, dp {dp}"
+    else:
+        text = f"batch of {batch} = {dp} data-parallel ranks x micro-batch {training.micro_batch} x "
+        text += str(batch // (training.micro_batch * dp))
+    return f"{nodes} x {per_node} = {training.world_size} ranks: {mesh_text(training)}; {text}"

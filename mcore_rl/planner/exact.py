@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import Mixer
 from mcore_rl.config.run import PlatformConfig
@@ -12,7 +14,7 @@ from mcore_rl.plan.activations import Layers
 from mcore_rl.plan.memory import FP8_COPIES_BYTES, GIB, Memory
 from mcore_rl.plan.schedule import schedule
 from mcore_rl.plan.training import ModelOnRanks
-from mcore_rl.planner.messages import StageEvent, as_values, from_values, passes_of, play
+from mcore_rl.planner.messages import StageEvent, passes_of, play
 from mcore_rl.planner.simulate import ChunkTimes, Simulation, simulate_mesh
 
 
@@ -86,22 +88,9 @@ class Exact:
     schedule: list[list[StageEvent]]
     """Events of each pipeline stage in Megatron's schedule; empty without a pipeline."""
 
-    def to_values(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
-            "ranks": [asdict(rank) for rank in self.ranks],
-            "layers": [asdict(layer) for layer in self.layers],
-            "schedule": [as_values(stage) for stage in self.schedule],
-        }
 
-    @classmethod
-    def from_values(cls, values: dict[str, Any]) -> "Exact":
-        """Return what `to_values` turned into JSON values."""
-        return cls(
-            ranks=[RankBytes(**rank) for rank in values["ranks"]],
-            layers=[LayerSaved(**layer) for layer in values["layers"]],
-            schedule=[from_values(stage) for stage in values["schedule"]],
-        )
+EXACT = TypeAdapter(Exact)
+"""Writes and reads an Exact as JSON, between the process that counts and the process that shows it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

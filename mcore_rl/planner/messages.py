@@ -9,8 +9,7 @@ ProcessGroupNCCL).
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.schedule import Kind, Pass
@@ -60,28 +59,6 @@ class Wait:
 
 
 StageEvent = Compute | Post | Wait
-
-
-def as_values(events: Sequence[StageEvent]) -> list[list[Any]]:
-    """Return events as JSON values."""
-    return [[type(event).__name__, *astuple(event)] for event in events]
-
-
-def from_values(values: Sequence[Sequence[Any]]) -> list[StageEvent]:
-    """Return the events that `as_values` turned into JSON values."""
-    events: list[StageEvent] = []
-    for name, *fields in values:
-        if name == "Compute":
-            events.append(Compute(*fields))
-        elif name == "Wait":
-            events.append(Wait(tuple(fields[0])))
-        else:
-            messages = [
-                Message(index, is_send, peer, in_world, tuple(made_by) if made_by else None)
-                for index, is_send, peer, in_world, made_by in fields[0]
-            ]
-            events.append(Post(tuple(messages), fields[1]))
-    return events
 
 
 class SwappedMessageError(ConfigError):

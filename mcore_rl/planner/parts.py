@@ -350,7 +350,8 @@ def output_times(work: Workload) -> Seconds:
 def _redone(work: Workload, parts: dict[str, list[float]]) -> float:
     if work.recompute == "full":
         return sum(part[0] for part in parts.values())
-    names = {name for module in work.recompute_modules for name in REDONE[module]}
+    # Not a set: the order of a sum decides its last digit.
+    names = dict.fromkeys(name for module in work.recompute_modules for name in REDONE[module])
     norms = NORM_OF_NORMS * parts["norms"][0] if "layernorm" in work.recompute_modules else 0.0
     return sum(parts[name][0] for name in names if name in parts) + norms
 

@@ -8,7 +8,7 @@ from mcore_rl.plan.adapters import with_adapters
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.weights import Weights, layer_kinds_by_stage, weights_by_stage
 from mcore_rl.planner.parts import LayerTimes, Roofline, Workload, layer_times, output_times
-from mcore_rl.planner.rates import SENSITIVITIES, without
+from mcore_rl.planner.rates import SENSITIVITIES
 
 LEAST_EXPOSED = 0.1
 """Smallest part of the exchange of gradients that computation does not hide."""
@@ -159,12 +159,10 @@ class Sensitivity:
 def sensitivities(work: Workload) -> list[Sensitivity]:
     """Return the gain from each of SENSITIVITIES, the largest first."""
     seconds = step(work).seconds
-    found = [
-        Sensitivity(
-            term=term, gain=seconds / step(replace(work, rates=without(work.rates, term))).seconds - 1
-        )
-        for term in SENSITIVITIES
-    ]
+    found = []
+    for term, changes in SENSITIVITIES.items():
+        freed = step(replace(work, rates=replace(work.rates, **changes))).seconds
+        found.append(Sensitivity(term=term, gain=seconds / freed - 1))
     return sorted(found, key=lambda sensitivity: -sensitivity.gain)
 
 

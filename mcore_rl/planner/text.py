@@ -31,17 +31,17 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
     """Yield the lines of a plan: layout, memory, time, limits, warnings."""
     yield layout_line(plan)
     yield f"memory  {memory_text(plan)}"
-    if plan.fullest.host:
-        each = plan.fullest.host * plan.place.ranks_per_node / GIB
-        names = " and ".join(model.name for model in plan.training.models if model.on_host)
-        yield f"        main memory for the {names}: {each:,.0f} GiB a node"
+    fullest = plan.fullest
+    names = " and ".join(model.name for model in plan.training.models if model.on_host)
+    if fullest.host:
+        yield f"        main memory for the {names}: {_node_gib(plan, fullest.host):,.0f} GiB a node"
     if phases := phases_text(plan):
         yield f"        {phases}"
-    if plan.fullest.host_routes:
-        each = plan.fullest.host_routes * plan.place.ranks_per_node / GIB
+    if fullest.host_routes:
+        each = _node_gib(plan, fullest.host_routes)
         yield f"        main memory for routes (replay.store): {each:,.1f} GiB a node"
-    if plan.fullest.host_optimizer:
-        each = plan.fullest.host_optimizer * plan.place.ranks_per_node / GIB
+    if fullest.host_optimizer:
+        each = _node_gib(plan, fullest.host_optimizer)
         yield f"        main memory for the optimizer (optim.offload_fraction): {each:,.0f} GiB a node"
     if not plan.fits_main_memory:
         each, there = plan.fullest_node_bytes / GIB, plan.place.host_bytes / GIB
@@ -60,6 +60,11 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
         yield load
     for warning in plan.warnings:
         yield f"warn    {warning}"
+
+
+def _node_gib(plan: Estimate, num_bytes: int) -> float:
+    """Return the GiB on a node of ranks with this many bytes each."""
+    return num_bytes * plan.place.ranks_per_node / GIB
 
 
 def _rl_lines(plan: Estimate) -> Iterator[str]:
@@ -99,13 +104,8 @@ def run_line(plan: Estimate) -> str:
         count = training.num_rollouts
         low = high = plan.rl.seconds
         text = "" if plan.rl.factors else "at least "
-    hours = [seconds * count / HOUR_S for seconds in (low, high)]
-    shown = f"{hours[0]:,.0f}" if hours[0] == hours[1] else f"{hours[0]:,.0f}-{hours[1]:,.0f}"
-    each = (
-        f"{hours[0] * gpus:,.0f}"
-        if hours[0] == hours[1]
-        else f"{hours[0] * gpus:,.0f}-{hours[1] * gpus:,.0f}"
-    )
+    hours = dict.fromkeys(seconds * count / HOUR_S for seconds in (low, high))
+    shown, each = ("-".join(f"{hour * by:,.0f}" for hour in hours) for by in (1, gpus))
     return f"run     {training.steps:,} steps: {text}{shown} hours, {each} GPU-hours; {_checkpoints(plan)}"
 
 
@@ -122,19 +122,24 @@ def _checkpoints(plan: Estimate) -> str:
 
 def layout_line(plan: Estimate) -> str:
     """Return ranks and mesh in one line."""
-    training, world = plan.training, plan.training.world_size
-    mesh = training.mesh
-    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "dp": training.replicas}
-    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
-    if training.model.is_moe:
-        copies = world // (mesh.etp * mesh.ep * mesh.pp)
-        etp = f" x etp {mesh.etp}" if mesh.etp > 1 else ""
-        layout += f"; experts: ep {mesh.ep}{etp}, {copies} {'copies' if copies > 1 else 'copy'}"
-    ranks = f"{world} x {plan.place.device.name}" if plan.place.device else f"{world} ranks"
+    training, world, device = plan.training, plan.training.world_size, plan.place.device
+    ranks = f"{world} x {device.name}" if device else f"{world} ranks"
     return (
-        f"{ranks}: {layout}; {plan.num_microbatches} microbatches of {training.micro_batch} x "
+        f"{ranks}: {mesh_text(training)}; {plan.num_microbatches} microbatches of {training.micro_batch} x "
         f"{training.seq_length:,}"
     )
+
+
+def mesh_text(training: Training) -> str:
+    """Return the axes of a mesh, and its experts'."""
+    mesh = training.mesh
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "dp": training.replicas}
+    text = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+    if training.model.is_moe:
+        copies = training.world_size // (mesh.etp * mesh.ep * mesh.pp)
+        etp = f" x etp {mesh.etp}" if mesh.etp > 1 else ""
+        text += f"; experts: ep {mesh.ep}{etp}, {copies} {'copies' if copies > 1 else 'copy'}"
+    return text
 
 
 def memory_text(plan: Estimate) -> str:

@@ -14,7 +14,7 @@ from mcore_rl.fake_world.saved import saved_by_layers
 from mcore_rl.files import write_atomically
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.plan.training import training_of
-from mcore_rl.planner.exact import Exact
+from mcore_rl.planner.exact import EXACT, Exact
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,12 +28,12 @@ def main(argv: Sequence[str]) -> int:
         mesh = config.mesh
         events = []
         if args.microbatches:
-            events = record(mesh.pp, mesh.vpp, args.microbatches, overlap_p2p=mesh.overlap_p2p)
+            events = record(mesh, args.microbatches)
         layers = saved_by_layers(config.mesh, config.model, config.platform) if args.layers else []
-        written = Exact(ranks=ranks, layers=layers, schedule=events).to_values()
+        written = EXACT.dump_json(Exact(ranks=ranks, layers=layers, schedule=events)).decode()
     except McoreRlError as error:
-        written = {"refused": str(error)}
-    write_atomically(args.output, json.dumps(written))
+        written = json.dumps({"refused": str(error)})
+    write_atomically(args.output, written)
     return 0
 
 

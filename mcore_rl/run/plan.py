@@ -23,6 +23,7 @@ from mcore_rl.plan.training import training_of
 from mcore_rl.planner.calibrate import calibrated
 from mcore_rl.planner.estimate import Estimate, estimate, times_of
 from mcore_rl.planner.exact import (
+    EXACT,
     Exact,
     RecordedSchedule,
     exact_lines,
@@ -270,10 +271,10 @@ def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
             # A picture shows the recorded passes, as many as can be distinguished.
             words += ["--microbatches", _drawn(plan) if args.timeline else shown]
         run_without_gpus("mcore_rl.run.exact", words)
-        values = json.loads(output.read_text())
-    if "refused" in values:
-        raise ConfigError(values["refused"])
-    return Exact.from_values(values)
+        text = output.read_text()
+    if refused := json.loads(text).get("refused"):
+        raise ConfigError(refused)
+    return EXACT.validate_json(text)
 
 
 def _timeline(plan: Estimate, recorded: RecordedSchedule | None) -> str:
