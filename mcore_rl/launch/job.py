@@ -8,8 +8,21 @@ logs/<job>.<attempt>/       node-<host>.log, check-<host>.log, failures/ of rank
 logs/<job>.tries            number of starts in a row without a new checkpoint
 logs/<job>.restarts         number of starts within an allocation, on spare nodes
 logs/holder                 id of the job that runs
-attempts.jsonl              a line at the start and at the end of every attempt: see ATTEMPT_FIELDS
+attempts.jsonl              a line at the start and at the end of every attempt, as below
 STOP, DONE, writer.json     see mcore_rl/train/run_folder.py
+
+A line of attempts.jsonl has these keys; when an attempt has several ends (TERM, then the end itself) the last counts:
+
+event    "start" or "end"
+time     seconds since 1970
+job, attempt, host   job's id; number of restarts before; host of the rank that failed first, at the end
+nodes    as Slurm writes them: n[1-4]
+step     of the last complete checkpoint
+status   at the end: of srun; null where the program did not start
+why      at the end: finished, limit, preempted, term, stop, crash, hang, disk, refused, unfit, ended, lost, in_use
+then     at the end: "requeue", "restart" (within the allocation, on spare nodes), "orphan" (Slurm had ended the
+         attempt) or the script's exit status
+cause    at the end: one line on what was wrong, of a failed program the headline of failure.json; else empty
 """
 
 import re
@@ -65,25 +78,6 @@ MEANING: Mapping[int, str] = MappingProxyType(
     }
 )
 """Exit status -> its meaning for a user."""
-ATTEMPT_FIELDS = (
-    "event",  # "start" or "end"
-    "time",  # seconds since 1970
-    "job",
-    "attempt",  # number of restarts before, by Slurm and within an allocation
-    "nodes",  # as Slurm writes them: n[1-4]
-    "step",  # of the last complete checkpoint
-    "status",  # at the end: of srun; null where the program did not start
-    # at the end, the reason: finished, limit, preempted, term, stop, crash, hang, disk, refused, unfit, ended, lost,
-    # in_use
-    "why",
-    # at the end: "requeue", "restart" (within the allocation, on spare nodes), "orphan" (Slurm had ended the attempt)
-    # or the script's exit status
-    "then",
-    "host",  # at the end: host of the rank that failed first; empty where none did
-    "cause",  # at the end: one line on what was wrong, of a failed program the headline of failure.json; else empty
-)
-"""Keys of a line of attempts.jsonl. When an attempt has several ends (TERM, then the end itself) the last counts."""
-
 WORD = re.compile(r"[^\s\"'`$\\;&|<>#]*")
 PLACE = re.compile(r"[\w./\-]*(\$\{?\w+\}?[\w./\-]*)*", re.ASCII)
 

@@ -11,7 +11,7 @@ LARGEST_NODE = 8
 """Largest number of GPUs in a node: a larger domain of links, as of an NVL72, joins nodes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Links:
     """Bandwidths of a device and between devices, all in one direction."""
 
@@ -40,16 +40,6 @@ class Device:
     """Bandwidths; None if only the peaks are in the table: memory and schedule are then planned, but not time."""
     source: str = ""
     """Document that the numbers are from."""
-
-
-def _links(hbm: float, link: float, domain: int, nic: float, multiprocessors: int) -> Links:
-    return Links(
-        hbm_gbytes_per_s=hbm,
-        link_gbytes_per_s=link,
-        domain=domain,
-        nic_gbit_per_s=nic,
-        num_multiprocessors=multiprocessors,
-    )
 
 
 def _peaks(bf16: float | None, fp8: float | None, fp32: float) -> dict[str, float]:
@@ -90,9 +80,7 @@ _PEAKS_ONLY = (
 )
 
 DEVICES: dict[str, Device] = {
-    name: Device(
-        name=name, peak_tflops=_peaks(*peaks), memory_gib=memory, links=_links(*links), source=source
-    )
+    name: Device(name=name, peak_tflops=_peaks(*peaks), memory_gib=memory, links=Links(*links), source=source)
     for name, peaks, memory, links, source in _ROWS
 } | {
     name: Device(name=name, peak_tflops=_peaks(*peaks), source="NVIDIA's data sheet")

@@ -309,6 +309,11 @@ class Roofline:
         return seconds * work.load + nodes * self.rates.nic_latency_s
 
 
+def all_layer_times(work: Workload) -> dict[LayerKind, LayerTimes]:
+    """Return the seconds of each kind of layer."""
+    return {kind: layer_times(work, kind) for kind in work.model.all_kinds}
+
+
 def layer_times(work: Workload, kind: LayerKind) -> LayerTimes:
     """Return the seconds of a layer, including recomputation and the device's waits for the host."""
     roof = Roofline(work)

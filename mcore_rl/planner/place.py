@@ -47,9 +47,7 @@ class Place:
         """
         if training.rollouts is None:
             return None
-        engine = engine_of(
-            training.mesh, training.rollouts.engine, training.world_size, self.server_gpus, self.rates
-        )
+        engine = engine_of(training, self.server_gpus, self.rates)
         if engine is None:
             return None
         return rl_step(training, work, engine, self.completion_tokens, known or KnownParts())

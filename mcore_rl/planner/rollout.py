@@ -14,14 +14,14 @@ from typing import Any
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
-from mcore_rl.config.rl.engine import AnyEngine, InProcessConfig, ServedConfig
+from mcore_rl.config.rl.engine import InProcessConfig, ServedConfig
 from mcore_rl.families import family_of
 from mcore_rl.plan.adapters import with_adapters
 from mcore_rl.plan.device import Device, Links
 from mcore_rl.plan.flops import forward_flops_per_token
 from mcore_rl.plan.training import Training
 from mcore_rl.plan.weights import Weights, delta_state_bytes, layer_weights
-from mcore_rl.planner.parts import LayerTimes, Workload, layer_times
+from mcore_rl.planner.parts import LayerTimes, Workload, all_layer_times
 from mcore_rl.planner.rates import Rates
 from mcore_rl.planner.step import stage_times, step
 
@@ -102,17 +102,17 @@ def known_layers(
     mesh = work.mesh
     key = (mesh.tp, mesh.ep, mesh.etp, mesh.cp, work.micro_batch, work.recompute, work.recompute_modules)
     if key not in known:
-        known[key] = {kind: layer_times(work, kind) for kind in work.model.all_kinds}
+        known[key] = all_layer_times(work)
     return known[key]
 
 
-def engine_of(
-    mesh: MeshConfig, engine: AnyEngine, world_size: int, server_gpus: int, rates: Rates
-) -> Engine | None:
-    """Return the engine of a run; None for an unknown number of servers."""
+def engine_of(training: Training, server_gpus: int, rates: Rates) -> Engine | None:
+    """Return the engine of a run with rollouts; None for an unknown number of servers."""
+    assert training.rollouts is not None
+    mesh, engine = training.mesh, training.rollouts.engine
     if isinstance(engine, InProcessConfig):
         return Engine(
-            replicas=max(1, world_size // mesh.model_parallel),
+            replicas=training.replicas,
             tp=mesh.tp,
             ep=mesh.ep * mesh.etp,
             slots=engine.native_slots,
@@ -122,13 +122,12 @@ def engine_of(
     replicas = server_gpus // tp or engine.count
     if not replicas:
         return None
-    # Each replica of the trained model requests this many completions at a time, from all servers together.
-    asked = engine.requests * max(1, world_size // mesh.model_parallel)
     return Engine(
         replicas=replicas,
         tp=tp,
         ep=tp,
-        slots=max(1, asked // replicas),
+        # Each replica of the trained model requests this many completions at a time, from all servers together.
+        slots=max(1, engine.requests * training.replicas // replicas),
         layer_s=rates.decode_layer_s,
         is_served=True,
     )
@@ -189,9 +188,7 @@ def with_lengths(work: Workload, global_batch: int, sample_tokens: float) -> Wor
 
 def forward_seconds(work: Workload, layers: dict[LayerKind, LayerTimes] | None = None) -> float:
     """Return the seconds of a pass without gradients over the rows of an update; its layers may be known already."""
-    if layers is None:
-        layers = {kind: layer_times(work, kind) for kind in work.model.all_kinds}
-    stages = [stage.forward for stage in stage_times(work, layers)]
+    stages = [stage.forward for stage in stage_times(work, layers or all_layer_times(work))]
     return (work.num_microbatches - 1) * max(stages) + sum(stages)
 
 

@@ -11,7 +11,7 @@ from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.schedule import Kind, Pass, schedule
 from mcore_rl.plan.weights import layers_by_chunk
-from mcore_rl.planner.parts import Workload, layer_times, output_times
+from mcore_rl.planner.parts import Workload, all_layer_times, output_times
 from mcore_rl.planner.step import message_seconds
 
 MAX_PASSES = 300_000
@@ -127,8 +127,7 @@ class ChunkTimes:
 
 def step_times(work: Workload) -> ChunkTimes:
     """Return the seconds of every chunk."""
-    times = {kind: layer_times(work, kind) for kind in work.model.all_kinds}
-    layers = {kind: (layer.forward, layer.backward) for kind, layer in times.items()}
+    layers = {kind: (layer.forward, layer.backward) for kind, layer in all_layer_times(work).items()}
     return _chunk_times(work.model, work.mesh, layers, output_times(work), message_seconds(work))
 
 

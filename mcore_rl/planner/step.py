@@ -7,7 +7,7 @@ from mcore_rl.config.model import LayerKind
 from mcore_rl.plan.adapters import with_adapters
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.weights import Weights, layer_kinds_by_stage, weights_by_stage
-from mcore_rl.planner.parts import LayerTimes, Roofline, Workload, layer_times, output_times
+from mcore_rl.planner.parts import LayerTimes, Roofline, Workload, all_layer_times, output_times
 from mcore_rl.planner.rates import SENSITIVITIES
 
 LEAST_EXPOSED = 0.1
@@ -81,9 +81,7 @@ def step(work: Workload, layers: dict[LayerKind, LayerTimes] | None = None) -> S
         work: The step.
         layers: Seconds of the layers, if they are known already: a search has many steps of the same layers.
     """
-    if layers is None:
-        layers = {kind: layer_times(work, kind) for kind in work.model.all_kinds}
-    stages = stage_times(work, layers)
+    stages = stage_times(work, layers or all_layer_times(work))
     totals = [stage.forward + stage.backward for stage in stages]
     slowest, count, vpp, pp = max(totals), work.num_microbatches, work.mesh.vpp, work.mesh.pp
     message = message_seconds(work) if pp > 1 else 0.0

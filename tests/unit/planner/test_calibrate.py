@@ -69,7 +69,7 @@ def test_the_parts_of_an_rl_step_are_factors_on_the_bound():
     )
     lengths = Lengths(num_completions=4096, prompt=1024, mean=3000, longest=8192)
     rollout, _ = generation(
-        config.model, work.device, engine_of(config.mesh, config.rl.engine, 16, 0, Rates()), lengths, Rates()
+        config.model, work.device, engine_of(training_of(config, 16), 0, Rates()), lengths, Rates()
     )
     found = records(
         ("time/rollout_s", 1.5 * rollout),
