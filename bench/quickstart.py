@@ -6,12 +6,12 @@
 All start from one model that tools/quickstart.py has pretrained. Demonstrations, fine-tuning, reinforcement learning
 and held-out prompts are of a seed, on one rank, by the commands of the quickstart with its numbers of steps. The
 accuracy is that of one answer to each of 256 held-out prompts, greedy and at temperature 1, after fine-tuning and after
-each arm; a gain is the difference of both on the same prompts.
+each arm; a gain is the difference of both on the same prompts. The run of an arm answers them greedily on its way too.
 
 The same command goes on where it was ended: bench/results/quickstart.json gets a row of each evaluation as it
 ends, and what has its row there is not run again, in whatever folder. A cell of the table is the mean over the seeds
 done with its 95 % interval (Student's t), the range over these seeds behind it. README's picture,
-docs/images/gains.svg, has every row.
+docs/images/gains.svg, has every row: the accuracy over the rollout batches.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.learning import ROOT, cell, commit
+from bench.learning import ROOT, cell, commit, rows_of
 from bench.rl_folder import program
 
 LAYERS = ("torch", "cpu")
@@ -35,22 +35,29 @@ ONE_RANK = ("mesh.tp=1", "mesh.ep=1", "mesh.pp=1")
 RESULTS = Path(__file__).parent / "results" / "quickstart.json"
 IMAGE = ROOT / "docs" / "images" / "gains.svg"
 NAMES = {"sft": "fine-tuned", "grpo_r2": "GRPO, replay", "gspo": "GSPO"}
-TITLE = "Right answers to held-out problems, before and after reinforcement learning"
-HEIGHT = 144
+TITLE = "Right answers to held-out problems during reinforcement learning"
+ROLLOUTS = 60
+"""Rollout batches of an arm."""
+WIDTH, HEIGHT = 280, 144
+"""Both panels of the picture."""
 COLOURS = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 } .title { font-weight: 600; font-size: 15px }
 .page { fill: #ffffff; stroke: #d0d7de } .grid { stroke: #d0d7de }
-line.grpo_r2 { stroke: #0969da; stroke-opacity: .5 } line.gspo { stroke: #bc4c00; stroke-opacity: .5 }
-circle.sft { fill: #59636e } circle.grpo_r2 { fill: #0969da } circle.gspo { fill: #bc4c00 }
+polyline { fill: none; stroke-opacity: .6 } .grpo_r2 { stroke: #0969da } .gspo { stroke: #bc4c00 }
+circle { stroke: none } circle.sft { fill: #59636e } circle.grpo_r2 { fill: #0969da } circle.gspo { fill: #bc4c00 }
+text.grpo_r2 { stroke: none; fill: #0969da } text.gspo { stroke: none; fill: #bc4c00 }
 @media (prefers-color-scheme: dark) {
 text { fill: #f0f6fc } .page { fill: #0d1117; stroke: #3d444d } .grid { stroke: #3d444d }
-line.grpo_r2 { stroke: #58a6ff } line.gspo { stroke: #f0883e }
+.grpo_r2 { stroke: #58a6ff } .gspo { stroke: #f0883e }
 circle.sft { fill: #9198a1 } circle.grpo_r2 { fill: #58a6ff } circle.gspo { fill: #f0883e }
+text.grpo_r2 { fill: #58a6ff } text.gspo { fill: #f0883e }
 }
 """
 """The background is of the picture, so that its text is legible on any page."""
 Row = dict[str, Any]
-"""An evaluation: layers, seed, model (sft or an arm), temperature, commit, and the metrics `eval/...`."""
+"""An evaluation: layers, seed, model (sft or an arm), temperature, commit, and the metrics `eval/...`; for the greedy
+answers of an arm also `curve`, pairs of rollout batches and accuracy on the way.
+"""
 
 
 def quickstart(folder: Path, stage: str, settings: Sequence[str] = ()) -> None:
@@ -124,20 +131,21 @@ def with_range(values: Sequence[float]) -> str:
 
 
 def chart(rows: Sequence[Row]) -> str:
-    """Return a picture in SVG, legible on light and dark pages: for each temperature the accuracy of every start after
-    fine-tuning and after each arm, with a line from one to the other.
+    """Return a picture in SVG, legible on light and dark pages: for each temperature the accuracy of every start over
+    the rollout batches of each arm.
     """
-    accuracy = {
-        (row["layers"], row["seed"], row["temperature"], row["model"]): float(row["eval/accuracy"])
-        for row in rows
-    }
-    starts = sorted({key[:2] for key in accuracy})
+    found = {(row["layers"], row["seed"], row["temperature"], row["model"]): row for row in rows}
+    starts = sorted({key[:2] for key in found})
     shapes = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 268" role="img" aria-label="{TITLE}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 284" role="img" aria-label="{TITLE}">',
         f"<style>{COLOURS}</style>",
-        '<rect class="page" width="760" height="268" rx="8"/>',
+        '<rect class="page" width="760" height="284" rx="8"/>',
         f'<text x="20" y="28" class="title">{TITLE}</text>',
-        f'<text x="20" y="48">{len(starts)} starts (seed and layers), 256 problems each, in percent</text>',
+        f'<text x="20" y="48">{len(starts)} starts (seed and layers), 256 problems each, in percent:</text>',
+        *(
+            f'<text x="{x}" y="48" class="{arm}">{NAMES[arm]}</text>'
+            for x, arm in zip((420, 540), ARMS, strict=True)
+        ),
     ]
     for panel, temperature in enumerate(TEMPERATURES):
         shapes.append(f'<g transform="translate({60 + 370 * panel},84)">')
@@ -145,22 +153,36 @@ def chart(rows: Sequence[Row]) -> str:
         shapes.append(f'<text x="0" y="-12">{name}</text>')
         for percent in (0, 25, 50, 75, 100):
             y = HEIGHT * (1 - percent / 100)
-            shapes.append(f'<line class="grid" x1="0" x2="300" y1="{y:g}" y2="{y:g}"/>')
+            shapes.append(f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:g}" y2="{y:g}"/>')
             shapes.append(f'<text x="-8" y="{y + 4:g}" text-anchor="end">{percent}</text>')
-        for column, (model, title) in enumerate(NAMES.items()):
-            shapes.append(
-                f'<text x="{50 + 100 * column}" y="{HEIGHT + 20}" text-anchor="middle">{title}</text>'
-            )
-            for start in starts:
-                if (*start, temperature, model) not in accuracy:
+        for batches in (0, ROLLOUTS // 2, ROLLOUTS):
+            x = WIDTH * batches / ROLLOUTS
+            shapes.append(f'<text x="{x:g}" y="{HEIGHT + 20}" text-anchor="middle">{batches}</text>')
+        shapes.append(
+            f'<text x="{WIDTH / 2:g}" y="{HEIGHT + 38}" text-anchor="middle">rollout batches</text>'
+        )
+        for start in starts:
+            for arm in ARMS:
+                ends = [found.get((*start, temperature, model)) for model in ("sft", arm)]
+                if not all(ends):
                     continue
-                x, y = 50 + 100 * column, HEIGHT * (1 - accuracy[*start, temperature, model])
-                before = HEIGHT * (1 - accuracy[*start, temperature, "sft"])
-                if model != "sft":
-                    shapes.append(f'<line class="{model}" x1="50" x2="{x}" y1="{before:.1f}" y2="{y:.1f}"/>')
-                shapes.append(f'<circle class="{model}" cx="{x}" cy="{y:.1f}" r="4"/>')
+                first, last = (float(end["eval/accuracy"]) for end in ends if end)
+                curve = [(0, first), *(ends[1] or {}).get("curve", ()), (ROLLOUTS, last)]
+                points = [
+                    (WIDTH * batches / ROLLOUTS, HEIGHT * (1 - accuracy)) for batches, accuracy in curve
+                ]
+                line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+                shapes.append(f'<polyline class="{arm}" points="{line}"/>')
+                shapes.append(f'<circle class="sft" cx="0" cy="{points[0][1]:.1f}" r="4"/>')
+                shapes.append(f'<circle class="{arm}" cx="{WIDTH}" cy="{points[-1][1]:.1f}" r="4"/>')
         shapes.append("</g>")
     return "\n".join([*shapes, "</svg>", ""])
+
+
+def curve(run_dir: Path, arm: str, seed: int) -> list[tuple[int, float]]:
+    """Return rollout batches and greedy accuracy of the evaluations on the way of an arm's run."""
+    rows = rows_of(run_dir, arm, seed)
+    return [(row["rollouts"], float(row["eval/accuracy"])) for row in rows if 0 < row["rollouts"] < ROLLOUTS]
 
 
 def main() -> None:
@@ -193,11 +215,14 @@ def main() -> None:
             for name in ("tokenizer.model", "imported"):
                 if not (here / name).is_symlink():
                     (here / name).symlink_to(folder / "start" / name)
-            for stage in dict.fromkeys(("sft", model)):
-                quickstart(here, stage, settings)
+            quickstart(here, "sft", settings)
+            if model in ARMS:
+                quickstart(here, model, [*settings, f"rl.eval.num_prompts={NUM_PROMPTS}"])
             for temperature in temperatures:
                 found = evaluate(here, model, temperature, settings)
                 key = {"layers": layers, "seed": seed, "model": model, "temperature": temperature}
+                if model in ARMS and temperature == 0:
+                    found["curve"] = curve(here / model, model, seed)
                 rows.append({**key, "commit": commit(), **found})
                 written = {
                     "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -76,13 +76,21 @@ def test_the_page_has_the_table_of_all_results() -> None:
 
 
 def test_the_picture_has_every_result() -> None:
-    """A point in percent of the height, and a line from each start's fine-tuned model to both of its arms."""
+    """A line from each start's fine-tuned model to both arms, with a point at each end in percent of the height."""
     rows = json.loads(quickstart.RESULTS.read_text())["rows"]
     drawn = quickstart.chart(rows)
     assert drawn == quickstart.IMAGE.read_text()
     height = {f"{quickstart.HEIGHT * (1 - row['eval/accuracy']):.1f}" for row in rows}
     assert set(re.findall(r'cy="([\d.]+)"', drawn)) == height
-    assert drawn.count("<circle") == len(rows) and drawn.count('<line class="g') - 10 == len(rows) * 2 // 3
+    assert drawn.count("<polyline") == len(rows) * 2 // 3
+
+
+def test_a_line_goes_through_the_evaluations_on_the_way() -> None:
+    """Accuracies of .25, .5, .75 at batches 0, 30 and 60, in a panel of 280 x 144."""
+    (sft, arm) = rows(1, 0.25, 0.75)
+    assert 'points="0.0,108.0 140.0,72.0 280.0,36.0"' in quickstart.chart(
+        [sft, {**arm, "curve": [[30, 0.5]]}]
+    )
 
 
 def test_readme_quotes_the_range_over_all_starts() -> None:
