@@ -260,7 +260,13 @@ def continuations(
 
 
 def _take_positional(args: argparse.Namespace) -> None:
-    """Set --model and --prompt to the positional arguments. Raises ConfigError if both forms are given."""
+    """Set --model and --prompt to the positional arguments; a single one is the text if an option names the model.
+
+    Raises:
+        ConfigError: Both forms of one are given.
+    """
+    if (args.model or args.run or args.checkpoint) and args.text is None:
+        args.folder, args.text = None, args.folder
     for place, option in (("folder", "model"), ("text", "prompt")):
         given = getattr(args, place)
         if given is None:

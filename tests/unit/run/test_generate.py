@@ -104,6 +104,8 @@ def test_folder_and_text_need_no_names(run_dir: Path, capsys: pytest.CaptureFixt
     named = generate(capsys, "--model", run_dir, "--prompt", "the cat", "--tokens", 12)
     assert generate(capsys, run_dir, "the cat", "--tokens", 12) == named
     assert generate(capsys, "--tokens", 12, run_dir, "--prompt", "the cat") == named
+    for option in ("--model", "--run"):
+        assert generate(capsys, option, run_dir, "the cat", "--tokens", 12) == named
 
 
 def test_it_writes_the_likeliest_continuation(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
