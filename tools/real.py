@@ -1,9 +1,9 @@
 """The pipeline on a real language model, on two CPU cores: SmolLM2-135M-Instruct from the package index is asked
-something, becomes a mixture of experts, is fine-tuned, learns arithmetic by rewards with and without routing replay,
+something, becomes a mixture of experts, is fine-tuned, learns to copy letters by rewards with and without routing replay,
 and goes back to transformers.
 
-The mixture has four experts a layer, with noise, which a short fine-tuning repairs. Its demonstrations share the
-quickstart's bad habit: in half of them the last character of the answer is missing. Each stage is a command that a user
+The mixture has four experts a layer, halves of two copies, with noise, which a short fine-tuning repairs. Its
+demonstrations share the quickstart's bad habit: in most of them the last character of the answer is missing. Each stage is a command that a user
 would give; it is skipped where its result is there already, so that a second start resumes where the first one ended.
 """
 
@@ -22,9 +22,9 @@ from mcore_rl.plan.memory import GIB, memory_of_fullest_rank
 from mcore_rl.plan.training import training_of
 from tools.quickstart import CLI, ROOT, Stage, run_to_status
 
-EXPERTS, TOP_K, NOISE, CUT_FRACTION = 4, 2, 0.02, 0.5
+EXPERTS, TOP_K, GRANULARITY, NOISE, CUT_FRACTION = 4, 2, 2, 0.02, 0.6
 QUESTION = "What is the capital of France?"
-SUM = "7 + 5 ="
+LETTERS = "copy kqzt:"
 """Prompt of the completion that transformers and this package are both asked for."""
 SHARED = ("mesh.ep=2", "platform.layers=cpu", "platform.bf16_products=true", "data.chat_template=raw")
 """Two ranks, each with half of the experts, products of bf16, and prompts without the model's template: short ones."""
@@ -57,14 +57,15 @@ def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = Non
     dense, mixture, problems, sft = (
         folder / "smollm2",
         folder / "mixture",
-        folder / "arithmetic.jsonl",
+        folder / "copying.jsonl",
         folder / "sft",
     )
     shared = (*SHARED, *settings)
     lasting = () if batches is None else (f"train.steps={2 * batches}", "optim.warmup_steps=0")
     tasks = () if batches is None else ("rl.eval.num_prompts=4",)
     ask = (*CLI, "generate", "--model", dense, "--chat", "--prompt", QUESTION, "--tokens", 24)
-    upcycle = ("convert", "upcycle", dense, mixture, "--experts", EXPERTS, "--top-k", TOP_K, "--noise", NOISE)
+    experts = ("--experts", EXPERTS, "--top-k", TOP_K, "--granularity", GRANULARITY, "--noise", NOISE)
+    upcycle = ("convert", "upcycle", dense, mixture, *experts)
     made = [
         Stage(
             name="model",
@@ -90,9 +91,9 @@ def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = Non
         ),
         Stage(
             name="sft",
-            title="arithmetic to fine-tune on, half of the answers cut short",
+            title="letters to copy, most answers cut short",
             arguments=(
-                *(*CLI, "problems", "any_model/arithmetic", *tasks, *settings),
+                *(*CLI, "problems", "any_model/copying", *tasks, *settings),
                 *("--cut-fraction", CUT_FRACTION, "--count", 4000, "--output", problems),
             ),
             result=problems,
@@ -102,7 +103,7 @@ def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = Non
             name="sft",
             title="fine-tuning on it (EP2)",
             arguments=(
-                *(*CLI, "sft", "any_model/arithmetic_sft", f"model.path={mixture}", f"run_dir={sft}"),
+                *(*CLI, "sft", "any_model/copying_sft", f"model.path={mixture}", f"run_dir={sft}"),
                 *(f"data.train=['{problems}']", *shared, *lasting),
             ),
             result=sft / "DONE",
@@ -113,7 +114,7 @@ def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = Non
                 name=arm,
                 title=title,
                 arguments=(
-                    *(*CLI, "rl", "any_model/arithmetic", f"model.path={sft}", f"run_dir={folder / arm}"),
+                    *(*CLI, "rl", "any_model/copying", f"model.path={sft}", f"run_dir={folder / arm}"),
                     *(*own, *shared, *lasting, *tasks),
                 ),
                 result=folder / arm / "DONE",
@@ -126,7 +127,7 @@ def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = Non
                 name="eval",
                 title=f"answers of {model} to held-out prompts",
                 arguments=(
-                    *(*CLI, "eval", "any_model/arithmetic", f"model.path={folder / model}"),
+                    *(*CLI, "eval", "any_model/copying", f"model.path={folder / model}"),
                     *(f"run_dir={folder / 'no_run'}", *shared, *tasks),
                 ),
                 result=folder / model / "evaluation.json",
@@ -138,7 +139,7 @@ def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = Non
     ]
     trained, export, page = folder / "grpo_r2", folder / "hf", folder / "report.html"
     runs = [folder / name for name in ("sft", *ARMS)]
-    complete = (*CLI, "generate", "--run", trained, "--prompt", SUM, "--tokens", 8)
+    complete = (*CLI, "generate", "--run", trained, "--prompt", LETTERS, "--tokens", 8)
     return [
         *made,
         Stage(
@@ -150,7 +151,7 @@ def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = Non
         ),
         Stage(
             name="export",
-            title=f"the trained mixture continues {SUM}",
+            title=f"the trained mixture continues {LETTERS}",
             arguments=complete,
             result=folder / "ours.txt",
             seconds=15,
@@ -159,7 +160,7 @@ def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = Non
         Stage(
             name="export",
             title="so does its export in transformers",
-            arguments=("-c", COMPLETION, export, SUM),
+            arguments=("-c", COMPLETION, export, LETTERS),
             result=folder / "transformers.txt",
             seconds=15,
             keep_output=True,

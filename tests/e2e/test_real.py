@@ -41,7 +41,7 @@ def test_a_real_model_answers_as_a_mixture_and_takes_steps_of_rl(smollm2: Path, 
     ask = ["--chat", "--prompt", "What is the capital of France?", "--tokens", 8]
     assert succeed("generate", "--model", imported, *ask) == "The capital of France is Paris.\n"
     succeed(
-        *("rl", "any_model/arithmetic", f"model.path={imported}", f"run_dir={run}", "replay.kind=r2"),
+        *("rl", "any_model/copying", f"model.path={imported}", f"run_dir={run}", "replay.kind=r2"),
         *("train.steps=2", "train.global_batch=4", "optim.warmup_steps=0", "checkpoint.interval=none"),
         *(
             "rl.rollout.prompts_per_step=2",
