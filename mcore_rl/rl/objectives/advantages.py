@@ -171,10 +171,10 @@ def kl_penalised_advantages(
     return advantages_PG.masked_fill(constant_groups(rewards_PG)[:, None], 0.0)
 
 
-def above_greedy(rewards_PG: Tensor, greedy_P: Tensor) -> Tensor:
-    """Subtract the reward of each prompt's greedy completion (ReMax, arXiv 2310.10505, algorithm 2). The result is 0
-    where the two differ only by rounding, and where a reward is NaN (missing).
+def above_baseline(rewards_PG: Tensor, baseline_P: Tensor) -> Tensor:
+    """Subtract each prompt's baseline, in ReMax the reward of a greedy completion (arXiv 2310.10505, algorithm 2). The
+    result is 0 where the two differ only by rounding, and where a reward is NaN (missing).
     """
-    greedy_PG = greedy_P[:, None].expand_as(rewards_PG)
-    is_equal_PG = _are_equal(torch.stack([rewards_PG, greedy_PG], dim=-1))
-    return (rewards_PG - greedy_PG).masked_fill(is_equal_PG, 0.0)
+    baseline_PG = baseline_P[:, None].expand_as(rewards_PG)
+    is_equal_PG = _are_equal(torch.stack([rewards_PG, baseline_PG], dim=-1))
+    return (rewards_PG - baseline_PG).masked_fill(is_equal_PG, 0.0)

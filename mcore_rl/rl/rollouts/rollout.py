@@ -63,8 +63,9 @@ class Rollout:
     """Likely reason why all completions are truncated; None if some are not."""
     signal: Signal | None = None
     """Signal in all groups generated for this batch; None if unknown."""
-    greedy_rewards_P: Tensor | None = None
-    """Reward of each prompt's greedy completion, float64, with rl.advantage.kind="remax"; NaN if its score failed."""
+    baseline_P: Tensor | None = None
+    """Reward with which each prompt's completions are compared, float64, NaN if its score failed; None: they are
+    compared with each other."""
     refused: frozenset[int] = frozenset()
     """Samples left out of all passes and updates because of the engine's routes; their reward is NaN."""
 
@@ -141,6 +142,11 @@ class _ReplicaScores:
     """The first failure of each kind."""
 
 
+Baseline = Callable[["Rollouts", Sequence[Prompt]], tuple[Tensor, list[Metric]]]
+"""Function that returns the reward `[P]`, float64, with which each prompt's completions are compared, NaN if its score
+failed, and metrics. Collective over the world."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Rollouts:
     """Generates and scores groups. Every method is collective over the world."""
@@ -160,6 +166,9 @@ class Rollouts:
     """Special tokens of the tokenizer."""
     conversations: Conversations | None = None
     """Conversations with an environment, in which the engine generates the policy's turns; None without them."""
+    baseline: Baseline | None = None
+    """Function from the prompts of a batch to rewards with which their completions are compared; None: the completions
+    of a prompt are compared with each other."""
     flow: GroupFlow | None = None
     """Groups that are generated while the policy trains; None: generation and training alternate."""
 
@@ -191,7 +200,7 @@ class Rollouts:
             summaries += scored
             metrics += measured
             chosen = summaries
-            scores_PG = _rewards_PG(summaries)
+            scores_PG = rewards_of(summaries)
             if rollout.dynamic_sampling:
                 if self.config.rl.samples_by_accuracy:
                     scores_PG = _accuracy_PG(summaries)
@@ -199,17 +208,16 @@ class Rollouts:
         if rollout.dynamic_sampling:
             metrics.append(Metric("rollout/refills", num_refills))
             metrics.append(Metric("rollout/unused_groups", len(summaries) - len(chosen)))
-        rewards_PG = _rewards_PG(chosen).view(len(chosen), rollout.group_size)
+        rewards_PG = rewards_of(chosen).view(len(chosen), rollout.group_size)
         if rollout.group_size > 1:
             metrics += _group_metrics(rewards_PG)
-        greedy_rewards_P = None
-        if self.config.rl.advantage.kind == "remax":
-            greedy_rewards_P = self._greedy_rewards(prompts)
-            scored_P = greedy_rewards_P[~greedy_rewards_P.isnan()]
-            metrics.append(Metric("rollout/greedy_reward", scored_P.sum().item(), len(scored_P)))
+        baseline_P = None
+        if self.baseline is not None:
+            baseline_P, measured = self.baseline(self, prompts)
+            metrics += measured
             # A prompt without a baseline has no advantage: treat its completions as if their scores had failed.
-            rewards_PG = rewards_PG.masked_fill(greedy_rewards_P.isnan()[:, None], torch.nan)
-            scores_PG = torch.cat([rewards_PG, greedy_rewards_P[:, None]], dim=1)
+            rewards_PG = rewards_PG.masked_fill(baseline_P.isnan()[:, None], torch.nan)
+            scores_PG = torch.cat([rewards_PG, baseline_P[:, None]], dim=1)
         if self.config.rl.advantage.uses_steps:
             scores_PG = _steps_PN(summaries)
         return Rollout(
@@ -239,15 +247,8 @@ class Rollouts:
             signal=signal_of(
                 scores_PG, [is_correct for summary in summaries for is_correct in summary.correct_G]
             ),
-            greedy_rewards_P=greedy_rewards_P,
+            baseline_P=baseline_P,
         )
-
-    def _greedy_rewards(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the reward of each prompt's greedy completion, float64 `[P]`; NaN if its score failed."""
-        greedy = replace(self.sampling, cut=Cut(temperature=0.0), with_routes=False)
-        # Greedy decoding draws nothing, so the seed does not matter.
-        _, summaries, _ = self.generate_and_score(prompts, greedy, [[0] for _ in prompts])
-        return _rewards_PG(summaries)[:, 0]
 
     def truncation_warning(
         self, groups: Mapping[int, Group], summaries: Sequence[GroupSummary]
@@ -559,7 +560,8 @@ def _steps_PN(summaries: Sequence[GroupSummary]) -> Tensor:
     return pad_sequence(steps_PN, batch_first=True, padding_value=torch.nan)
 
 
-def _rewards_PG(summaries: Sequence[GroupSummary]) -> Tensor:
+def rewards_of(summaries: Sequence[GroupSummary]) -> Tensor:
+    """Return the rewards of groups of one size, float64 `[P, G]`; NaN if a score failed."""
     return torch.tensor([summary.rewards_G for summary in summaries], dtype=torch.float64)
 
 

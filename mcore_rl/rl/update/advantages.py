@@ -9,7 +9,7 @@ from mcore_rl.config.rl.advantage import AnyAdvantage, DiscountedAdvantage, Divi
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.objectives.advantages import (
     Estimate,
-    above_greedy,
+    above_baseline,
     group_advantages,
     kl_penalised_advantages,
     step_advantages,
@@ -59,9 +59,9 @@ def _of_completions(
     rewards_PG = rollout.rewards_PG
     kl_PG = None if kl is None else kl.sums(rewards_PG.numel(), minibatches).view_as(rewards_PG)
     coeff = 0.0 if kl is None else kl.coeff
-    if rollout.greedy_rewards_P is not None:
+    if rollout.baseline_P is not None:
         penalised_PG = rewards_PG if kl_PG is None else rewards_PG - coeff * kl_PG
-        advantages_PG = above_greedy(penalised_PG, rollout.greedy_rewards_P)
+        advantages_PG = above_baseline(penalised_PG, rollout.baseline_P)
     elif kl_PG is not None:
         advantages_PG = kl_penalised_advantages(
             rewards_PG,

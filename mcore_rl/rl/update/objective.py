@@ -88,7 +88,7 @@ def group_estimate(advantage: AnyAdvantage) -> Estimate:
         "mean": group_centered,
         "leave_one_out": leave_one_out,
         "zero": torch.zeros_like,
-        "remax": torch.zeros_like,  # compared with the greedy completion, not within the group
+        "remax": torch.zeros_like,  # compared with a baseline, not within the group
     }
     return plain[advantage.kind]
 

@@ -41,6 +41,7 @@ from mcore_rl.rl.rewards.from_model import (
 )
 from mcore_rl.rl.rewards.score import ANSWER_PARTS, Reward
 from mcore_rl.rl.rollouts.flow import GroupFlow
+from mcore_rl.rl.rollouts.greedy import greedy_baseline
 from mcore_rl.rl.rollouts.prompts import (
     FilePrompts,
     PromptEncoder,
@@ -275,4 +276,5 @@ def open_rollouts(
             models=load_reward_models(config, tokenizer, mesh, platform),
             special_ids=tokenizer.special_ids,
             conversations=conversations,
+            baseline=greedy_baseline if rl.advantage.kind == "remax" else None,
         )

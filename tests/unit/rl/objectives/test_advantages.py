@@ -10,7 +10,7 @@ from torch import tensor
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.objectives.advantages import (
     StepReward,
-    above_greedy,
+    above_baseline,
     above_group_mean,
     constant_groups,
     group_advantages,
@@ -236,9 +236,9 @@ def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind: str) -> 
 def test_remax_subtracts_the_greedy_reward_and_leaves_what_has_no_reward_out() -> None:
     rewards_PG = torch.tensor([[1.0, 0.5], [0.25, torch.nan], [1.0, 2.0]], dtype=torch.float64)
     greedy_P = torch.tensor([0.75, 0.0, torch.nan], dtype=torch.float64)
-    assert above_greedy(rewards_PG, greedy_P).tolist() == [[0.25, -0.25], [0.25, 0.0], [0.0, 0.0]]
+    assert above_baseline(rewards_PG, greedy_P).tolist() == [[0.25, -0.25], [0.25, 0.0], [0.0, 0.0]]
     # Equal rewards have a signal too: both are better than what the policy would say itself.
-    assert above_greedy(torch.ones(1, 2), torch.zeros(1)).tolist() == [[1.0, 1.0]]
+    assert above_baseline(torch.ones(1, 2), torch.zeros(1)).tolist() == [[1.0, 1.0]]
 
 
 def test_rounding_is_no_distance_from_the_greedy_completion() -> None:
@@ -246,4 +246,4 @@ def test_rounding_is_no_distance_from_the_greedy_completion() -> None:
     rewards_PG, greedy_P = torch.tensor([[0.1 + 0.2, 0.5]], dtype=torch.float64), torch.tensor([0.3]).double()
     greedy_P[0] = 0.3
     assert 0.1 + 0.2 != 0.3
-    assert above_greedy(rewards_PG, greedy_P).tolist() == [[0.0, 0.2]]
+    assert above_baseline(rewards_PG, greedy_P).tolist() == [[0.0, 0.2]]
