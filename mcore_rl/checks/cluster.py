@@ -1,11 +1,11 @@
 """Checks that a cluster's settings are compatible, and that a mesh fits well on its nodes."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.checks.run import refuse
-from mcore_rl.config.cluster import ClusterConfig, ContainerConfig, NodeConfig
+from mcore_rl.config.cluster import ClusterConfig, ContainerConfig, NoContainer, NodeConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 
@@ -15,7 +15,14 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def check_cluster(cluster: ClusterConfig) -> None:
     """Raise a ConfigError that lists everything wrong with a cluster file, if anything is."""
-    refuse([*_node(cluster.node), *_container(cluster.container), *_slurm(cluster), *_environment(cluster)])
+    refuse(
+        [
+            *_node(cluster.node),
+            *_container(cluster.container),
+            *_slurm(cluster),
+            *_environment(cluster.environment),
+        ]
+    )
 
 
 def seconds_of(time: str) -> int | None:
@@ -49,20 +56,17 @@ def _node(node: NodeConfig) -> Iterator[str]:
         )
 
 
-def _container(container: ContainerConfig) -> Iterator[str]:
-    if container.kind == "none":
-        given = [name for name in ("image", "mounts", "options") if getattr(container, name)]
-        if given:
-            yield (
-                f'container.{given[0]} is not used with container.kind="none". Set the kind to "pyxis" or '
-                '"apptainer", or clear it.'
-            )
+def _container(container: NoContainer | ContainerConfig) -> Iterator[str]:
+    if isinstance(container, NoContainer):
         return
-    if not container.image:
-        yield f'container.kind="{container.kind}" has no image. Set container.image.'
     for mount in container.mounts:
         if not all(part.startswith("/") for part in mount.split(":")[:2]):
             yield f'container.mounts names "{mount}". Write /from:/to, or /both.'
+    if container.kind == "apptainer" and "--cleanenv" in container.options:
+        yield (
+            'container.options names "--cleanenv": ranks would not hear of Slurm, of the first host, of their '
+            "environment. Take it out."
+        )
 
 
 def _slurm(cluster: ClusterConfig) -> Iterator[str]:
@@ -80,8 +84,8 @@ def _slurm(cluster: ClusterConfig) -> Iterator[str]:
             yield f'slurm.options names "{option}". Write an option of sbatch, as "--comment=moe".'
 
 
-def _environment(cluster: ClusterConfig) -> Iterator[str]:
-    for name, value in cluster.environment.items():
+def _environment(environment: Mapping[str, str]) -> Iterator[str]:
+    for name, value in environment.items():
         if not NAME.fullmatch(name):
             yield f'environment names "{name}", which is no name of a variable. Use letters, digits and _.'
         if "\n" in value:
@@ -91,11 +95,6 @@ def _environment(cluster: ClusterConfig) -> Iterator[str]:
                 "environment.PYTHONPATH would hide the job's copy of the code. Add to it in python.setup: "
                 '"export PYTHONPATH=$PYTHONPATH:/shared/rewards".'
             )
-    if cluster.container.kind == "apptainer" and "--cleanenv" in cluster.container.options:
-        yield (
-            'container.options names "--cleanenv": ranks would not hear of Slurm, of the first host, of the '
-            "environment above. Take it out."
-        )
 
 
 @dataclass(frozen=True, slots=True)

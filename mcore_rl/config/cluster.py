@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from mcore_rl.config.section import Section, Text
+from mcore_rl.config.section import ByKind, Section, Text
 
 
 class SlurmConfig(Section):
@@ -91,13 +91,25 @@ class RatesConfig(Section):
     """Measured / planned seconds of the updates of a rollout batch."""
 
 
-class ContainerConfig(Section):
+class ContainerSection(Section):
     """The container that ranks run in, if any."""
 
-    kind: Literal["none", "pyxis", "apptainer"] = "none"
-    """Program that runs the container; `pyxis`: enroot, through srun's --container options; `apptainer`: `apptainer
-    exec`."""
-    image: Text | None = None
+    kind: str
+    """Program that runs the container; `none`: no container; `pyxis`: enroot, through srun's --container options;
+    `apptainer`: `apptainer exec`."""
+
+
+class NoContainer(ContainerSection):
+    """Ranks run outside containers."""
+
+    kind: Literal["none"] = "none"
+
+
+class ContainerConfig(ContainerSection):
+    """A container."""
+
+    kind: Literal["pyxis", "apptainer"]
+    image: Text
     """Image: a file visible to all nodes (.sqsh, .sif), or a reference such as docker://registry#name:tag."""
     mounts: tuple[str, ...] = ()
     """Mounts as from:to[:flags]. The folder of submission and the run's folder are always mounted, under their own
@@ -180,7 +192,7 @@ class ClusterConfig(Section):
     it. Only its owner may read it (chmod 600), and it must be outside the run's folder."""
     slurm: SlurmConfig = SlurmConfig()
     node: NodeConfig = NodeConfig()
-    container: ContainerConfig = ContainerConfig()
+    container: Annotated[NoContainer | ContainerConfig, ByKind()] = NoContainer()
     python: PythonConfig = PythonConfig()
     paths: PathsConfig = PathsConfig()
     checks: ChecksConfig = ChecksConfig()

@@ -381,8 +381,10 @@ def _validated(cls: type[S], fields: dict[str, FieldDoc], values: dict[str, Any]
         table = root
         for parent in parents:
             table = table.setdefault(parent, {})
-        is_none = value == "none" and key in fields and NoneType in alternatives(fields[key].annotation)
-        table[name] = None if is_none else value
+        doc = fields.get(key)
+        # A field without a default is refused like an unset field.
+        may_unset = doc is not None and (NoneType in alternatives(doc.annotation) or not doc.default)
+        table[name] = None if value == "none" and may_unset else value
     # JSON can hold TOML's values, and pydantic's strict mode accepts lists as tuples and 1 as 1.0 only from JSON.
     return cls.model_validate_json(json.dumps(root, default=str))
 

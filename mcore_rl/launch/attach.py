@@ -55,7 +55,7 @@ def step_of(job: str, cluster: ClusterConfig, work_dir: Path, node: str, command
             gpus_per_node=cluster.node.gpus,
             container=Container(
                 kind="apptainer",
-                image=str(container.image),
+                image=container.image,
                 mounts=container.mounts,
                 options=container.options,
             ),

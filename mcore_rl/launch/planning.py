@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
-from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.cluster import ClusterConfig, ContainerConfig, NoContainer
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.pipeline import ConversionStage
@@ -117,7 +117,7 @@ def plan_training(
         gpu_memory_gib=cluster.node.gpu_memory_gib - cluster.node.reserved_gib if gpus else 0.0,
         min_bandwidth_gbps=cluster.checks.min_bandwidth_gbps or 0.0,
         check_timeout_s=cluster.checks.timeout_s,
-        image_timeout_s=0 if cluster.container.kind == "none" else cluster.container.timeout_s,
+        image_timeout_s=cluster.container.timeout_s if isinstance(cluster.container, ContainerConfig) else 0,
         pre_node=cluster.checks.pre_node,
         post_node=cluster.checks.post_node,
         max_attempts=cluster.survival.max_attempts,
@@ -218,10 +218,9 @@ def _conversion(stage: ConversionStage) -> tuple[str, ...]:
 
 def _placement(cluster: ClusterConfig, options: JobOptions, folder: Path, gpus: int) -> dict[str, Any]:
     """Return the arguments of JobScript that all jobs of a cluster share."""
-    slurm, container = cluster.slurm, cluster.container
-    mounts = container.mounts
-    if options.array:
-        mounts = (*mounts, f"{folder.parent}:{folder.parent}")  # elements have their folders beside it
+    slurm = cluster.slurm
+    # Elements of an array have their folders next to it.
+    also_mounted = (f"{folder.parent}:{folder.parent}",) if options.array else ()
     return {
         "time": options.time or slurm.time,
         "partition": options.partition or slurm.partition or "",
@@ -244,12 +243,19 @@ def _placement(cluster: ClusterConfig, options: JobOptions, folder: Path, gpus: 
         "scratch": cluster.paths.scratch or "",
         "cache": cluster.paths.cache or "",
         "environment_file": str(environment_file(cluster) or ""),
-        "container": None
-        if container.kind == "none"
-        else Container(
-            kind=container.kind, image=str(container.image), mounts=mounts, options=container.options
-        ),
+        "container": _container(cluster.container, also_mounted),
     }
+
+
+def _container(container: NoContainer | ContainerConfig, also_mounted: tuple[str, ...]) -> Container | None:
+    if isinstance(container, NoContainer):
+        return None
+    return Container(
+        kind=container.kind,
+        image=container.image,
+        mounts=(*container.mounts, *also_mounted),
+        options=container.options,
+    )
 
 
 def sbatch_options(cluster: ClusterConfig, gpus: int) -> tuple[str, ...]:

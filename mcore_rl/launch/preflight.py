@@ -10,7 +10,7 @@ from mcore_rl.checks.cluster import placement
 from mcore_rl.checks.inputs import absent, has_checkpoints, inputs_of
 from mcore_rl.checks.programs import program_of
 from mcore_rl.checks.run import refuse
-from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
+from mcore_rl.config.cluster import ClusterConfig, ContainerConfig, NoContainer
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
@@ -108,11 +108,13 @@ def _not_imported(load: str | None, model: ModelConfig, run_dir: Path) -> Iterat
         )
 
 
-def image_violations(container: ContainerConfig) -> Iterator[str]:
+def image_violations(container: NoContainer | ContainerConfig) -> Iterator[str]:
     """Yield a sentence when the container's image is a file that does not exist."""
-    image = container.image or ""
+    if isinstance(container, NoContainer):
+        return
+    image = container.image
     is_file = image.startswith(("/", "./", "../")) if container.kind == "pyxis" else "://" not in image
-    if container.kind != "none" and is_file and not Path(image).exists():
+    if is_file and not Path(image).exists():
         yield f'container.image="{image}" does not exist. Make it (enroot import, apptainer build) or correct the path.'
 
 
@@ -180,12 +182,15 @@ def in_use_violations(run_dir: Path) -> Iterator[str]:
 
 
 def _missing_inputs(
-    inputs: Iterable[tuple[str, Path, str]], run_dir: Path, container: ContainerConfig, allowances: Allowances
+    inputs: Iterable[tuple[str, Path, str]],
+    run_dir: Path,
+    container: NoContainer | ContainerConfig,
+    allowances: Allowances,
 ) -> Iterator[str]:
     for name, path, what in inputs:
         whole = path.absolute()
         if path.exists() or not allowances.promised.isdisjoint((whole, *whole.parents)):
-            if container.kind != "none" and not _is_mounted(whole, container.mounts, run_dir):
+            if isinstance(container, ContainerConfig) and not _is_mounted(whole, container.mounts, run_dir):
                 yield (
                     f"{name}: {whole} is outside the mounts of the container. Add it to container.mounts, as "
                     f'"{whole.parent}:{whole.parent}".'

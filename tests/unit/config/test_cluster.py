@@ -42,8 +42,14 @@ def test_what_no_cluster_has_is_told_with_what_was_meant(override, message):
         (["node.ranks=4"], "node.gpus=8 and node.ranks=4"),
         (["node.gpus=0"], "no rank would be started"),
         (["node.reserved_gib=90"], "leaves nothing of node.gpu_memory_gib=79.6"),
-        (["container.kind=none"], 'container.image is not used with container.kind="none"'),
-        (["container.image=none"], 'container.kind="pyxis" has no image'),
+        (
+            ["container.kind=none"],
+            'container.kind="none" has no such field, which is of "pyxis", "apptainer"',
+        ),
+        (
+            ["container.image=none"],
+            'container.image = "none" on the command line: expected text that is not empty',
+        ),
         (['container.mounts=["data"]'], 'container.mounts names "data"'),
         (["slurm.time=tomorrow"], 'slurm.time="tomorrow" is no duration'),
         (["slurm.time=10:00"], "survival.signal_s=600 is not ahead of a limit of 600 s"),

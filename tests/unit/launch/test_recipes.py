@@ -22,7 +22,7 @@ FILES = sorted(
     if path.stem != "model" and path.parent.name not in ("tiny_moe", "any_model")
 )
 LARGE = ("qwen3_30b_a3b", "qwen3_235b_a22b", "mixtral_8x7b", "deepseek_v3")
-BARE = ["container.kind=none", "container.image=none", "container.mounts=[]", "container.options=[]"]
+BARE = ["container.kind=none", *(f"container.{name}=none" for name in ("image", "mounts", "options"))]
 H100 = load_config(ClusterConfig, ROOT / "launch/clusters/example_h100.toml", BARE)
 ONE_GPU = load_config(ClusterConfig, ROOT / "launch/clusters/example_1gpu.toml")
 FIT_PEOPLE = (
