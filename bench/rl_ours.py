@@ -96,10 +96,12 @@ def main() -> None:
         ) as rollouts,
     ):
         rollouts.engine.update_weights(0)
-        routes = PolicyRoutes(run.state, config)
+        routes = PolicyRoutes(run.state, config.rl, config.replay)
         vocab_size = prompts.tokenizer.vocab_size
-        logprobs = policy_logprobs(run.state, config, vocab_size)
-        passes = list(reference_passes(config, run, logprobs, routes))
+        logprobs = policy_logprobs(run.state, config.rl, vocab_size)
+        passes = list(
+            reference_passes(config.rl.loss, config.replay, run, logprobs, routes, config.updates_per_rollout)
+        )
         learner = Learner(run.state, config, routes, logprobs, passes)
         trainer = InTurns(run, config, rollouts, learner, prompts.held_out)
         trainer.turns = turns

@@ -180,7 +180,7 @@ def conversations_of(
         if runs_rewards(mesh):
             environment = config.rl.environment
             workers = stack.enter_context(EnvironmentWorkers(environment_maker(environment), environment))
-        yield Conversations(config, engine, chat, mesh, workers)
+        yield Conversations(config.rl, engine, chat, mesh, workers)
 
 
 def sampling(

@@ -1,5 +1,6 @@
 """Routing replay: which choice of experts the policy is trained with."""
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
@@ -53,3 +54,8 @@ class ReplayConfig(Section):
     """With `split_interval`, number of groups of neighbouring layers for which the part due to routing is measured
     separately, by a further pass for each group except the last; the number of layers measures each of them; `none`: no
     measurement by layers."""
+
+    @cached_property
+    def wants_engine_routes(self) -> bool:
+        """Whether the rollout engine has to return the experts of each token and layer, if the model has experts."""
+        return self.kind == "r3" or self.observe_rollout

@@ -52,7 +52,7 @@ class RlRunConfig(RunConfig):
     @cached_property
     def wants_engine_routes(self) -> bool:
         """Whether the rollout engine has to return the experts of each token and layer."""
-        return self.model.is_moe and (self.replay.kind == "r3" or self.replay.observe_rollout)
+        return self.model.is_moe and self.replay.wants_engine_routes
 
     @cached_property
     def rollout_size(self) -> int:

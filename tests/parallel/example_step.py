@@ -72,11 +72,13 @@ def step_of_trainer(folder: Path) -> dict[str, Tensor]:
             prompts=ExamplePrompts(),
             sampling=Sampling(max_new_tokens=12),
             mesh=mesh,
-            config=config,
+            rl=config.rl,
+            seed=config.train.seed,
+            updates_per_rollout=config.updates_per_rollout,
         )
-        routes = PolicyRoutes(run.state, config)
+        routes = PolicyRoutes(run.state, config.rl, config.replay)
         learner = Learner(
-            run.state, config, routes, policy_logprobs(run.state, config, config.model.vocab_size)
+            run.state, config, routes, policy_logprobs(run.state, config.rl, config.model.vocab_size)
         )
         RlTrainer(run, config, rollouts, learner, ()).run()
         return weights(run.state)

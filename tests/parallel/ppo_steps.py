@@ -78,18 +78,18 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
         for one, tensors in ((state, policy), (trained, values)):
             copy_in(one.chunks, tensors)
             one.optimizer.reload_model_params()
-    routes = PolicyRoutes(state, config)
+    routes = PolicyRoutes(state, config.rl, config.replay)
     assert config.critic is not None
     critic = Critic(
         trained,
         state,
         config.critic,
         config.checkpoint,
-        critic_routes(trained, config, config.critic),
+        critic_routes(trained, config.rl, config.replay, config.critic),
         epochs=config.critic_epochs,
         updates_per_rollout=config.updates_per_rollout,
     )
-    logprobs = policy_logprobs(state, config, config.model.vocab_size)
+    logprobs = policy_logprobs(state, config.rl, config.model.vocab_size)
     passes = [reference_pass(config, reference, logprobs, routes, state), critic]
     if config.rl.distill.paths:
         copy_in(state.chunks, other)
@@ -156,7 +156,25 @@ def scores_of(
         positions = range(len(tokens_T) - 1, len(group.prompt.tokens_T) - 1, -2)[::-1]
         return Reading(tokens_T, tuple(positions), tuple(range(1, len(positions) + 1)))
 
-    model = RewardModel(source, every_second, config, critic.mesh, critic.platform)
+    frozen = FrozenModel(
+        source.model,
+        path,
+        critic.mesh,
+        critic.platform,
+        config.platform,
+        folder=folder,
+        store="host",
+        verify_checksums=True,
+    )
+    model = RewardModel(
+        source,
+        every_second,
+        frozen,
+        critic.mesh,
+        critic.platform.device,
+        packed_length=max(config.packed_length, config.longest_sample + 1),
+        packed_multiple=config.packed_multiple,
+    )
     outcomes = iter(model.outcomes(list(rollout.groups.values())))
     found = {}
     for index, group in rollout.groups.items():

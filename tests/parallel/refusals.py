@@ -126,11 +126,13 @@ def learned(
             prompts=GivenPrompts(groups),
             sampling=Sampling(max_new_tokens=12),
             mesh=mesh,
-            config=config,
+            rl=config.rl,
+            seed=config.train.seed,
+            updates_per_rollout=config.updates_per_rollout,
         )
         routes, logprobs = (
-            PolicyRoutes(run.state, config),
-            policy_logprobs(run.state, config, config.model.vocab_size),
+            PolicyRoutes(run.state, config.rl, config.replay),
+            policy_logprobs(run.state, config.rl, config.model.vocab_size),
         )
         learner = Learner(run.state, config, routes, logprobs, list(critic_passes(config, run)))
         RlTrainer(run, config, rollouts, learner, ()).run()

@@ -157,7 +157,7 @@ def splits_of(learner: Learner) -> RoutingSplits:
     """The split of every rollout batch."""
     config, state = learner.config, learner.state
     return RoutingSplits(
-        policy_logprobs(state, config, config.model.vocab_size),
+        policy_logprobs(state, config.rl, config.model.vocab_size),
         learner.routes,
         config.replay,
         state,
@@ -192,8 +192,8 @@ def updates(
             )
         copy_in(state.chunks, initial)
         state.optimizer.reload_model_params()
-        routes = PolicyRoutes(state, varied)
-        logprobs = policy_logprobs(state, varied, config.model.vocab_size)
+        routes = PolicyRoutes(state, varied.rl, varied.replay)
+        logprobs = policy_logprobs(state, varied.rl, config.model.vocab_size)
         passes = [] if reference is None else [reference_pass(varied, reference, logprobs, routes, state)]
         learner = Learner(state, varied, routes, logprobs, passes)
         rollout = rollout_of(varied, mesh.dp_cp.rank, mesh.dp_cp.size)
@@ -218,8 +218,8 @@ def begin(config: RlRunConfig, initial: Tensors) -> tuple[Rollout, PolicyRoutes,
     state = set_up_plain(config)
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
-    routes = PolicyRoutes(state, config)
-    learner = Learner(state, config, routes, policy_logprobs(state, config, config.model.vocab_size))
+    routes = PolicyRoutes(state, config.rl, config.replay)
+    learner = Learner(state, config, routes, policy_logprobs(state, config.rl, config.model.vocab_size))
     rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
@@ -330,8 +330,8 @@ def splits_by_hand(config: RlRunConfig, initial: Tensors) -> dict[str, Any]:
     state = set_up_plain(config)
     copy_in(state.chunks, initial)
     (chunk,) = state.chunks
-    routes = PolicyRoutes(state, config)
-    learner = Learner(state, config, routes, policy_logprobs(state, config, config.model.vocab_size))
+    routes = PolicyRoutes(state, config.rl, config.replay)
+    learner = Learner(state, config, routes, policy_logprobs(state, config.rl, config.model.vocab_size))
     rollout = rollout_of(config, 0, 1)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
@@ -408,11 +408,11 @@ def router_shifts(config: RlRunConfig, initial: Tensors) -> dict[str, float]:
     for module in chunk.modules():
         if isinstance(module, TopKRouter) and module.layer_number <= config.model.num_layers:
             observed(module)
-    routes = PolicyRoutes(state, config)
+    routes = PolicyRoutes(state, config.rl, config.replay)
     texts = None
     if config.rl.ptx.coeff:
         texts = texts_pass(config, state)
-    logprobs = policy_logprobs(state, config, config.model.vocab_size)
+    logprobs = policy_logprobs(state, config.rl, config.model.vocab_size)
     learner = Learner(state, config, routes, logprobs, [] if texts is None else [texts])
     rollout = rollout_of(config, 0, 1)
     minibatches = learner.minibatches(rollout)
@@ -464,8 +464,8 @@ def conversations(config: RlRunConfig) -> PackedSequences:
 def token_advantages(config: RlRunConfig) -> list[tuple[int, int, float]]:
     """On a rank of the last stage: sample, position and advantage of each trained token of its microbatches."""
     state = set_up_plain(config)
-    routes = PolicyRoutes(state, config)
-    learner = Learner(state, config, routes, policy_logprobs(state, config, config.model.vocab_size))
+    routes = PolicyRoutes(state, config.rl, config.replay)
+    learner = Learner(state, config, routes, policy_logprobs(state, config.rl, config.model.vocab_size))
     rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
     advantages = learner.advantages(rollout, minibatches)
@@ -490,8 +490,8 @@ def moved_parameters(config: RlRunConfig) -> dict[str, bool]:
     (chunk,) = state.chunks
     tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    routes = PolicyRoutes(state, config)
-    learner = Learner(state, config, routes, policy_logprobs(state, config, config.model.vocab_size))
+    routes = PolicyRoutes(state, config.rl, config.replay)
+    learner = Learner(state, config, routes, policy_logprobs(state, config.rl, config.model.vocab_size))
     rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])

@@ -102,7 +102,9 @@ def opened(mesh: Mesh, engine: Engine, rollout: dict[str, Any]) -> Iterator[Roll
         prompts=TaskPrompts(problems=problems, encode=encoded),
         sampling=Sampling(max_new_tokens=7),
         mesh=mesh,
-        config=config,
+        rl=config.rl,
+        seed=config.train.seed,
+        updates_per_rollout=config.updates_per_rollout,
     )
     if judge is not None:
         judge.close()
@@ -142,7 +144,7 @@ def taken_from_flow(mesh: MeshConfig, staleness: int, broken: int) -> tuple[list
     batches: list[dict[str, Any]] = []
     with (
         opened(built, AskedEngine(built, broken), {"max_staleness": staleness}) as rollouts,
-        closing(make_flow(rollouts, Progress())) as rollouts.flow,
+        closing(make_flow(rollouts, Progress(), 5)) as rollouts.flow,
     ):
         try:
             while True:

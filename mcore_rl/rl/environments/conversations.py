@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.data.chat import Chat
 from mcore_rl.data.chat import Conversation as Messages
 from mcore_rl.errors import DataError
@@ -126,7 +126,7 @@ class Conversations:
 
     def __init__(
         self,
-        config: RlRunConfig,
+        rl: RlConfig,
         engine: Engine,
         chat: Chat,
         mesh: Mesh,
@@ -135,14 +135,14 @@ class Conversations:
         """Create the conversations of an engine with environments.
 
         Args:
-            config: the run's config.
+            rl: the section `rl`.
             engine: engine that samples the policy's turns.
             chat: chat template that renders the tokens between turns.
             mesh: the mesh.
             workers: worker processes of the environments on the first rank of each replica; None on all other ranks.
         """
-        self._config, self._engine, self._chat, self._mesh, self._workers = (
-            config,
+        self._rl, self._engine, self._chat, self._mesh, self._workers = (
+            rl,
             engine,
             chat,
             mesh,
@@ -276,7 +276,7 @@ class Conversations:
         problem's own tokens if no environment of the group has started.
         """
         outcomes = workers.run([EnvironmentCall(None, prompts[draft.group].problem) for draft in drafts])
-        limit = self._config.rl.prompts.max_tokens
+        limit = self._rl.prompts.max_tokens
         starts: dict[int, tuple[tuple[Message, ...], tuple[int, ...]]] = {}
         for draft, record, outcome in zip(drafts, records, outcomes, strict=True):
             if isinstance(outcome, FailedScore):
@@ -339,15 +339,13 @@ class Conversations:
         record.rewards.append(outcome.reward)
         record.messages += outcome.messages
         record.state = outcome.state
-        environment, last = self._config.rl.environment, draft.newest.tokens_T[-1]
+        environment, last = self._rl.environment, draft.newest.tokens_T[-1]
         is_closed = last in self._chat.turn_end_ids
         if outcome.is_done:
             record.end = "done"
         elif draft.newest.is_truncated:
             record.end = "length"
-        elif (
-            last in sampling.stop_tokens and not is_closed and last not in self._config.rl.rollout.stop_tokens
-        ):
+        elif last in sampling.stop_tokens and not is_closed and last not in self._rl.rollout.stop_tokens:
             record.end = "document"
         elif len(draft.spans) >= environment.max_turns:
             record.end = "turns"
@@ -373,7 +371,7 @@ class Conversations:
         """
         assert draft.newest is not None
         tokens_T = draft.newest.tokens_T
-        is_mark = tokens_T[-1] in self._config.rl.rollout.stop_tokens
+        is_mark = tokens_T[-1] in self._rl.rollout.stop_tokens
         if is_mark and tokens_T[-1] not in self._chat.turn_end_ids:
             return self._engine.decode(tokens_T)
         return draft.newest.text

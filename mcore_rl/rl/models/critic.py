@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.critic import CriticConfig
 from mcore_rl.config.rl.loss import GrpoLoss
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.run import CheckpointConfig
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.obs.metrics import Metric
@@ -188,22 +189,22 @@ class Critic(Pass):
         return self._routes.update(microbatches, is_old_policy=False)
 
 
-def critic_routes(state: TrainState, config: RlRunConfig, critic: CriticConfig) -> PolicyRoutes | None:
+def critic_routes(
+    state: TrainState, rl: RlConfig, replay: ReplayConfig, critic: CriticConfig
+) -> PolicyRoutes | None:
     """Return the routes of the critic `state` for rl.advantage.critic.replay="r2"; None if routes are not replayed.
 
     The critic's pass for values records routes, as the pass for old logprobs does for the policy.
     """
     if critic.replay == "none":
         return None
-    replay = config.replay.model_copy(update={"kind": "r2", "observe_rollout": False})
-    update = config.rl.update.model_copy(update={"old_logprobs": "trainer"})
-    changes = {
-        "model": config.model.scored,
-        "replay": replay,
+    update = rl.update.model_copy(update={"old_logprobs": "trainer"})
+    return PolicyRoutes(
+        state,
         # The router-shift ratio belongs to the policy's loss only.
-        "rl": config.rl.model_copy(update={"update": update, "loss": GrpoLoss()}),
-    }
-    return PolicyRoutes(state, config.model_copy(update=changes))
+        rl.model_copy(update={"update": update, "loss": GrpoLoss()}),
+        replay.model_copy(update={"kind": "r2", "observe_rollout": False}),
+    )
 
 
 @torch.no_grad()

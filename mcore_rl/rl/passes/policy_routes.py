@@ -7,7 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.rl.advantage import GaeAdvantage
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.obs.metrics import Metric
@@ -58,22 +60,21 @@ class PolicyRoutes:
     Every method is collective over the world.
     """
 
-    def __init__(self, state: TrainState, config: RlRunConfig) -> None:
-        """Create empty caches."""
-        self._state, self._replay = state, config.replay
+    def __init__(self, state: TrainState, rl: RlConfig, replay: ReplayConfig) -> None:
+        """Create empty caches for the model in training."""
+        self._state, self._replay = state, replay
+        model = state.config.model
         # With rollout logprobs there is no pass for old logprobs, and no record to compare updates with.
-        self._is_recorded = config.rl.update.old_logprobs == "trainer"
+        self._is_recorded = rl.update.old_logprobs == "trainer"
         self._metrics: list[Metric] = []
         # The limit fills this list, and each checkpoint saves it.
-        self._limit = DisagreementLimit(
-            config.replay, config.model.moe.top_k, state.progress.disagreement_limits
-        )
-        self.stale = StaleRoutes(config.model.moe.top_k)
+        self._limit = DisagreementLimit(replay, model.moe.top_k, state.progress.disagreement_limits)
+        self.stale = StaleRoutes(model.moe.top_k)
         """Agreement of the engine's routes with live routes, for stale tokens and for current tokens."""
         self._version = 0
         # A critic learns before the policy's first update, which is then too late to leave completions out.
-        is_late = config.critic is not None and not self._is_recorded
-        self._max_refused_fraction = 0.0 if is_late else config.replay.max_refused_fraction
+        is_late = isinstance(rl.advantage, GaeAdvantage) and not self._is_recorded
+        self._max_refused_fraction = 0.0 if is_late else replay.max_refused_fraction
         self._num_completions = self._num_refused = 0
         self._compared: list[RouteTotals] = []
         """Totals of passes since the last `settle` that compared the engine's routes with the live choice."""
@@ -85,17 +86,15 @@ class PolicyRoutes:
         # For passes with live routes in some layers: routes of a fully live pass, and the mixture to impose.
         self._live: RoutingCache | None = None
         self._mixed: RoutingCache | None = None
-        if config.model.is_moe:
+        if model.is_moe:
             unfuse_routers(state.chunks)
-            self._recorded = RoutingCache(state.chunks, config.model, config.replay)
-            if config.wants_engine_routes:
-                self._from_rollout = RoutingCache(state.chunks, config.model, config.replay)
-            if config.replay.split_layers is not None:
-                self._live, self._mixed = (
-                    RoutingCache(state.chunks, config.model, config.replay) for _ in range(2)
-                )
-            if config.rl.loss.uses_router_shift:
-                self._shift = RouterShift(state.chunks, state.mesh, config.model, config.replay)
+            self._recorded = RoutingCache(state.chunks, model, replay)
+            if replay.wants_engine_routes:
+                self._from_rollout = RoutingCache(state.chunks, model, replay)
+            if replay.split_layers is not None:
+                self._live, self._mixed = (RoutingCache(state.chunks, model, replay) for _ in range(2))
+            if rl.loss.uses_router_shift:
+                self._shift = RouterShift(state.chunks, state.mesh, model, replay)
 
     def begin(self, rollout: Rollout, microbatches: Sequence[PolicyMicrobatch]) -> None:
         """Forget the previous rollout batch and fetch the engine's routes for `rollout` from the ranks that have them.

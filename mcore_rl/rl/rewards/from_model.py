@@ -10,11 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mcore_rl.backend.platform import Platform
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.extension import STEP_MODEL_PART
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.chat import Chat, Conversation, answered
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
 from mcore_rl.data.steps import read_steps, step_ends, step_token
@@ -133,33 +131,34 @@ class RewardModel:
     """
 
     def __init__(
-        self, source: RewardModelSource, read: Reader, config: RlRunConfig, mesh: Mesh, platform: Platform
+        self,
+        source: RewardModelSource,
+        read: Reader,
+        frozen: FrozenModel,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        packed_length: int,
+        packed_multiple: int,
     ) -> None:
-        """Build the model and load its weights.
+        """Prepare its passes.
 
         Args:
             source: the model and its checkpoint.
             read: reader of completions.
-            config: the run's config; `rl.reward.model_store` is where the weights are stored between passes.
+            frozen: the model with its weights.
             mesh: the policy's mesh.
-            platform: the platform of this rank.
+            device: device of its passes.
+            packed_length: maximum number of positions of a forward pass.
+            packed_multiple: multiple to which packed sequences are padded.
         """
         self.source = source
         self._read = read
-        self._mesh, self._device = mesh, platform.device
-        self._frozen = FrozenModel(
-            source.model,
-            source.path,
-            mesh,
-            platform,
-            config.platform,
-            folder=Path(config.run_dir),
-            store=config.rl.reward.model_store,
-            verify_checksums=config.checkpoint.verify_checksums,
-        )
+        self._mesh, self._device = mesh, device
+        self._frozen = frozen
         self._head = ValueHead()
-        self._packed_length = max(config.packed_length, config.longest_sample + 1)
-        self._multiple = lcm(config.packed_multiple, LENGTH_MULTIPLE)
+        self._packed_length = packed_length
+        self._multiple = lcm(packed_multiple, LENGTH_MULTIPLE)
         self._dp_ranks = [0] * mesh.dp_cp.size
         dist.all_gather_object(self._dp_ranks, mesh.dp.rank, group=mesh.dp_cp.group)
 

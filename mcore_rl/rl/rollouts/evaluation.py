@@ -24,9 +24,9 @@ def evaluate_policy(
         This replica's groups by prompt index, and the summaries of all groups.
     """
     sampling = replace(rollouts.sampling, cut=Cut(temperature=config.temperature), with_routes=False)
-    seed = rollouts.config.train.seed
     seeds_PG = [
-        [sample_seed(seed, HELD_OUT_SEED + p, g) for g in range(config.samples)] for p in range(len(prompts))
+        [sample_seed(rollouts.seed, HELD_OUT_SEED + p, g) for g in range(config.samples)]
+        for p in range(len(prompts))
     ]
     groups, summaries, _ = rollouts.generate_and_score(prompts, sampling, seeds_PG)
     return groups, summaries

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.data.steps import step_token
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank
@@ -159,7 +159,11 @@ class Rollouts:
     prompts: PromptSource
     sampling: Sampling
     mesh: Mesh
-    config: RlRunConfig
+    rl: RlConfig
+    seed: int
+    """Seed of the run."""
+    updates_per_rollout: int
+    """Optimizer steps between two rollout batches."""
     models: RewardModels | None = None
     """Reward parts that are models; None if there are none."""
     special_ids: frozenset[int] = frozenset()
@@ -177,7 +181,7 @@ class Rollouts:
 
         With dynamic sampling (DAPO, arXiv 2503.14476) groups of further prompts replace groups without a signal.
         """
-        rollout = self.config.rl.rollout
+        rollout = self.rl.rollout
         num_groups = rollout.prompts_per_step
         groups: dict[int, Group] = {}
         summaries: list[GroupSummary] = []
@@ -202,7 +206,7 @@ class Rollouts:
             chosen = summaries
             scores_PG = rewards_of(summaries)
             if rollout.dynamic_sampling:
-                if self.config.rl.samples_by_accuracy:
+                if self.rl.samples_by_accuracy:
                     scores_PG = _accuracy_PG(summaries)
                 chosen = [summaries[index] for index in groups_to_train_on(scores_PG, num_groups)]
         if rollout.dynamic_sampling:
@@ -218,7 +222,7 @@ class Rollouts:
             # A prompt without a baseline has no advantage: treat its completions as if their scores had failed.
             rewards_PG = rewards_PG.masked_fill(baseline_P.isnan()[:, None], torch.nan)
             scores_PG = torch.cat([rewards_PG, baseline_P[:, None]], dim=1)
-        if self.config.rl.advantage.uses_steps:
+        if self.rl.advantage.uses_steps:
             scores_PG = _steps_PN(summaries)
         return Rollout(
             groups={p: groups[summary.index] for p, summary in enumerate(chosen) if summary.index in groups},
@@ -229,7 +233,7 @@ class Rollouts:
                     num_prompt_tokens=summary.num_prompt_tokens,
                     num_completion_tokens=summary.lengths_G[g],
                     is_trained=not bool(rewards_PG[p, g].isnan())
-                    and not (self.config.rl.loss.mask_truncated and summary.truncated_G[g]),
+                    and not (self.rl.loss.mask_truncated and summary.truncated_G[g]),
                     num_stale_tokens=summary.num_stale_G[g],
                     is_truncated=summary.truncated_G[g],
                     teacher=summary.teacher,
@@ -302,8 +306,8 @@ class Rollouts:
 
     def seeds(self, index: int) -> list[int]:
         """Return the seeds of the completions of prompt `index`."""
-        group_size = self.config.rl.rollout.group_size
-        return [sample_seed(self.config.train.seed, index, g) for g in range(group_size)]
+        group_size = self.rl.rollout.group_size
+        return [sample_seed(self.seed, index, g) for g in range(group_size)]
 
     def update_weights(self, step: int) -> None:
         """Update the engine to the policy's weights after optimizer step `step`, and let further groups start."""
@@ -312,7 +316,7 @@ class Rollouts:
             return
         with self.flow.held():
             self.engine.update_weights(step)
-        self.flow.admit(step // self.config.updates_per_rollout)
+        self.flow.admit(step // self.updates_per_rollout)
 
     def _take_from(
         self, flow: GroupFlow, cursor: int
@@ -402,9 +406,9 @@ class Rollouts:
         num_failed: Counter[str] = Counter()
         for replica in gathered:
             num_failed += replica.num_failed
-        for part in num_failed.keys() - self.config.rl.deciding_parts:
+        for part in num_failed.keys() - self.rl.deciding_parts:
             del num_failed[part]
-        refuse_failing_parts(num_failed, num_completions, failures, self.config.rl.reward.max_failed_fraction)
+        refuse_failing_parts(num_failed, num_completions, failures, self.rl.reward.max_failed_fraction)
 
     def _summaries(self, groups: dict[int, Group], scores: Scores) -> list[GroupSummary]:
         correctness_PG = scores.correct_PG
@@ -415,7 +419,7 @@ class Rollouts:
             for row_G in correctness_PG.tolist()
         ]
         rewards_PG = scores.rewards_PG.tolist()
-        has_steps, distill = self.config.rl.advantage.uses_steps, self.config.rl.distill
+        has_steps, distill = self.rl.advantage.uses_steps, self.rl.distill
         version = self.engine.policy_version
         return [
             GroupSummary(
@@ -433,9 +437,7 @@ class Rollouts:
                 num_stale_G=[num_stale_tokens(completion, version) for completion in group.completions],
                 correct_G=correct_PG[p],
                 steps_GI=[
-                    token_steps(
-                        completion, steps, self.engine.decode, self.config.rl.reward.environment_weight
-                    )
+                    token_steps(completion, steps, self.engine.decode, self.rl.reward.environment_weight)
                     for completion, steps in zip(group.completions, scores.steps_PG[p], strict=True)
                 ]
                 if has_steps
@@ -454,7 +456,7 @@ class Rollouts:
         Staleness is the age of the weights that sampled a completion's first token, relative to the engine's current
         weights, in rollout batches.
         """
-        now, updates = self.engine.policy_version, self.config.updates_per_rollout
+        now, updates = self.engine.policy_version, self.updates_per_rollout
         completions = (
             [completion for group in groups for completion in group.completions]
             if runs_rewards(self.mesh)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
 from mcore_rl.model.inputs import LocalMicrobatch
@@ -250,12 +251,12 @@ class Learner:
         return loss_weights(num_trained_N, totals, loss.aggregation_in_use, norm_tokens=norm_tokens)
 
 
-def policy_logprobs(state: TrainState, config: RlRunConfig, vocab_size: int) -> PolicyLogprobs:
+def policy_logprobs(state: TrainState, rl: RlConfig, vocab_size: int) -> PolicyLogprobs:
     """Return the pass over the policy's modules; ids from `vocab_size` on have no probability, as in the rollout."""
     head = LogprobHead(
         state.mesh,
         vocab_size,
-        temperature=config.rl.rollout.temperature,
-        chunk_tokens=config.rl.loss.logprob_chunk_tokens,
+        temperature=rl.rollout.temperature,
+        chunk_tokens=rl.loss.logprob_chunk_tokens,
     )
-    return PolicyLogprobs(state.chunks, head, is_moe=config.model.is_moe)
+    return PolicyLogprobs(state.chunks, head, is_moe=state.config.model.is_moe)

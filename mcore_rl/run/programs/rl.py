@@ -2,9 +2,10 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
@@ -15,11 +16,14 @@ from mcore_rl.checks.run import refuse
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.distill import SELF
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.rl.distill import SELF, DistillConfig
+from mcore_rl.config.rl.loss import AnyLoss
+from mcore_rl.config.rl.ptx import PtxConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import TrainConfig
 from mcore_rl.config.sft import SFTDataConfig
-from mcore_rl.data.chat import load_chat
 from mcore_rl.data.examples import read_examples
 from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
 from mcore_rl.data.loader import SampleDataset
@@ -72,11 +76,26 @@ def train(config: RlRunConfig) -> None:
     if config.critic is not None and config.critic.load is not None:
         refuse_other_critic(config.critic.load, config.model, Path(config.run_dir))
     prompts = load_prompts(config)
-    text_source = read_texts(config, prompts.tokenizer)
+    text_source = read_texts(
+        config.rl.ptx,
+        prompts,
+        config.model.vocab_size,
+        config.train,
+        config.packed_length,
+        config.mesh.zigzag,
+    )
     platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
         failed_at_start = on_rank_zero(lambda: try_reward_of(config.rl, prompts))
-        teacher_sources = on_rank_zero(lambda: sources_of_teachers(config, prompts))
+        source_of = partial(
+            teacher_source,
+            policy=config.model,
+            mesh=config.mesh,
+            longest_sample=config.longest_sample,
+            packed_length=config.packed_length,
+            tokenizer=prompts.tokenizer,
+        )
+        teacher_sources = on_rank_zero(lambda: sources_of_teachers(config.rl.distill, prompts, source_of))
         with ExitStack() as stack:
             run = stack.enter_context(open_run(config, platform))
             failures = FailureReport(run.log.message, run.folder.path)
@@ -91,14 +110,16 @@ def train(config: RlRunConfig) -> None:
                 run.log.message(line)
             run.log.write_now(run.state.progress.step, [Metric("data/prompts", prompts.train.num_prompts)])
             if config.rl.rollout.max_staleness:
-                rollouts.flow = stack.enter_context(closing(make_flow(rollouts, run.state.progress)))
+                rollouts.flow = stack.enter_context(
+                    closing(make_flow(rollouts, run.state.progress, config.train.steps))
+                )
             rollouts.update_weights(run.state.progress.step)
             rollouts.engine.listen(run.log.message)
             for line in [*rollouts.engine.describe(), *rollouts.engine.take_lines()]:
                 run.log.message(line)
-            routes = PolicyRoutes(run.state, config)
+            routes = PolicyRoutes(run.state, config.rl, config.replay)
             vocab_size = prompts.tokenizer.vocab_size
-            logprobs = policy_logprobs(run.state, config, vocab_size)
+            logprobs = policy_logprobs(run.state, config.rl, vocab_size)
             passes: list[Pass] = []
             if config.replay.split_interval is not None:
                 passes.append(
@@ -112,8 +133,12 @@ def train(config: RlRunConfig) -> None:
                     )
                 )
             passes += [
-                *reference_passes(config, run, logprobs, routes),
-                *teacher_passes(config, run, teacher_sources, logprobs.head),
+                *reference_passes(
+                    config.rl.loss, config.replay, run, logprobs, routes, config.updates_per_rollout
+                ),
+                *teacher_passes(
+                    config.rl.distill, run, teacher_sources, logprobs.head, config.updates_per_rollout
+                ),
                 *critic_passes(config, run),
                 *text_passes(config.rl, config.train.seed, run, text_source, vocab_size),
             ]
@@ -235,12 +260,17 @@ def refuse_other_critic(load: str, model: ModelConfig, run_dir: Path) -> None:
 
 
 def reference_passes(
-    config: RlRunConfig, run: Run, logprobs: PolicyLogprobs, routes: PolicyRoutes
+    loss: AnyLoss,
+    replay: ReplayConfig,
+    run: Run,
+    logprobs: PolicyLogprobs,
+    routes: PolicyRoutes,
+    updates_per_rollout: int,
 ) -> Iterator[ReferencePass]:
     """Collective over the world: yield the run's reference policy, at step 0 the policy; nothing without KL."""
-    loss, step = config.rl.loss, run.state.progress.step
     if not loss.kl_coeff:
         return
+    config, step = run.state.config, run.state.progress.step
     reference = Reference(
         run.state.chunks,
         run.state.mesh,
@@ -259,11 +289,11 @@ def reference_passes(
     yield ReferencePass(
         reference,
         loss,
-        config.replay,
+        replay,
         logprobs,
         routes,
         run.state,
-        updates_per_rollout=config.updates_per_rollout,
+        updates_per_rollout=updates_per_rollout,
     )
 
 
@@ -277,27 +307,36 @@ class TextSource:
     """Tokens on disk; None if the texts are conversations."""
 
 
-def read_texts(config: RlRunConfig, tokenizer: Tokenizer) -> TextSource | None:
-    """Return the texts of `rl.ptx` for all steps, or None. A DataError names lines that are not conversations."""
-    ptx, length = config.rl.ptx, config.packed_length
+def read_texts(
+    ptx: PtxConfig, prompts: Prompts, vocab_size: int, train: TrainConfig, length: int, multiple: int
+) -> TextSource | None:
+    """Return the texts of `rl.ptx` for all steps, or None. A DataError names lines that are not conversations.
+
+    Args:
+        ptx: the section `rl.ptx`.
+        prompts: the prompts, for their tokenizer and chat template.
+        vocab_size: the model's number of tokens.
+        train: the section `train`, for steps and seed.
+        length: number of tokens of a sequence.
+        multiple: multiple to which each conversation is padded.
+    """
     if not ptx.coeff:
         return None
-    num_sequences = config.train.steps * ptx.sequences
+    num_sequences = train.steps * ptx.sequences
     if ptx.tokens:
         data = DataConfig(train=ptx.tokens, split=(1.0, 0.0, 0.0), seq_length=length)
         counts = SampleCounts(train=num_sequences, valid=0, test=0)
-        plan = plan_data(data, vocab_size=config.model.vocab_size, samples=counts)
+        plan = plan_data(data, vocab_size=vocab_size, samples=counts)
         return TextSource(packed=None, plan=plan)
-    chat = load_chat(config.data.chat_template, tokenizer, config.data.tokenizer.path)
     form = SFTDataConfig(train=ptx.files, seq_length=length, too_long="skip")
     packing = PackingOptions(
         row_length=length,
-        length_multiple=config.mesh.zigzag,
+        length_multiple=multiple,
         buffer=form.pack_buffer,
-        seed=config.train.seed,
-        pad_id=tokenizer.eod_id,
+        seed=train.seed,
+        pad_id=prompts.tokenizer.eod_id,
     )
-    packed = PackedSequences(read_examples(ptx.files, form, chat), packing, num_sequences)
+    packed = PackedSequences(read_examples(ptx.files, form, prompts.chat), packing, num_sequences)
     return TextSource(packed=packed, plan=None)
 
 
@@ -328,25 +367,19 @@ def text_passes(
     )
 
 
-def sources_of_teachers(config: RlRunConfig, prompts: Prompts) -> list[TeacherSource | None]:
+def sources_of_teachers(
+    distill: DistillConfig, prompts: Prompts, source_of: Callable[[str], TeacherSource]
+) -> list[TeacherSource | None]:
     """Return the models in `rl.distill`, after all checks that need no weights; None stands for an earlier version of
-    the policy.
+    the policy. `source_of` returns the model of a checkpoint.
 
     Raises:
         ConfigError: if a checkpoint is not a language model with the policy's vocabulary, or does not fit the mesh.
         DataError: if it was trained with another tokenizer, or a prompt names a missing teacher.
     """
-    distill = config.rl.distill
     if distill.paths:
         refuse_prompts_without_teacher(prompts.train, distill)
-    return [
-        None
-        if path == SELF
-        else teacher_source(
-            path, config.model, config.mesh, config.longest_sample, config.packed_length, prompts.tokenizer
-        )
-        for path in distill.paths
-    ]
+    return [None if path == SELF else source_of(path) for path in distill.paths]
 
 
 def teacher_source(
@@ -380,12 +413,16 @@ def teacher_source(
 
 
 def teacher_passes(
-    config: RlRunConfig, run: Run, sources: Sequence[TeacherSource | None], logprobs: LogprobHead
+    distill: DistillConfig,
+    run: Run,
+    sources: Sequence[TeacherSource | None],
+    logprobs: LogprobHead,
+    updates_per_rollout: int,
 ) -> Iterator[Teachers]:
     """Collective over the world: yield the run's teachers; nothing without teachers."""
     if not sources:
         return
-    state, step = run.state, run.state.progress.step
+    state, config, step = run.state, run.state.config, run.state.progress.step
     teachers: list[FrozenModel | Reference] = []
     for source in sources:
         if source is not None:
@@ -395,8 +432,8 @@ def teacher_passes(
                 state.mesh,
                 state.platform,
                 config.platform,
-                folder=Path(config.run_dir),
-                store=config.rl.distill.store,
+                folder=run.folder.path,
+                store=distill.store,
                 verify_checksums=config.checkpoint.verify_checksums,
             )
             teachers.append(frozen)
@@ -410,7 +447,7 @@ def teacher_passes(
             folder,
             run.folder.checkpoints,
             needed_by='rl.distill.teacher="self"',
-            store=config.rl.distill.store,
+            store=distill.store,
             allowed=config.checkpoint.allow_changes,
             shares_base=config.lora.is_on,
             base=run.checkpoints.base,
@@ -420,9 +457,7 @@ def teacher_passes(
         else:
             run.log.message(f"teacher: {earlier.resume(step)}")
         teachers.append(earlier)
-    yield Teachers(
-        teachers, config.rl.distill, logprobs, state, updates_per_rollout=config.updates_per_rollout
-    )
+    yield Teachers(teachers, distill, logprobs, state, updates_per_rollout=updates_per_rollout)
 
 
 def critic_passes(config: RlRunConfig, run: Run) -> Iterator[Critic]:
@@ -437,7 +472,7 @@ def critic_passes(config: RlRunConfig, run: Run) -> Iterator[Critic]:
         run.state,
         config.critic,
         config.checkpoint,
-        critic_routes(state, config, config.critic),
+        critic_routes(state, config.rl, config.replay, config.critic),
         epochs=config.critic_epochs,
         updates_per_rollout=config.updates_per_rollout,
     )

@@ -10,6 +10,7 @@ from torch import nn
 from mcore_rl.backend.platform import Platform
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.run import refuse
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
@@ -27,7 +28,7 @@ from mcore_rl.rl.engines.make import make_engine
 from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.environments.make import environment_maker
 from mcore_rl.rl.environments.processes import EnvironmentWorkers
-from mcore_rl.rl.models.frozen_model import model_to_freeze
+from mcore_rl.rl.models.frozen_model import FrozenModel, model_to_freeze
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.from_model import (
     OwnText,
@@ -125,34 +126,53 @@ def load_reward_models(
     if not reward.model_parts:
         return None
     sources = on_rank_zero(
-        lambda: [reward_model_source(part, config, tokenizer) for part in reward.model_parts]
+        lambda: [
+            reward_model_source(part, config.model, config.rl, config.mesh, config.packed_length, tokenizer)
+            for part in reward.model_parts
+        ]
     )
     readers = on_every_rank(
         lambda: [reader_of(source, reward.step_separator, tokenizer) for source in sources]
     )
     models = [
-        RewardModel(source, read, config, mesh, platform)
+        RewardModel(
+            source,
+            read,
+            FrozenModel(
+                source.model,
+                source.path,
+                mesh,
+                platform,
+                config.platform,
+                folder=Path(config.run_dir),
+                store=reward.model_store,
+                verify_checksums=config.checkpoint.verify_checksums,
+            ),
+            mesh,
+            platform.device,
+            packed_length=max(config.packed_length, config.longest_sample + 1),
+            packed_multiple=config.packed_multiple,
+        )
         for source, read in zip(sources, readers, strict=True)
     ]
     return RewardModels(models, mesh, normalize=reward.normalize_models, step_value=reward.step_value)
 
 
-def reward_model_source(part: str, config: RlRunConfig, tokenizer: Tokenizer) -> RewardModelSource:
+def reward_model_source(
+    part: str, policy: ModelConfig, rl: RlConfig, mesh: MeshConfig, packed_length: int, tokenizer: Tokenizer
+) -> RewardModelSource:
     """Return the model of a part `model:PATH`, after all checks that need no weights."""
     path = find_checkpoint(Path(part.partition(":")[2]))
     field = f'rl.reward.parts="{part}"'
-    model = model_to_freeze(path, config.model)
+    model = model_to_freeze(path, policy)
     if model.head != "score":
         raise ConfigError(
             f"{field}: {path} is of a language model, which gives no score. Name a checkpoint of a reward model, as "
             "`mcore-rl rm` trains."
         )
-    own_text = _own_text(part, path, model, config.model, config.rl, tokenizer)
+    own_text = _own_text(part, path, model, policy, rl, tokenizer)
     refuse(
-        [
-            f"{field}: {violation}"
-            for violation in mesh_violations(model, config.mesh, config.packed_length, "the policy's")
-        ]
+        [f"{field}: {violation}" for violation in mesh_violations(model, mesh, packed_length, "the policy's")]
     )
     return RewardModelSource(part=part, path=path, model=model, own_text=own_text)
 
@@ -219,10 +239,13 @@ def reader_of(source: RewardModelSource, separator: str, tokenizer: Tokenizer) -
     return step_reader(separator, tokenizer.decode) if source.scores_steps else whole_reader
 
 
-def make_flow(rollouts: Rollouts, progress: Progress) -> GroupFlow:
-    """Return the flow of groups for the remaining rollout batches; ConfigError if the engine does not support it."""
-    engine, config = asking(rollouts.engine), rollouts.config
-    rollout, updates = config.rl.rollout, config.updates_per_rollout
+def make_flow(rollouts: Rollouts, progress: Progress, steps: int) -> GroupFlow:
+    """Return the flow of groups for the rollout batches until step `steps`.
+
+    Raises:
+        ConfigError: if the engine does not support it.
+    """
+    engine, rollout, updates = asking(rollouts.engine), rollouts.rl.rollout, rollouts.updates_per_rollout
     request = engine.request_group if rollouts.conversations is None else rollouts.conversations.hold_group
     return GroupFlow(
         lambda index, prompt: request(index, prompt, rollouts.sampling, rollouts.seeds(index)),
@@ -231,7 +254,7 @@ def make_flow(rollouts: Rollouts, progress: Progress) -> GroupFlow:
         asks=engine.asks,
         prompts_per_step=rollout.prompts_per_step,
         max_staleness=rollout.max_staleness,
-        rollouts=range(progress.step // updates, config.train.steps // updates),
+        rollouts=range(progress.step // updates, steps // updates),
         cursor=progress.consumed_prompts,
     )
 
@@ -259,7 +282,7 @@ def open_rollouts(
             make, workers = on_every_rank(lambda: environment_maker(rl.environment)), None
             if runs_rewards(mesh):
                 workers = stack.enter_context(EnvironmentWorkers(make, rl.environment))
-            conversations = Conversations(config, engine, prompts.chat, mesh, workers)
+            conversations = Conversations(rl, engine, prompts.chat, mesh, workers)
         yield Rollouts(
             engine=engine,
             reward=reward,
@@ -272,7 +295,9 @@ def open_rollouts(
                 with_routes=config.model.is_moe and config.wants_engine_routes,
             ),
             mesh=mesh,
-            config=config,
+            rl=rl,
+            seed=config.train.seed,
+            updates_per_rollout=config.updates_per_rollout,
             models=load_reward_models(config, tokenizer, mesh, platform),
             special_ids=tokenizer.special_ids,
             conversations=conversations,

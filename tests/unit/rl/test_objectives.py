@@ -258,8 +258,8 @@ CASES = {
 
 
 def learner_of(state: TrainState, config: RlRunConfig) -> Learner:
-    routes = PolicyRoutes(state, config)
-    logprobs = policy_logprobs(state, config, MODEL.vocab_size)
+    routes = PolicyRoutes(state, config.rl, config.replay)
+    logprobs = policy_logprobs(state, config.rl, MODEL.vocab_size)
     # The numbers of a reference are given: what is left of its pass is the KL that rewards pay.
     kl = ReferencePass(
         None,  # type: ignore[arg-type]

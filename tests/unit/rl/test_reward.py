@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -305,7 +304,6 @@ def test_a_part_that_only_measures_ends_no_run_however_often_it_fails(own_module
     """Unless groups are sampled by it."""
     part = f"{own_module}:never"
     reward_config = RewardConfig(parts=("exact", part), weights=(1.0, 0.0), correct=part)
-    config = SimpleNamespace(rl=RlConfig(reward=reward_config, rollout=RolloutConfig(**rollout)))
     with Reward(reward_config, max_new_tokens=8) as reward:
         failures = reward([text_group("a", "b", "c")]).failures
     messages = []
@@ -316,7 +314,9 @@ def test_a_part_that_only_measures_ends_no_run_however_often_it_fails(own_module
         prompts=None,
         sampling=None,
         mesh=one_rank,
-        config=config,
+        rl=RlConfig(reward=reward_config, rollout=RolloutConfig(**rollout)),
+        seed=1,
+        updates_per_rollout=1,
     )
     found = _ReplicaScores(num_failed=Counter({part: 2}), first_failures=failures[:1])
     with pytest.raises(TrainingError, match="failed for 2 of 2") if ends else nullcontext():

@@ -23,7 +23,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.folders.checkpoint import find_checkpoint, read_marker, write_marker
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels, whole_reader
+from mcore_rl.rl.models.frozen_model import FrozenModel
+from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels, RewardModelSource, whole_reader
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.worker import Outcome, Score
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
@@ -95,19 +96,41 @@ def checkpoint(one_rank: Mesh, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder, torch.stack(alone).view(3, 2)
 
 
+def source_of(part: str, config: RlRunConfig, tokenizer: Tokenizer) -> RewardModelSource:
+    return reward_model_source(part, config.model, config.rl, config.mesh, config.packed_length, tokenizer)
+
+
 def values(outcomes: list[Outcome]) -> Tensor:
     return torch.tensor([one.value for one in outcomes if isinstance(one, Score)], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_packed_scores_are_those_of_each_completion_alone(
-    store: str, checkpoint: tuple[Path, Tensor], one_rank: Mesh
+    store: str, checkpoint: tuple[Path, Tensor], one_rank: Mesh, tmp_path: Path
 ) -> None:
     path, alone_PG = checkpoint
     config = config_of(path, f"rl.reward.model_store={store}")
     platform = start(PlatformConfig())
-    source = reward_model_source(f"model:{path}", config, Tokenizer.__new__(Tokenizer))
-    model = RewardModel(source, whole_reader, config, one_rank, platform)
+    source = source_of(f"model:{path}", config, Tokenizer.__new__(Tokenizer))
+    frozen = FrozenModel(
+        source.model,
+        source.path,
+        one_rank,
+        platform,
+        config.platform,
+        folder=tmp_path,
+        store=store,
+        verify_checksums=True,
+    )
+    model = RewardModel(
+        source,
+        whole_reader,
+        frozen,
+        one_rank,
+        platform.device,
+        packed_length=config.packed_length,
+        packed_multiple=config.packed_multiple,
+    )
     for _ in range(2):
         scores_PG = values(model.outcomes(groups())).view(3, 2)
         torch.testing.assert_close(scores_PG, alone_PG, **ROUNDING)
@@ -121,7 +144,7 @@ def test_its_tokens_travel_as_the_policys_do(checkpoint: tuple[Path, Tensor]) ->
     for dispatcher in ("alltoall", "allgather"):
         policy = MODEL.model_copy(update={"moe": MODEL.moe.model_copy(update={"dispatcher": dispatcher})})
         config = config_of(path).model_copy(update={"model": policy})
-        source = reward_model_source(f"model:{path}", config, Tokenizer.__new__(Tokenizer))
+        source = source_of(f"model:{path}", config, Tokenizer.__new__(Tokenizer))
         assert source.model.moe.dispatcher == dispatcher
 
 
@@ -199,7 +222,7 @@ def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(
     group = Group(prompt=Prompt(problem=problem, tokens_T=(99,)), completions=completions)
     whole, steps = f"model:{path}", f"step_model:{path}"
     with pytest.raises(ConfigError, match=r"Set rl.reward.model_chat_template"):
-        reward_model_source(whole, config_of(path, named), policy)
+        source_of(whole, config_of(path, named), policy)
     config = config_of(
         path,
         named,
@@ -279,7 +302,7 @@ def test_a_language_model_and_another_vocabulary_are_refused(one_rank: Mesh, tmp
     ):
         path = tmp_path / name
         with pytest.raises(ConfigError, match=reason):
-            reward_model_source(f"model:{path}", config_of(path), tokenizer)
+            source_of(f"model:{path}", config_of(path), tokenizer)
 
 
 def test_the_conditions_of_an_accuracy_name_the_part_that_decides_it() -> None:
