@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mcore_rl.checks.inputs import absent_inputs, has_checkpoints
+from mcore_rl.checks.inputs import absent_inputs, has_checkpoints, inputs_of
 from mcore_rl.checks.log import absent_packages
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
@@ -129,7 +129,7 @@ def train(
     PROGRAMS[program].check(loaded, ranks)
     refuse(
         [
-            *absent_inputs(loaded),
+            *absent_inputs(inputs_of(loaded)),
             *absent_packages(loaded.log),
             *local_memory_violations(training_of(loaded, ranks), trains=True),
         ]

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.engine import VLLM_RANKS, NativeConfig, ServedConfig
 from mcore_rl.config.rl.rollout import RolloutConfig
 from mcore_rl.config.rl_run import RlRunConfig
@@ -40,8 +42,11 @@ def engine_violations(config: RlRunConfig) -> Iterator[str]:
         yield from _servers(engine)
         yield from _arguments(engine, config.platform.device)
         yield from _logprobs(engine.kind, config.rl.rollout, config.rl.eval.temperature)
-        yield from _model(config, engine)
-        yield from _adapters(config, engine)
+        yield from _model(
+            engine, config.model, config.rl.prompts.max_tokens + config.rl.max_completion_tokens
+        )
+        yield from _routes(engine, config.replay, config.platform.device)
+        yield from _adapters(engine, config.lora, config.model, config.rl.rollout.max_staleness)
 
 
 def _graphs(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> Iterator[str]:
@@ -131,9 +136,10 @@ def _logprobs(kind: str, rollout: RolloutConfig, eval_temperature: float) -> Ite
         )
 
 
-def _adapters(config: RlRunConfig, engine: ServedConfig) -> Iterator[str]:
+def _adapters(
+    engine: ServedConfig, lora: LoraConfig, model: ModelConfig, max_staleness: int
+) -> Iterator[str]:
     """Check that servers can load the policy's adapters, if rl.engine.lora="adapter"."""
-    lora = config.lora
     if engine.lora == "merged":
         if engine.base_model is not None:
             yield (
@@ -157,13 +163,13 @@ def _adapters(config: RlRunConfig, engine: ServedConfig) -> Iterator[str]:
         )
     if engine.broadcasts:
         yield f'{wanted} with rl.engine.transport="nccl": adapters come as files. Set it to "files".'
-    if config.rl.rollout.max_staleness:
+    if max_staleness:
         yield (
-            f"{wanted} with rl.rollout.max_staleness={config.rl.rollout.max_staleness}: a completion that goes on "
+            f"{wanted} with rl.rollout.max_staleness={max_staleness}: a completion that goes on "
             "during an update would need adapters that are unloaded then. Set max_staleness=0, or "
             'rl.engine.lora="merged".'
         )
-    ranks = {target: lora.rank_of(target, config.model) for target in lora.targets_in(config.model)}
+    ranks = {target: lora.rank_of(target, model) for target in lora.targets_in(model)}
     if engine.kind == "vllm" and (high := max(ranks.values(), default=0)) > VLLM_RANKS[-1]:
         yield (
             f"{wanted} with adapters of rank {high}: vLLM takes ranks up to {VLLM_RANKS[-1]}. Lower lora.rank, or set "
@@ -171,29 +177,27 @@ def _adapters(config: RlRunConfig, engine: ServedConfig) -> Iterator[str]:
         )
 
 
-def _model(config: RlRunConfig, engine: ServedConfig) -> Iterator[str]:
-    model = config.model
+def _model(engine: ServedConfig, model: ModelConfig, longest: int) -> Iterator[str]:
+    """Check that servers can run the model, with completions of up to `longest` tokens with their prompt."""
     if model.family not in PROBED_FAMILIES:
         yield (
             f'model.family="{model.family}" with rl.engine.kind="{engine.kind}": weights of this family have not been '
             f"proved on a server yet; they have of {', '.join(PROBED_FAMILIES)}. Set rl.engine.kind="
             '"native".'
         )
-    longest = config.rl.prompts.max_tokens + config.rl.max_completion_tokens
     if engine.max_model_len != "auto" and not longest <= engine.max_model_len <= model.max_position:
         yield (
             f"rl.engine.max_model_len={engine.max_model_len}; wanted at least {longest}, the longest prompt "
             f"with the longest completion, as a server cuts longer completions without a word, and at most "
             f'model.max_position={model.max_position}. Set it to "auto".'
         )
-    if (
-        config.wants_engine_routes
-        and engine.kind == "vllm"
-        and engine.count
-        and config.platform.device == "cpu"
-    ):
+
+
+def _routes(engine: ServedConfig, replay: ReplayConfig, device: str) -> Iterator[str]:
+    """Check that servers can return routes, if the run reads them."""
+    if replay.wants_engine_routes and engine.kind == "vllm" and engine.count and device == "cpu":
         yield (
-            f'rl.engine.kind="vllm" on platform.device="cpu" with replay.kind="{config.replay.kind}"'
-            f"{', observe_rollout=true' if config.replay.observe_rollout else ''}: vLLM records no routes on CPUs. Set "
+            f'rl.engine.kind="vllm" on platform.device="cpu" with replay.kind="{replay.kind}"'
+            f"{', observe_rollout=true' if replay.observe_rollout else ''}: vLLM records no routes on CPUs. Set "
             'replay.kind="r2", or rl.engine.kind="native".'
         )

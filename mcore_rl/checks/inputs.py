@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mcore_rl.checksums import crc32_of
@@ -31,9 +31,13 @@ OF_TOKENIZERS = (
 """Files of a tokenizer's folder that decide its tokens; a model's weights may be in the same folder."""
 
 
-def absent_inputs(config: RunConfig) -> Iterator[str]:
-    """Yield a sentence, with its remedy, for each missing file that the run would read."""
-    for name, path, what in inputs_of(config):
+Inputs = Iterable[tuple[str, Path, str]]
+"""Field, path and kind of each thing that a run reads."""
+
+
+def absent_inputs(inputs: Inputs) -> Iterator[str]:
+    """Yield a sentence, with its remedy, for each missing file."""
+    for name, path, what in inputs:
         if not os.path.exists(path):  # also False if the name is too long, where Path.exists() raises
             yield absent(name, path, what)
 
@@ -46,14 +50,14 @@ def absent(name: str, path: Path, what: str) -> str:
     return f"{name} names {what} {path}, which does not exist.{hint} Make it, or correct the path."
 
 
-def contents_of_inputs(config: RunConfig) -> dict[str, dict[str, str]]:
+def contents_of_inputs(inputs: Inputs) -> dict[str, dict[str, str]]:
     """Return field -> path -> size and CRC-32 of each file that decides which data a step reads: text, tokenizer,
     template.
 
     Only the size of a .bin is recorded: reading it may take hours, and the .idx next to it changes with it.
     """
     contents: dict[str, dict[str, str]] = {}
-    for name, path, _ in inputs_of(config):
+    for name, path, _ in inputs:
         if name.startswith(OF_TEXT):
             files = [path]
             if path.is_dir():
@@ -69,7 +73,7 @@ def _content(file: Path) -> str:
     return size if file.suffix == ".bin" else f"{size}, CRC-32 {crc32_of(file)}"
 
 
-def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
+def inputs_of(config: RunConfig) -> Inputs:
     """Yield field, path and kind of everything that a run reads, except inputs that its own checkpoints replace."""
     if config.checkpoint.load and not has_checkpoints(Path(config.run_dir)):
         yield "checkpoint.load", Path(config.checkpoint.load), "the checkpoint"
@@ -93,7 +97,7 @@ def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
         yield from _teachers_and_texts(config.rl.distill, config.rl.ptx)
 
 
-def _scoring_models(reward: RewardConfig) -> Iterator[tuple[str, Path, str]]:
+def _scoring_models(reward: RewardConfig) -> Inputs:
     for part in reward.parts:
         if part.startswith(JUDGE_PART):
             yield "rl.reward.parts", Path(part.removeprefix(JUDGE_PART)), "the judge's template"
@@ -101,7 +105,7 @@ def _scoring_models(reward: RewardConfig) -> Iterator[tuple[str, Path, str]]:
         yield "rl.reward.parts", Path(part.partition(":")[2]), "the reward model"
 
 
-def _teachers_and_texts(distill: DistillConfig, ptx: PtxConfig) -> Iterator[tuple[str, Path, str]]:
+def _teachers_and_texts(distill: DistillConfig, ptx: PtxConfig) -> Inputs:
     if distill.teacher not in (None, SELF):
         yield "rl.distill.teacher", Path(str(distill.teacher)), "the checkpoint"
     for tag, path in distill.teachers.items():
@@ -129,6 +133,6 @@ def _files(data: object) -> Iterator[tuple[str, str]]:
             yield from ((split, file) for file in getattr(data, split))
 
 
-def _prompt_files(rl: RlConfig) -> Iterator[tuple[str, Path, str]]:
+def _prompt_files(rl: RlConfig) -> Inputs:
     for field, files in (("rl.prompts.files", rl.prompts.files), ("rl.eval.files", rl.eval.files)):
         yield from ((field, Path(file), "the file") for file in files if not file.startswith("hub:"))

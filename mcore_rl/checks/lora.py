@@ -2,34 +2,35 @@
 
 from collections.abc import Iterator
 
-from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.lora import LoraConfig, present
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.run import PlatformConfig, RunConfig
+from mcore_rl.config.run import CheckpointConfig, PlatformConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.families import family_of
 
 
-def lora_violations(config: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each reason why a run cannot train low-rank adapters."""
-    lora, checkpoint = config.lora, config.checkpoint
+def lora_violations(
+    lora: LoraConfig,
+    checkpoint: CheckpointConfig,
+    model: ModelConfig,
+    mesh: MeshConfig,
+    platform: PlatformConfig,
+    *,
+    trains_mtp: bool,
+) -> Iterator[str]:
+    """Yield a sentence for each reason why a model cannot have low-rank adapters."""
     if checkpoint.weights == "adapters" and not (lora.is_on and checkpoint.load):
         lacks = "checkpoint.load names no base" if lora.is_on else 'lora.rank="none" has no adapters'
         yield f'checkpoint.weights="adapters", and {lacks}: the weights would be lost. Set it, or weights="all".'
     if not lora.is_on:
         yield from _without_rank(lora)
         return
-    yield from _targets(lora, config.model)
-    yield from layer_violations(lora, config.mesh, config.model, config.platform)
-    if lora.load is not None and isinstance(config, DPOConfig):
+    yield from _targets(lora, model)
+    yield from layer_violations(lora, mesh, model, platform)
+    if trains_mtp and model.mtp_layers:
         yield (
-            f'lora.load="{lora.load}" with `mcore-rl dpo`: the reference of a run that resumes would be the weights '
-            "without these adapters. Merge them first (peft: merge_and_unload), and import the result."
-        )
-    if config.trains_mtp and config.model.mtp_layers:
-        yield (
-            f"lora.rank={lora.rank} with model.mtp_layers={config.model.mtp_layers}: layers of multi-token prediction "
+            f"lora.rank={lora.rank} with model.mtp_layers={model.mtp_layers}: layers of multi-token prediction "
             "get no adapters, and would no longer fit the layers before them. Set model.mtp_layers=0; "
             "`mcore-rl convert import --mtp drop` and `relayout` leave the layers out."
         )

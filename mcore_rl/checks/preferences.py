@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mcore_rl.checks.mesh import unequal_length_violations
 from mcore_rl.checks.run import chat_violations, run_violations, weight_violations
-from mcore_rl.config.preferences import PreferenceRunConfig
+from mcore_rl.config.preferences import PreferenceDataConfig, PreferenceRunConfig
 
 
 def preference_violations(config: PreferenceRunConfig, world_size: int) -> Iterator[str]:
@@ -30,7 +30,7 @@ def preference_violations(config: PreferenceRunConfig, world_size: int) -> Itera
         "to read every prompt once an epoch",
     )
     yield from chat_violations(data.tokenizer, data.chat_template, "preferences")
-    yield from _lengths(config)
+    yield from _lengths(data, config.model.max_position)
     if config.train.micro_batch != 1:
         yield (
             f"train.micro_batch={config.train.micro_batch} is not used: pairs are packed into forward passes of "
@@ -38,12 +38,10 @@ def preference_violations(config: PreferenceRunConfig, world_size: int) -> Itera
         )
 
 
-def _lengths(config: PreferenceRunConfig) -> Iterator[str]:
-    data = config.data
-    if data.seq_length > config.model.max_position:
+def _lengths(data: PreferenceDataConfig, max_position: int) -> Iterator[str]:
+    if data.seq_length > max_position:
         yield (
-            f"data.seq_length={data.seq_length} is more than model.max_position={config.model.max_position}. "
-            "Shorten it."
+            f"data.seq_length={data.seq_length} is more than model.max_position={max_position}. Shorten it."
         )
     if data.tokens_per_microbatch != "auto" and data.tokens_per_microbatch < 2 * data.seq_length:
         yield (

@@ -28,8 +28,6 @@ class Program:
     config: type[RunConfig]
     check: Callable[[Any, int], None]
     """Check of such a config for a number of ranks; raises a ConfigError."""
-    seq_length: Callable[[Any], int]
-    """Number of positions of a sequence, packed or not, that memory is needed for with such a config."""
 
     def checked_config(
         self, path: Path, overrides: Sequence[str], ranks: int | None
@@ -46,14 +44,14 @@ class Program:
 
 
 PROGRAMS: dict[str, Program] = {
-    "pretrain": Program(TRAININGS["pretrain"], PretrainConfig, check, lambda config: config.data.seq_length),
-    "sft": Program(TRAININGS["sft"], SFTConfig, check_sft, lambda config: config.data.seq_length),
-    "rm": Program(TRAININGS["rm"], RewardModelConfig, check_rm, lambda config: config.packed_length),
-    "dpo": Program(TRAININGS["dpo"], DPOConfig, check_dpo, lambda config: config.packed_length),
-    "rl": Program(TRAININGS["rl"], RlRunConfig, check_rl, lambda config: config.packed_length),
+    "pretrain": Program(TRAININGS["pretrain"], PretrainConfig, check),
+    "sft": Program(TRAININGS["sft"], SFTConfig, check_sft),
+    "rm": Program(TRAININGS["rm"], RewardModelConfig, check_rm),
+    "dpo": Program(TRAININGS["dpo"], DPOConfig, check_dpo),
+    "rl": Program(TRAININGS["rl"], RlRunConfig, check_rl),
 }
 
 
 def program_of(config: RunConfig) -> Program:
-    """Return the program that a config is for."""
-    return next(program for program in PROGRAMS.values() if program.config is type(config))
+    """Return the training that a config is of."""
+    return next(program for program in PROGRAMS.values() if isinstance(config, program.config))

@@ -14,11 +14,16 @@ from mcore_rl.checks.run import (
     run_violations,
     schedule_violations,
 )
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.rl.advantage import GaeAdvantage
 from mcore_rl.config.rl.critic import CriticConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl.ptx import PtxConfig
-from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
+from mcore_rl.config.rl.rollout import MIN_TEMPERATURE, EvalConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
@@ -58,7 +63,10 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
                 config.critic_store,
             ),
             *_texts(config.mesh, config.rl.ptx, world_size),
-            *_model(config),
+            *_layers(config.platform, config.rl.engine),
+            *_model(config.model, config.mesh),
+            *_routers(config.model, config.rl, config.replay, config.lora),
+            *_evaluation(config.rl.eval, config.rl.prompts.task),
         ]
     )
 
@@ -184,19 +192,22 @@ def _texts(mesh: MeshConfig, ptx: PtxConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _model(config: RlRunConfig) -> Iterator[str]:
-    if config.platform.layers == "te" and not config.rl.engine.is_served:
+def _layers(platform: PlatformConfig, engine: EngineConfig) -> Iterator[str]:
+    if platform.layers == "te" and not engine.is_served:
         yield (
             'platform.layers="te": the rollout engine in this process runs on our layers, and a policy that trains on '
             'others would not be the one that sampled. Set platform.layers="torch", or rl.engine.kind="vllm".'
         )
+
+
+def _model(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     for name in ("attention_dropout", "hidden_dropout"):
-        if rate := getattr(config.model, name):
+        if rate := getattr(model, name):
             yield (
                 f"model.{name}={rate}: the policy in training would not be the one that sampled, whose ratios to it "
                 "are measured. Set it to 0."
             )
-    mesh, depth = config.mesh, config.model.mtp_layers
+    depth = model.mtp_layers
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         if depth and mesh.pp > 1 and getattr(mesh, name) is True:
             yield (
@@ -204,53 +215,59 @@ def _model(config: RlRunConfig) -> Iterator[str]:
                 "does not train: the reduction would wait for a gradient of their copy of the embedding. Set it to "
                 '"auto", or import the weights with --mtp drop and set model.mtp_layers=0.'
             )
-    moe = config.model.moe
-    if config.model.is_moe and moe.capacity_factor and config.replay.kind == "none":
+
+
+def _routers(model: ModelConfig, rl: RlConfig, replay: ReplayConfig, lora: LoraConfig) -> Iterator[str]:
+    """Check what is trained, replayed and recorded of routers."""
+    moe = model.moe
+    if model.is_moe and moe.capacity_factor and replay.kind == "none":
         yield (
             f'model.moe.capacity_factor={moe.capacity_factor} with replay.kind="none": each training pass would drop '
             "other tokens than the pass for old logprobs, and the ratios would measure that. Set capacity_factor=none, "
             'or replay.kind="r2" with rl.update.old_logprobs="trainer", which imposes what that pass dropped.'
         )
-    if config.rl.freeze_router and not config.model.is_moe:
+    if rl.freeze_router and not model.is_moe:
         yield "rl.freeze_router=true, but the model has no experts. Set it to false."
     losses = {
         "aux_loss_coeff": moe.aux_loss_coeff if moe.balance != "none" else 0.0,
         "z_loss_coeff": moe.z_loss_coeff,
     }
-    if (config.rl.freeze_router or config.lora.is_on) and config.model.is_moe and any(losses.values()):
+    if (rl.freeze_router or lora.is_on) and model.is_moe and any(losses.values()):
         named = ", ".join(f"model.moe.{name}={value}" for name, value in losses.items() if value)
-        frozen = "rl.freeze_router=true" if config.rl.freeze_router else f"lora.rank={config.lora.rank}"
+        frozen = "rl.freeze_router=true" if rl.freeze_router else f"lora.rank={lora.rank}"
         yield (
             f"{frozen} with {named}: a loss on routers that do not learn would move the layers below them "
             "instead. Set it to 0."
         )
-    if config.replay.kind == "r2" and config.rl.update.old_logprobs == "rollout":
+    if replay.kind == "r2" and rl.update.old_logprobs == "rollout":
         yield (
             'replay.kind="r2" with rl.update.old_logprobs="rollout": the routes to replay are recorded in the '
             'trainer\'s pass for old logprobs, which this omits. Set old_logprobs="trainer", or replay.kind="r3".'
         )
-    if config.rl.loss.uses_router_shift and not config.model.is_moe:
+    if rl.loss.uses_router_shift and not model.is_moe:
         yield (
-            f'rl.loss.kind="{config.rl.loss.kind}" with the router-shift ratio, but the model has no experts, and no '
+            f'rl.loss.kind="{rl.loss.kind}" with the router-shift ratio, but the model has no experts, and no '
             'router whose scores could move. Set rl.loss.kind="grpo", and router_shift=false.'
         )
-    if config.critic is not None and config.critic.replay != "none" and not config.model.is_moe:
+    if isinstance(rl.advantage, GaeAdvantage) and rl.advantage.critic.replay != "none" and not model.is_moe:
         yield 'rl.advantage.critic.replay="r2", but the model has no experts. Set it to "none".'
-    if config.replay.observe_rollout and not config.model.is_moe:
+    if replay.observe_rollout and not model.is_moe:
         yield "replay.observe_rollout=true, but the model has no experts. Set it to false."
-    eval_files, task = config.rl.eval.files, config.rl.prompts.task
-    if eval_files and task != "file":
+
+
+def _evaluation(evaluation: EvalConfig, task: str) -> Iterator[str]:
+    if evaluation.files and task != "file":
         yield (
-            f'rl.eval.files={list(eval_files)} with rl.prompts.task="{task}", whose held-out problems are made. Clear '
-            "it."
+            f'rl.eval.files={list(evaluation.files)} with rl.prompts.task="{task}", whose held-out problems are made. '
+            "Clear it."
         )
-    if config.rl.eval.temperature == 0 and config.rl.eval.samples > 1:
+    if evaluation.temperature == 0 and evaluation.samples > 1:
         yield (
-            f"rl.eval.samples={config.rl.eval.samples} at rl.eval.temperature=0 are all the same. Set samples to 1, "
+            f"rl.eval.samples={evaluation.samples} at rl.eval.temperature=0 are all the same. Set samples to 1, "
             "or a temperature."
         )
-    if 0 < config.rl.eval.temperature < MIN_TEMPERATURE:
+    if 0 < evaluation.temperature < MIN_TEMPERATURE:
         yield (
-            f"rl.eval.temperature={config.rl.eval.temperature} is below {MIN_TEMPERATURE}. Set it to 0, which takes "
+            f"rl.eval.temperature={evaluation.temperature} is below {MIN_TEMPERATURE}. Set it to 0, which takes "
             "the likeliest token."
         )

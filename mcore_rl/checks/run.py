@@ -38,7 +38,7 @@ def check(config: PretrainConfig, world_size: int) -> None:
             *run_violations(config, world_size, config.data.seq_length, "data.seq_length"),
             *batch_violations(config.train, config.mesh, world_size),
             *_data(config.data, config.train),
-            *_untrained_indexers(config),
+            *_untrained_indexers(config.model.indexer.top_k, config.data.seq_length, config.checkpoint.load),
         ]
     )
 
@@ -70,7 +70,9 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from precision_violations(config.optim, config.platform)
     yield from _recompute(config.platform, model)
     yield from _recomputed_groups(config.platform, model, mesh)
-    yield from lora_violations(config)
+    yield from lora_violations(
+        config.lora, config.checkpoint, model, mesh, config.platform, trains_mtp=config.trains_mtp
+    )
     yield from _allowed_changes(config.checkpoint.allow_changes, type(config))
 
 
@@ -85,9 +87,8 @@ def _run_dir(run_dir: str) -> Iterator[str]:
         )
 
 
-def _untrained_indexers(config: PretrainConfig) -> Iterator[str]:
-    topk, length = config.model.indexer.top_k, config.data.seq_length
-    if topk is not None and length > topk and config.checkpoint.load is None:
+def _untrained_indexers(topk: int | None, length: int, load: str | None) -> Iterator[str]:
+    if topk is not None and length > topk and load is None:
         yield (
             f"data.seq_length={length} with model.indexer.top_k={topk} and without checkpoint.load: indexers are not "
             "trained here (arXiv 2512.02556 trains them by a loss of their own), and random ones would choose the keys "

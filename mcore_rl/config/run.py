@@ -225,6 +225,11 @@ class RunConfig(Section):
     log: LogConfig = LogConfig()
 
     @cached_property
+    def packed_length(self) -> int:
+        """Maximum number of positions of a sequence, packed or not, in a forward pass."""
+        raise NotImplementedError(f"{type(self).__name__} has no data")
+
+    @cached_property
     def trains_scores(self) -> bool:
         """Whether the program trains a model with a scalar head (`model.head` = "score") instead of logits."""
         return False
@@ -283,3 +288,8 @@ class PretrainConfig(RunConfig):
     run_dir: str = "runs/pretrain"
     """Folder of everything that the run writes; one run, one folder, one writer."""
     data: DataConfig = DataConfig()
+
+    @cached_property
+    def packed_length(self) -> int:
+        """Number of positions of a sequence."""
+        return self.data.seq_length

@@ -65,6 +65,11 @@ class SFTConfig(RunConfig):
     data: SFTDataConfig = SFTDataConfig()
 
     @cached_property
+    def packed_length(self) -> int:
+        """Number of positions of a packed sequence."""
+        return self.data.seq_length
+
+    @cached_property
     def span_multiple(self) -> int:
         """Multiple of tokens to which each conversation is padded on this mesh."""
         return self.mesh.zigzag if self.data.span_multiple == "auto" else self.data.span_multiple

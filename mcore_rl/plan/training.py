@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mcore_rl.checks.programs import program_of
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -166,7 +165,7 @@ def training_of(config: RunConfig, world_size: int) -> Training:
         layers=layers_of(config.platform, allows_te=config.allows_te),
         models=_models_of_rl(config, trained) if isinstance(config, RlRunConfig) else (trained,),
         freezes_router=config.freezes_router,
-        seq_length=program_of(config).seq_length(config),
+        seq_length=config.packed_length,
         answer_tokens=config.data.seq_length if isinstance(config, PreferenceRunConfig) else None,
         micro_batch=config.train.micro_batch,
         global_batch=config.train.global_batch,

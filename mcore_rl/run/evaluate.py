@@ -139,9 +139,19 @@ def with_stored_adapters(config: AnyConfig, source: Path) -> AnyConfig:
     lora = stored_lora(source)
     if config.lora.is_on or not lora.is_on:
         return config
-    adapted = config.model_copy(update={"lora": lora})
-    refuse([*lora_violations(adapted)])
-    return adapted
+    refuse(
+        [
+            *lora_violations(
+                lora,
+                config.checkpoint,
+                config.model,
+                config.mesh,
+                config.platform,
+                trains_mtp=config.trains_mtp,
+            )
+        ]
+    )
+    return config.model_copy(update={"lora": lora})
 
 
 def checkpoint_to_evaluate(

@@ -12,7 +12,7 @@ from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import load_config
 from mcore_rl.config.other_names import SAME_VALUE, setting_named, system_of
-from mcore_rl.config.run import RunConfig
+from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 
@@ -37,7 +37,7 @@ def translated(path: Path, program: str | None, folder: str | None) -> str:
     """
     settings, system = _read(path)
     program = program or _program(settings, system, path)
-    cls: type[RunConfig] = PROGRAMS[program].config
+    cls: type[Section] = PROGRAMS[program].config
     fields = {doc.key for doc in describe(cls)}
     values: dict[str, tuple[Any, str]] = {}
     known, unknown = [], []
@@ -101,7 +101,7 @@ def _program(settings: Mapping[str, Any], system: str | None, path: Path) -> str
     raise ConfigError(f"{path} does not say which training it is of. Give --program sft, rm, dpo or rl.")
 
 
-def _refused(cls: type[RunConfig], ours: list[str], value: Any) -> str:
+def _refused(cls: type[Section], ours: list[str], value: Any) -> str:
     """Return why our fields do not accept the value; "" if they do."""
     if not isinstance(value, bool | int | float | str | list):
         return f"a {type(value).__name__}"

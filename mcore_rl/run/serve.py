@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.folders.run_config import load_run_config
@@ -38,33 +37,32 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             f'rl.engine.kind="{config.rl.engine.kind}" has no servers. Set rl.engine.kind="vllm" or "sglang".'
         )
+    on_gpu = config.platform.device == "cuda" or (config.platform.device == "auto" and GPU_DEVICE.exists())
+    folder, size = servers_folder(config.run_dir), engine.tensor_parallel
+    # Servers on several machines share the folder, and each writes its own files there.
+    of_host = folder / socket.gethostname()
+    command = partial(server_command, config, of_host, host=EVERYWHERE, on_gpu=on_gpu)
     servers: list[ServerProcess] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
         for index in range(args.count):
-            servers.append(_start(config, engine, index, args.port + index))
+            port = args.port + index
+            servers.append(
+                ServerProcess(
+                    command,
+                    folder / f"{of_host.name}_{port}.log",
+                    devices=range(index * size, (index + 1) * size) if on_gpu else (),
+                    port=port,
+                )
+            )
             _write(f"{servers[-1].url}: started, its output is in {servers[-1].log}")
-        return _watch(servers_folder(config.run_dir), servers)
+        return _watch(folder, servers)
     except StopRequested:
         return 0
     finally:
         for server in servers:
             server.close()
-
-
-def _start(config: RlRunConfig, engine: ServedConfig, index: int, port: int) -> ServerProcess:
-    host, folder = socket.gethostname(), servers_folder(config.run_dir)
-    on_gpu = config.platform.device == "cuda" or (config.platform.device == "auto" and GPU_DEVICE.exists())
-    size = engine.tensor_parallel
-    # Servers on several machines share the folder, and each writes its own files there.
-    of_host = folder / host
-    return ServerProcess(
-        partial(server_command, config, of_host, host=EVERYWHERE, on_gpu=on_gpu),
-        folder / f"{host}_{port}.log",
-        devices=range(index * size, (index + 1) * size) if on_gpu else (),
-        port=port,
-    )
 
 
 def _watch(folder: Path, servers: list[ServerProcess]) -> int:

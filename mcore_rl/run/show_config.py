@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from mcore_rl.checks.dependences import mesh_dependences
-from mcore_rl.checks.inputs import absent_inputs
+from mcore_rl.checks.inputs import absent_inputs, inputs_of
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.kinds import KINDS, READERS
 from mcore_rl.config.load import dump_config, kind_of, load_config
@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     config, origins = with_origins(PROGRAMS[kind].config, path, args.overrides)
     ranks = PROGRAMS[kind].checked_ranks(config, args.ranks)
-    for sentence in [*absent_inputs(config), *mesh_dependences(config, ranks)]:
+    for sentence in [*absent_inputs(inputs_of(config)), *mesh_dependences(config, ranks)]:
         sys.stderr.write(f"warning: {sentence}\n")
     sys.stdout.write(f"# mcore-rl {kind}; passes all checks on {ranks} ranks\n{dump_config(config, origins)}")
     return 0

@@ -31,9 +31,9 @@ from mcore_rl.data.shapes import unread_text
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError, escaped
 from mcore_rl.files import data_files
-from mcore_rl.run.programs.preferences import describe_preferences, load_preferences
+from mcore_rl.run.programs.preferences import PreferenceData, describe_preferences, load_preferences
 from mcore_rl.run.programs.pretrain import sample_counts
-from mcore_rl.run.programs.rollouts import load_prompts
+from mcore_rl.run.programs.rollouts import Prompts, load_prompts
 from mcore_rl.run.programs.sft import describe_data, packed_train
 from mcore_rl.run.trained_model import load_matching_tokenizer
 
@@ -113,14 +113,15 @@ def _lines(config: RunConfig, count: int) -> Iterator[str]:
     if isinstance(config, SFTConfig):
         return _conversations(config, count)
     if isinstance(config, PreferenceRunConfig):
-        return _comparisons(config, count)
+        tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
+        return _comparisons(load_preferences(config), tokenizer, count)
     assert isinstance(config, RlRunConfig), type(config)
-    return _prompts(config, count)
+    return _prompts(load_prompts(config), count)
 
 
 def _sequences(config: PretrainConfig, count: int) -> Iterator[str]:
     """Yield the first sequences of pretraining, decoded if the config has a tokenizer."""
-    counts = sample_counts(config)
+    counts = sample_counts(config.data, config.train)
     plan = plan_data(
         config.data,
         vocab_size=config.model.vocab_size,
@@ -181,10 +182,8 @@ def _members(packed: PackedSequences, count: int) -> Iterator[tuple[int, int]]:
             yield sequence, member
 
 
-def _comparisons(config: PreferenceRunConfig, count: int) -> Iterator[str]:
+def _comparisons(data: PreferenceData, tokenizer: Tokenizer, count: int) -> Iterator[str]:
     """Yield the first comparisons of the data, with the answers' tokens marked."""
-    tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
-    data = load_preferences(config)
     preferences = data.train.preferences
     yield from describe_preferences(data)
     yield f"{TRAINED[0]}between these{TRAINED[1]} is the answer, at whose last token a reward model's score is read"
@@ -210,9 +209,8 @@ def _comparisons(config: PreferenceRunConfig, count: int) -> Iterator[str]:
             yield f"{chosen} is {'as good as' if is_tie else 'better than'} {rejected}{margin}"
 
 
-def _prompts(config: RlRunConfig, count: int) -> Iterator[str]:
+def _prompts(prompts: Prompts, count: int) -> Iterator[str]:
     """Yield the first prompts of reinforcement learning, with their reference answers."""
-    prompts = load_prompts(config)
     yield from prompts.describe()
     for prompt in prompts.train.take(0, count):
         yield f"\n--- {prompt.problem.problem_id}: {len(prompt.tokens_T)} tokens"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.checks.evaluation import refuse_nothing_to_evaluate
-from mcore_rl.checks.inputs import absent_inputs, has_checkpoints
+from mcore_rl.checks.inputs import absent_inputs, has_checkpoints, inputs_of
 from mcore_rl.checks.log import absent_packages
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
@@ -35,7 +35,7 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
     trains = command.module == program.module
     refuse(
         [
-            *absent_inputs(config),
+            *absent_inputs(inputs_of(config)),
             *(absent_packages(config.log) if trains else ()),
             *local_memory_violations(training_of(config, ranks), trains=trains),
         ]

@@ -5,11 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rl.config.speed import run_flags
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.data.loader import BatchSource, SampleDataset
 from mcore_rl.errors import TrainingError
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.router_load import RouterLoad
+from mcore_rl.model.transformer_config import machine_of
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.obs.peak import peak_flops
 from mcore_rl.obs.performance import memory_metrics, speed_metrics
@@ -22,7 +24,6 @@ from mcore_rl.train.batch_size import global_batch_at
 from mcore_rl.train.garbage import TimedGarbage
 from mcore_rl.train.run_folder import Fence, RunFolder
 from mcore_rl.train.saving import Checkpoints
-from mcore_rl.train.setup import speed_flags_of
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, evaluate, refuse_no_gradient, train_step
 from mcore_rl.train.stop import StopRequest
@@ -64,7 +65,7 @@ class Trainer(ABC):
         self.watchdog = run.watchdog
         self.log = run.log
         self.stop_reason = run.stop_reason
-        self._garbage = TimedGarbage(speed_flags_of(run.state.config, run.state.platform).gc_interval)
+        self._garbage = TimedGarbage(run_flags(run.state.config, machine_of(run.state.platform)).gc_interval)
 
     @abstractmethod
     def _step(self) -> None:

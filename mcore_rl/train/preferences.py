@@ -136,8 +136,9 @@ class PreferenceSource:
     def __init__(
         self,
         preferences: Preferences,
-        config: PreferenceRunConfig,
+        limits: PackingLimits,
         *,
+        seed: int,
         pad_id: int,
         weights: Sequence[float] = (),
     ) -> None:
@@ -145,13 +146,14 @@ class PreferenceSource:
 
         Args:
             preferences: The data.
-            config: The run's config.
+            limits: The limits of packed sequences.
+            seed: Seed of the order.
             pad_id: Padding token.
             weights: Weight of each file in the mixture; empty: every group once per epoch.
         """
         self.preferences = preferences
-        self.order = PreferenceOrder(preferences, seed=config.train.seed, weights=weights)
-        self._limits = packing_limits(config)
+        self.order = PreferenceOrder(preferences, seed=seed, weights=weights)
+        self._limits = limits
         self._pad_id = pad_id
         self._reference_logprobs: Tensor | None = None
 

@@ -17,10 +17,9 @@ from torch import nn
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.checkpoint.weights import weights_state
-from mcore_rl.checks.programs import program_of
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.optim import State
-from mcore_rl.config.run import RunConfig
+from mcore_rl.config.run import RunConfig, TrainConfig
 from mcore_rl.config.section import Store
 from mcore_rl.config.speed import SpeedFlags, run_flags
 from mcore_rl.errors import ConfigError
@@ -42,7 +41,10 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
     """
     mesh = build_mesh(config.mesh)
     if config.mesh.overlap_tp and platform.layers == "te":
-        allocate_user_buffers(user_buffer_shape(config), mesh)
+        allocate_user_buffers(
+            user_buffer_shape(config.train, config.packed_length, mesh.cp.size, config.model.hidden_size),
+            mesh,
+        )
     seed_ranks(config.train.seed)
     # Memory that is stored elsewhere leaves the device before the next model is built.
     state = _set_up_model(
@@ -73,15 +75,11 @@ def allocate_user_buffers(shape: list[int], mesh: Mesh) -> None:
     )
 
 
-def user_buffer_shape(config: RunConfig) -> list[int]:
-    """Return [tokens, hidden size] of a microbatch on all tensor-parallel ranks together, the same in every step."""
-    seq_length = program_of(config).seq_length(config)
-    return [config.train.micro_batch * seq_length // config.mesh.cp, config.model.hidden_size]
-
-
-def speed_flags_of(config: RunConfig, platform: Platform) -> SpeedFlags:
-    """Return the flags of a run on this rank's machine."""
-    return run_flags(config, machine_of(platform))
+def user_buffer_shape(train: TrainConfig, length: int, cp: int, hidden_size: int) -> list[int]:
+    """Return [tokens, hidden size] of a microbatch of sequences of `length` positions, the same in every step, on the
+    tensor-parallel ranks of one of `cp` context-parallel parts.
+    """
+    return [train.micro_batch * length // cp, hidden_size]
 
 
 def _set_up_model(
@@ -95,7 +93,7 @@ def _set_up_model(
     if config.lora.is_on:
         add_adapters(bare, config.lora, config.model, config.train.seed)
     refuse_partly_frozen(bare, mesh)
-    flags = speed_flags_of(config, platform)
+    flags = run_flags(config, machine_of(platform))
     chunks = wrap_for_data_parallelism(bare, flags, mesh, config.optim.main_grads_dtype)
     optimizer = build_optimizer(config.optim, platform, chunks)
     connect(chunks, optimizer)

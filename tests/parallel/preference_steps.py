@@ -20,6 +20,7 @@ from mcore_rl.train.preferences import (
     PreferenceSource,
     PreferenceTrainer,
     answer_logprobs,
+    packing_limits,
     pair_sums,
 )
 from mcore_rl.train.state import TrainState
@@ -73,7 +74,9 @@ def dpo_steps(
     """
     state = set_up_plain(config)
     logprobs = AnswerLogprobHead(state.mesh, config.model.vocab_size, chunk_tokens=16)
-    source = PreferenceSource(random_preferences(config.model.vocab_size), config, pad_id=0)
+    source = PreferenceSource(
+        random_preferences(config.model.vocab_size), packing_limits(config), seed=config.train.seed, pad_id=0
+    )
     copy_in(state.chunks, other)
     reference = answer_logprobs(state, source, logprobs, groups_at_a_time=4, before_each=lambda: None)
     return reference, [
@@ -91,7 +94,7 @@ def trained_without_gradients(config: DPOConfig) -> dict[str, str]:
         with open_run(own, start(own.platform)) as run:
             state = run.state
             logprobs = AnswerLogprobHead(state.mesh, own.model.vocab_size, chunk_tokens=16)
-            source = PreferenceSource(data, own, pad_id=0)
+            source = PreferenceSource(data, packing_limits(own), seed=own.train.seed, pad_id=0)
             reference = answer_logprobs(state, source, logprobs, groups_at_a_time=4, before_each=lambda: None)
             source = source.with_reference(reference)
             head = DPOHead(logprobs, state.mesh, DPOSection())
@@ -119,7 +122,9 @@ def _steps(
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
     if not loss.uses_reference:
-        source = PreferenceSource(source.preferences, config, pad_id=0)
+        source = PreferenceSource(
+            source.preferences, packing_limits(config), seed=config.train.seed, pad_id=0
+        )
     head = DPOHead(logprobs, state.mesh, loss)
     found, cursor = [], 0
     for _ in range(2):

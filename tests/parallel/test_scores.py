@@ -18,7 +18,7 @@ from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.parallel.schedule import HeadOutput
-from mcore_rl.train.preferences import PreferenceSource
+from mcore_rl.train.preferences import PreferenceSource, packing_limits
 from mcore_rl.train.reward_model import RewardHead
 from mcore_rl.train.step import train_step
 from tests.parallel.parity import Tensors, assembled, batch, owned
@@ -103,7 +103,10 @@ def steps(config: RewardModelConfig, initial: Tensors) -> list[dict[str, float]]
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
     value_report = train_step(state, batch(state, 0), ValueHead())
-    source, device = PreferenceSource(preferences(), config, pad_id=0), state.platform.device
+    source, device = (
+        PreferenceSource(preferences(), packing_limits(config), seed=config.train.seed, pad_id=0),
+        state.platform.device,
+    )
     head = RewardHead(state.mesh, config.rm)
     # The second batch leaves data-parallel ranks with nothing but padding.
     reports = [

@@ -1,5 +1,6 @@
 """A start in the folder of a finished run: the same run has nothing to do, and another run is refused."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing
@@ -8,20 +9,19 @@ from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.folders.checkpoint import complete_in, read_marker
 
 
-def refuse_other_run(config: RunConfig) -> None:
-    """Raise an error if the finished run in `config.run_dir` is another run: CheckpointError if another program made
-    it, ConfigError if it had another model, or used other data or random numbers.
+def refuse_other_run(run_dir: str, changes: Sequence[ConfigChange], allowed: tuple[str, ...]) -> None:
+    """Raise a ConfigError if the finished run in `run_dir`, from which a config has `changes`, had another model, or
+    used other data or random numbers, except those that are `allowed`.
     """
-    allowed = config.checkpoint.allow_changes
     refused = [
         change
-        for change in changes_since_done(config)
+        for change in changes
         if (change.breaks_exactness or change.key.startswith("model.")) and not change.is_allowed(allowed)
     ]
     if refused:
         listed, keys = listing(refused)
         raise ConfigError(
-            f"{config.run_dir} has a finished run, which is another one:\n{listed}\nChoose another run_dir for this "
+            f"{run_dir} has a finished run, which is another one:\n{listed}\nChoose another run_dir for this "
             f"one, or, if that one is what you want, set them as they were or give checkpoint.allow_changes={keys}."
         )
 

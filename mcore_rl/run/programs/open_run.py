@@ -4,22 +4,23 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.checks.dependences import mesh_dependences
-from mcore_rl.checks.inputs import contents_of_inputs
+from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.speed import run_flags
 from mcore_rl.convert.peft import read_peft
 from mcore_rl.files import full_disk_explained, write_atomically
 from mcore_rl.folders.checkpoint import saved_steps
 from mcore_rl.model.adapters import describe_adapters, fill_adapters
+from mcore_rl.model.transformer_config import machine_of
 from mcore_rl.obs.attempts import add_attempt, this_run_attempt
 from mcore_rl.obs.sinks import open_log, silent_log
 from mcore_rl.parallel.agree import on_rank_zero
@@ -27,12 +28,12 @@ from mcore_rl.plan.disk import disk_of, disk_warning
 from mcore_rl.plan.local import device_memory_lines
 from mcore_rl.plan.training import training_of
 from mcore_rl.processes.watchdog import Limits, Watchdog
-from mcore_rl.run.programs.finished_run import refuse_other_run
+from mcore_rl.run.programs.finished_run import changes_since_done, refuse_other_run
 from mcore_rl.run.programs.recorded_layers import keep_layers
 from mcore_rl.train.loop import Run
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
-from mcore_rl.train.setup import set_up, speed_flags_of
+from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.stop import StopRequest
 
@@ -40,11 +41,17 @@ from mcore_rl.train.stop import StopRequest
 def is_done(config: RunConfig, platform: Platform) -> bool:
     """Collective over the world: return whether an earlier start did all steps of this run; rank 0 then prints so.
 
-    Raises an error like `refuse_other_run` if these were the steps of another run.
+    Raises:
+        CheckpointError: if another program made these steps.
+        ConfigError: if they were the steps of another run.
     """
     message = RunFolder(Path(config.run_dir)).done()
     if message:
-        on_rank_zero(partial(refuse_other_run, config))
+        on_rank_zero(
+            lambda: refuse_other_run(
+                config.run_dir, changes_since_done(config), config.checkpoint.allow_changes
+            )
+        )
     if message and platform.rank == 0:
         sys.stdout.write(f"nothing to do: {message}\n")
     return message is not None
@@ -81,12 +88,12 @@ def open_run(
         fence = folder.claim()
         platform, changed_layers = keep_layers(config.platform, platform, folder)
         state = set_up(config, platform)
-        inputs = {**on_rank_zero(partial(contents_of_inputs, config)), **orders}
+        inputs = {**on_rank_zero(lambda: contents_of_inputs(inputs_of(config))), **orders}
         checkpoints = Checkpoints(state, folder.checkpoints, fence, inputs)
         resumption = checkpoints.resume()
         adapters = _adapters(config.lora, config.model, state, is_new=not saved_steps(folder.checkpoints))
         step = state.progress.step
-        flags = speed_flags_of(config, platform)
+        flags = run_flags(config, machine_of(platform))
         attempt = this_run_attempt(
             platform,
             config.mesh,

@@ -1,6 +1,7 @@
 """The preferences in a config that a run trains and evaluates on."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 
@@ -11,7 +12,7 @@ from mcore_rl.data.preferences import Preferences, read_preferences
 from mcore_rl.data.records import SHOWN, shapes_among, warnings_among
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.run.trained_model import load_matching_tokenizer
-from mcore_rl.train.preferences import PreferenceSource
+from mcore_rl.train.preferences import PreferenceSource, packing_limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +38,12 @@ def load_preferences(config: PreferenceRunConfig) -> PreferenceData:
     train = read(data.train)
     refuse_empty_sources("data.train_weights", data.train_weights, data.train, train.source_sizes)
     has_valid = bool(data.valid and config.train.eval_batches)
+    source = partial(
+        PreferenceSource, limits=packing_limits(config), seed=config.train.seed, pad_id=tokenizer.eod_id
+    )
     return PreferenceData(
-        train=PreferenceSource(train, config, pad_id=tokenizer.eod_id, weights=data.train_weights),
-        valid=PreferenceSource(read(data.valid), config, pad_id=tokenizer.eod_id) if has_valid else None,
+        train=source(train, weights=data.train_weights),
+        valid=source(read(data.valid)) if has_valid else None,
     )
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.run import check
-from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.data import DataConfig
+from mcore_rl.config.run import PretrainConfig, TrainConfig
 from mcore_rl.data.index_file import unigram_entropy
 from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
 from mcore_rl.folders.run_config import load_run_config
@@ -30,14 +31,14 @@ def train(config: PretrainConfig) -> None:
     """Collective over the ranks that a launcher started: pretrain to the last step, or until a stop is asked for."""
     # Everything that a user can get wrong comes first, before a model costs time.
     check(config, world_size_of_launcher())
-    counts = sample_counts(config)
+    counts = sample_counts(config.data, config.train)
     plan = plan_data(
         config.data,
         vocab_size=config.model.vocab_size,
         samples=counts,
         evaluated_at_once=config.train.global_batch,
     )
-    config = with_evaluations_of(config, plan)
+    config = config.model_copy(update={"train": with_evaluations_of(config.train, plan)})
     platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
         with open_run(config, platform, orders_of(plan)) as run:
@@ -66,13 +67,13 @@ def train(config: PretrainConfig) -> None:
     platforms.stop()
 
 
-def with_evaluations_of(config: PretrainConfig, plan: DataPlan) -> PretrainConfig:
-    """Return the config with no more batches per evaluation than the data of `plan` has."""
-    if config.train.eval_batches is None:
-        return config
+def with_evaluations_of(train: TrainConfig, plan: DataPlan) -> TrainConfig:
+    """Return the section `train` with no more batches per evaluation than the data of `plan` has."""
+    if train.eval_batches is None:
+        return train
     evaluated = [count for count in (plan.samples.valid, plan.samples.test) if count]
-    batches = min(evaluated) // config.train.global_batch if evaluated else None
-    return config.model_copy(update={"train": config.train.model_copy(update={"eval_batches": batches})})
+    batches = min(evaluated) // train.global_batch if evaluated else None
+    return train.model_copy(update={"eval_batches": batches})
 
 
 def orders_of(plan: DataPlan) -> dict[str, dict[str, str]]:
@@ -89,11 +90,11 @@ def orders_of(plan: DataPlan) -> dict[str, dict[str, str]]:
     }
 
 
-def sample_counts(config: PretrainConfig) -> SampleCounts:
+def sample_counts(data: DataConfig, train: TrainConfig) -> SampleCounts:
     """Return the number of sequences that the run reads from each split."""
-    evaluated = (config.train.eval_batches or 0) * config.train.global_batch
-    has_test = bool(config.data.test) or not config.data.valid
-    return SampleCounts(train=total_samples(config.train), valid=evaluated, test=evaluated if has_test else 0)
+    evaluated = (train.eval_batches or 0) * train.global_batch
+    has_test = bool(data.test) or not data.valid
+    return SampleCounts(train=total_samples(train), valid=evaluated, test=evaluated if has_test else 0)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.changes import ConfigChange
 from mcore_rl.config.load import load_config
-from mcore_rl.config.run import RunConfig
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.files import disk_errors_explained, has_mark, make_folder, refuse_replacing, write_atomically
@@ -92,23 +92,21 @@ def plan(study: StudyConfig) -> Iterator[PlannedRun]:
             try:
                 config, ranks = PROGRAMS["rl"].checked_config(Path(study.base), arguments[1:], None)
                 if (folder / "DONE").exists():
-                    refuse_other_results(config)
+                    refuse_other_results(config.run_dir, changes_since_done(config))
             except ConfigError as error:
                 raise ConfigError(f"arm {arm!r}: {error}") from None
             yield PlannedRun(arm, seed, folder, arguments, ranks)
 
 
-def refuse_other_results(config: RunConfig) -> None:
-    """Raise a ConfigError if the finished run in `config.run_dir` had other settings, except mesh and platform: the
-    table would show its results as this study's.
+def refuse_other_results(run_dir: str, since_done: Sequence[ConfigChange]) -> None:
+    """Raise a ConfigError if the finished run in `run_dir` had other settings, except mesh and platform: the table
+    would show its results as this study's. `since_done` are the changes since that run.
     """
-    changes = [
-        change for change in changes_since_done(config) if not change.key.startswith(("mesh.", "platform."))
-    ]
+    changes = [change for change in since_done if not change.key.startswith(("mesh.", "platform."))]
     if changes:
         listed = "\n".join(f"- {change}" for change in changes)
         raise ConfigError(
-            f"{config.run_dir} was finished with other settings:\n{listed}\nChoose another run_dir for the study, or "
+            f"{run_dir} was finished with other settings:\n{listed}\nChoose another run_dir for the study, or "
             "move that folder away to run the arm anew."
         )
 

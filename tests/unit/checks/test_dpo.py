@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.checks.dpo import check_dpo
-from mcore_rl.checks.inputs import absent_inputs
+from mcore_rl.checks.inputs import absent_inputs, inputs_of
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.load import load_config
 from mcore_rl.errors import ConfigError
@@ -48,5 +48,5 @@ def test_every_loss_runs_with_its_defaults_on_any_number_of_ranks(loss: str) -> 
 
 def test_a_reference_that_is_not_there_is_named(tmp_path: Path) -> None:
     config = config_of(f"dpo.reference={tmp_path}/sft", f"run_dir={tmp_path}/run")
-    (sentence,) = (text for text in absent_inputs(config) if "dpo.reference" in text)
+    (sentence,) = (text for text in absent_inputs(inputs_of(config)) if "dpo.reference" in text)
     assert f"dpo.reference names the checkpoint {tmp_path}/sft, which does not exist" in sentence

@@ -79,7 +79,7 @@ def planned(kind: str, words: list[str]) -> None:
         program.check(config, ranks)
         for stage in memory_by_stage(training_of(config, ranks)):
             assert 0 < stage.permanent <= stage.total and "GiB" in stage.describe()
-        assert 0 < train_flops_per_token(config.model, program.seq_length(config)) < math.inf
+        assert 0 < train_flops_per_token(config.model, config.packed_length) < math.inf
     elif kind == "cluster":
         check_cluster(config)
     assert dump_config(config) == dump_config(load_config(KINDS[kind], BASES[kind], words))

@@ -137,5 +137,5 @@ def test_teachers_and_texts_that_are_not_there_are_named_with_the_other_files() 
         ("rl.ptx.tokens", "gone/books.bin"),
         ("rl.ptx.tokens", "gone/books.idx"),
     ]
-    sentences = "\n".join(absent_inputs(gone))
+    sentences = "\n".join(absent_inputs(inputs_of(gone)))
     assert all(f"{name} names" in sentences and path in sentences for name, path in fields)

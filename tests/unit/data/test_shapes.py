@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mcore_rl.checks.inputs import contents_of_inputs
+from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.sft import SFTConfig, SFTDataConfig
@@ -230,7 +230,7 @@ def test_splits_are_not_read_together_and_a_folder_without_data_is_refused(folde
 
 
 def test_the_content_of_a_folder_is_that_of_its_files(folder):
-    found = contents_of_inputs(SFTConfig(data=SFTDataConfig(train=(str(folder),))))["data.train"]
+    found = contents_of_inputs(inputs_of(SFTConfig(data=SFTDataConfig(train=(str(folder),)))))["data.train"]
     assert sorted(found) == [f"{folder}/a.parquet", f"{folder}/b.jsonl.gz"]
 
 

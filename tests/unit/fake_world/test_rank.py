@@ -127,7 +127,7 @@ def test_a_recipe_has_the_bytes_that_megatron_builds_on_its_first_middle_and_las
     world, pp = config.mesh.smallest_world, config.mesh.pp
     program.check(config, world)
     ranks = [stage * world // pp for stage in sorted({0, pp // 2, pp - 1})]
-    for excess, gaps in excesses(config, world, program.seq_length(config), ranks):
+    for excess, gaps in excesses(config, world, config.packed_length, ranks):
         assert excess | {"optimizer": 0} == NOTHING
         assert abs(excess["optimizer"]) <= 12 * gaps
         assert gaps == 0 or name.startswith(HAS_SHORT_WEIGHTS)

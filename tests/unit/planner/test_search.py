@@ -55,7 +55,7 @@ def test_a_search_proposes_only_what_the_checks_accept_and_what_fits(name, world
         chosen = configured(config, choice.training)
         program.check(chosen, world)
         assert not placement(config.model, choice.mesh, 8, world).refused
-        again = replace(training_of(chosen, world), seq_length=program.seq_length(config))
+        again = replace(training_of(chosen, world), seq_length=config.packed_length)
         assert again == choice.training
         assert memory_of_fullest_rank(again).total <= where.room_bytes
     seconds = [choice.seconds for choice in found.choices]

@@ -21,7 +21,9 @@ def test_buffers_have_the_tokens_of_a_microbatch_on_all_tensor_parallel_ranks(
     kind: type[PretrainConfig],
 ) -> None:
     words = ["data.seq_length=64", "train.micro_batch=3", "mesh.cp=2", "mesh.tp=4", "model.hidden_size=96"]
-    assert user_buffer_shape(load_config(kind, None, words)) == [3 * 64 // 2, 96]
+    config = load_config(kind, None, words)
+    found = user_buffer_shape(config.train, config.packed_length, config.mesh.cp, config.model.hidden_size)
+    assert found == [3 * 64 // 2, 96]
 
 
 def overlap_of(layers: str) -> tuple[bool, bool]:

@@ -15,20 +15,24 @@ from mcore_rl.run.programs.finished_run import changes_since_done, refuse_other_
 from tests.finished import finish
 
 
+def refuse(config: RunConfig) -> None:
+    refuse_other_run(config.run_dir, changes_since_done(config), config.checkpoint.allow_changes)
+
+
 def test_the_same_run_is_done_whatever_its_rate_now_and_an_unknown_one_too(tmp_path: Path) -> None:
     done = finish(SFTConfig(run_dir=str(tmp_path)))
-    refuse_other_run(done)
+    refuse(done)
     other_rate = done.model_copy(update={"optim": OptimConfig(lr=1e-5)})
-    refuse_other_run(other_rate)
+    refuse(other_rate)
     assert [change.key for change in changes_since_done(other_rate)] == ["optim.lr"]
-    refuse_other_run(done.model_copy(update={"run_dir": str(tmp_path / "without_checkpoints")}))
+    refuse(done.model_copy(update={"run_dir": str(tmp_path / "without_checkpoints")}))
 
 
 @pytest.mark.parametrize("cls", [RlRunConfig, PretrainConfig])
 def test_a_finished_run_of_another_program_is_refused(tmp_path: Path, cls: type[RunConfig]) -> None:
     finish(SFTConfig(run_dir=str(tmp_path)))
     with pytest.raises(CheckpointError, match=r"finished run of sft, and this is .* Choose another run_dir"):
-        refuse_other_run(cls(run_dir=str(tmp_path)))
+        refuse(cls(run_dir=str(tmp_path)))
 
 
 def test_a_finished_run_of_another_model_or_tokenizer_is_refused_unless_allowed(tmp_path: Path) -> None:
@@ -38,8 +42,8 @@ def test_a_finished_run_of_another_model_or_tokenizer_is_refused_unless_allowed(
         update={"model": ModelConfig(num_layers=3), "data": SFTDataConfig(tokenizer=tokenizer)}
     )
     with pytest.raises(ConfigError) as raised:
-        refuse_other_run(other)
+        refuse(other)
     for said in ("model.num_layers is 4 there, 3 here", "data.tokenizer.path", "checkpoint.allow_changes="):
         assert said in str(raised.value)
     allowed = CheckpointConfig(allow_changes=("model.num_layers", "data"))
-    refuse_other_run(other.model_copy(update={"checkpoint": allowed}))
+    refuse(other.model_copy(update={"checkpoint": allowed}))
