@@ -118,9 +118,7 @@ def _arguments(engine: ServedConfig, device: str) -> Iterator[str]:
 
 def _logprobs(kind: str, rollout: RolloutConfig, eval_temperature: float) -> Iterator[str]:
     """Check that the servers can report logprobs at the sampling temperature, before the cut."""
-    cuts = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
-    off = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
-    named = ", ".join(f"rl.rollout.{name}={value}" for name, value in cuts.items() if value != off[name])
+    named = ", ".join(rollout.cuts)
     if not named:
         return
     if rollout.temperature != 1.0:

@@ -8,16 +8,8 @@ from mcore_rl.config.replay import ReplayConfig
 MAX_CODES = 2**15
 
 
-def replay_violations(
-    replay: ReplayConfig, model: ModelConfig, *, engine_gives_routes: bool = True
-) -> Iterator[str]:
-    """Yield a sentence, with its remedy, for each reason why `replay` cannot run.
-
-    Args:
-        replay: settings of replay.
-        model: the policy.
-        engine_gives_routes: whether the rollout engine returns routes.
-    """
+def replay_violations(replay: ReplayConfig, model: ModelConfig) -> Iterator[str]:
+    """Yield a sentence, with its remedy, for each reason why `replay` cannot run with the policy `model`."""
     if replay.split_layers is not None and replay.split_interval is None:
         yield (
             f"replay.split_layers={replay.split_layers} with replay.split_interval=none: no mismatch is divided. Set "
@@ -43,26 +35,16 @@ def replay_violations(
             f"model.moe.num_experts={model.moe.num_experts} with replay: a route is stored in 16 bits with a sign. "
             'Set replay.kind="none".'
         )
-    if replay.kind == "r3":
-        yield from _rollout(replay, model, engine_gives_routes)
-    elif replay.missing != "error":
-        yield (
-            f'replay.missing="{replay.missing}" with replay.kind="r2": the training engine records every route, and '
-            'one that is missing is a bug. Set replay.missing="error".'
-        )
-
-
-def _rollout(replay: ReplayConfig, model: ModelConfig, engine_gives_routes: bool) -> Iterator[str]:
-    if not engine_gives_routes:
-        yield (
-            'replay.kind="r3" with a rollout engine that does not return its routes. Use the native engine, or set '
-            'replay.kind="r2".'
-        )
-    if model.moe.capacity_factor:
+    if replay.kind == "r3" and model.moe.capacity_factor:
         yield (
             f'replay.kind="r3" with model.moe.capacity_factor={model.moe.capacity_factor}: the rollout engine '
             "drops no token, so that its routes do not say what the trainer has to drop. Set capacity_factor=none, or "
             'replay.kind="r2", which imposes what the pass for old logprobs dropped.'
+        )
+    if replay.kind == "r2" and replay.missing != "error":
+        yield (
+            f'replay.missing="{replay.missing}" with replay.kind="r2": the training engine records every route, and '
+            'one that is missing is a bug. Set replay.missing="error".'
         )
 
 

@@ -1,7 +1,6 @@
 """The data of trainings on preferences: reward models, DPO and its family."""
 
 from functools import cached_property
-from math import lcm
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -89,14 +88,6 @@ class PreferenceRunConfig(RunConfig):
     """
 
     data: PreferenceDataConfig = PreferenceDataConfig()
-
-    @cached_property
-    def packed_multiple(self) -> int:
-        """Multiple to which packed sequences are padded, so that context and sequence parallelism can cut them and
-        8-bit products accept the parts.
-        """
-        slices = self.mesh.cp * (self.mesh.tp if self.mesh.sequence_parallel else 1)
-        return lcm(self.mesh.zigzag, slices * self.platform.fp8_multiple)
 
     @cached_property
     def packed_length(self) -> int:

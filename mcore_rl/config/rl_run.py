@@ -1,7 +1,6 @@
 """The config of a reinforcement-learning run."""
 
 from functools import cached_property
-from math import lcm
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.optim import OptimConfig
@@ -115,14 +114,6 @@ class RlRunConfig(RunConfig):
         """Optimizer steps of the critic in the whole run."""
         rollouts = self.train.steps // max(1, self.updates_per_rollout)
         return rollouts * self.critic_epochs * self.rollout_size // self.train.global_batch
-
-    @cached_property
-    def packed_multiple(self) -> int:
-        """Multiple to which packed sequences are padded, so that context and sequence parallelism can cut them and
-        8-bit products accept the parts.
-        """
-        slices = self.mesh.cp * (self.mesh.tp if self.mesh.sequence_parallel else 1)
-        return lcm(self.mesh.zigzag, slices * self.platform.fp8_multiple)
 
     @cached_property
     def longest_sample(self) -> int:

@@ -1,6 +1,7 @@
 """The config of a pretraining run, and the sections that all trainings share."""
 
 from functools import cached_property
+from math import lcm
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
@@ -228,6 +229,14 @@ class RunConfig(Section):
     def packed_length(self) -> int:
         """Maximum number of positions of a sequence, packed or not, in a forward pass."""
         raise NotImplementedError(f"{type(self).__name__} has no data")
+
+    @cached_property
+    def packed_multiple(self) -> int:
+        """Multiple to which packed sequences are padded, so that context and sequence parallelism can cut them and
+        8-bit products accept the parts.
+        """
+        slices = self.mesh.cp * (self.mesh.tp if self.mesh.sequence_parallel else 1)
+        return lcm(self.mesh.zigzag, slices * self.platform.fp8_multiple)
 
     @cached_property
     def trains_scores(self) -> bool:

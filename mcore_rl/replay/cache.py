@@ -181,9 +181,9 @@ class RoutingCache:
             codes_tlK[to_device(token_n, device)] = found_nlK
         return codes_tlK
 
-    def codes(self, cached: CachedSample, index_n: Tensor, device: torch.device = CPU) -> Tensor:
+    def codes(self, cached: CachedSample, index_n: Tensor) -> Tensor:
         """Return the codes `[n, l, K]` at some indices into a sample's `position_n`."""
-        return self.codec.decode(self._storage.read(cached.block, cached.first + index_n, device))
+        return self.codec.decode(self._storage.read(cached.block, cached.first + index_n, CPU))
 
     def drop(self, version: int) -> None:
         """Remove all samples of a policy version."""

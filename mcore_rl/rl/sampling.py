@@ -37,13 +37,12 @@ class Cut:
 
 
 class Drawn(NamedTuple):
-    """A token for each row, with its logprobs under the whole distribution at the sampling temperature and at
-    temperature 1, and the log of the probability mass, at the sampling temperature, of the tokens that may be drawn.
+    """A token for each row, with its logprob under the whole distribution and the log of the probability mass of the
+    tokens that may be drawn, both at the sampling temperature.
     """
 
     tokens_B: Tensor
     logprobs_B: Tensor
-    untempered_logprobs_B: Tensor
     kept_logprobs_B: Tensor
 
 
@@ -110,9 +109,7 @@ def draw(
         ).logprobs_T
     else:
         logprobs_B = _logprobs(tempered_Bv, tokens_B - first, tp, weights_Bv)
-    same = tempered_Bv is plain_Bv and not as_in_training
-    untempered_B = logprobs_B if same else _logprobs(plain_Bv, tokens_B - first, tp)
-    return Drawn(tokens_B, logprobs_B, untempered_B, kept_logprobs_B)
+    return Drawn(tokens_B, logprobs_B, kept_logprobs_B)
 
 
 def running_sums(values_BN: Tensor) -> Tensor:

@@ -114,8 +114,6 @@ class Completion:
     finish: FinishReason
     """`stop`: a stop token, a stop string or the environment ended the completion; `length`: it reached the maximum
     number of new tokens or turns."""
-    untempered_logprobs_T: tuple[float, ...] | None = None
-    """Logprobs at temperature 1, in nats; None if the engine does not report them."""
     kept_logprobs_T: tuple[float, ...] | None = None
     """For each token, the log of the probability mass that top-k, top-p and min-p keep, at the sampling temperature;
     None if the engine does not report it."""

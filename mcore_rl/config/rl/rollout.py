@@ -2,6 +2,7 @@
 read.
 """
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -51,6 +52,12 @@ class RolloutConfig(Section):
     """Maximum number of further rollouts per step with `dynamic_sampling`, each of as many prompts as are likely to
     fill it; after that the step trains on the groups it has. Surplus groups are not trained on, and their prompts come
     again."""
+
+    @cached_property
+    def cuts(self) -> list[str]:
+        """Fields, with their values, that restrict sampling to a part of the distribution."""
+        off = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+        return [f"rl.rollout.{name}={value}" for name in off if (value := getattr(self, name)) != off[name]]
 
 
 class EvalConfig(Section):

@@ -104,7 +104,7 @@ def server_command(
         host: Address on which the server listens.
         on_gpu: Whether the server computes on a GPU.
     """
-    engine, rollout = config.served, config.rl.rollout
+    engine = config.served
     assert engine is not None
     dtype = served_dtype(config.platform.precision, engine)
     has_base = engine.lora == "adapter"
@@ -124,7 +124,7 @@ def server_command(
             settings={"HF_HUB_OFFLINE": "1"},
             defaults={},
         )
-    is_cut = bool(rollout.top_k) or rollout.top_p < 1 or rollout.min_p > 0
+    is_cut = bool(config.rl.rollout.cuts)
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -54,7 +54,6 @@ class _Draft:
     seed: int
     tokens_T: list[int] = field(default_factory=list)
     logprobs_T: list[float] = field(default_factory=list)
-    untempered_T: list[float] | None = field(default_factory=list)
     kept_T: list[float] | None = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     experts_TLK: Tensor | None = None
@@ -69,9 +68,8 @@ class _Draft:
         zeros = [0.0] * len(tokens)
         self.tokens_T += tokens
         self.logprobs_T += zeros
-        for numbers in (self.untempered_T, self.kept_T):
-            if numbers is not None:
-                numbers += zeros
+        if self.kept_T is not None:
+            self.kept_T += zeros
 
     @property
     def routes(self) -> Tensor | None:
@@ -86,8 +84,8 @@ class _Draft:
         start, before = len(self.tokens_T), self.spans[-1][1] if self.spans else None
         self.tokens_T += completion.tokens_T
         self.logprobs_T += completion.logprobs_T
-        self.untempered_T = _extended(self.untempered_T, completion.untempered_logprobs_T)
-        self.kept_T = _extended(self.kept_T, completion.kept_logprobs_T)
+        kept_T = completion.kept_logprobs_T
+        self.kept_T = None if self.kept_T is None or kept_T is None else [*self.kept_T, *kept_T]
         self.spans.append((start, len(self.tokens_T)))
         for span in completion.versions:
             # The environment's tokens before the turn belong to the turn's first span.
@@ -433,7 +431,6 @@ def _completion(draft: _Draft, record: _Record) -> Completion:
         text=record.text,
         tokens_T=tuple(draft.tokens_T),
         logprobs_T=tuple(draft.logprobs_T),
-        untempered_logprobs_T=None if draft.untempered_T is None else tuple(draft.untempered_T),
         kept_logprobs_T=None if draft.kept_T is None else tuple(draft.kept_T),
         versions=tuple(draft.versions),
         finish="length" if record.end in TRUNCATED else "stop",
@@ -445,8 +442,3 @@ def _completion(draft: _Draft, record: _Record) -> Completion:
             failure=record.failure,
         ),
     )
-
-
-def _extended(numbers: list[float] | None, more: Sequence[float] | None) -> list[float] | None:
-    """Append the next turn's numbers; None if the engine does not report them."""
-    return None if numbers is None or more is None else [*numbers, *more]

@@ -181,12 +181,9 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             "equal (Adam makes a step of optim.lr of a gradient of any size). Set it to 0 to learn from rewards alone, "
             "and rl.freeze_router=true to keep the routers as they are."
         )
-    rollout = config.rl.rollout
-    cuts = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
-    off = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
-    if set_cuts := [f"rl.rollout.{name}={value}" for name, value in cuts.items() if value != off[name]]:
+    if cuts := config.rl.rollout.cuts:
         yield (
-            f"warning: {', '.join(set_cuts)}: tokens are sampled from a part of the distribution and trained on with "
+            f"warning: {', '.join(cuts)}: tokens are sampled from a part of the distribution and trained on with "
             "their probabilities in the whole one, so that updates move probability to the tokens that were cut "
             "(see rollout/cut_kl_nats). Set top_k=none, top_p=1 and min_p=0 to train on what was sampled."
         )

@@ -78,8 +78,9 @@ class StudyRun:
         """Return the values of a metric in order, without missing values."""
         return [value for value in self.series.get(name, ()) if value is not None]
 
-    def evaluated(self, name: str = "eval/accuracy") -> list[float]:
-        """Return a metric of all evaluations that have it, in order."""
+    def evaluated(self) -> list[float]:
+        """Return the accuracy of all evaluations that have it, in order."""
+        name = "eval/accuracy"
         return [evaluation[name] for evaluation in self.evaluations if name in evaluation]
 
 

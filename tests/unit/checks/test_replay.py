@@ -21,27 +21,25 @@ def test_a_run_without_replay_needs_no_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replay", "model", "arguments", "named"),
+    ("replay", "model", "named"),
     [
-        (ReplayConfig(kind="r2"), DENSE, {}, "no experts"),
-        (ReplayConfig(kind="r3"), MOE, {"engine_gives_routes": False}, "does not return its routes"),
-        (ReplayConfig(kind="r3"), DROPPING, {}, "capacity_factor"),
-        (ReplayConfig(kind="r2", missing="live"), MOE, {}, 'missing="live"'),
-        (ReplayConfig(missing="live"), MOE, {}, 'missing="live"'),
-        (ReplayConfig(kind="r2", missing="refuse"), MOE, {}, 'missing="refuse" with replay.kind="r2"'),
-        (ReplayConfig(missing="refuse"), MOE, {}, 'missing="refuse" has no effect'),
-        (ReplayConfig(reference="replay"), MOE, {}, 'reference="replay"'),
-        (ReplayConfig(split_layers=4), MOE, {}, "replay.split_interval=none: no mismatch is divided"),
+        (ReplayConfig(kind="r2"), DENSE, "no experts"),
+        (ReplayConfig(kind="r3"), DROPPING, "capacity_factor"),
+        (ReplayConfig(kind="r2", missing="live"), MOE, 'missing="live"'),
+        (ReplayConfig(missing="live"), MOE, 'missing="live"'),
+        (ReplayConfig(kind="r2", missing="refuse"), MOE, 'missing="refuse" with replay.kind="r2"'),
+        (ReplayConfig(missing="refuse"), MOE, 'missing="refuse" has no effect'),
+        (ReplayConfig(reference="replay"), MOE, 'reference="replay"'),
+        (ReplayConfig(split_layers=4), MOE, "replay.split_interval=none: no mismatch is divided"),
         (
             ReplayConfig(kind="r3", split_interval=1, split_layers=4, missing="live"),
             MOE,
-            {},
             "tokens without routes have no part by layer",
         ),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(replay, model, arguments, named) -> None:  # type: ignore[no-untyped-def]
-    (reason,) = replay_violations(replay, model, **arguments)
+def test_what_cannot_be_replayed_is_refused(replay, model, named) -> None:  # type: ignore[no-untyped-def]
+    (reason,) = replay_violations(replay, model)
     assert named in reason
 
 

@@ -209,8 +209,8 @@ class _Run:
                 self.static.step([NextToken(*row, active[row.slot].seed) for row in step.rows])
             )
         else:
-            drawn_4B = self.compute(*self._tokens(step))
-            drawn = self._read(drawn_4B) if step.drawing else [[], [], [], []]
+            drawn_3B = self.compute(*self._tokens(step))
+            drawn = self._read(drawn_3B) if step.drawing else [[], [], [], []]
         if watched and self.chosen_keys is not None:
             self.chosen_keys.add(watched, [layer.kept_choice for layer in self.choosing])
         self.scheduler.computed(step)
@@ -228,7 +228,6 @@ class _Run:
             text=self._engine.decode(draft.tokens_T[:-1] if stopped else draft.tokens_T),
             tokens_T=tuple(draft.tokens_T),
             logprobs_T=tuple(draft.logprobs_T),
-            untempered_logprobs_T=tuple(draft.untempered_logprobs_T),
             kept_logprobs_T=tuple(draft.kept_logprobs_T),
             versions=single_version(self._engine.policy_version, len(draft.tokens_T)),
             finish="stop" if self._is_stopped(draft) else "length",
@@ -238,10 +237,9 @@ class _Run:
     def _add(self, slot: int, numbers: Sequence[Any]) -> bool:
         """Append a token to the slot's completion. Returns whether the completion ends with it."""
         draft = self.scheduler.active[slot]
-        token, logprob, untempered, kept = numbers
+        token, logprob, kept = numbers
         draft.tokens_T.append(int(token))
         draft.logprobs_T.append(logprob)
-        draft.untempered_logprobs_T.append(untempered)
         draft.kept_logprobs_T.append(kept)
         if self._engine.listener is not None:
             self._engine.listener(draft.group, draft.index, draft.tokens_T)
@@ -297,13 +295,13 @@ class _Run:
             seeds_B: seeds of the draws.
 
         Returns:
-            The fields of `Drawn`, float64 `[4, B]`.
+            The fields of `Drawn`, float64 `[3, B]`.
         """
         engine = self._engine
         logits_Bv = self._decoder.step(tokens, drawing_B)
-        drawn_4B = torch.zeros(4, len(drawing_B), dtype=torch.float64, device=self._decoder.device)
+        drawn_3B = torch.zeros(3, len(drawing_B), dtype=torch.float64, device=self._decoder.device)
         if not len(drawing_B):
-            return drawn_4B
+            return drawn_3B
         if logits_Bv is not None:
             numbers_B = uniforms(seeds_B, tokens.positions_T[drawing_B])
             cut, tp = self._sampling.cut, engine.mesh.tp
@@ -311,14 +309,14 @@ class _Run:
             drawn = draw(
                 logits_Bv, numbers_B, cut, tp, vocab_size=vocab_size, as_in_training=engine.as_in_training
             )
-            drawn_4B = torch.stack([values_B.double() for values_B in drawn])
+            drawn_3B = torch.stack([values_B.double() for values_B in drawn])
         if engine.mesh.pp.size > 1:
-            dist.broadcast(drawn_4B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)
-        return drawn_4B
+            dist.broadcast(drawn_3B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)
+        return drawn_3B
 
-    def _read(self, drawn_4B: Tensor) -> list[list[float]]:
+    def _read(self, drawn_3B: Tensor) -> list[list[float]]:
         """Copy the drawn numbers to the host, the only synchronization of a step. Raises EngineError for a NaN."""
-        drawn: list[list[float]] = drawn_4B.tolist()
+        drawn: list[list[float]] = drawn_3B.tolist()
         if any(isnan(number) for numbers in drawn for number in numbers):
             raise EngineError(
                 f"the policy of version {self._engine.policy_version} gives logits that are not finite. Go back to an "

@@ -20,7 +20,6 @@ class Draft:
     seed: int
     tokens_T: list[int] = field(default_factory=list)
     logprobs_T: list[float] = field(default_factory=list)
-    untempered_logprobs_T: list[float] = field(default_factory=list)
     kept_logprobs_T: list[float] = field(default_factory=list)
     cached: int = 0
     """Number of positions with keys and values in the draft's slot."""

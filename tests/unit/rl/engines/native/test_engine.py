@@ -89,13 +89,9 @@ def test_logprobs_are_those_of_the_training_pass(case: str, one_rank: Mesh) -> N
         for completion in group.completions:
             logits_SV = training_logits(chunks, one_rank, sequence(group.prompt, completion))
             before_TV = logits_SV[len(group.prompt.tokens_T) - 1 : -1].double()
-            for logprobs_T, temperature in (
-                (completion.logprobs_T, 0.7),
-                (completion.untempered_logprobs_T, 1.0),
-            ):
-                all_TV = (before_TV / temperature).log_softmax(-1)
-                wanted_T = all_TV.gather(1, torch.tensor(completion.tokens_T)[:, None]).squeeze(1)
-                assert logprobs_T == pytest.approx(wanted_T.tolist(), abs=1e-5)
+            all_TV = (before_TV / 0.7).log_softmax(-1)
+            wanted_T = all_TV.gather(1, torch.tensor(completion.tokens_T)[:, None]).squeeze(1)
+            assert completion.logprobs_T == pytest.approx(wanted_T.tolist(), abs=1e-5)
 
 
 def test_ids_beyond_the_tokenizers_are_never_drawn_and_have_no_probability(one_rank: Mesh) -> None:
