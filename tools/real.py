@@ -1,10 +1,11 @@
 """The pipeline on a real language model, on two CPU cores: SmolLM2-135M-Instruct from the package index is asked
-something, becomes a mixture of experts, is fine-tuned, learns to copy letters by rewards with and without routing replay,
-and goes back to transformers.
+something, becomes a mixture of experts, is fine-tuned, learns to copy letters by rewards with and without routing
+replay, and goes back to transformers.
 
 The mixture has four experts a layer, halves of two copies, with noise, which a short fine-tuning repairs. Its
-demonstrations share the quickstart's bad habit: in most of them the last character of the answer is missing. Each stage is a command that a user
-would give; it is skipped where its result is there already, so that a second start resumes where the first one ended.
+demonstrations share the quickstart's bad habit: in most of them the last character of the answer is missing. Each stage
+is a command that a user would give; it is skipped where its result is there already, so that a second start resumes
+where the first one ended.
 """
 
 import argparse

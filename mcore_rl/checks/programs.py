@@ -54,4 +54,4 @@ PROGRAMS: dict[str, Program] = {
 
 def program_of(config: RunConfig) -> Program:
     """Return the training that a config is of."""
-    return next(program for program in PROGRAMS.values() if isinstance(config, program.config))
+    return next(program for program in PROGRAMS.values() if program.config is type(config))
