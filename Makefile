@@ -5,12 +5,11 @@
 # quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning
 # real       the same pipeline on SmolLM2-135M-Instruct, which a package has (93 MB are downloaded): docs/real_model.md
 # test       every promise, on representative meshes
-# test-all   the full matrices too; MATRIX=0, 1 or 2 is a third of them
-# test-unit, test-parallel, test-e2e   a folder of them; MATRIX=all, 0, 1 or 2 as above
+# test-all   the full matrices too
+# test-unit, test-parallel, test-e2e, test-docs   a folder of them; MATRIX=all, or a share of it: MATRIX=0
 # ci-NAME    a job of continuous integration, with its limit of time: lint unit parallel e2e slurm sandbox docs wheel
 #            report site core-3.12; .ci/run runs all of them
-# test-core  what enters Megatron, and so depends on its version (tests/core.txt)
-#            CELLS=0, 1 or 2: of each parametrised test the first cell and a third of the others
+# test-core  what enters Megatron, and so depends on its version (tests/core.txt); CELLS=all, or a share of it: CELLS=0
 # test-wheel  the built wheel, in an environment without the repository
 # docs       the site of docs/, in build/site, strictly: a link that leads nowhere is an error; SERVE=1 serves it while
 #            pages change. It installs Zensical, the successor of Material for MkDocs, into .venv.
@@ -33,7 +32,9 @@ PYTHON_IN_VENV := $(VENV)/bin/python
 READY := $(VENV)/.installed
 VENV_TE := .venv-te
 MATRIX := representative
-CELLS := all
+CELLS := representative
+# Processes of pytest-xdist; .ci/run, which runs jobs side by side, takes none, and each job collects its tests once.
+WORKERS ?= 2
 DEVICE := cuda
 
 # Images for containers set it, and then every process of the tests compiles the package, and pytest all assertions, anew.
@@ -51,19 +52,19 @@ real: $(READY)
 test-all: MATRIX := all
 
 test test-all: $(READY)
-	$(PYTHON_IN_VENV) -m pytest -n 2 --matrix=$(MATRIX)
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --matrix=$(MATRIX)
 
 test-core: $(READY)
-	$(PYTHON_IN_VENV) -m pytest -n 2 --cells=$(CELLS) @tests/core.txt
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --matrix=$(CELLS) --by-file @tests/core.txt
 
 test-unit: $(READY)
-	$(PYTHON_IN_VENV) -m pytest -n 2 --matrix=$(MATRIX) tests/style tests/unit
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --matrix=$(MATRIX) tests/style tests/unit
 
 test-parallel test-e2e: test-%: $(READY)
 	$(PYTHON_IN_VENV) -m pytest --matrix=$(MATRIX) tests/$*
 
 test-docs: $(READY)
-	$(PYTHON_IN_VENV) -m pytest tests/docs --durations=0
+	$(PYTHON_IN_VENV) -m pytest --matrix=$(MATRIX) tests/docs --durations=0
 
 docs: $(READY)
 	$(PYTHON_IN_VENV) -c "import mkdocstrings_handlers.python, zensical" || \

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 import zlib
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -20,7 +19,8 @@ WITH_RANKS = ("tests/parallel/", "tests/e2e/")
 """Folders whose tests start ranks; the tests of each keep to one process of pytest-xdist."""
 WITH_CLUSTERS = "tests/slurm/"
 """The folder of which each process of pytest-xdist has a cluster, and each file is for one process."""
-SHARDS = 3
+SHARES = 6
+"""Shares into which tests are dealt, of which a run of CI takes one; .ci/job reads the number here."""
 RUNNING: dict[str, float] = {}
 """When each test began that runs now, here or in the processes of pytest-xdist, by time.monotonic()."""
 
@@ -28,21 +28,26 @@ RUNNING: dict[str, float] = {}
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--matrix",
-        choices=["representative", "all", *map(str, range(SHARDS))],
+        choices=["representative", "all", *map(str, range(SHARES))],
         default="representative",
-        help="cells of tests marked as a matrix: those that the mark names, all, or these and a third of the others",
+        help="what runs: of a matrix the cells that its mark names, and every other test; all; or a share, with the "
+        "first cell that a mark names, and at least one cell of every test, and in tests/parallel and tests/e2e one "
+        "test of every file",
     )
     parser.addoption(
-        "--cells",
-        choices=["all", *map(str, range(SHARDS))],
-        default="all",
-        help="cells of every parametrised test: all, or the first and a third of the others",
+        "--by-file",
+        action="store_true",
+        help="a share has one test of every file, as of those in tests/parallel",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "matrix(*ids): of its parametrisation these always run, the others with --matrix"
+        "markers", "matrix(*ids): of its parametrisation these run by default, the others with --matrix"
+    )
+    config.addinivalue_line(
+        "markers",
+        "dealt(name): costly tests of one kind, wherever they are, of which a share has at least one",
     )
     _show_what_hangs(hasattr(config, "workerinput"))
 
@@ -70,16 +75,14 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cells that are not asked for. Those whose name or function is an argument always run."""
-    which, third = config.getoption("matrix"), config.getoption("cells")
+    """Leave out the tests that are not asked for. Those that an argument names, or their function, always run."""
     _assert_cells_exist(items)
     named = {argument for argument in config.args if "::" in argument}
-    left_out = [item for item in items if not (_is_wanted(item, which) or item.nodeid in named)]
-    if third != "all":
-        left_out += _beyond_a_third([item for item in items if item not in set(left_out)], int(third), named)
-    if left_out:
+    wanted = _chosen(items, config.getoption("matrix"), config.getoption("by_file"))
+    wanted |= {item for item in items if {_function(item), item.nodeid} & named}
+    if left_out := [item for item in items if item not in wanted]:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = [item for item in items if item in wanted]
 
 
 def pytest_collection_finish() -> None:
@@ -90,14 +93,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _draws_of_its_own() -> None:
-    """Seed each test alike: its draws do not depend on the tests before it, which differ with the third of a matrix."""
+    """Seed each test alike: its draws do not depend on the tests before it, which differ with the share that runs."""
     random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 
 
 def _assert_cells_exist(items: list[pytest.Item]) -> None:
-    """A cell that always runs would be lost with its name, silently. Functions of which one cell was asked for pass."""
+    """A cell of a mark would be lost with its name, silently. Functions of which one cell was asked for pass."""
     cells: dict[str, set[str]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
@@ -113,26 +116,34 @@ def _assert_cells_exist(items: list[pytest.Item]) -> None:
             )
 
 
-def _is_wanted(item: pytest.Item, which: str) -> bool:
-    mark = item.get_closest_marker("matrix")
-    if mark is None or which == "all":
-        return True
-    assert isinstance(item, pytest.Function)
-    cell = item.callspec.id
-    shard = None if which == "representative" else int(which)
-    return cell in mark.args or zlib.crc32(item.nodeid.encode()) % SHARDS == shard
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
-def _beyond_a_third(items: list[pytest.Item], third: int, named: set[str]) -> list[pytest.Item]:
-    """Return the cells of each function that are neither its first nor of this third."""
-    left_out, cells = [], Counter[str]()
+def _chosen(items: list[pytest.Item], which: str, by_file: bool = False) -> set[pytest.Item]:
+    """Return the tests that `which` of --matrix asks for; of a share, at least one of those that are dealt together."""
+    if which == "all":
+        return set(items)
+    marks = {item: item.get_closest_marker("matrix") for item in items}
+    cells = {item: item.nodeid.partition("[")[2].removesuffix("]") for item in items}
+    if which == "representative":
+        return {item for item, mark in marks.items() if mark is None or cells[item] in mark.args}
+    chosen = {item for item, mark in marks.items() if mark is not None and cells[item] in mark.args[:1]}
+    dealt: dict[str, list[pytest.Item]] = {}
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        cell = cells[function]
-        cells[function] += 1
-        if cell and cell % SHARDS != third and not {function, item.nodeid} & named:
-            left_out.append(item)
-    return left_out
+        if mark := item.get_closest_marker("dealt"):
+            together = str(mark.args[0])
+        elif by_file or item.nodeid.startswith(WITH_RANKS):
+            together = item.nodeid.partition("::")[0]
+        else:
+            together = _function(item)
+        dealt.setdefault(together, []).append(item)
+    for together, tests in dealt.items():
+        others = [test for test in tests if test not in chosen]
+        # Dealt alike, all pairs would have their second test in the same share.
+        first = (int(which) + zlib.crc32(together.encode())) % SHARES
+        chosen.update(others[first if len(others) < len(tests) else first % len(others) :: SHARES])
+    return chosen
 
 
 @pytest.hookimpl(optionalhook=True)

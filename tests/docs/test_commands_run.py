@@ -114,6 +114,7 @@ def test_the_pipeline_of_a_real_model_runs_on_a_tiny_one(warm: Path, tmp_path: P
     assert "<html" in (tmp_path / "report.html").read_text()[:200]
 
 
+@pytest.mark.matrix(*(pages[0] for pages in GROUPS))
 @pytest.mark.parametrize("pages", GROUPS, ids=lambda pages: pages[0])
 def test_commands_do_what_the_page_says(
     pages: tuple[str, ...], warm: Path, quickstart: Path, tmp_path: Path

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.conftest import SHARES, _chosen
 from tests.documented import ROOT
 
 JOB = ROOT / ".ci/job"
@@ -106,7 +108,7 @@ def test_a_job_that_is_done_leaves_nothing_running_and_keeps_its_status(job, tmp
     assert not is_running(left_by(tmp_path))
 
 
-def test_variables_choose_the_cells_and_the_line_says_so(job):
+def test_variables_choose_the_share_and_the_line_says_so(job):
     process = job('echo "target $*"', "parallel", MATRIX="all")
     output, _ = process.communicate(timeout=60)
     assert "MATRIX=all" in output
@@ -114,11 +116,12 @@ def test_variables_choose_the_cells_and_the_line_says_so(job):
     assert "target test-parallel MATRIX=all\n" in output
 
 
-def test_the_cells_follow_from_the_files_changed_since_the_last_tag(tmp_path):
-    """Without a tag, or without git, the tree decides; where no file that a cell depends on has changed, few run."""
-    for name in (".ci", "mcore_rl", "docs", "bin"):
+def test_the_share_follows_from_the_files_changed_since_the_last_tag(tmp_path):
+    """Without a tag, or without git, the tree decides; where no file that a test depends on has changed, the first."""
+    for name in (".ci", "mcore_rl", "launch", "tests", "bin"):
         (tmp_path / name).mkdir()
     shutil.copy(JOB, tmp_path / ".ci/job")
+    (tmp_path / "tests/conftest.py").write_text("SHARES = 4\n")
     (tmp_path / "bin/make").write_text("#!/bin/sh\n")
     (tmp_path / "bin/make").chmod(0o755)
     own = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
@@ -141,15 +144,71 @@ def test_the_cells_follow_from_the_files_changed_since_the_last_tag(tmp_path):
     commit("mcore_rl/a.py", "1")
     assert "no tag in this checkout" in run(".ci/job", "parallel")
     run("git", "tag", "v1")
-    commit("docs/a.md", "2")
+    commit("launch/a.toml", "2")
     line = run(".ci/job", "parallel")
-    assert "MATRIX=representative CELLS=0 " in line and "has changed since v1" in line
+    assert "MATRIX=0 CELLS=0 " in line and "no file that a test depends on has changed since v1" in line
     commit("mcore_rl/a.py", "3")
     line = run(".ci/job", "parallel")
-    assert (
-        re.search(r"MATRIX=([012]) CELLS=\1 ", line) and "by the 1 files that have changed since v1" in line
-    )
+    found = re.search(r"MATRIX=([0123]) CELLS=\1 \(a share of 4 is 0 to 3; every test is all\): (.*)", line)
+    assert found and found[2] == "by the 1 files that have changed since v1"
     assert run(".ci/job", "parallel").splitlines()[0] == line.splitlines()[0]
+
+
+class Item:
+    """What the choice reads of a test."""
+
+    def __init__(self, nodeid, *named, **marks):
+        self.nodeid, self.marks = nodeid, marks
+        if named:
+            self.marks["matrix"] = named
+
+    def get_closest_marker(self, name):
+        return getattr(pytest.mark, name)(*self.marks[name]).mark if name in self.marks else None
+
+
+@pytest.fixture
+def items():
+    """A matrix, tests of many cells and of two, and one of its own, in a folder of each kind."""
+    return [
+        Item(f"tests/{folder}/test_{file}.py::{name}", *named)
+        for folder in ("unit", "parallel")
+        for file in "abcdefgh"
+        for name, named in [
+            *((f"test_matrix[{cell}]", ("b", "c")) for cell in "abcdefghij"),
+            *((f"test_many[{cell}]", ()) for cell in range(20)),
+            *((f"test_two[{cell}]", ()) for cell in range(2)),
+            ("test_alone", ()),
+        ]
+    ]
+
+
+def test_all_and_representative_are_whole_but_for_cells_of_a_matrix(items):
+    assert _chosen(items, "all") == set(items)
+    left_out = {item.nodeid.partition("::")[2] for item in set(items) - _chosen(items, "representative")}
+    assert left_out == {f"test_matrix[{cell}]" for cell in "adefghij"}
+
+
+def test_the_shares_are_together_all_and_each_has_something_of_every_test_or_file(items):
+    shares = [_chosen(items, str(share)) for share in range(SHARES)]
+    assert set.union(*shares) == set(items)
+    for share in shares:
+        assert sum(item.nodeid.endswith("test_matrix[b]") for item in share) == 16
+        functions = Counter(item.nodeid.partition("[")[0] for item in share if "tests/unit/" in item.nodeid)
+        assert len(functions) == 8 * 4
+        assert {functions[f"tests/unit/test_{file}.py::test_two"] for file in "abcdefgh"} == {1}
+        # Of 33 tests of a file its one named cell, and a share of 32.
+        files = Counter(item.nodeid.partition("::")[0] for item in share if "tests/parallel/" in item.nodeid)
+        assert len(files) == 8 and set(files.values()) <= {1 + 32 // SHARES, 2 + 32 // SHARES}
+
+
+def test_of_costly_tests_of_one_kind_a_share_has_at_least_one(items):
+    kind = [Item(f"tests/{folder}/test_{folder}.py::test_one", dealt=("cold",)) for folder in ("unit", "e2e")]
+    shares = [_chosen(items + kind, str(share)) for share in range(SHARES)]
+    assert {len(share & set(kind)) for share in shares} == {1}
+    assert set.union(*shares) >= set(kind)
+    files = [_chosen(items, str(share), by_file=True) for share in range(SHARES)]
+    counts = {sum(item.nodeid.startswith("tests/unit/test_a.py") for item in share) for share in files}
+    assert counts <= {1 + 32 // SHARES, 2 + 32 // SHARES}
 
 
 def test_tests_that_hang_are_named_with_their_stacks(tmp_path):
