@@ -55,7 +55,7 @@ test test-all: $(READY)
 	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --matrix=$(MATRIX)
 
 test-core: $(READY)
-	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --matrix=$(CELLS) --by-file @tests/core.txt
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --matrix=$(CELLS) @tests/core.txt
 
 test-unit: $(READY)
 	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --matrix=$(MATRIX) tests/style tests/unit

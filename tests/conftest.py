@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,16 @@ WITH_RANKS = ("tests/parallel/", "tests/e2e/")
 """Folders whose tests start ranks; the tests of each keep to one process of pytest-xdist."""
 WITH_CLUSTERS = "tests/slurm/"
 """The folder of which each process of pytest-xdist has a cluster, and each file is for one process."""
-SHARES = 6
+TAKE_SECONDS = (
+    *WITH_RANKS,
+    *(
+        f"tests/unit/{folder}/"
+        for folder in ("backend", "bench", "convert", "folders", "launch", "planner", "run", "train")
+    ),
+    *Path(__file__).with_name("core.txt").read_text().split(),  # what enters Megatron
+)
+"""Folders, files and single tests that are dealt by the file: many compute for seconds, or start programs."""
+SHARES = 9
 """Shares into which tests are dealt, of which a run of CI takes one; .ci/job reads the number here."""
 RUNNING: dict[str, float] = {}
 """When each test began that runs now, here or in the processes of pytest-xdist, by time.monotonic()."""
@@ -31,13 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["representative", "all", *map(str, range(SHARES))],
         default="representative",
         help="what runs: of a matrix the cells that its mark names, and every other test; all; or a share, with the "
-        "first cell that a mark names, and at least one cell of every test, and in tests/parallel and tests/e2e one "
-        "test of every file",
-    )
-    parser.addoption(
-        "--by-file",
-        action="store_true",
-        help="a share has one test of every file, as of those in tests/parallel",
+        "first cell that a mark names, and at least one cell of every test, and of those that take seconds one test "
+        "of every file",
     )
 
 
@@ -75,11 +80,14 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that are not asked for. Those that an argument names, or their function, always run."""
+    """Leave out the tests that are not asked for. Those whose name or function is an argument run, unless it is for a
+    share, into which those of tests/core.txt are dealt too.
+    """
     _assert_cells_exist(items)
-    named = {argument for argument in config.args if "::" in argument}
-    wanted = _chosen(items, config.getoption("matrix"), config.getoption("by_file"))
-    wanted |= {item for item in items if {_function(item), item.nodeid} & named}
+    which = config.getoption("matrix")
+    wanted = _chosen(items, which)
+    if not which.isdecimal():
+        wanted |= {item for item in items if {_function(item), item.nodeid} & set(config.args)}
     if left_out := [item for item in items if item not in wanted]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in wanted]
@@ -120,7 +128,7 @@ def _function(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def _chosen(items: list[pytest.Item], which: str, by_file: bool = False) -> set[pytest.Item]:
+def _chosen(items: list[pytest.Item], which: str) -> set[pytest.Item]:
     """Return the tests that `which` of --matrix asks for; of a share, at least one of those that are dealt together."""
     if which == "all":
         return set(items)
@@ -133,7 +141,7 @@ def _chosen(items: list[pytest.Item], which: str, by_file: bool = False) -> set[
     for item in items:
         if mark := item.get_closest_marker("dealt"):
             together = str(mark.args[0])
-        elif by_file or item.nodeid.startswith(WITH_RANKS):
+        elif item.nodeid.startswith(TAKE_SECONDS):
             together = item.nodeid.partition("::")[0]
         else:
             together = _function(item)
