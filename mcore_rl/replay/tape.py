@@ -243,6 +243,15 @@ class RoutingTape:
             self.disjoint_by_sample = self._disjoint_by_sample()
         return totals.metrics(name, self._cache.top_k, compares=self._compares)
 
+    def changed_tokens(self) -> Iterator[tuple[int, int]]:
+        """Yield (sample, position) of this rank's tokens with a changed choice in a layer of this rank."""
+        for microbatch in self._microbatches:
+            if self._compares and microbatch.is_changed_t is not None:
+                tokens, is_changed_t = microbatch.tokens, microbatch.is_changed_t.cpu()
+                of_changed = (tokens.sample_index_t[is_changed_t], tokens.position_t[is_changed_t])
+                for index, position in zip(*(column.tolist() for column in of_changed), strict=True):
+                    yield tokens.samples[index], position
+
     def _prepared(self, tokens: LocalTokens) -> TapeMicrobatch:
         locations = self._compared_cache.locate(self._version, tokens)
         return TapeMicrobatch(

@@ -1,7 +1,8 @@
 """Reinforcement learning: generate and score completions, update the policy, and update the engine's weights."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.router_load import RouterLoad
@@ -14,6 +15,7 @@ from mcore_rl.plan.flops import train_flops_by_length
 from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
 from mcore_rl.rl.passes.batch import Minibatch
 from mcore_rl.rl.passes.policy_routes import RefusedCompletionsError
+from mcore_rl.rl.passes.trace import TokenTrace
 from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_interval, evaluation_metrics
 from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts
 from mcore_rl.rl.rollouts.samples import gather_samples, table_lines, write_samples
@@ -72,7 +74,8 @@ class RlTrainer(Trainer):
         # Prompts, a group of completions for each prompt, and their rewards. The cursor moves past the prompts.
         rollout = self.rollouts.take(progress.consumed_prompts)
         progress.consumed_prompts += rollout.num_prompts
-        self._log_samples(rollout)
+        step, samples = progress.step, self._log_samples(rollout)
+        self.learner.routes.trace = None if samples is None else TokenTrace(rollout.rewards_PG.shape[1])
         if rollout.truncation_warning and not self._was_truncated:
             self.log.message(rollout.truncation_warning)
         self._was_truncated = rollout.truncation_warning is not None
@@ -81,11 +84,13 @@ class RlTrainer(Trainer):
         while True:
             try:
                 self._learn_from(rollout, start_s)
-                return
+                break
             except RefusedCompletionsError as refused:
                 # No update has been made yet: repeat all passes over the batch without the refused completions.
                 self._log_lines([f"warning: left out: {reason}" for reason in refused.reasons.values()])
                 rollout = rollout.without(refused.reasons)
+        if samples is not None:
+            self._add_trace(rollout, step, samples)
 
     def _learn_from(self, rollout: Rollout, start_s: float) -> None:
         """Run the passes and updates of a rollout batch that began at `start_s`, and update the engine's weights.
@@ -176,17 +181,31 @@ class RlTrainer(Trainer):
         for line in lines:
             self.log.message(line)
 
-    def _log_samples(self, rollout: Rollout) -> None:
-        """Write the samples of every `rl.samples.interval`-th rollout batch to a file, and some of them to the log."""
+    def _log_samples(self, rollout: Rollout) -> Sequence[Mapping[str, Any]] | None:
+        """Write the samples of every `rl.samples.interval`-th rollout batch to a file, and some of them to the log.
+
+        Returns:
+            The samples, on rank 0; None if this is another rollout batch.
+        """
         config, step = self.config.rl.samples, self.state.progress.step
         if not config.interval or step // self.config.updates_per_rollout % config.interval:
-            return
+            return None
         samples = gather_samples(rollout, self.state.mesh)
         if self.state.platform.rank == 0 and samples:
             write_samples(self.folder.path / "samples", step, samples)
             self.log.samples(samples)
             for line in table_lines(samples, config.shown):
                 self.log.message(line)
+        return samples
+
+    def _add_trace(self, rollout: Rollout, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Collective over the world: add tokens with their ratios to the samples written before the updates."""
+        trace, self.learner.routes.trace = self.learner.routes.trace, None
+        assert trace is not None
+        fields = trace.gathered(rollout, self.rollouts.engine.decode, self.state.mesh)
+        if fields:
+            traced = [{**sample, **fields.get(index, {})} for index, sample in enumerate(samples)]
+            write_samples(self.folder.path / "samples", step, traced)
 
     def _update_metrics(self, minibatch: Minibatch, report: StepReport, update_s: float) -> Iterator[Metric]:
         """Yield the metrics of an optimizer step."""

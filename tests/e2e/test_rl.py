@@ -3,9 +3,12 @@
 import json
 import shutil
 import signal
+import statistics
 import string
+from collections.abc import Sequence
 from math import exp
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -172,6 +175,25 @@ def test_attention_over_chosen_keys_learns_and_training_chooses_the_keys_of_the_
     assert_emitted("rl with an indexer", tmp_path / "rl")
 
 
+def assert_traced(samples: Sequence[dict[str, Any]], updates: Sequence[dict[str, float]]) -> None:
+    """All samples of a rollout batch have their tokens, with the ratios and advantages of its two updates."""
+    for group in (samples[start : start + 8] for start in range(0, len(samples), 8)):
+        rewards = [sample["reward"] for sample in group]
+        centered = [reward - statistics.fmean(rewards) for reward in rewards]
+        spread = statistics.stdev(rewards) or 1.0
+        assert [sample["advantage"] for sample in group] == pytest.approx(
+            [number / spread for number in centered], abs=1e-3
+        )
+    for sample in samples:
+        assert "".join(sample["pieces"]).removesuffix("<end>") == sample["completion"]
+        assert len(sample["pieces"]) == len(sample["log_ratios"]) == sample["tokens"]
+        assert all(index < sample["tokens"] for index in sample["changed_routes"]["routes"])
+    ratios = [ratio for sample in samples for ratio in sample["log_ratios"]]
+    # Engine and trainer agree to 1e-4 here, so that these are the ratios to the old policy, 1 in an on-policy update.
+    assert max(ratios) == pytest.approx(max(update["policy/log_ratio_max"] for update in updates), abs=3e-4)
+    assert min(ratios) == pytest.approx(min(update["policy/log_ratio_min"] for update in updates), abs=3e-4)
+
+
 def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Path, tmp_path: Path) -> None:
     straight = run_main("mcore_rl.run.programs.rl", [rl_file, "checkpoint.interval=none"], 2)
     assert straight.returncode == 0, straight.stderr
@@ -185,6 +207,8 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
     assert {"prompt", "completion", "answer", "reward", "policy_version", "versions"} <= json.loads(
         samples[0]
     ).keys()
+    ratios = computed(tmp_path / "rl", ("policy/log_ratio_max", "policy/log_ratio_min"))
+    assert_traced([json.loads(line) for line in samples], [ratios[11], ratios[12]])
 
     run_dir = tmp_path / "broken"
     words = [rl_file, f"run_dir={run_dir}"]

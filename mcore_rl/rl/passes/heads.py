@@ -132,6 +132,7 @@ class PolicyHead(ReadsDeferredLogits):
         mesh: Mesh,
         objective: Objective,
         router_shift: Callable[[], Tensor] | None = None,
+        trace: Callable[[PolicyMicrobatch, Tensor], None] | None = None,
     ) -> None:
         """Prepare the head.
 
@@ -140,11 +141,13 @@ class PolicyHead(ReadsDeferredLogits):
             mesh: the mesh.
             objective: the terms of the loss.
             router_shift: returns the router-shift ratio `[T]` of the next microbatch at each call; None: it is 1.
+            trace: takes each microbatch with its logprobs `[T]`, to show some of them; None: nothing is shown.
         """
         self._logprobs = logprobs
         self._mesh = mesh
         self._objective = objective
         self._router_shift = router_shift
+        self._trace = trace
 
     def count(self, microbatch: PolicyMicrobatch) -> Tensor:
         """Return the number of trained tokens."""
@@ -172,6 +175,8 @@ class PolicyHead(ReadsDeferredLogits):
             teacher_kl_T=self._logprobs.teacher_kl(microbatch, output),
             is_stale_T=microbatch.is_stale_T,
         )
+        if self._trace is not None:
+            self._trace(microbatch, logprobs_T)
         loss = policy_loss(tokens, self._objective, self._mesh.cp)
         maxima = {MAX + name: value.detach() for name, value in loss.maxima.items()}
         outputs = loss.sums | maxima | signal_of(logprobs_T)

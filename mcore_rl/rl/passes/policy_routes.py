@@ -24,6 +24,7 @@ from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.rl.objectives.router_shift import RouterShift
 from mcore_rl.rl.passes.batch import PolicyMicrobatch
+from mcore_rl.rl.passes.trace import TokenTrace
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Prompt
 from mcore_rl.train.state import TrainState
@@ -71,6 +72,8 @@ class PolicyRoutes:
         self._limit = DisagreementLimit(replay, model.moe.top_k, state.progress.disagreement_limits)
         self.stale = StaleRoutes(model.moe.top_k)
         """Agreement of the engine's routes with live routes, for stale tokens and for current tokens."""
+        self.trace: TokenTrace | None = None
+        """Takes changed routes and ratios of single tokens; None: this rollout batch is not traced."""
         self._version = 0
         # A critic learns before the policy's first update, which is then too late to leave completions out.
         is_late = isinstance(rl.advantage, GaeAdvantage) and not self._is_recorded
@@ -356,6 +359,8 @@ class PolicyRoutes:
             self._compared.append(tape.totals)
             self._faulty |= self._limit.problems_of_samples(tape.disjoint_by_sample)
         self._metrics += metrics if name else []
+        if self.trace is not None and name:
+            self.trace.add_changed(name, tape.changed_tokens())
 
 
 def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool = False) -> MicrobatchLayout:

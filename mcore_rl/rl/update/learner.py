@@ -212,6 +212,7 @@ class Learner:
             self.state.mesh,
             objective,
             None if minibatch.is_on_policy else self.routes.next_router_shift,
+            None if self.routes.trace is None else self.routes.trace.add_update,
         )
         mixed: Sequence[PolicyMicrobatch | LocalMicrobatch] = microbatches
         for in_update in self._in_update:

@@ -1,0 +1,91 @@
+"""Some completions of a rollout batch token by token, for people to read: ratios, advantages, changed routes."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.passes.batch import PolicyMicrobatch
+from mcore_rl.rl.rollouts.rollout import Rollout
+
+TRACED_GROUPS, TRACED_TOKENS = 4, 1000
+"""Groups of a rollout batch that are traced, its first, and the leading tokens of each of their completions."""
+
+
+class TokenTrace:
+    """Collects on each rank what the passes over a rollout batch compute for single tokens of its first groups.
+
+    Numbers are by (sample, position): a logprob belongs to the token after its position, a route to the token at it.
+    """
+
+    def __init__(self, group_size: int) -> None:
+        """Start without tokens."""
+        self._num_samples = TRACED_GROUPS * group_size
+        self._learned: dict[tuple[int, int], tuple[float, float]] = {}
+        """Log ratio of the policy to the engine's logprob, and advantage, in the last update of the token."""
+        self._changed: dict[str, set[tuple[int, int]]] = defaultdict(set)
+        """Tokens with a changed choice in a layer of this rank, by the first part of the metrics' names."""
+
+    def add_update(self, microbatch: PolicyMicrobatch, logprobs_T: Tensor) -> None:
+        """Add the trained tokens of an update's microbatch, with their logprobs under the policy."""
+        assert microbatch.advantages_T is not None
+        if not microbatch.samples:
+            return
+        sample_T = torch.tensor(microbatch.samples, device=logprobs_T.device)[microbatch.sequence_T]
+        is_traced_T = microbatch.mask_T & (sample_T < self._num_samples)
+        log_ratio_T = logprobs_T.detach() - microbatch.rollout_logprobs_T
+        columns = (sample_T, microbatch.inputs.position_ids_Bs[0], log_ratio_T, microbatch.advantages_T)
+        for sample, position, *numbers in zip(*(x[is_traced_T].tolist() for x in columns), strict=True):
+            self._learned[sample, position] = (numbers[0], numbers[1])
+
+    def add_changed(self, name: str, tokens: Iterable[tuple[int, int]]) -> None:
+        """Add (sample, position) of the tokens with a changed choice in a pass; `name` as in its metrics."""
+        self._changed[name] |= {token for token in tokens if token[0] < self._num_samples}
+
+    def gathered(
+        self, rollout: Rollout, decode: Callable[[Sequence[int]], str], mesh: Mesh
+    ) -> dict[int, dict[str, Any]]:
+        """Collective over the world: return the fields to add to each traced sample, on rank 0; empty elsewhere.
+
+        `pieces` are the texts of the completion's tokens, `log_ratios` belong to them (None: not trained), `advantage`
+        is the mean over the trained tokens, `changed_routes` has the indices of tokens by the comparison's name.
+        """
+        group_size = rollout.rewards_PG.shape[1]
+        pieces = {
+            group_index * group_size + index: [
+                decode([token]) for token in completion.tokens_T[:TRACED_TOKENS]
+            ]
+            for group_index, group in rollout.groups.items()
+            if group_index < TRACED_GROUPS
+            for index, completion in enumerate(group.completions)
+        }
+        own = (pieces, self._learned, dict(self._changed))
+        gathered: list[Any] = [None] * mesh.world.size
+        dist.gather_object(
+            own, gathered if mesh.world.rank == 0 else None, group=mesh.world.group, group_dst=0
+        )
+        if mesh.world.rank:
+            return {}
+        learned = {token: numbers for _, part, _ in gathered for token, numbers in part.items()}
+        names = sorted({name for *_, part in gathered for name in part})
+        changed = {name: set().union(*(part.get(name, ()) for *_, part in gathered)) for name in names}
+        found = {}
+        for sample, texts in sorted({n: x for part, *_ in gathered for n, x in part.items()}.items()):
+            first = rollout.shapes[sample].num_prompt_tokens
+            numbers = [learned.get((sample, first - 1 + index)) for index in range(len(texts))]
+            advantages = [both[1] for both in numbers if both]
+            found[sample] = {
+                "advantage": fmean(advantages) if advantages else None,
+                "pieces": texts,
+                "log_ratios": [None if both is None else round(both[0], 4) for both in numbers],
+                "changed_routes": {
+                    name: [index for index in range(len(texts)) if (sample, first + index) in changed[name]]
+                    for name in names
+                },
+            }
+        return found
