@@ -1,6 +1,7 @@
 """Folders of runs for the tests of the report, written by the code that writes those of real runs."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,11 +130,18 @@ def write_run(folder: Path, config: RunConfig, steps: int, samples: Sequence[int
 
 
 def sample(step: int, problem: str, number: int) -> dict[str, Any]:
+    """A sample as a run writes it after the updates; its words are its tokens."""
+    text = HOSTILE if number == 1 else f"completion {number} of step {step}\nof two lines"
+    pieces = re.findall(r"\s*\S+", text)
     return {
         "problem": problem,
         "prompt": f"prompt {problem} of step {step}: {HOSTILE}",
+        "advantage": number - 1.0,
+        "pieces": pieces,
+        "log_ratios": [None, *(0.3 * math.sin(3 * at + step) ** 3 for at in range(1, len(pieces)))],
+        "changed_routes": {"routes": [2], "rollout_routes": [0] if number == 2 else []},
         "answer": "42",
-        "completion": HOSTILE if number == 1 else f"completion {number}\nof two lines",
+        "completion": text,
         "reward": number / 2,
         "tokens": 7,
         "finish": "length" if number == 0 else "stop",

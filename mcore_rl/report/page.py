@@ -19,8 +19,9 @@ from mcore_rl.report.charts import Chart
 from mcore_rl.report.figures import EXPERTS, LEARNING, SPEED
 from mcore_rl.report.notices import Notice, notices
 from mcore_rl.report.runs import STAGES, RunRecord, Stage, read_runs
-from mcore_rl.report.samples import SampledStep, before_and_after
+from mcore_rl.report.samples import SHADES, SampledStep, before_and_after, last_traced
 
+LIVE = "live.js"
 SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "lines.js", "maps.js", "bars.js", "page.js")
 STYLES = ("vendor/uPlot.min.css", "report.css")
 NUM_COLOURS = 8
@@ -58,6 +59,8 @@ class RunView:
     provenance: list[summary.Detail]
     notices: list[Notice]
     samples: list[SampledStep]
+    traced: SampledStep | None
+    """Samples that are shown token by token."""
     config: str
 
     @property
@@ -77,19 +80,23 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> list[Notice]:
         overwrite=True,
         foreign=lambda path: None if has_mark(path, GENERATOR) else f"is not a page of `{GENERATOR}`",
     )
-    runs = read_runs(run_dirs)
-    views = [_view(run_index, run) for run_index, run in enumerate(runs)]
+    views = views_of(run_dirs)
     write_atomically(output, rendered(views).encode(errors="replace"))
     return [notice for view in views for notice in view.notices]
 
 
-def rendered(views: Sequence[RunView]) -> str:
-    """Return the HTML of the page."""
+def views_of(run_dirs: Sequence[Path]) -> list[RunView]:
+    """Return the runs in the order of the page; DataError for a folder that is not a run."""
+    return [_view(run_index, run) for run_index, run in enumerate(read_runs(run_dirs))]
+
+
+def rendered(views: Sequence[RunView], stamp: str = "") -> str:
+    """Return the HTML of the page; with a stamp, of a page that fetches itself again when its stamp has changed."""
     runs = [view.run for view in views]
     drawn: list[Chart] = []
     overview = _appended(drawn, charts.accuracy_charts(runs))
     stages = [view for stage in STAGES if (view := _stage(stage, runs, drawn))]
-    script = "\n".join(['"use strict";', *(_asset(name) for name in SCRIPTS)])
+    script = "\n".join(['"use strict";', *(_asset(name) for name in (*SCRIPTS, *([LIVE] if stamp else [])))])
     style = "\n".join(map(_asset, STYLES))
     data = {
         "runs": [{"name": view.run.name, "colour": view.colour, "label": view.run.label} for view in views],
@@ -112,7 +119,10 @@ def rendered(views: Sequence[RunView]) -> str:
         stages=stages,
         charts=drawn,
         numbers=summary.numbers(runs),
-        policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
+        stamp=stamp,
+        shades=SHADES,
+        policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}"
+        + ("; connect-src 'self'" if stamp else ""),
         style=Markup(style),
         script=Markup(script),
         data=Markup(script_safe(data)),
@@ -128,6 +138,7 @@ def _view(run_index: int, run: RunRecord) -> RunView:
         provenance=summary.provenance(run),
         notices=notices(run),
         samples=before_and_after(run.path),
+        traced=last_traced(run.path),
         config=(run.path / "config.toml").read_text(encoding="utf-8"),
     )
 

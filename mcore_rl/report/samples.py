@@ -1,8 +1,11 @@
-"""Sampled completions at the start and the end of a run, with their rewards."""
+"""Sampled completions: at the start and the end of a run with what has changed, and the last ones token by token."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -10,6 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 from mcore_rl.errors import escaped
 
 MAX_GROUPS, MAX_COMPLETIONS, MAX_CHARACTERS = 4, 8, 2000
+MAX_TOKENS = 400
+"""Tokens of a completion that are shown one by one."""
+WORD = re.compile(r"^\s+|\w+\s*|[^\w\s]\s*")
+SHADES = (0.01, 0.1, 0.5)
+"""Absolute log ratios from which a token has the first, second and third shade."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +33,46 @@ class _Sample:
     tokens: int
     finish: str
     reasons: dict[str, str] = field(default_factory=dict)
+    advantage: float | None = None
+    pieces: list[str] = field(default_factory=list)
+    log_ratios: list[float | None] = field(default_factory=list)
+    changed_routes: dict[str, list[int]] = field(default_factory=dict)
 
 
 _SAMPLE = TypeAdapter(_Sample)
 
 
 @dataclass(frozen=True, slots=True)
+class ShownToken:
+    """One token of a completion."""
+
+    text: str
+    shade: str
+    """Class of its colour, `up1` to `up3` and `down1` to `down3`; empty for a ratio near 1 or without a ratio."""
+    has_changed_routes: bool
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
 class SampledCompletion:
     """One completion with its reward."""
 
-    text: str
+    parts: tuple[tuple[str, str], ...]
+    """Text in parts, each with its kind: "same", "gone" (not in the completion after) or "new" (not in that before)."""
     reward: float | None
     """Reward; None where a score failed."""
     reason: str
     """Remarks of the reward's parts; empty where there are none."""
     tokens: int
     is_truncated: bool
+    advantage: float | None = None
+    shown: tuple[ShownToken, ...] = ()
+    """First tokens, where the run has recorded them."""
+
+    @property
+    def text(self) -> str:
+        """The completion, shortened."""
+        return "".join(text for _, text in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +102,44 @@ def before_and_after(run_dir: Path) -> list[SampledStep]:
     if not read:
         return []
     common = [problem for problem in read[0] if all(problem in table for table in read)]
-    return [_sampled(table, common) for table in read]
+    steps = [_sampled(table, common) for table in read]
+    return list(_compared(*steps)) if len(steps) == 2 and common else steps
+
+
+def last_traced(run_dir: Path) -> SampledStep | None:
+    """Return the newest samples with recorded tokens, groups without them left out; None where there are none."""
+    files = sorted((run_dir / "samples").glob("step_*.jsonl"))
+    for path in files[:-3:-1]:  # a run adds the tokens to its newest file after the updates
+        table = _read(path)
+        traced = [problem for problem, samples in table.items() if any(sample.pieces for sample in samples)]
+        if traced:
+            return _sampled(table, traced)
+    return None
+
+
+def _compared(before: SampledStep, after: SampledStep) -> tuple[SampledStep, SampledStep]:
+    """Return both steps with the words marked in which the completions of the same prompt and rank differ."""
+    both: tuple[list[SampleGroup], list[SampleGroup]] = ([], [])
+    for old, new in zip(before.groups, after.groups, strict=True):
+        pairs = [word_diff(a.text, b.text) for a, b in zip(old.completions, new.completions, strict=False)]
+        for side, (groups, group) in enumerate(zip(both, (old, new), strict=True)):
+            marked = [
+                replace(one, parts=parts[side]) for one, parts in zip(group.completions, pairs, strict=False)
+            ]
+            rest = group.completions[len(marked) :]
+            groups.append(replace(group, completions=(*marked, *rest)))
+    return replace(before, groups=tuple(both[0])), replace(after, groups=tuple(both[1]))
+
+
+def word_diff(before: str, after: str) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+    """Return both texts in parts (kind, text): "same" in both, "gone" in `before` alone, "new" in `after` alone."""
+    old, new = WORD.findall(before), WORD.findall(after)
+    sides: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
+    for tag, i, j, k, m in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        for side, kind, words in zip(sides, ("gone", "new"), (old[i:j], new[k:m]), strict=True):
+            if words:
+                side.append(("same" if tag == "equal" else kind, "".join(words)))
+    return tuple(sides[0]), tuple(sides[1])
 
 
 def _read(path: Path) -> dict[str, list[_Sample]]:
@@ -95,16 +164,31 @@ def _group(samples: Sequence[_Sample]) -> SampleGroup:
     best_first = sorted(samples, key=lambda sample: (sample.reward is None, -(sample.reward or 0.0)))
     completions = tuple(
         SampledCompletion(
-            text=shortened(sample.completion),
+            parts=(("same", shortened(sample.completion)),),
             reward=sample.reward,
             reason=shortened("; ".join(sample.reasons.values())),
             tokens=sample.tokens,
             is_truncated=sample.finish == "length",
+            advantage=sample.advantage,
+            shown=tuple(_token(sample, index) for index in range(len(sample.pieces[:MAX_TOKENS]))),
         )
         for sample in best_first[:MAX_COMPLETIONS]
     )
     first = samples[0]
     return SampleGroup(shortened(first.prompt), shortened(first.answer or ""), completions)
+
+
+def _token(sample: _Sample, index: int) -> ShownToken:
+    log_ratio = sample.log_ratios[index] if index < len(sample.log_ratios) else None
+    changed = [name for name, indices in sample.changed_routes.items() if index in indices]
+    level = 0 if log_ratio is None else sum(abs(log_ratio) >= least for least in SHADES)
+    ratio = "not trained" if log_ratio is None else f"ratio {math.exp(min(log_ratio, 100.0)):.3g}"
+    return ShownToken(
+        text=escaped(sample.pieces[index]),
+        shade=f"{'up' if (log_ratio or 0.0) > 0 else 'down'}{level}" if level else "",
+        has_changed_routes=bool(changed),
+        title="; ".join([ratio, *(f"changed: {name}" for name in changed)]),
+    )
 
 
 def shortened(text: str) -> str:

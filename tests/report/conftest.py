@@ -69,12 +69,14 @@ def open_page(browser: Browser, report: Path):
     """Opens the report at a size, light or dark."""
     pages: list[Page] = []
 
-    def opened(size: str = "desktop", scheme: str = "light", path: Path = report) -> Opened:
+    def opened(
+        size: str = "desktop", scheme: str = "light", path: Path = report, url: str | None = None
+    ) -> Opened:
         width, height = SIZES[size]
         page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         pages.append(page)
         watched = Opened(page)
-        page.goto(path.as_uri())
+        page.goto(url or path.as_uri())
         return watched
 
     yield opened

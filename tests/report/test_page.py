@@ -18,16 +18,19 @@ TOO_WIDE = """() => [...document.querySelectorAll('body *')].filter(element => {
   return element.getBoundingClientRect().right > document.documentElement.clientWidth + 1;
 }).map(element => element.outerHTML.slice(0, 100))"""
 LUMINANCE = """selector => {
-  const light = text => {
-    const parts = text.match(/[\\d.]+/g).slice(0, 3).map(Number).map(part => part / 255)
+  const parsed = text => text.match(/[\\d.]+/g).map(Number);
+  const light = colour => {
+    const parts = colour.slice(0, 3).map(part => part / 255)
       .map(part => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
   };
   const element = document.querySelector(selector);
-  const back = from => getComputedStyle(from).backgroundColor;
-  let behind = element;
-  while (back(behind) === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;
-  return [light(getComputedStyle(element).color), light(back(behind))];
+  const back = from => {
+    const [red, green, blue, alpha = 1] = parsed(getComputedStyle(from).backgroundColor);
+    if (alpha === 1) return [red, green, blue];
+    return back(from.parentElement).map((part, at) => part + ([red, green, blue][at] - part) * alpha);
+  };
+  return [light(parsed(getComputedStyle(element).color)), light(back(element))];
 }"""
 
 
@@ -73,6 +76,14 @@ def test_words_stand_out_from_their_background(open_page, scheme):
         ".of",
         ".reward",
         "dt",
+        "ins",
+        "del",
+        ".up1",
+        ".up2",
+        ".up3",
+        ".down1",
+        ".down2",
+        ".down3",
     ):
         lights = sorted(page.evaluate(LUMINANCE, selector))
         assert (lights[1] + 0.05) / (lights[0] + 0.05) > 4, selector
@@ -265,3 +276,27 @@ def test_texts_of_a_run_do_nothing(open_page):
     page = open_page().page
     assert "window.hacked = 1" in page.query_selector("#samples").text_content()
     assert page.evaluate("window.hacked") is None
+
+
+def test_the_table_is_whole_on_a_desktop_and_its_first_column_low(open_page):
+    page = open_page("desktop").page
+    assert len(data(page)["runs"]) == 4
+    wide = page.evaluate(
+        "[...document.querySelectorAll('#overview .scroll')].map(one => one.scrollWidth - one.clientWidth)"
+    )
+    assert wide == [0]
+    lines = page.evaluate("""[...document.querySelectorAll('#overview tbody th')].map(
+      cell => cell.clientHeight / parseFloat(getComputedStyle(cell).lineHeight))""")
+    assert max(lines) < 5
+
+
+def test_tokens_are_coloured_by_their_ratio(open_page):
+    page = open_page("desktop").page
+    shown = page.query_selector("#tokens .side")
+    tokens = shown.query_selector_all(".text span")
+    assert "".join(one.text_content() for one in tokens) == "completion 2 of step 39\nof two lines"
+    assert tokens[0].get_attribute("title") == "not trained; changed: rollout_routes"
+    # Samples of step 39 have the log ratios 0.3 sin(3 at + 39)^3.
+    log_ratio = 0.3 * np.sin(3 * 1 + 39) ** 3
+    assert tokens[1].get_attribute("title") == f"ratio {np.exp(log_ratio):.3g}"
+    assert tokens[1].get_attribute("class") == "down2" and -0.5 < log_ratio < -0.1

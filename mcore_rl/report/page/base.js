@@ -1,8 +1,13 @@
 // Shared by all kinds of charts: elements, ticks, formatted numbers, colours, and the reader's choices.
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
+let DATA = dataOf(document);
 const VIEW = { axis: "x", smooth: true, log: false, hidden: new Set() };
 const SVG = "http://www.w3.org/2000/svg";
+
+/** Returns the numbers of all charts of a page. */
+function dataOf(page) {
+  return JSON.parse(page.getElementById("data").textContent);
+}
 
 /** Adds an SVG element to `parent`. */
 function svg(parent, name, attributes = {}, text = "") {

@@ -9,9 +9,21 @@ function draw(figure) {
   figure.dataset.width = figure.clientWidth;
 }
 
+const WATCH = new ResizeObserver((changes) => {
+  for (const { target } of changes) if (Math.abs(target.clientWidth - Number(target.dataset.width)) > 1) draw(target);
+});
+
+function drawAll() {
+  document.querySelectorAll("[data-chart]").forEach(draw);
+}
+
+/** Draws the charts of a page that is new, and each again when its width changes. */
+function drawNew() {
+  drawAll();
+  document.querySelectorAll("[data-chart]").forEach((figure) => WATCH.observe(figure));
+}
+
 function start() {
-  const figures = [...document.querySelectorAll("[data-chart]")];
-  const drawAll = () => figures.forEach(draw);
   document.getElementById("axis").addEventListener("change", (event) => {
     VIEW.axis = event.target.value;
     drawAll();
@@ -31,11 +43,7 @@ function start() {
     });
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  drawAll();
-  const watch = new ResizeObserver((changes) => {
-    for (const { target } of changes) if (Math.abs(target.clientWidth - Number(target.dataset.width)) > 1) draw(target);
-  });
-  figures.forEach((figure) => watch.observe(figure));
+  drawNew();
 }
 
 start();

@@ -48,8 +48,15 @@ def completion_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare runs, and the page to write."""
+    """Declare runs, and the page to write or to serve."""
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the run_dir of a training")
-    parser.add_argument(
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
         "--output", type=Path, default=Path("report.html"), help="the page (default report.html)"
     )
+    kind.add_argument(
+        "--serve",
+        action="store_true",
+        help="show a page that follows the runs, in browsers on this machine, until Ctrl-C",
+    )
+    parser.add_argument("--port", type=int, help="with --serve: the port (default: any that is free)")

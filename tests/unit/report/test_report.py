@@ -12,15 +12,16 @@ import pytest
 from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.errors import DataError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.obs.intervals import wilson
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.report import charts, summary
 from mcore_rl.report.figures import EXPERTS, LAYER_MAPS, LEARNING, SPEED, Band
+from mcore_rl.report.live import LiveServer
 from mcore_rl.report.notices import notices
 from mcore_rl.report.page import script_safe, write_report
 from mcore_rl.report.runs import read_runs, short_names
-from mcore_rl.report.samples import before_and_after
+from mcore_rl.report.samples import before_and_after, last_traced, word_diff
 from tests.report_runs import HOSTILE, load_table, write_all, write_run
 
 
@@ -220,6 +221,76 @@ def test_samples_have_their_control_characters_escaped(tmp_path):
     path.write_text(json.dumps(sample | {"completion": "\x1b[2J", "prompt": "\x9b31m"}) + "\n")
     (step,) = before_and_after(run_dir)
     assert step.groups[0].prompt == "\\x9b31m" and step.groups[0].completions[0].text == "\\x1b[2J"
+
+
+def test_a_diff_of_words_has_both_texts_and_their_longest_common_words():
+    before, after = word_diff("  so x = 3, then 4", "  so y = 3, and then 4!")
+    assert before == (("same", "  so "), ("gone", "x "), ("same", "= 3, "), ("same", "then 4"))
+    assert after == (
+        ("same", "  so "),
+        ("new", "y "),
+        ("same", "= 3, "),
+        ("new", "and "),
+        ("same", "then 4"),
+        ("new", "!"),
+    )
+    assert word_diff("", "a") == ((), (("new", "a"),))
+    assert word_diff("1 2", "1 2") == ((("same", "1 2"),),) * 2
+
+
+def test_completions_of_the_same_prompt_are_compared_by_rank(runs):
+    before, after = before_and_after(runs[3].path)
+    assert before.groups[0].completions[0].parts == (
+        ("same", "completion 2 of step "),
+        ("gone", "0\n"),
+        ("same", "of two lines"),
+    )
+    assert after.groups[1].completions[2].parts[1] == ("new", "39\n")
+    assert [kind for kind, _ in after.groups[0].completions[1].parts] == ["same"]
+
+
+def test_texts_and_tokens_with_markup_and_escape_sequences_are_shown_as_text(tmp_path):
+    run_dir = write_run(tmp_path, RlRunConfig(run_dir="odd"), 3, samples=(0,))
+    odd = ["<script>window.hacked = 2</script>", "\x1b[2J", "\x1b]0;title\x07", "<b onclick=x>"]
+    (path,) = (run_dir / "samples").glob("*.jsonl")
+    sample = json.loads(path.read_text().splitlines()[0])
+    sample |= {"completion": "".join(odd), "pieces": odd, "log_ratios": [None] * 4}
+    path.write_text(json.dumps(sample) + "\n")
+    later = json.dumps(sample | {"completion": "<ins>" + "".join(odd), "step": 3})
+    (path.parent / "step_0000003.jsonl").write_text(later + "\n")
+    write_report([run_dir], tmp_path / "odd.html")
+    parser = Texts()
+    parser.feed((tmp_path / "odd.html").read_text())
+    assert parser.seen.count("<script>window.hacked = 2</script>\\x1b[2J\\x1b]0;title\\x07<b onclick=x>") == 3
+    assert "<ins><script>" in parser.seen and "\x1b" not in parser.seen
+    assert [tag for tag, _ in parser.tags].count("script") == 2
+    assert not [attributes for _, attributes in parser.tags if "onclick" in attributes]
+
+
+def test_tokens_are_of_the_newest_samples_that_have_them(runs, tmp_path):
+    traced = last_traced(runs[3].path)
+    assert traced.step == 39
+    best = traced.groups[0].completions[0]
+    assert (best.reward, best.advantage, "".join(one.text for one in best.shown)) == (1.0, 1.0, best.text)
+    assert [one.has_changed_routes for one in best.shown[:4]] == [True, False, True, False]
+    run_dir = write_run(tmp_path, RlRunConfig(run_dir="new"), 3, samples=(0, 3))
+    path = run_dir / "samples/step_0000003.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | {"pieces": []}) + "\n" for line in lines))  # before the updates
+    assert last_traced(run_dir).step == 0
+    assert last_traced(runs[0].path) is None
+
+
+def test_a_live_page_needs_a_run_and_a_port(runs, tmp_path):
+    with pytest.raises(DataError, match=r"config\.toml is not there"):
+        LiveServer([tmp_path], 0)
+    with pytest.raises(ConfigError, match="--port 65536 is no port"):
+        LiveServer([runs[0].path], 65536)
+    with (
+        LiveServer([runs[0].path], 0) as server,
+        pytest.raises(ConfigError, match=r"cannot be had: Address already in use\. Choose another"),
+    ):
+        LiveServer([runs[0].path], server.server_address[1])
 
 
 def test_samples_that_are_not_what_a_run_writes_are_left_out(tmp_path):
