@@ -20,6 +20,7 @@ from mcore_rl.convert.copying.progress import ByteProgress, readable_bytes
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.hf.model import open_hf_model
 from mcore_rl.convert.hf.text_files import ModelText, has_tokenizer
+from mcore_rl.convert.hub import HubRepository
 from mcore_rl.convert.importing import OUTPUT_DTYPES, ImportOptions, import_targets, plan_import
 from mcore_rl.convert.megatron.layouts import KeyLayout, native_layout
 from mcore_rl.convert.megatron.mesh_bytes import mesh_lines
@@ -46,6 +47,9 @@ def main(args: argparse.Namespace) -> int:
     """Run an action and return the exit status: 0, or 1 if `verify` finds a difference."""
     _check(args)
     _check_log(args)
+    hub = HubRepository(args.push_to_hub, args.public) if args.push_to_hub else None
+    if hub is not None:
+        hub.check(needs_token=not args.dry_run)
     settings = CopySettings(workers=args.workers, max_ram_bytes=args.max_ram, overwrite=args.overwrite)
     with ByteProgress(Console(), args.log) as progress:
         if args.action == "plan":
@@ -57,7 +61,13 @@ def main(args: argparse.Namespace) -> int:
             check = {"import": _check_logits, "upcycle": _check_upcycled}.get(args.action)
             if check is not None and _wants_logits(args, conversion, progress):
                 conversion = replace(conversion, check=partial(check, args, progress))
+            if hub is not None and args.dry_run:
+                for line in hub.preview(conversion):
+                    progress.message(line)
+                return 0
             convert(conversion, settings, progress)
+            if hub is not None:
+                progress.message(f"{args.paths[1]} is at {hub.push(args.paths[1])}")
         return 0
 
 
@@ -304,7 +314,18 @@ def _check(args: argparse.Namespace) -> None:
             "quantize",
         },
         "import": {"dtype", "mtp", "keys", "layers", "vocab_multiple", "family", "check_logits"},
-        "export": {"dtype", "mtp", "reference", "tokenizer", "merge", "adapter", "quantize"},
+        "export": {
+            "dtype",
+            "mtp",
+            "reference",
+            "tokenizer",
+            "merge",
+            "adapter",
+            "quantize",
+            "push_to_hub",
+            "public",
+            "dry_run",
+        },
         "verify": {"mtp", "reference", "logits", "family"},
         "relayout": {"keys", "layers", "reference"},
         "upcycle": {
@@ -341,6 +362,9 @@ def _check(args: argparse.Namespace) -> None:
         "noise": 0.0,
         "router_std": None,
         "seed": 0,
+        "push_to_hub": None,
+        "public": False,
+        "dry_run": False,
     }
     for name, default in defaults.items():
         if name not in allowed and getattr(args, name) != default:
@@ -351,3 +375,6 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name} means nothing with --adapter, which writes no weights. Leave one of them out."
             )
+    for name in ("public", "dry_run"):
+        if getattr(args, name) and not args.push_to_hub:
+            raise ConfigError(f"--{name.replace('_', '-')} means nothing without --push-to-hub NAME. Add it.")

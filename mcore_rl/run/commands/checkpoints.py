@@ -89,6 +89,15 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("each", "fused"),
         help="export: low-rank adapters alone, for the library peft: a module for each expert, or its fused experts",
     )
+    hub = parser.add_argument_group("export: to the Hugging Face Hub")
+    hub.add_argument(
+        "--push-to-hub",
+        metavar="NAME",
+        help="upload the output to this repository, made private if it is new; the token is that of HF_TOKEN or of "
+        "`hf auth login`",
+    )
+    hub.add_argument("--public", action="store_true", help="the repository may be public")
+    hub.add_argument("--dry-run", action="store_true", help="show files and sizes; write and send nothing")
     mixture = parser.add_argument_group("upcycle: the mixture")
     mixture.add_argument("--experts", type=positive, metavar="N", help="experts of a layer")
     mixture.add_argument("--top-k", type=positive, metavar="K", help="experts that a token is sent to")
