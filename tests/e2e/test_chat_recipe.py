@@ -39,7 +39,7 @@ def test_the_recipe_for_chats_trains_two_steps(tmp_path: Path, capfd) -> None:
         "train.steps": 2,
         "optim.warmup_steps": 1,
     }
-    run = train("sft", "tiny_moe/chat", fields)
+    run = train("sft", "tiny_moe/sft_chat", fields)
     shown = capfd.readouterr()
     assert is_done(run) and "warning" not in (shown.out + shown.err).replace("warnings.warn", "")
     metrics = read_metrics(run)
@@ -49,7 +49,7 @@ def test_the_recipe_for_chats_trains_two_steps(tmp_path: Path, capfd) -> None:
 
 
 def test_the_recipe_for_chats_passes_its_checks_with_a_template_that_separates_turns() -> None:
-    config = load_config(SFTConfig, Path("tiny_moe/chat"))
+    config = load_config(SFTConfig, Path("tiny_moe/sft_chat"))
     assert (config.data.chat_template, config.data.seq_length) == ("plain", config.model.max_position)
     assert config.checkpoint.load == "runs/quickstart/pretrain"
     assert PROGRAMS["sft"].checked_ranks(config, None) == 2
