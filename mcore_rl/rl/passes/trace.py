@@ -57,9 +57,7 @@ class TokenTrace:
         """
         group_size = rollout.rewards_PG.shape[1]
         pieces = {
-            group_index * group_size + index: [
-                decode([token]) for token in completion.tokens_T[:TRACED_TOKENS]
-            ]
+            group_index * group_size + index: pieces_of(completion.tokens_T[:TRACED_TOKENS], decode)
             for group_index, group in rollout.groups.items()
             if group_index < TRACED_GROUPS
             for index, completion in enumerate(group.completions)
@@ -89,3 +87,20 @@ class TokenTrace:
                 },
             }
         return found
+
+
+def pieces_of(tokens_T: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """Return the text that each token adds. A character of several tokens belongs to its last one, and a space before a
+    word to the word, though a tokenizer may drop it when it decodes the word alone (sentencepiece).
+    """
+    pieces: list[str] = []
+    context, begin = 0, 0
+    for end in range(1, len(tokens_T) + 1):
+        before, whole = decode(tokens_T[context:begin]), decode(tokens_T[context:end])
+        added = whole[len(before) :]
+        if added.endswith("\ufffd") and end < len(tokens_T):
+            pieces.append("")  # the first bytes of a character
+            continue
+        pieces.append(added)
+        context, begin = begin, end
+    return pieces
