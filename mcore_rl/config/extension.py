@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import inspect
 import sys
+import traceback
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -77,6 +78,12 @@ def load_extension(field: str, name: str) -> Any:
     except (ImportError, SyntaxError) as error:
         raise ConfigError(
             f'{field} names "{name}": {error}. Start in the folder with {module_name}, or install it.'
+        ) from error
+    except Exception as error:  # whatever a module of the user's does when it is imported
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f'{field} names "{name}", and {module_name} fails when it is imported: {type(error).__name__}: {error} '
+            f"({frame.filename}, line {frame.lineno}). Correct it."
         ) from error
     if not callable(found := getattr(module, attribute, None)):
         raise ConfigError(

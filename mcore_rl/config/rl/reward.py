@@ -1,6 +1,6 @@
 """The section `rl.reward`: the parts of a completion's reward."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -176,11 +176,11 @@ class RewardConfig(Section):
     @cached_property
     def of_functions(self) -> "RewardConfig | None":
         """This section with only the parts that are not models or the environment; None if there are no such parts."""
-        rest = [
-            (part, weight)
-            for part, weight in self.weight_of.items()
-            if part not in self.model_parts and part != ENVIRONMENT_PART
-        ]
+        return self.only(lambda part: part not in self.model_parts and part != ENVIRONMENT_PART)
+
+    def only(self, keep: Callable[[str], bool]) -> "RewardConfig | None":
+        """Return this section with only the parts that `keep` returns true for; None if there are no such parts."""
+        rest = [(part, weight) for part, weight in self.weight_of.items() if keep(part)]
         if not rest:
             return None
         parts, weights = zip(*rest, strict=True)

@@ -22,6 +22,7 @@ def own_module(tmp_path, monkeypatch):
     """A module in the working directory, which is not on the path that Python starts with."""
     (tmp_path / "own_functions.py").write_text(SOURCE)
     (tmp_path / "own_broken.py").write_text("def broken(:\n")
+    (tmp_path / "own_failing.py").write_text("import math\n\nmath.sqrt(-1)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield "own_functions"
@@ -41,6 +42,7 @@ def test_a_function_is_found_in_the_working_directory(own_module):
         ("own_functions:absent", "has no function absent. Correct the name"),
         ("own_functions:NUMBER", "has no function NUMBER"),
         ("own_broken:broken", "invalid syntax.*own_broken"),
+        ("own_failing:reward", "fails when it is imported: ValueError: .*own_failing.py, line 3"),
     ],
 )
 def test_what_cannot_be_found_is_refused_with_field_value_and_remedy(own_module, name, reason):

@@ -15,9 +15,10 @@ from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import LogConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
-from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.errors import ConfigError, DataError, TrainingError
 from mcore_rl.run.before_ranks import FIRST, refuse_first_records
 from mcore_rl.run.cli import main
+from tests.tokenizer_files import write_tokenizer
 
 ROOT = Path(__file__).parents[3]
 PROMPT = {"prompt": "12=", "answer": "21"}
@@ -73,6 +74,18 @@ def test_prompts_and_functions_that_are_not_there_are_refused(file: Callable[...
     reward = ["rl.prompts.task=sorting", "rl.reward.parts=[nowhere:reward]"]
     with pytest.raises(ConfigError, match="Start in the folder with nowhere"):
         refuse_first_records(load_config(RlRunConfig, None, reward))
+
+
+def test_a_reward_of_the_users_that_always_fails_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_rewards.py").write_text("def fails(scored):\n    return scored.price\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_tokenizer(tmp_path)
+    words = ["rl.prompts.task=sorting", "rl.reward.parts=[own_rewards:fails]", "data.chat_template=raw"]
+    words += [f"data.tokenizer.path={tmp_path}", "data.tokenizer.kind=huggingface", "model.vocab_size=300"]
+    with pytest.raises(TrainingError, match=r"own_rewards:fails(.|\n)*no attribute 'price'"):
+        refuse_first_records(load_config(RlRunConfig, None, words))
 
 
 def test_an_error_does_not_advise_the_field_that_was_just_set(file: Callable[..., str]) -> None:
