@@ -11,26 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
-from mcore_rl.convert.copying.plan import TargetTensor, chunk_at, chunks_of, common_dtype, tasks_of
-from mcore_rl.convert.copying.source import ByteRun, TensorSource
+from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
+from mcore_rl.convert.copying.source import TensorSource
+from mcore_rl.convert.hf.blocks import Blocks, Quantization, WithReference, as_stored, blocks_like
 from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf
 from mcore_rl.convert.hf.model import MtpLayers, expert_layout, in_text_names
-from mcore_rl.convert.hf.quantization import (
-    FP8,
-    INT4_BLOCK,
-    INT4_PACKED,
-    INT4_SCALE,
-    INT4_SHAPE,
-    int4_shapes,
-    pack_int4,
-)
+from mcore_rl.convert.hf.quantization import FP8
 from mcore_rl.convert.hf.small_files import CARD, copy_files, small_files
-from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.convert.hf.text_files import (
     ModelText,
     has_tokenizer,
@@ -43,15 +33,13 @@ from mcore_rl.convert.megatron.adapters import MergedSource
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import hf_config, score_config
-from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes, whole
+from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes
 from mcore_rl.families.shells import TEXT, shell_of
-from mcore_rl.families.weight_map import AxisRange, DuplicateTensor, Region
+from mcore_rl.families.weight_map import AxisRange, DuplicateTensor
 from mcore_rl.files import sizes_and_times
 from mcore_rl.folders.huggingface import read_config
 from mcore_rl.model.heads import SCORE_SHIFT
 
-Quantization = Literal["none", "int4"]
-INT4_PARTS = (INT4_PACKED, INT4_SCALE, INT4_SHAPE)
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Keys of config.json for the number of MTP layers."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -71,7 +59,7 @@ class ExportOptions:
     mtp: MtpLayers = "keep"
     """Whether layers for multi-token prediction are kept or left out."""
     quantize: Quantization = "none"
-    """`int4`: tensors that the reference has in int4 blocks are written in int4 blocks with the same scales."""
+    """`int4`, `fp8`: tensors that the reference has in such blocks are written in them."""
     text: ModelText | None = None
     """The tokenizer that the model was trained with; None for the reference's, if any."""
     run: Path | None = None
@@ -99,25 +87,24 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
             f"{source} has scores, and --reference {options.reference} is a model of images, which has none. Leave out "
             "--reference, and name the tokenizer: --tokenizer."
         )
-    targets = export_targets(dist_model, options.dtype, reference)
-    packed = _packed(options, reference, targets)
-    parts = [_as_stored(reference, name + suffix) for name in packed for suffix in INT4_PARTS]
-    targets = [target for target in targets if target.name not in packed] + parts
+    plain = export_targets(dist_model, options.dtype, reference)
+    blocks = blocks_like(options.quantize, reference, options.reference, plain)
+    targets = plain if blocks is None else blocks.targets(plain)
     if shell := shell_of(reference.config or {}) if reference else None:
         targets = [replace(target, name=shell.folder_name(target.name)) for target in targets]
     targets += passing
-    copied_from = reference if passing or packed else None
+    copied_from = reference if passing or blocks else None
     shards = shards_of(targets, settings.shard_bytes)
     file_of = {target.name: file for file, group in shards.items() for target in group}
     chunks = (chunk for target in targets for chunk in chunks_of(target))
-    files, notes = _small_files(dist_model, options, targets)
+    files, notes = _small_files(dist_model, options, [*plain, *passing])
     return Conversion(
         title="export",
         final=folder,
         sources=list(_sources(source, dist_model, options)),
         targets=targets,
         tasks=tasks_of(chunks, settings.task_bytes, file_of),
-        open_source=partial(_source, dist_model, copied_from, packed),
+        open_source=partial(_source, dist_model, copied_from, blocks),
         writer=SafetensorsWriter(shards),
         identity=f"export {options} {_digest(files)} {dist_model.model} {dist_model.folder.digest}",
         read=read | dist_model.folder.stamps | (copied_from.stamps if copied_from else {}),
@@ -130,13 +117,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
                 if passing
                 else []
             ),
-            *(
-                [
-                    f"{len(packed)} tensors are int4 with the reference's scales: servers compute with rounded weights"
-                ]
-                if packed
-                else []
-            ),
+            *([blocks.note] if blocks else []),
             *_padding_notes(dist_model),
             *_shift_notes(dist_model),
             *_merge_notes(dist_model, options),
@@ -198,7 +179,7 @@ def _reference(path: Path | None) -> tuple[HfFolder | None, tuple[str, ...]]:
 
 def _passing(reference: HfFolder | None, names: Sequence[str]) -> list[TargetTensor]:
     """Return these tensors of the reference as they are."""
-    targets = [_as_stored(reference, name) for name in names]
+    targets = [as_stored(reference, name) for name in names] if reference else []
     for target in targets:
         if target.dtype in FP8:
             raise CheckpointError(
@@ -208,75 +189,12 @@ def _passing(reference: HfFolder | None, names: Sequence[str]) -> list[TargetTen
     return targets
 
 
-def _as_stored(reference: HfFolder | None, name: str) -> TargetTensor:
-    """Return a target with the name, shape and type of a tensor of the reference, to be filled from the reference."""
-    assert reference is not None
-    tensor = reference.tensors[name]
-    copies = (RegionCopy(whole(tensor.shape), name, whole(tensor.shape)),)
-    return TargetTensor(name=name, shape=tensor.shape, dtype=tensor.dtype, copies=copies)
-
-
-def _packed(
-    options: ExportOptions, reference: HfFolder | None, targets: Sequence[TargetTensor]
-) -> dict[str, TargetTensor]:
-    """Return the tensors that are written in int4 blocks, by name, as they would be written without blocks."""
-    if options.quantize == "none":
-        return {}
-    blocks = int4_shapes(reference.tensors) if reference else {}
-    if not blocks:
-        raise CheckpointError(
-            f"--quantize int4 takes the scales of a folder of the same model in int4 blocks, and --reference "
-            f"{options.reference} has none. Name one, or leave out --quantize."
-        )
-    return {target.name: target for target in targets if target.name in blocks}
-
-
-def _source(
-    dist_model: DistModel, reference: HfFolder | None, packed: Mapping[str, TargetTensor]
-) -> TensorSource:
+def _source(dist_model: DistModel, reference: HfFolder | None, blocks: Blocks | None) -> TensorSource:
     """Open the checkpoint, and the reference if tensors or scales are taken from it."""
     source = dist_model.source()
-    return source if reference is None else WithReference(source, HfSource(reference), packed)
-
-
-class WithReference:
-    """A checkpoint's tensors, tensors that only the reference folder has, and weights in int4 blocks."""
-
-    def __init__(self, source: TensorSource, reference: HfSource, packed: Mapping[str, TargetTensor]) -> None:
-        """`packed` has, by name, the tensors of packed words that are computed from the checkpoint's weights."""
-        self._source, self._reference = source, reference
-        self._packed = {name + INT4_PACKED: (name, target) for name, target in packed.items()}
-
-    def _of(self, name: str) -> TensorSource:
-        return self._reference if self._reference.has(name) else self._source
-
-    def fill(self, out: Tensor, name: str, where: Region) -> None:
-        """Copy a region to `out` (see TensorSource)."""
-        if name not in self._packed:
-            self._of(name).fill(out, name, where)
-            return
-        plain, target = self._packed[name]
-        rows, columns = where[0], target.shape[1]
-        weights = fill(chunk_at(target, (rows, AxisRange(0, columns))), self._source)
-        scales = torch.empty(rows.count, columns // INT4_BLOCK)
-        self._reference.fill(scales, plain + INT4_SCALE, (rows, AxisRange(0, columns // INT4_BLOCK)))
-        out.copy_(pack_int4(weights, scales)[:, slice(*where[1])].view(out.shape))
-
-    def prefetch(self, name: str, where: Region) -> None:
-        """Let the disk begin to read a region (see TensorSource)."""
-        self._of(name).prefetch(name, where)
-
-    def run(self, name: str, where: Region) -> ByteRun | None:
-        """Return where a region of the checkpoint is stored (see TensorSource); copied tensors are filled."""
-        return None if self._reference.has(name) else self._source.run(name, where)
-
-    def read(self, run: ByteRun, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a run (see TensorSource)."""
-        self._source.read(run, start, out)
-
-    def checksum(self, run: ByteRun) -> int:
-        """Return the CRC-32 of a run."""
-        return self._source.checksum(run)
+    if blocks is not None:
+        return blocks.source(source)
+    return source if reference is None else WithReference(source, reference)
 
 
 def _is_written(duplicate: DuplicateTensor, reference: HfFolder | None) -> bool:

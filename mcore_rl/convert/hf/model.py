@@ -92,12 +92,7 @@ def open_hf_model(
         )
     _refuse_consolidated(folder)
     config = folder.config
-    # For a model around a text model, either config may have the quantization.
-    quantized = {
-        **text_config(config),
-        **({QUANTIZATION: config[QUANTIZATION]} if config.get(QUANTIZATION) else {}),
-    }
-    check_types(quantized, {QUANTIZATION: OBJECT})
+    quantized = with_quantization(config)
     folder = replace(folder, tensors=with_scale_types(folder.tensors, quantized))
     folder, passing = in_text_names(folder)
     model, layout = _with_mtp(checked_model_from_hf(config, family), folder), expert_layout(folder)
@@ -122,6 +117,18 @@ def open_hf_model(
     _check_names(found, dropped)
     _check_types(found)
     return found
+
+
+def with_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the text model's config with the quantization: for a model around a text model, either config may have it.
+
+    Raises:
+        ConfigError: The quantization is no object.
+    """
+    outer = {QUANTIZATION: config[QUANTIZATION]} if config.get(QUANTIZATION) else {}
+    quantized = {**text_config(config), **outer}
+    check_types(quantized, {QUANTIZATION: OBJECT})
+    return quantized
 
 
 def check_copies(found: HfModel) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mcore_rl.convert.hf.folder import HfTensor
 from mcore_rl.errors import CheckpointError
@@ -30,8 +31,12 @@ FP8_FORMATS = ("e4m3", "float8_e4m3fn")
 FP8_SCALE = "_scale_inv"
 """`X.weight_scale_inv` holds the scales of the fp8 blocks of `X.weight`."""
 FP8_SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
+POWERS = "ue8m0"
+"""The `scale_fmt` in config.json of scales that are powers of two, whatever type they are stored in."""
 FP8_BLOCK = 128
 """Rows and columns of an fp8 block unless config.json has other numbers."""
+FP8_LARGEST = 448.0
+"""The largest number of e4m3."""
 BAND_FP8_BLOCKS = 8
 """Rows of fp8 blocks that are dequantized at a time."""
 
@@ -92,7 +97,7 @@ def _is_int4(quantization: Mapping[str, Any]) -> bool:
 def with_scale_types(tensors: Mapping[str, HfTensor], config: Mapping[str, Any]) -> dict[str, HfTensor]:
     """Return the tensors; scales stored as plain bytes get the type set by `scale_fmt` in config.json."""
     quantization = config.get("quantization_config") or {}
-    if quantization.get("scale_fmt") != "ue8m0":
+    if quantization.get("scale_fmt") != POWERS:
         return dict(tensors)
     return {
         name: replace(tensor, dtype=torch.float8_e8m0fnu)
@@ -138,6 +143,53 @@ def dequantize_fp8(rows: Tensor, scales: Tensor, first_row: int, block: int, dty
         band *= wide.index_select(0, row_blocks - low)
         values[start : start + len(band)] = band
     return values
+
+
+def quantize_fp8(
+    weights: Tensor, known: Tensor, block: int, scale_dtype: torch.dtype, *, in_powers: bool
+) -> tuple[Tensor, Tensor]:
+    """Return weights as numbers of fp8 blocks, and the blocks' scales.
+
+    A block keeps its `known` scale if that gives back each of its weights bit for bit, as it does where no step has
+    moved them. The scale of any other block is its largest magnitude / 448, as DeepSeek's.
+
+    Args:
+        weights: `[rows, columns]` in the type that they are trained in; the first row and column begin a block.
+        known: Scales of an earlier version of the weights, fp32 `[blocks of rows, blocks of columns]`.
+        block: Rows and columns of a block.
+        scale_dtype: New scales are rounded to this type before they are used.
+        in_powers: New scales are rounded up to powers of two.
+
+    Returns:
+        The numbers in e4m3 `[rows, columns]`, and the scales, fp32 `[blocks of rows, blocks of columns]`. A scale is
+        NaN or infinite where a weight of its block is.
+    """
+    rows, columns = weights.shape
+    padded = pad(weights.float(), (0, -columns % block, 0, -rows % block))
+    blocks = padded.unflatten(1, (-1, block)).unflatten(
+        0, (-1, block)
+    )  # [row blocks, block, column blocks, block]
+    known_back = _fp8_numbers(blocks, known).float().mul_(_each(known)).to(weights.dtype)
+    is_kept = (known_back.float() == blocks).all(3).all(1)
+    # The smallest normal number: a block of zeros would have no scale.
+    made = (blocks.abs().amax((1, 3)) / FP8_LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+    if in_powers:
+        mantissa, exponent = torch.frexp(made)  # made = mantissa x 2^exponent, 0.5 <= mantissa < 1
+        made = torch.where(
+            made.isfinite(), torch.ldexp(torch.ones(()), exponent - (mantissa == 0.5).int()), made
+        )
+    scales = torch.where(is_kept, known, made.to(scale_dtype).float())
+    return _fp8_numbers(blocks, scales).flatten(2).flatten(0, 1)[:rows, :columns], scales
+
+
+def _fp8_numbers(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return e4m3 numbers of blocks of weights; a scale that was rounded down must not make the largest a NaN."""
+    return (blocks / _each(scales)).clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+
+
+def _each(scales: Tensor) -> Tensor:
+    """Return scales of blocks so that each multiplies its block `[row blocks, block, column blocks, block]`."""
+    return scales[:, None, :, None]
 
 
 def mxfp4_shapes(tensors: Mapping[str, HfTensor]) -> dict[str, Shape]:

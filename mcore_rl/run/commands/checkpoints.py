@@ -35,9 +35,9 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--mtp", choices=("keep", "drop"), default="keep", help="multi-token-prediction layers")
     what.add_argument(
         "--quantize",
-        choices=("none", "int4"),
+        choices=("none", "int4", "fp8"),
         default="none",
-        help="export: int4 blocks where the reference has them, with its scales (default: none)",
+        help="export: int4 or fp8 blocks where the reference has them (default: none)",
     )
     what.add_argument(
         "--keys",
