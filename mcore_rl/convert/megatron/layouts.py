@@ -32,6 +32,8 @@ LATENT_NORMS = {
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
+HYBRID_NORM = "decoder.final_norm.weight"
+"""The last norm of Megatron's HybridModel, which GPTModel has as decoder.final_layernorm.weight."""
 DENSE_NORM, MOE_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 
 
@@ -113,6 +115,12 @@ class KeyTranslation:
 
 def detect(model: ModelConfig, canonical: WeightMap, stored: Mapping[str, Shape]) -> KeyTranslation:
     """Return the translation with the keys `stored`. Raises CheckpointError, with names, if no layout fits."""
+    if HYBRID_NORM in stored:
+        raise CheckpointError(
+            f"The checkpoint has {HYBRID_NORM}, as Megatron's HybridModel writes it: there, attention and MLP of a "
+            "layer are two layers. Only keys of GPTModel are read here. Export it to Hugging Face with the program "
+            "that wrote it, and import that folder."
+        )
     nearest: tuple[int, KeyTranslation] | None = None
     for keys, layers in product(("te", "local"), ("stacked", "each", "singletons")):
         if layers == "stacked" and not model.layers_alike:

@@ -18,6 +18,7 @@ from mcore_rl.parallel.mesh import Mesh
 from tests.conversion import assert_same, differing, exported, imported, read_dist, read_hf, write_hf
 from tests.hf_models import TOLERANCE, Oracle, Tensors, oracle, random_tokens, randomize
 from tests.hf_weights import to_global
+from tests.unit.convert.test_fp8 import model as fp8_model
 from tests.unit.convert.test_int4 import model as int4_model
 from tests.unit.model.test_logits_equal_transformers import logits_of
 
@@ -237,6 +238,20 @@ def test_the_int4_experts_of_kimi_k25_are_read_and_its_config_says_that_they_are
     (source / "config.json").write_text(json.dumps(config | {"text_config": other}))
     with pytest.raises(CheckpointError, match=r"quantization_config .*'gptq'"):
         imported(source, tmp_path / "other")
+
+
+def test_fp8_blocks_of_a_text_model_inside_are_written_under_the_names_of_their_folder(
+    tmp_path: Path,
+) -> None:
+    text, stored, _ = fp8_model()
+    config, _ = kimi()
+    tower = {"vision_tower.blocks.0.wo.weight": torch.rand(8, 8).bfloat16()}
+    inside = {f"language_model.{name}": tensor for name, tensor in stored.items()} | tower
+    source = write_hf(tmp_path / "hf", config | {"text_config": text}, inside)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    again = exported(checkpoint, tmp_path / "again", reference=source, quantize="fp8")
+    assert_same(read_hf(again), inside)
+    assert (again / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
 def test_quantized_tensors_that_pass_are_refused(tmp_path: Path) -> None:
