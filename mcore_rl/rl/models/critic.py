@@ -15,6 +15,7 @@ from mcore_rl.config.rl.critic import CriticConfig
 from mcore_rl.config.rl.loss import GrpoLoss
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.run import CheckpointConfig
+from mcore_rl.model.adapters import adapters_in
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
@@ -79,7 +80,8 @@ class Critic(Pass):
         checkpoint, model = self._checkpoint, self.state.config.model
         if self._critic.load is None:
             _copy_layers(policy, self.state.chunks)
-            line = "critic: layers of the policy, and a new head: all values start at 0"
+            without = ", without its adapters" if any(adapters_in(policy)) else ""
+            line = f"critic: layers of the policy{without}, and a new head: all values start at 0"
         else:
             path = Path(self._critic.load)
             stored = load_weights(
