@@ -122,7 +122,6 @@ class CopiedEngine(QuietEngine):
             text=self.decode(tokens_T[:-1] if tokens_T[-1] in sampling.stop_tokens else tokens_T),
             tokens_T=tokens_T,
             logprobs_T=before.logprobs_T + part.logprobs_T,
-            untempered_logprobs_T=_joined_numbers(before.untempered_logprobs_T, part.untempered_logprobs_T),
             kept_logprobs_T=_joined_numbers(before.kept_logprobs_T, part.kept_logprobs_T),
             versions=joined_versions(before.versions, part.policy_version, len(tokens_T)),
             experts_TLK=_joined_routes(before.experts_TLK, part.experts_TLK),

@@ -34,10 +34,10 @@ from mcore_rl.model.build import build_model
 from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT
 from mcore_rl.obs.jsonl import read_records
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
-from mcore_rl.rl.rewards.from_model import RewardModel, whole_reader
+from mcore_rl.rl.rewards.from_model import RewardModels
 from mcore_rl.run import evaluate
 from mcore_rl.run.programs import rm
-from mcore_rl.run.programs.rollouts import reward_model_source
+from mcore_rl.run.programs.rollouts import load_reward_models
 from mcore_rl.train.reward_model import RewardModelTrainer
 from tests.conversion import assert_adapters_alone_moved, exported, imported, read_dist
 from tests.emitted import assert_emitted
@@ -148,17 +148,18 @@ def scores_of(paths: list[Path], tokenizer: TokenizerConfig) -> list[Tensor]:
     platform, mesh, found = platforms.start(PlatformConfig(layers="torch")), build_mesh(MESH), []
     seed_ranks(0)
 
-    def model_of(path: Path, platform: platforms.Platform) -> RewardModel:
+    def models_of(path: Path, platform: platforms.Platform) -> RewardModels:
         config = test_reward_model.config_of(path).model_copy(update={"mesh": MESH})
-        source = reward_model_source(f"model:{path}", config, load_tokenizer(tokenizer))
-        return RewardModel(source, whole_reader, config, mesh, platform)
+        models = load_reward_models(config, load_tokenizer(tokenizer), mesh, platform)
+        assert models is not None
+        return models
 
     for path in paths:
-        outcomes = model_of(path, platform).outcomes(test_reward_model.groups())
-        found.append(test_reward_model.values(outcomes))
+        outcomes = models_of(path, platform).outcomes(test_reward_model.groups(), are_counted=False)
+        found.append(test_reward_model.values(outcomes[f"model:{path}"]))
     refused = r'layers="te".* Or name its weights .* `mcore-rl convert export --merge`'
     with pytest.raises(ConfigError, match=refused):
-        model_of(paths[0], replace(platform, layers="te"))
+        models_of(paths[0], replace(platform, layers="te"))
     return found
 
 
