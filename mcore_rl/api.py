@@ -1,7 +1,8 @@
 """The interface for Python programs: trainings, their metrics, conversions. docs/api.md lists the stable names."""
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from mcore_rl.errors import (
     RoutingError,
     TrainingError,
 )
+from mcore_rl.files import create_atomically
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.jsonl import FILE_NAME, NewRecords, read_records
 from mcore_rl.plan.local import local_memory_violations
@@ -89,6 +91,7 @@ def train(
     *,
     ranks: int | None = None,
     on_step: Callable[[int, dict[str, Any]], None] | None = None,
+    data: Iterable[Mapping[str, Any]] | None = None,
 ) -> Path:
     """Train as `mcore-rl <program>` does; a run that was stopped resumes, a finished run is left as it is.
 
@@ -103,6 +106,9 @@ def train(
         on_step: Called in the main thread of this process with a step and its metrics by name, every `log.interval`
             steps. An error that it raises ends the run at once; a file STOP in `run_dir` ends it after the current
             step, with a checkpoint. It is not possible under a launcher: name a class in log.sinks instead.
+        data: Records to train on, or the prompts of "rl", such as the rows of a `datasets.Dataset`, in any shape that a
+            file may have. They are written to `data.jsonl` in `run_dir`, and a call that resumes the run is given the
+            same. Not for "pretrain", which reads what `preprocess` writes, and not under a launcher.
 
     Returns:
         The folder of the run, `run_dir`.
@@ -120,11 +126,19 @@ def train(
                 "on_step is called by the process that starts the ranks, and a launcher has started them. Name a class "
                 "of your own in log.sinks, as module:Class."
             )
+        if data is not None:
+            raise ConfigError(
+                "data is written by the process that starts the ranks, and a launcher has started them. Write it to a "
+                "file, and name this in the config."
+            )
         with rank_guard():
             loaded = load_config(program, config, overrides)
             importlib.import_module(PROGRAMS[program].module).train(loaded)
         return Path(loaded.run_dir)
     loaded = load_config(program, config, overrides)
+    if data is not None:
+        written = _written(data, program, Path(loaded.run_dir))
+        loaded = load_config(program, config, {**(overrides or {}), **written})
     ranks = ranks or loaded.mesh.smallest_world
     PROGRAMS[program].check(loaded, ranks)
     refuse(
@@ -157,6 +171,28 @@ def train(
             "call train again, which resumes the run from its last checkpoint."
         )
     return Path(loaded.run_dir)
+
+
+def _written(data: Iterable[Mapping[str, Any]], program: ProgramName, run_dir: Path) -> dict[str, Any]:
+    """Write records to the folder of their run; return the fields that name the file."""
+    if program == "pretrain":
+        raise ConfigError(
+            'train("pretrain", ...) reads encoded documents. Write data to files, and call preprocess.'
+        )
+    file = run_dir / "data.jsonl"
+    try:
+        lines = "".join(json.dumps(dict(record), ensure_ascii=False) + "\n" for record in data)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"A record of data is no mapping of JSON's types: {error}. Convert it.") from error
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not create_atomically(file, lines) and file.read_text(encoding="utf-8") != lines:
+        raise ConfigError(
+            f"{file} has other records than data, from the first start of this run. Give the same, or set another "
+            "run_dir."
+        )
+    if program == "rl":
+        return {"rl.prompts.task": "file", "rl.prompts.files": [str(file)]}
+    return {"data.train": [str(file)]}
 
 
 def is_done(run_dir: str | Path) -> bool:

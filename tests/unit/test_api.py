@@ -42,6 +42,23 @@ def test_errors_of_a_config_come_before_ranks(monkeypatch: pytest.MonkeyPatch, t
         train("pretrain", "tiny_moe/pretrain", on_step=print)
 
 
+def test_records_that_cannot_be_trained_on_are_refused(tmp_path: Path) -> None:
+    fields = {"run_dir": tmp_path / "run"}
+    with pytest.raises(ConfigError, match="call preprocess"):
+        train("pretrain", "tiny_moe/pretrain", fields, data=[{"text": "a"}])
+    with pytest.raises(ConfigError, match=r"no mapping of JSON's types: .*set"):
+        train("sft", "tiny_moe/sft", fields, data=[{"prompt": {1, 2}}])
+    assert not (tmp_path / "run").exists()
+    # The same records are no change; refused is what comes next, the model that the recipe starts from.
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"checkpoint\.load"):
+            train("sft", "tiny_moe/sft", fields, data=iter([{"prompt": "é", "response": "b"}]))
+    assert (tmp_path / "run/data.jsonl").read_text() == '{"prompt": "é", "response": "b"}\n'
+    with pytest.raises(ConfigError, match=r"data\.jsonl has other records than data"):
+        train("rl", "tiny_moe/grpo", fields, data=[{"prompt": "c", "answer": "d"}])
+    assert (tmp_path / "run/data.jsonl").read_text() == '{"prompt": "é", "response": "b"}\n'
+
+
 def test_metrics_are_by_name_and_step(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "time": 1.0, "train/loss_nats": 5.5, "moe/expert_load": [[1, 2]]}\n'
