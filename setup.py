@@ -40,6 +40,8 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.9"],
     "parquet": ["pyarrow>=16"],
     "hub": ["datasets>=3"],
+    # Files that end in .zst; Python 3.14 has it in its standard library.
+    "zstandard": ["backports.zstd>=1"],
     # The tokenizer of Moonlight and Kimi, which have tiktoken.model instead of tokenizer.json.
     "tiktoken": ["tiktoken>=0.7"],
     # Sinks of log.sinks; tests/loggers runs those that work without a network (make test-loggers).
@@ -60,6 +62,7 @@ EXTRAS = {
     "dev": [
         # As of the extra "real": tests/e2e/test_real.py trains the model.
         "accelerate>=1",
+        "backports.zstd>=1",
         "datasets>=3",
         "gguf>=0.18",
         "hypothesis>=6.100",

@@ -58,7 +58,7 @@ def shipped(folder: str) -> Path:
     return (inside if inside.is_dir() else Path(__file__).parents[1] / "launch") / folder
 
 
-PACKED = ("", ".gz", ".bz2", ".xz")
+PACKED = ("", ".gz", ".bz2", ".xz", ".zst")
 DATA_ENDINGS = (".parquet", *(kind + packed for kind in (".jsonl", ".json") for packed in PACKED))
 """Endings of data files in a folder that is read as a whole."""
 

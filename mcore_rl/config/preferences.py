@@ -16,7 +16,7 @@ class PreferenceDataConfig(Section):
     """
 
     train: tuple[str, ...] = ()
-    """Data to train on: files of JSON lines (also .gz) or .parquet, or folders of them, one comparison per
+    """Data to train on: files of JSON lines (also compressed) or .parquet, or folders of them, one comparison per
     line or row, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
     train_weights: tuple[float, ...] = ()
     """Weight of each entry of `train` in the mixture, in prompts: with [3, 1], three of four prompts are from the

@@ -16,7 +16,7 @@ class SFTDataConfig(Section):
     """
 
     train: tuple[str, ...] = ()
-    """Data to train on: files of JSON lines or of a single JSON list (also .gz, .bz2, .xz) or .parquet, or folders of
+    """Data to train on: JSON lines or a single JSON list (also .gz, .bz2, .xz, .zst), .parquet, or folders of
     them, one conversation per line, entry or row, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
     train_weights: tuple[float, ...] = ()
     """Weight of each entry of `train` in the mixture, in conversations: with [3, 1], three of four conversations are

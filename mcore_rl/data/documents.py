@@ -10,15 +10,11 @@ from typing import Any, BinaryIO, Literal
 
 from mcore_rl.data.records import HUB, is_compressed, is_table, load_hub, open_bytes, read_rows
 from mcore_rl.errors import DataError
-from mcore_rl.files import with_ending
+from mcore_rl.files import PACKED, with_ending
 
 BOM = b"\xef\xbb\xbf"
-COMPRESSED = {
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"\xfd7zXZ": "xz",
-    b"BZh": "bzip2",
-    b"PK\x03\x04": "zip",
-}
+ZIP = b"PK\x03\x04"
+"""First bytes of an archive, which may hold many files."""
 ENDINGS: dict[str, Literal["jsonl", "text"]] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -127,12 +123,11 @@ def _source(path: Path) -> InputFile:
         )
     try:
         with open(path, "rb") as file:
-            start = file.read(8)
+            start = file.read(len(ZIP))
     except OSError as error:
         raise DataError(f"input {path} cannot be read: {error.strerror}.") from error
-    packed = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
-    if packed:
-        raise DataError(f"input {path} is compressed ({packed}). Unpack it first.")
+    if start == ZIP:
+        raise DataError(f"input {path} is an archive (zip). Unpack it first.")
     status = path.stat()
     return InputFile(path=str(path), num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
 
@@ -140,9 +135,7 @@ def _source(path: Path) -> InputFile:
 def format_of_endings(sources: Sequence[InputFile]) -> Literal["jsonl", "text"]:
     """Return the format that the files' suffixes mean. Raises DataError if they mean none, or several."""
     kinds = {
-        "jsonl"
-        if is_table(source.path)
-        else ENDINGS.get(Path(source.path.lower().removesuffix(".gz")).suffix)
+        "jsonl" if is_table(source.path) else ENDINGS.get(Path(_without_packing(source.path.lower())).suffix)
         for source in sources
     }
     kind = kinds.pop()
@@ -152,6 +145,11 @@ def format_of_endings(sources: Sequence[InputFile]) -> Literal["jsonl", "text"]:
             f"the endings {endings} do not distinguish JSON lines from plain text. Give --format jsonl or text."
         )
     return kind
+
+
+def _without_packing(name: str) -> str:
+    packed = next((ending for ending in PACKED if ending and name.endswith(ending)), "")
+    return name.removesuffix(packed)
 
 
 class DocumentReader:

@@ -1,4 +1,4 @@
-"""Records of data as people have it: JSON lines (also gzipped), parquet, and datasets of the Hugging Face hub."""
+"""Records of data as people have it: JSON lines (also compressed), parquet, and datasets of the Hugging Face hub."""
 
 import bz2
 import gzip
@@ -21,7 +21,18 @@ SPLITS = ("train", "valid", "val", "dev", "test", "eval")
 """Prefixes of file names that mark the splits of a dataset; a folder with several splits is not read as a whole."""
 HUB = "hub:"
 """Begins the name of a dataset of the hub: hub:NAME, hub:NAME:SPLIT, hub:NAME#CONFIG:SPLIT."""
-COMPRESSED: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+
+
+def _open_zstandard(name: str, mode: str) -> Any:
+    return required_package("backports.zstd", "zstandard", name).open(name, mode)
+
+
+COMPRESSED: dict[bytes, Any] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+    b"\x28\xb5\x2f\xfd": _open_zstandard,
+}
 """First bytes of compressed files, and what opens them."""
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 ROWS_AT_A_TIME = 1024
@@ -47,7 +58,7 @@ def is_table(name: str) -> bool:
 
 
 def is_compressed(name: str) -> bool:
-    """Return whether the file begins like a gzip, bzip2 or xz file."""
+    """Return whether the file begins like a gzip, bzip2, xz or zstandard file."""
     return _opener(name) is not open
 
 
@@ -88,7 +99,10 @@ def read_records(name: str) -> Iterator[Record]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _record(line, name, number)
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except Exception as error:
+        # ZstdError is of a package that may be absent.
+        if not isinstance(error, OSError | EOFError | lzma.LZMAError) and type(error).__name__ != "ZstdError":
+            raise
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(f"{name} cannot be read: {reason}. Name files that exist and are whole.") from error
 

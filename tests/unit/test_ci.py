@@ -230,7 +230,9 @@ def test_tests_that_hang_are_named_with_their_stacks(tmp_path):
     until_s = time.monotonic() + 120
     while not (tmp_path / "began").exists() and process.poll() is None and time.monotonic() < until_s:
         time.sleep(0.05)
-    time.sleep(4)  # the process that leads hears of a test's beginning a moment later, on a busy machine seconds
+    time.sleep(
+        4
+    )  # the process that leads hears of a test's beginning a moment later, on a busy machine seconds
     os.killpg(process.pid, signal.SIGUSR2)
     output, _ = process.communicate(timeout=60)
     assert re.search(r"Tests that were running:\n +\d+ s  .*::test_waits\n", output), output

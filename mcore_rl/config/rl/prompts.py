@@ -19,7 +19,7 @@ class PromptConfig(Section):
     problems; `module:name`: problems without end, from a function of your own (random generator, size ->
     rl.tasks.TaskProblem)."""
     files: tuple[str, ...] = ()
-    """JSON lines (also .gz), .parquet, folders of them, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT,
+    """JSON lines (also compressed), .parquet, folders, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT,
     with a prompt and an answer; all other fields of a line are passed to the reward functions."""
     file_weights: tuple[float, ...] = ()
     """Weight of each of `files` in the mixture, in prompts: with [3, 1], three of four prompts are from the first. A

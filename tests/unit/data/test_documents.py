@@ -129,8 +129,8 @@ def test_endings_decide_the_format_and_a_doubt_is_an_error(tmp_path):
             format_of_endings(doubtful)
 
 
-def test_missing_and_compressed_inputs_are_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"\x28\xb5\x2f\xfd" + b"zstd")
-    for name, message in (("a.jsonl", r"compressed \(zstd\)"), ("b.jsonl", "does not exist")):
+def test_missing_inputs_and_archives_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"PK\x03\x04" + b"zip")
+    for name, message in (("a.jsonl", r"an archive \(zip\)"), ("b.jsonl", "does not exist")):
         with pytest.raises(DataError, match=message):
             find_input_files([tmp_path / name])

@@ -1,12 +1,14 @@
-"""One record is the same in JSON lines, gzipped, as parquet and through `datasets`, for all that read records."""
+"""One record is the same in JSON lines, compressed, as parquet and through `datasets`, for all that read records."""
 
 import gzip
 import json
+import random
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from backports import zstd
 from rich.console import Console
 
 from mcore_rl.config.rl.prompts import PromptConfig
@@ -21,7 +23,8 @@ from mcore_rl.errors import DataError
 from mcore_rl.rl.rollouts.tasks import read_problems
 from tests.unit.data.conftest import made_up_documents
 
-FORMS = ("lines", "gzipped", "parquet", "hub")
+PACKED = {"gzipped": (".gz", gzip.compress), "zstandard": (".zst", zstd.compress)}
+FORMS = ("lines", *PACKED, "parquet", "hub")
 LINES = [
     {"question": f"{i} + 1 = {{?}}", "solution": f"{i + 1}", "text": text}
     for i, text in enumerate(made_up_documents(30, words=40))
@@ -35,9 +38,10 @@ def data(request, tmp_path, monkeypatch):
     if request.param == "lines":
         (tmp_path / "a.jsonl").write_text(text)
         return str(tmp_path / "a.jsonl")
-    if request.param == "gzipped":
-        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-        return str(tmp_path / "a.jsonl.gz")
+    if request.param in PACKED:
+        ending, pack = PACKED[request.param]
+        (tmp_path / f"a.jsonl{ending}").write_bytes(pack(text.encode()))
+        return str(tmp_path / f"a.jsonl{ending}")
     (tmp_path / "a").mkdir()
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist(LINES), tmp_path / "a/train.parquet", row_group_size=7
@@ -98,8 +102,17 @@ def test_bad_lines_are_counted_with_file_and_line_and_more_than_allowed_end_the_
 
 def test_damaged_files_and_absent_datasets_are_refused(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 1000)[:-9])
+    packed = zstd.compress(bytes(random.Random(0).randbytes(1000)) + b"\n")
+    (tmp_path / "a.jsonl.zst").write_bytes(packed[:-9])
+    (tmp_path / "b.jsonl.zst").write_bytes(packed[:4] + b"\xff" * 9 + packed[13:])
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    for name, reason in (("a.jsonl.gz", "cannot be read"), ("a.parquet", "cannot be read as parquet")):
+    for name, reason in (
+        *(
+            (f"{name}.jsonl.{ending}", "cannot be read")
+            for name, ending in (("a", "gz"), ("a", "zst"), ("b", "zst"))
+        ),
+        ("a.parquet", "cannot be read as parquet"),
+    ):
         with pytest.raises(DataError, match=reason):
             list(read_records(str(tmp_path / name)))
     with pytest.raises(DataError, match="cannot be loaded"):

@@ -8,6 +8,7 @@ import lzma
 import pyarrow
 import pyarrow.parquet
 import pytest
+from backports import zstd
 
 from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
 from mcore_rl.config.preferences import PreferenceDataConfig
@@ -165,13 +166,16 @@ def test_the_shape_of_prompts_is_said_for_each_file(tmp_path):
 LINES = [{"question": Q, "answer": A}, {"question": "?\n[", "answer": "é"}]
 
 
-@pytest.mark.parametrize("form", ["jsonl", "list", "gz", "bz2", "xz", "list.xz", "parquet"])
+@pytest.mark.parametrize(
+    "form", ["jsonl", "list", "gz", "bz2", "xz", "zst", "list.xz", "list.zst", "parquet"]
+)
 def test_files_of_each_form_have_the_same_records(tmp_path, form):
     path = tmp_path / "data"
     text = (
         json.dumps(LINES, indent=1) if "list" in form else "".join(json.dumps(line) + "\n" for line in LINES)
     )
-    pack = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}.get(form.split(".")[-1], bytes)
+    packs = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd.compress}
+    pack = packs.get(form.split(".")[-1], bytes)
     path.write_bytes(pack(text.encode()))
     if form == "parquet":
         path = tmp_path / "data.parquet"
