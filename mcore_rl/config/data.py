@@ -1,8 +1,9 @@
 """The section `data` of pretraining: text as token ids, and the tokenizer that made them."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 
 from mcore_rl.config.section import Section, Text
 
@@ -11,9 +12,18 @@ class TokenizerConfig(Section):
     """The tokenizer that made the data."""
 
     kind: Literal["sentencepiece", "huggingface", "none"] = "none"
-    """`sentencepiece`: a .model file; `huggingface`: a folder with tokenizer.json or tiktoken.model; `none`: ids."""
+    """`sentencepiece`: a .model file; `huggingface`: a folder with tokenizer.json or tiktoken.model; `none`: ids. If a
+    path comes without a kind, its ending decides."""
     path: Text | None = None
     """The .model file, or the folder with tokenizer.json or tiktoken.model; `none` with kind = "none"."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_of_path(cls, fields: Any) -> Any:
+        path = fields.get("path") if isinstance(fields, Mapping) else None
+        if not isinstance(path, str) or path == "none" or "kind" in fields:
+            return fields
+        return {**fields, "kind": "sentencepiece" if path.endswith(".model") else "huggingface"}
 
 
 class DataConfig(Section):

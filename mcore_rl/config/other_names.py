@@ -168,7 +168,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         fields=("rl.loss.kl_coeff", "rl.loss.kl_in"),
-        verl=("use_kl_loss", "kl_loss_coef"),
+        verl=("use_kl_loss", "kl_loss_coef", "algorithm.kl_ctrl.kl_coef"),
         slime=("use_kl_loss", "kl_loss_coef"),
         nemo_rl=("loss_fn.reference_policy_kl_penalty",),
         openrlhf=("init_kl_coef", "use_kl_loss"),

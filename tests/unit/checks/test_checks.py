@@ -230,7 +230,12 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("llama", "data.split=[2,-1,1]", 1, "no share is negative"),
         ("llama", "data.split=[1,0,0]", 1, "nothing to evaluate on"),
         ("llama", "data.tokenizer.kind=huggingface", 1, "has no path"),
-        ("llama", "data.tokenizer.path=x", 1, 'not read with data.tokenizer.kind="none"'),
+        (
+            "llama",
+            "data.tokenizer.kind=none data.tokenizer.path=x",
+            1,
+            'not read with data.tokenizer.kind="none"',
+        ),
         ("llama", "model.moe.num_experts=4 model.moe.ffn_hidden_size=8", 1, '"llama" is dense'),
         ("mixtral", "model.moe.num_experts=0", 1, "is a Mixture of Experts"),
         (

@@ -52,6 +52,15 @@ def test_of_several_bases_the_later_wins_and_the_file_itself_over_all(tmp_path):
     assert (mesh.tp, mesh.pp, mesh.ep, mesh.cp) == (1, 2, 4, 16)
 
 
+@pytest.mark.parametrize(("path", "kind"), [("a/b.model", "sentencepiece"), ("a/Qwen3", "huggingface")])
+def test_a_path_of_a_tokenizer_without_a_kind_has_the_kind_of_its_ending(path, kind):
+    tokenizer = load_config(PretrainConfig, None, [f"data.tokenizer.path={path}"]).data.tokenizer
+    assert (tokenizer.kind, tokenizer.path) == (kind, path)
+    words = ["data.tokenizer.kind=none", f"data.tokenizer.path={path}"]
+    assert load_config(PretrainConfig, None, words).data.tokenizer.kind == "none"
+    assert load_config(PretrainConfig, None, ["data.tokenizer.path=none"]).data.tokenizer.kind == "none"
+
+
 def test_paths_stay_as_they_are_written(tmp_path):
     write(tmp_path, "sub/base.toml", '[data]\ntrain = ["../text"]\n')
     assert load(write(tmp_path, "run.toml", 'extends = "sub/base.toml"')).data.train == ("../text",)
