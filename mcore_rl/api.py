@@ -23,7 +23,7 @@ from mcore_rl.errors import (
     RoutingError,
     TrainingError,
 )
-from mcore_rl.files import create_atomically
+from mcore_rl.files import write_atomically
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.jsonl import FILE_NAME, NewRecords, read_records
 from mcore_rl.plan.local import local_memory_violations
@@ -185,10 +185,11 @@ def _written(data: Iterable[Mapping[str, Any]], program: ProgramName, run_dir: P
     except (TypeError, ValueError) as error:
         raise ConfigError(f"A record of data is no mapping of JSON's types: {error}. Convert it.") from error
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not create_atomically(file, lines) and file.read_text(encoding="utf-8") != lines:
+    if not (run_dir / FILE_NAME).exists():
+        write_atomically(file, lines)
+    elif not file.exists() or file.read_text(encoding="utf-8") != lines:
         raise ConfigError(
-            f"{file} has other records than data, from the first start of this run. Give the same, or set another "
-            "run_dir."
+            f"{run_dir} has begun with other records than data. Give the same, or set another run_dir."
         )
     if program == "rl":
         return {"rl.prompts.task": "file", "rl.prompts.files": [str(file)]}

@@ -49,14 +49,18 @@ def test_records_that_cannot_be_trained_on_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no mapping of JSON's types: .*set"):
         train("sft", "tiny_moe/sft", fields, data=[{"prompt": {1, 2}}])
     assert not (tmp_path / "run").exists()
-    # The same records are no change; refused is what comes next, the model that the recipe starts from.
-    for _ in range(2):
+    # A start that was refused, here for the model that the recipe starts from, may be given other records.
+    for text in ("x", "é"):
         with pytest.raises(ConfigError, match=r"checkpoint\.load"):
-            train("sft", "tiny_moe/sft", fields, data=iter([{"prompt": "é", "response": "b"}]))
-    assert (tmp_path / "run/data.jsonl").read_text() == '{"prompt": "é", "response": "b"}\n'
-    with pytest.raises(ConfigError, match=r"data\.jsonl has other records than data"):
+            train("sft", "tiny_moe/sft", fields, data=iter([{"prompt": text, "response": "b"}]))
+    written = '{"prompt": "é", "response": "b"}\n'
+    assert (tmp_path / "run/data.jsonl").read_text() == written
+    (tmp_path / "run/metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"checkpoint\.load"):
+        train("sft", "tiny_moe/sft", fields, data=[{"prompt": "é", "response": "b"}])
+    with pytest.raises(ConfigError, match="has begun with other records than data"):
         train("rl", "tiny_moe/grpo", fields, data=[{"prompt": "c", "answer": "d"}])
-    assert (tmp_path / "run/data.jsonl").read_text() == '{"prompt": "é", "response": "b"}\n'
+    assert (tmp_path / "run/data.jsonl").read_text() == written
 
 
 def test_metrics_are_by_name_and_step(tmp_path: Path) -> None:

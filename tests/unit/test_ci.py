@@ -155,7 +155,7 @@ def test_the_share_follows_from_the_files_changed_since_the_last_tag(tmp_path):
 
 
 class Item:
-    """What the choice reads of a test."""
+    """A test, as the choice sees it."""
 
     def __init__(self, nodeid, *named, **marks):
         self.nodeid, self.marks = nodeid, marks
