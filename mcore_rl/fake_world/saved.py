@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.fake_world.groups import fake_platform, fake_rank
+from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_uninitialized
 from mcore_rl.plan.activations import LayerActivations
 from mcore_rl.planner.exact import LayerSaved
@@ -27,19 +29,23 @@ POSITIONS = 64
 VOCABULARY = 256
 
 
-def saved_by_layers(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> list[LayerSaved]:
-    """Return the bytes that each kind of layer of a run's model keeps, with the run's recomputation."""
+def saved_by_layers(
+    mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig, lora: LoraConfig
+) -> list[LayerSaved]:
+    """Return the bytes that each kind of layer of a run's model keeps, with the run's recomputation and adapters."""
     kinds = sorted(set(model.layer_kinds))
-    return [saved_by_layer(layer_model(model, kind), platform, mesh.tp) for kind in kinds]
+    return [saved_by_layer(layer_model(model, kind), platform, mesh.tp, lora) for kind in kinds]
 
 
-def saved_by_layer(model: ModelConfig, settings: PlatformConfig, tp: int) -> LayerSaved:
+def saved_by_layer(
+    model: ModelConfig, settings: PlatformConfig, tp: int, lora: LoraConfig | None = None
+) -> LayerSaved:
     """Return the bytes that a layer of `model` like its last layer keeps on each of `tp` tensor-parallel ranks."""
     tokens, kind = POSITIONS * tp, model.layer_kinds[-1]
     # Apart from its layers, the platform may be one for GPUs.
     settings = settings.model_copy(update={"layers": "torch", "fp8": "none"})
     with _norm_of_gpus():
-        one, two = (_storages(_with_layers(model, count), settings, tp, tokens) for count in (1, 2))
+        one, two = (_storages(_with_layers(model, count), settings, tp, tokens, lora) for count in (1, 2))
     counted = sum(size * count for size, count in (two - one).items())
     counted -= sum(size * count for size, count in (one - two).items())
     layer = LayerActivations(model, MeshConfig(tp=tp), settings, tokens, "torch")
@@ -81,11 +87,15 @@ def _with_layers(model: ModelConfig, count: int) -> ModelConfig:
     return model.model_copy(update={"num_layers": count, "moe": moe})
 
 
-def _storages(model: ModelConfig, settings: PlatformConfig, tp: int, tokens: int) -> Counter[int]:
+def _storages(
+    model: ModelConfig, settings: PlatformConfig, tp: int, tokens: int, lora: LoraConfig | None
+) -> Counter[int]:
     """Return the sizes of the storages that autograd keeps after a forward pass and that belong to no weight."""
     with fake_rank(MeshConfig(tp=tp), 0, tp) as mesh:
         # Memory that was never written takes no space, and reads as zeros.
         chunk = build_uninitialized(model, mesh, fake_platform(settings, mesh), settings)
+        if lora and lora.is_on:
+            add_adapters([chunk], lora, model, seed=0)
         weights = {tensor.untyped_storage()._cdata for tensor in (*chunk.parameters(), *chunk.buffers())}
         saved: list[torch.Tensor] = []
 

@@ -232,8 +232,9 @@ def _adapt_experts(module: Any, owner: GroupedExperts, rank: int, lora: LoraConf
         rows=Rows(1, (num_out // num_blocks,) * num_blocks),
     )
     module.etp, module.splits_outputs = owner.tp_group, is_first
-    module.merges = type(owner) is not GroupedExperts
     module.__class__ = AdaptedStackedLinear
+    # Compiled experts multiply by one weight: the sum W + scale * B A, which autograd would keep for every layer.
+    owner.__class__ = GroupedExperts
     for name, param in module.adapter.named_parameters():
         is_split = (name == "B") == is_first
         axis = (1 if is_first else 2) if is_split else 1

@@ -29,7 +29,9 @@ def main(argv: Sequence[str]) -> int:
         events = []
         if args.microbatches:
             events = record(mesh, args.microbatches)
-        layers = saved_by_layers(config.mesh, config.model, config.platform) if args.layers else []
+        layers = (
+            saved_by_layers(config.mesh, config.model, config.platform, config.lora) if args.layers else []
+        )
         written = EXACT.dump_json(Exact(ranks=ranks, layers=layers, schedule=events)).decode()
     except McoreRlError as error:
         written = json.dumps({"refused": str(error)})

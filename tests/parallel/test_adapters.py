@@ -161,6 +161,31 @@ def test_compiled_layers_train_adapters_alike(model: str) -> None:
     assert max((weights[key] - tensor).abs().max() for key, tensor in reference.weights.items()) <= 3e-5
 
 
+def kept_of_weights_size(config: PretrainConfig) -> int:
+    """On a rank: number of tensors that a step keeps for its backward pass with the shape of all experts' weights."""
+    state = set_up(config, start(config.platform))
+    weights = {param.data_ptr(): param.shape for chunk in state.chunks for param in chunk.parameters()}
+    shapes = {shape for shape in weights.values() if len(shape) == 3}
+    copies = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal copies
+        copies += tensor.shape in shapes and tensor.data_ptr() not in weights
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        train_step(state, batch(state, 0, LENGTH, ROWS), NextTokenHead())
+    return copies
+
+
+@pytest.mark.parametrize("layers", ["torch", "cpu"])
+def test_no_sum_of_weights_and_adapters_is_kept(layers: Literal["torch", "cpu"]) -> None:
+    """The plan of memory has the weights once."""
+    platform = PlatformConfig(layers=layers)
+    config = config_of(shallow(TINY["qwen3_moe"]), MeshConfig(), platform, FUSED)
+    assert run_ranks(kept_of_weights_size, 1, config) == [0]
+
+
 def unmark_a(state: TrainState) -> None:
     """The fault of an A that does not say that its gradient is partial under sequence parallelism."""
     for chunk in state.chunks:

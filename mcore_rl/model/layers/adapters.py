@@ -150,8 +150,6 @@ class AdaptedStackedLinear(StackedLinear):
     etp: ProcessGroup
     splits_outputs: bool
     """Whether expert tensor parallelism splits O, and with it B; else it splits I, and with it A."""
-    merges: bool
-    """Whether the experts multiply by the merged weight W + scale * B A, instead of by W, A and B."""
 
     def forward(self) -> Linear:
         """Return weights, biases and adapters."""
@@ -163,12 +161,7 @@ class AdaptedStackedLinear(StackedLinear):
             weight_a = copy_to_tensor_model_parallel_region(weight_a, group=self.etp)
         else:
             weight_b = copy_to_tensor_model_parallel_region(weight_b, group=self.etp)
-        if not self.merges:
-            return Linear(self.weight, self.bias, LowRank(weight_a, weight_b, self.adapter.scale))
-        blocks = weight_a.split(weight_b.shape[-1], 1)
-        parts = weight_b.chunk(len(blocks), 1)
-        product = torch.cat([part @ block for part, block in zip(parts, blocks, strict=True)], 1)
-        return Linear(torch.add(self.weight, product, alpha=self.adapter.scale), self.bias)
+        return Linear(self.weight, self.bias, LowRank(weight_a, weight_b, self.adapter.scale))
 
 
 def _sharded(

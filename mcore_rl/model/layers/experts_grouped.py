@@ -91,15 +91,12 @@ def _adapted(rows_NI: Tensor, layer: Linear, counts_E: Tensor) -> Tensor:
     if layer.adapter is None:
         return output_NO
     a_ERI, b_EOr, scale = layer.adapter
-    blocks = a_ERI.split(b_EOr.shape[-1], 1)
     if missing := -b_EOr.shape[-1] % (GROUPED_ALIGNMENT_BYTES // b_EOr.element_size()):
-        blocks = tuple(pad(block, (0, 0, 0, missing)) for block in blocks)
+        a_ERI = torch.cat([pad(block, (0, 0, 0, missing)) for block in a_ERI.split(b_EOr.shape[-1], 1)], 1)
         b_EOr = pad(b_EOr, (0, missing))
-    lows = _products(rows_NI, torch.cat(blocks, 1), counts_E).chunk(len(blocks), 1)
-    branches = [
-        _products(low.contiguous(), part.contiguous(), counts_E)
-        for low, part in zip(lows, b_EOr.chunk(len(blocks), 1), strict=True)
-    ]
+    lows = _products(rows_NI, a_ERI, counts_E).split(b_EOr.shape[-1], 1)
+    parts = b_EOr.chunk(len(lows), 1)
+    branches = [_products(low, part, counts_E) for low, part in zip(lows, parts, strict=True)]
     return torch.add(output_NO, torch.cat(branches, 1), alpha=scale)
 
 

@@ -1,10 +1,14 @@
 """The closed form of our layers' activations against the tensors that a real forward pass keeps."""
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.load import load_config
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import DeltaConfig, IndexerConfig, MLAConfig, ModelConfig, MoEConfig
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.fake_world import saved
 from mcore_rl.fake_world.saved import saved_by_layer
@@ -106,6 +110,28 @@ def test_a_layer_of_ours_keeps_the_bytes_that_a_forward_pass_keeps(case):
     assert len(found) >= 5 or case in [("olmoe", "bf16", 8), ("minimax_m2", "bf16", 8)]
     planned = {kind: layer.planned for kind, layer in found.items()}
     assert planned == {kind: pytest.approx(layer.counted, rel=0.02) for kind, layer in found.items()}
+
+
+def adapters_counted(lora, positions):
+    saved.POSITIONS = positions
+    path = Path(__file__).parents[3] / "launch/recipes/qwen3_30b_a3b/grpo_lora.toml"
+    config = load_config(RlRunConfig, path, ["platform.recompute=none"])
+    return saved.saved_by_layers(config.mesh, config.model, config.platform, lora)[0]
+
+
+@pytest.mark.parametrize(
+    ("lora", "least", "most"),
+    [
+        (LoraConfig(rank=16), 1.0, 1.02),
+        (LoraConfig(rank=64, expert_rank=64, expert_gate_up="split"), 1.0, 1.05),
+        (LoraConfig(rank=16, targets=("attention",)), 0.7, 0.75),
+    ],
+    ids=["rank 16", "rank 64 of experts too", "attention"],
+)
+def test_a_layer_with_adapters_keeps_what_full_training_does(lora, least, most):
+    """The outputs of A are narrow. Frozen experts need no inputs of their products, which the plan has all the same."""
+    (layer,) = run_ranks(adapters_counted, 1, lora, 1024)
+    assert least * layer.planned < layer.counted < most * layer.planned
 
 
 def delta_nets_counted(precision, tp, cases):

@@ -25,12 +25,16 @@ class CompiledExperts(GroupedExperts):
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **options: Any) -> None:
         super().__init__(num_local_experts, config, *args, **options)
         self._rounds = config.rounds_products
-        self.skips_dropped = (
-            config.gated_linear_unit
-            and not config.add_bias_linear
-            and config.activation_func is silu
-            and config.activation_func_clamp_value is None
-            and config.glu_linear_offset == 0.0
+
+    @property
+    def skips_dropped(self) -> bool:  # type: ignore[override]
+        """Whether the experts are plain SwiGLU without biases, which the compiled code computes row by row."""
+        return bool(
+            self.config.gated_linear_unit
+            and not self.config.add_bias_linear
+            and self.config.activation_func is silu
+            and self.config.activation_func_clamp_value is None
+            and self.config.glu_linear_offset == 0.0
         )
 
     def _sorted(self, sorted_ND: Tensor, gates_N: Tensor, tokens_per_expert: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cpu.experts import CompiledExperts
 from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.model.layers.experts_grouped import Linear, LowRank, grouped_experts
 from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers import oracles
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
@@ -234,3 +235,32 @@ def test_what_they_do_not_have_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         grouped(one_rank, **changes)
+
+
+@pytest.mark.parametrize("rank", [8, 3])
+@pytest.mark.parametrize("num_blocks", [1, 2], ids=["fused", "split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_adapters_are_added_to_the_weights(dtype: torch.dtype, num_blocks: int, rank: int) -> None:
+    """Also with a block for each projection, so that products read parts of wider tensors, and with padded ranks."""
+    counts, config = [5, 0, 40, 3], small_config()
+    rows, tokens, gates = sorted_rows(counts)
+    weights = [torch.randn(4, 2 * 48, 32) / 6, torch.randn(4, 32, 48) / 7]
+    a_ERI, b_EOr = torch.randn(4, num_blocks * rank, 32) / 6, torch.randn(4, 2 * 48, rank)
+    wanted = [tensor.to(dtype).requires_grad_() for tensor in (rows.detach(), a_ERI, b_EOr)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in wanted]
+    fc1 = Linear(weights[0].to(dtype), None, LowRank(wanted[1], wanted[2], 0.5))
+    output = grouped_experts(
+        wanted[0], gates.to(dtype), fc1, Linear(weights[1].to(dtype), None), tokens, config
+    )
+    blocks = zip(exact[1].chunk(num_blocks, 1), exact[2].chunk(num_blocks, 1), strict=True)
+    added = torch.cat([part @ block for block, part in blocks], 1)
+    chosen = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    merged = fc1.weight_EOI.double() + 0.5 * added
+    expected = oracles.experts(
+        exact[0], gates.to(dtype).double(), chosen, merged, weights[1].to(dtype).double()
+    )
+    # bf16 has eight bits, and rounds four products one after another.
+    relative = 2e-6 if dtype is torch.float32 else 0.02
+    assert_close(output, expected, relative)
+    for ours, theirs in zip(gradients(output, wanted), gradients(expected, exact), strict=True):
+        assert_close(ours, theirs, relative)
