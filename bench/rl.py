@@ -1,6 +1,7 @@
 """Steps of reinforcement learning beside TRL's GRPOTrainer: same model, task, prompts, sampling and updates.
 
-    python -m bench.rl --trl-python PATH          all rows; bench/results/rl.json
+    python -m bench.rl --trl-python PATH                             all rows; bench/results/rl.json
+    python -m bench.rl --trl-python PATH --model runs/real/smollm2   a real model, in that file's place
 
 GRPO, and GSPO (TRL's importance_sampling_level="sequence"). PATH is the Python of an environment with TRL, which is
 not ours; one is made with
@@ -9,11 +10,12 @@ not ours; one is made with
 
 A Qwen3-MoE of 7 M parameters (4 layers, 16 experts, 4 a token), fine-tuned until it half knows the task, learns to
 reverse 4 to 12 digits: 16 prompts, 8 completions each of at most 16 tokens at temperature 1, 2 updates of 64
-completions, fp32, one thread. Both programs run at once and take turns; figures are CPU seconds of a turn's steps,
-judging processes included, and medians over the turns, with the quartiles of the turns' ratios. Training is all that
-is neither rollout nor scoring (rewards, old logprobs, batches, advantages); its tokens are those of prompts and
-completions, without padding. A row that others on the machine disturbed (contention above 1.3) is marked, and never
-quoted.
+completions, fp32, one thread. With `--model`, a Hugging Face folder, that model copies four to six letters as it is,
+by the recipe any_model/copying: 8 prompts, 8 completions each of at most 8 tokens, 2 updates of 32 completions. Both
+programs run at once and take turns; figures are CPU seconds of a turn's steps, judging processes included, and medians
+over the turns, with the quartiles of the turns' ratios. Training is all that is neither rollout nor scoring (rewards,
+old logprobs, batches, advantages); its tokens are those of prompts and completions, without padding. A row that others
+on the machine disturbed (contention above 1.3) is marked, and never quoted.
 """
 
 import argparse
@@ -33,7 +35,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch, and for both programs
 import torch
 
 from bench.clock import Peaks, circumstances, circumstances_line, ratio_over_rounds, versions, write_results
-from bench.rl_folder import build, overrides, write_peer
+from bench.rl_folder import build, build_from, overrides, write_peer
 from bench.turns import Worker
 
 KINDS = ("grpo", "gspo")
@@ -54,7 +56,7 @@ def compare(
 
     `settings` are fields of our config, as `platform.bf16_products=true`; TRL's side does not change with them.
     """
-    peer = write_peer(folder, kind, "grouped_mm", (rounds + 1) * steps)
+    peer = write_peer(folder, kind, (rounds + 1) * steps)
     turns: dict[str, list[Turn]] = {"mcore_rl": [], "trl": []}
     commands = {
         "mcore_rl": [sys.executable, "-m", "bench.rl_ours", "rl.toml", *overrides(kind), *settings],
@@ -163,6 +165,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trl-python", help="of an environment with TRL; without it nothing is measured")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder in the place of the tiny model")
     parser.add_argument("--folder", type=Path, help="kept, and used again (default: a temporary one)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument(
@@ -184,7 +187,10 @@ def main() -> None:
     rows = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).absolute()
-        build(folder)
+        if arguments.model:
+            build_from(arguments.model.absolute(), folder)
+        else:
+            build(folder)
         for kind in arguments.kinds:
             rows[kind] = compare(
                 kind, arguments.trl_python, folder, arguments.rounds, arguments.steps, arguments.set
@@ -192,8 +198,13 @@ def main() -> None:
             print(f"{table({kind: rows[kind]})}\n{circumstances_line(rows[kind])}", flush=True)
     both = {"mcore_rl": versions(), "trl": trl_versions(arguments.trl_python)}
     words = ["--trl-python", "PATH", "--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
+    words += ["--model", arguments.model.name] if arguments.model else []
     words += ["--kinds", *arguments.kinds, *(["--set", *arguments.set] if arguments.set else [])]
-    write_results(RESULTS, {"versions": both, "targets": TARGETS, "rows": rows}, words)
+    write_results(
+        RESULTS / ("rl_model.json" if arguments.model else "rl.json"),
+        {"versions": both, "targets": TARGETS, "rows": rows},
+        words,
+    )
 
 
 if __name__ == "__main__":

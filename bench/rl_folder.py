@@ -1,4 +1,4 @@
-"""The start of both trainers of `bench.rl`, made by mcore_rl's programs: tokenizer, fine-tuned model, prompts."""
+"""The start of both trainers of `bench.rl`, made by mcore_rl's programs: tokenizer, model, prompts."""
 
 import json
 import random
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.run.programs.rollouts import load_prompts
 
 VOCAB = 512
@@ -88,16 +88,29 @@ max_tokens_per_microbatch = 2048
 parts = ["positions"]
 """
 
+RL_OF_FOLDER = """
+extends = "any_model/copying"
+run_dir = "rl"
+[model]
+path = "imported"
+[data]
+chat_template = "raw"
+[train]
+steps = 1000000
+[rl.reward]
+parts = ["positions"]
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Return the settings of the other trainer, with our own sizes."""
+    """Settings of the other trainer, with our own sizes."""
 
     model: str
     tokenizer: str
     prompts: str
     kind: str
-    experts: str
+    experts: str | None
     clip_low: float
     clip_high: float
     prompts_per_step: int
@@ -118,6 +131,17 @@ def build(folder: Path) -> None:
     program(folder, ["convert", "export", f"sft/checkpoints/iter_{WARM_STEPS:07d}", "hf"])
 
 
+def build_from(model: Path, folder: Path) -> None:
+    """Make the same files of a Hugging Face folder, as it is, for the task of the recipe any_model/copying."""
+    if (folder / "hf").is_dir():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rl.toml").write_text(RL_OF_FOLDER)
+    program(folder, ["convert", "import", str(model), "imported", "--no-check-logits"])
+    for name in ("hf", "tokenizer"):
+        (folder / name).symlink_to(model, target_is_directory=True)
+
+
 def write_inputs(folder: Path) -> None:
     """Write the tokenizer, the conversations, and the configs of both programs."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,10 +156,12 @@ def overrides(kind: str) -> list[str]:
     return [f"rl.loss.kind={kind}", f"run_dir=rl_{kind}"]
 
 
-def write_peer(folder: Path, kind: str, experts: str, steps: int) -> Path:
+def write_peer(folder: Path, kind: str, steps: int) -> Path:
     """A file for the other trainer: our settings, and the prompts of so many of our steps in our order."""
     words = [*overrides(kind), f"data.tokenizer.path={folder / 'tokenizer'}"]
-    config = load_config(RlRunConfig, folder / "rl.toml", words)
+    if (folder / "imported").is_dir():
+        words.append(f"model.path={folder / 'imported'}")
+    config = load_run_config(RlRunConfig, folder / "rl.toml", words)
     rollout, clip = config.rl.rollout, config.rl.loss.clip
     problems = [
         prompt.problem for prompt in load_prompts(config).train.take(0, steps * rollout.prompts_per_step)
@@ -148,7 +174,7 @@ def write_peer(folder: Path, kind: str, experts: str, steps: int) -> Path:
         tokenizer=str(folder / "tokenizer"),
         prompts=str(prompts),
         kind=kind,
-        experts=experts,
+        experts="grouped_mm" if config.model.is_moe else None,
         clip_low=clip.low,
         clip_high=clip.high,
         prompts_per_step=rollout.prompts_per_step,

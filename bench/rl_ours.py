@@ -18,8 +18,8 @@ import torch
 from bench.turns import Turns
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.rl_run import check_rl
-from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.rl.passes.batch import Minibatch
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.failures import FailureReport
@@ -80,7 +80,7 @@ def main() -> None:
     """Train in turns."""
     torch.set_num_threads(1)
     turns = Turns(cpu_s)
-    config = load_config(RlRunConfig, Path(sys.argv[1]), sys.argv[2:])
+    config = load_run_config(RlRunConfig, Path(sys.argv[1]), sys.argv[2:])
     check_rl(config, 1)
     prompts = load_prompts(config)
     platform = platforms.start(config.platform, allows_te=False)

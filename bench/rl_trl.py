@@ -25,7 +25,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -51,7 +51,7 @@ def reward(prompts: list[str], completions: list[str], answer: list[str], **fact
     lengths = [len(ids) for ids in facts["completion_ids"]]
     TURNS.add("completions", len(lengths))
     TURNS.add("completion_tokens", sum(lengths))
-    TURNS.add("tokens", sum(lengths) + sum(map(len, prompts)))
+    TURNS.add("tokens", sum(lengths) + sum(facts["prompt_tokens"]))
     TURNS.add("solved", sum(value == 1.0 for value in scores))
     return scores
 
@@ -103,17 +103,11 @@ def trainer_of(peer: dict[str, Any]) -> GRPOTrainer:
         disable_tqdm=True,
         dataloader_num_workers=0,
     )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=f"{peer['tokenizer']}/tokenizer.json",
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<pad>",
-        padding_side="left",
-    )
-    model = Qwen3MoeForCausalLM.from_pretrained(
-        peer["model"], dtype=torch.float32, experts_implementation=peer["experts"]
-    )
+    tokenizer = AutoTokenizer.from_pretrained(peer["tokenizer"], padding_side="left")
+    for row in rows:
+        row["prompt_tokens"] = len(tokenizer(row["prompt"])["input_ids"])
+    experts = {"experts_implementation": peer["experts"]} if peer["experts"] else {}
+    model = AutoModelForCausalLM.from_pretrained(peer["model"], dtype=torch.float32, **experts)
     return GRPOTrainer(
         model=model,
         reward_funcs=reward,
