@@ -307,7 +307,6 @@ def _even(steps: float) -> int:
 
 def run_all(chosen: Sequence[Stage], console: Console, scale: float) -> None:
     """Run the stages that are not done yet; CalledProcessError when a command fails."""
-    todo = [stage for stage in chosen if not stage.is_done]
     expected_s = spent_s = 0.0
     for number, stage in enumerate(chosen, start=1):
         title = f"[bold]{number}/{len(chosen)} {stage.title}[/]"
@@ -315,14 +314,13 @@ def run_all(chosen: Sequence[Stage], console: Console, scale: float) -> None:
             console.print(f"{title}: done before ({stage.result})", soft_wrap=True)
             continue
         pace = spent_s / expected_s if expected_s > 10 else scale
-        left_s = pace * sum(later.seconds for later in todo)
+        left_s = pace * sum(later.seconds for later in chosen[number - 1 :] if not later.is_done)
         console.print(f"{title}, about {timedelta(seconds=round(left_s))} left in all", soft_wrap=True)
         console.print(f"[dim]$ python {shlex.join(map(str, stage.arguments))}[/]", soft_wrap=True)
         started_s = time.monotonic()
         stage.run()
         spent_s += time.monotonic() - started_s
         expected_s += stage.seconds
-        todo.remove(stage)
 
 
 def run_to_status(chosen: Sequence[Stage], console: Console, scale: float) -> int:

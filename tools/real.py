@@ -33,7 +33,15 @@ ARMS = {
     "grpo_r2": ("GRPO with the routes of the old policy's pass (R2)", ("replay.kind=r2",)),
     "grpo_r3": ("GRPO with the routes of the rollout (R3)", ("replay.kind=r3",)),
     "gspo": ("GSPO without replay", ("rl.loss.kind=gspo",)),
+    "grpo_lora": (
+        "GRPO of low-rank adapters (R2)",
+        (
+            *("replay.kind=r2", "model.moe.balance=none", "lora.rank=16", "platform.bf16_products=false"),
+            *("optim.lr=1e-3", "optim.min_lr=1e-3"),
+        ),
+    ),
 }
+"""Arms of reinforcement learning. The adapters' rate is ten times that of all weights, and their products are fp32."""
 COMPLETION = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -116,7 +124,7 @@ def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = Non
                 title=title,
                 arguments=(
                     *(*CLI, "rl", "any_model/copying", f"model.path={sft}", f"run_dir={folder / arm}"),
-                    *(*own, *shared, *lasting, *tasks),
+                    *(*shared, *own, *lasting, *tasks),
                 ),
                 result=folder / arm / "DONE",
                 seconds=150,
@@ -129,13 +137,13 @@ def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = Non
                 title=f"answers of {model} to held-out prompts",
                 arguments=(
                     *(*CLI, "eval", "any_model/copying", f"model.path={folder / model}"),
-                    *(f"run_dir={folder / 'no_run'}", *shared, *tasks),
+                    *(f"run_dir={folder / 'no_run'}", *shared, *own, *tasks),
                 ),
                 result=folder / model / "evaluation.json",
                 seconds=25,
                 keep_output=True,
             )
-            for model in ("sft", *ARMS)
+            for model, (_, own) in {"sft": ("", ()), **ARMS}.items()
         ),
     ]
     trained, export, page = folder / "grpo_r2", folder / "hf", folder / "report.html"

@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.documented import ROOT
+from tools.quickstart import Stage, run_to_status
 
 PIPELINE = """
 from pathlib import Path
@@ -59,3 +61,23 @@ def test_a_pipeline_that_is_ended_waits_for_its_stage_to_save(
         process.send_signal(number)
     assert process.wait(timeout=60) == status
     assert (tmp_path / "saved").read_text() == str(int(number))
+
+
+def test_a_stage_is_done_again_after_the_stage_that_it_reads(tmp_path: Path) -> None:
+    source, page = tmp_path / "evaluation", tmp_path / "page"
+    page.write_text("old")
+    os.utime(page, (1, 1))
+    write = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
+    chosen = [
+        Stage(name="a", title="a", arguments=("-c", write, source, "new"), result=source, seconds=1),
+        Stage(
+            name="b",
+            title="b",
+            arguments=("-c", write, page, "new"),
+            result=page,
+            seconds=1,
+            sources=(source,),
+        ),
+    ]
+    assert run_to_status(chosen, Console(), 1.0) == 0
+    assert page.read_text() == "new"
