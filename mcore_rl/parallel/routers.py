@@ -11,9 +11,20 @@ def routers(chunk: nn.Module) -> Iterator[tuple[int, TopKRouter]]:
     """Yield every router of a chunk with the index of its layer in the whole model; MTP layers come last."""
     for module in chunk.modules():
         if isinstance(module, TopKRouter):
-            # Megatron counts layers from 1; since 0.19 routers of MTP layers have is_mtp_layer and count from 1 again.
-            mtp_offset = module.config.num_layers if getattr(module, "is_mtp_layer", False) else 0
-            yield module.layer_number - 1 + mtp_offset, module
+            yield block_of(module), module
+
+
+def block_of(router: TopKRouter) -> int:
+    """Return the index of a router's block in the whole model: attention and its experts; MTP layers come last.
+
+    A layer of Megatron's GPTModel is a block. HybridModel counts attention and experts of a block as two layers, but
+    neither a router nor its config has the pattern of layers that would tell the two models apart: a model of its kind
+    needs that pattern here first.
+    """
+    # Megatron counts layers from 1; since 0.19 routers of MTP layers have is_mtp_layer and count from 1 again.
+    mtp_offset = router.config.num_layers if getattr(router, "is_mtp_layer", False) else 0
+    block: int = router.layer_number - 1 + mtp_offset
+    return block
 
 
 def replayed_routers(chunk: nn.Module) -> list[tuple[int, TopKRouter]]:
