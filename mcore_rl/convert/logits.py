@@ -234,11 +234,11 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
     platform, mesh = start(settings), build_mesh(MeshConfig())
     seed_ranks(1)
     try:
-        chunk = unwrap(
-            build_uninitialized(found.model.model_copy(update={"mtp_layers": 0}), mesh, platform, settings)
-        ).eval()
+        model = found.model.model_copy(update={"mtp_layers": 0})
+        built = build_uninitialized(model, mesh, platform, settings).eval()
+        chunk = unwrap(built)
         by_storage: dict[int, list[LocalShard]] = {}
-        for shard in local_shards([chunk]):
+        for shard in local_shards([built]):
             by_storage.setdefault(_storage_id(shard.data), []).append(shard)
         load = partial(_load_shard, KeyTranslation(found.model, found.layout), found.source())
         has_tied_output = found.model.tied_embeddings and found.model.head == "logits"

@@ -1,7 +1,7 @@
 """Build this rank's chunks of a model."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -111,12 +111,44 @@ def build_uninitialized(
     return _build_chunk(config, model, platform, settings, None)
 
 
-def unwrap(chunk: nn.Module) -> GPTModel:
+class MegatronModel(Protocol):
+    """The attributes of Megatron's language models that this package uses: GPTModel has them, and so has HybridModel.
+
+    A chunk may lack the embedding, the output layer and MTP layers. The last rows are methods of every nn.Module.
+    """
+
+    config: TransformerConfig
+    pg_collection: Any
+    pre_process: bool
+    post_process: bool
+    share_embeddings_and_output_weights: bool
+    embedding: Any
+    rotary_pos_emb: Any
+    decoder: Any
+    output_layer: Any
+    mtp: Any
+    shared_embedding_or_output_weight: Callable[[], Tensor]
+    sharded_state_dict: Callable[..., dict[str, Any]]
+    load_state_dict: Callable[..., Any]
+    requires_grad_: Callable[[bool], Any]
+    get_submodule: Callable[[str], nn.Module]
+    named_modules: Callable[[], Iterator[tuple[str, nn.Module]]]
+    named_parameters: Callable[[], Iterator[tuple[str, nn.Parameter]]]
+    named_buffers: Callable[[], Iterator[tuple[str, Tensor]]]
+    parameters: Callable[[], Iterator[nn.Parameter]]
+    buffers: Callable[[], Iterator[Tensor]]
+
+    def __call__(self, *, input_ids: Tensor, position_ids: Tensor, attention_mask: None) -> Any:
+        """Return logits, or hidden states for the next stage."""
+
+
+def unwrap(chunk: nn.Module) -> MegatronModel:
     """Return the Megatron model inside its wrappers for data parallelism and 16-bit weights."""
     inner: Any = chunk
-    while not isinstance(inner, GPTModel):
+    while isinstance(inner, DistributedDataParallel | Float16Module):
         inner = inner.module
-    return inner
+    model: MegatronModel = inner
+    return model
 
 
 def settle_weights(chunks: Sequence[nn.Module]) -> None:

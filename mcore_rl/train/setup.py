@@ -119,13 +119,14 @@ def freeze(chunks: Sequence[nn.Module], *, trains_routers: bool, trains_mtp: boo
     load after each step. And multi-token-prediction layers that no pass uses: an optimizer would decay them, and an
     overlapped reduction would wait for their gradients.
     """
-    for chunk in map(unwrap, chunks):
+    for chunk in chunks:
+        model = unwrap(chunk)
         if not trains_routers:
-            chunk.config.moe_router_bias_update_rate = 0.0
+            model.config.moe_router_bias_update_rate = 0.0
             for _, router in routers(chunk):
                 router.requires_grad_(False)
-        if not trains_mtp and getattr(chunk, "mtp", None) is not None:
-            chunk.mtp.requires_grad_(False)
+        if not trains_mtp and getattr(model, "mtp", None) is not None:
+            model.mtp.requires_grad_(False)
 
 
 def refuse_partly_frozen(chunks: Sequence[nn.Module], mesh: Mesh) -> None:

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from mcore_rl.errors import EngineError
-from mcore_rl.model.build import unwrap
+from mcore_rl.model.build import MegatronModel, unwrap
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.cache import KeyValueCache, LayerCache, StepTokens
 from mcore_rl.model.layers.delta import GatedDeltaNet
@@ -46,7 +45,7 @@ class Decoder:
         """Indices, in the whole model, of this rank's layers with recorded routes."""
         self._routers: list[nn.Module] = []
         if with_routes:
-            found = [pair for model in self._models for pair in routers(model)]
+            found = [pair for chunk in chunks for pair in routers(chunk)]
             found = [pair for pair in found if pair[0] < self._config.num_layers]
             self.moe_layers = [layer for layer, _ in found]
             self._routers = [router for _, router in found]
@@ -259,7 +258,7 @@ def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
         handle.remove()
 
 
-def _rotary_table(model: GPTModel, max_tokens: int) -> Any:
+def _rotary_table(model: MegatronModel, max_tokens: int) -> Any:
     """Return the result of the model's rotary embedding for positions 0 ... `max_tokens` - 1, not split over context
     parallelism.
     """
