@@ -63,6 +63,15 @@ def model_args(model: ModelConfig) -> Namespace:
     return Namespace(**(settings | _positions(model, is_latent=family.is_latent) | architecture))
 
 
+def hybrid_args(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of `model_args` that are others for the same model as Megatron's HybridModel.
+
+    Without a pattern Megatron-LM 0.19 takes a checkpoint for GPTModel's, and looks for the names that GPTModel has.
+    """
+    pattern = "".join("*E" if is_moe else "*-" for is_moe in model.moe_layers)
+    return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern, "moe_layer_freq": 1}
+
+
 def _positions(model: ModelConfig, *, is_latent: bool) -> dict[str, Any]:
     rope = model.rope
     # Latent attention has YaRN by rope_type.

@@ -53,6 +53,8 @@ ADAPTER = ".adapter."
 """Part of the keys of low-rank adapters, which no other tensor has."""
 CRITIC = "critic."
 """Beginning of the keys of the critic's weights and optimizer state, which a run of PPO saves with the policy's."""
+HYBRID_NORM = "decoder.final_norm.weight"
+"""Key of the last norm of Megatron's HybridModel, which GPTModel has as decoder.final_layernorm.weight."""
 LOGIT_PARTS = ("output_layer.", "mtp.")
 """Beginnings of the keys of weights that only logits need."""
 MAX_LISTED = 3
@@ -320,6 +322,12 @@ def _compare(
             f"{stored.path} has low-rank adapters, and this model has none: it would compute something else. Set the "
             "section `lora` as in its run, or add them to the weights, with `mcore-rl convert export --merge`, and "
             "import the result"
+        )
+    if HYBRID_NORM in stored.shapes:
+        raise CheckpointError(
+            f"{stored.path} has the layers of Megatron's HybridModel, in which attention and MLP of a layer are two "
+            "layers, and training reads those of GPTModel. Convert it with `mcore-rl convert relayout`, which needs "
+            "--reference HF_DIR if another program wrote it"
         )
     settings = config_changes(stored.marker.model, model, "model.") if stored.marker else []
     hint = f" Its settings: {'; '.join(map(str, settings))}." if settings else ""

@@ -145,7 +145,7 @@ def _finish(
     copy_files(copied, folder)
     write_metadata(folder, done, empty_extra_states(weights))
     write_format(folder)
-    write_common(folder, single_rank_common(hf_model.model, 0))
+    write_common(folder, single_rank_common(hf_model.model, 0, layout))
     description = {
         "kind": "import",
         "family": hf_model.model.family,

@@ -1,10 +1,14 @@
 """Relayout: convert a Megatron checkpoint, with its optimizer state, to other keys."""
 
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from mcore_rl.backend.saved_files.pickles import load_saved
+from mcore_rl.checkpoint.megatron_lm import hybrid_args, model_args
 from mcore_rl.checkpoint.read import EXTRA_STATE
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import write_manifest
@@ -61,7 +65,7 @@ def plan_relayout(
         writer=DistWriter(),
         identity=f"relayout {layout} {dist_model.folder.digest}",
         read=dist_model.folder.stamps,
-        finish=partial(_finish, dist_model, layout),
+        finish=partial(_finish, dist_model, layout, _changed_common(dist_model, layout)),
         named=name_latest,
         notes=[
             f"{dist_model.model.family}, step {step}: {dist_model.layout} -> {layout}",
@@ -112,7 +116,7 @@ def _copies_by_new_key(
 ) -> dict[str, list[RegionCopy]]:
     """Return, for each new key, the copies from old keys that fill it; `shapes` has the weight map's shapes."""
     copies: dict[str, list[RegionCopy]] = {}
-    one_by_one = "each" in (old.layout.layers, new.layout.layers)
+    one_by_one = {old.layout.layers, new.layout.layers} != {"stacked"}
     for key, shape in shapes.items():
         regions = [whole(shape)]
         if one_by_one and is_stacked(key):
@@ -125,7 +129,12 @@ def _copies_by_new_key(
 
 
 def _finish(
-    dist_model: DistModel, layout: KeyLayout, folder: Path, plan: str, done: Sequence[RecordedTask]
+    dist_model: DistModel,
+    layout: KeyLayout,
+    changed_common: dict[str, Any] | None,
+    folder: Path,
+    plan: str,
+    done: Sequence[RecordedTask],
 ) -> None:
     """Add objects, metadata, common state, manifest and marker to the tensors' files."""
     source = dist_model.source()
@@ -140,10 +149,12 @@ def _finish(
     write_metadata(folder, done, objects)
     write_format(folder)
     common = dist_model.folder.path / COMMON
-    if common.is_file():
+    if changed_common is not None:
+        write_common(folder, changed_common)
+    elif common.is_file():
         shutil.copyfile(common, folder / COMMON)
     else:
-        write_common(folder, single_rank_common(dist_model.model, dist_model.folder.step))
+        write_common(folder, single_rank_common(dist_model.model, dist_model.folder.step, layout))
     description = {
         "kind": "relayout",
         "family": dist_model.model.family,
@@ -152,3 +163,21 @@ def _finish(
     sources = {"metadata_sha256": dist_model.folder.digest, "files": dist_model.folder.files}
     write_manifest(folder, plan, description, sources, done)
     write_last_file(folder, dist_model.model, dist_model.folder.step, dist_model.folder.marker)
+
+
+def _changed_common(dist_model: DistModel, layout: KeyLayout) -> dict[str, Any] | None:
+    """Return the common state with the arguments that HybridModel's layers have, or GPTModel's; None without a change.
+
+    CheckpointError if it has an object of a class that no state of Megatron has.
+    """
+    common = dist_model.folder.path / COMMON
+    if (dist_model.layout.layers == "hybrid") == (layout.layers == "hybrid") or not common.is_file():
+        return None
+    arguments = hybrid_args(dist_model.model)
+    if layout.layers != "hybrid":
+        native = model_args(dist_model.model)
+        arguments = {name: getattr(native, name, None) for name in arguments}
+    changed: dict[str, Any] = load_saved(common.read_bytes(), str(common))
+    if isinstance(changed.get("args"), Namespace):
+        vars(changed["args"]).update(arguments)
+    return changed

@@ -7,17 +7,18 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from mcore_rl.checkpoint.read import EXTRA_STATE
+from mcore_rl.checkpoint.read import EXTRA_STATE, HYBRID_NORM
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of
-from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap
+from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap, listed
 
 KeyNames = Literal["te", "local"]
 """Names of TransformerEngine's layers, or of Megatron's local layers."""
-LayerGrouping = Literal["stacked", "each", "singletons"]
-"""A single tensor for all layers; a tensor for each layer; or a tensor for each expert, with separate gate and
-up-projection, which Megatron-LM writes with `singleton_local_shards` and this package reads but does not write."""
+LayerGrouping = Literal["stacked", "each", "singletons", "hybrid"]
+"""A single tensor for all layers; a tensor for each layer; a tensor for each expert, with separate gate and
+up-projection, which Megatron-LM writes with `singleton_local_shards` and this package reads but does not write; or a
+tensor for each layer of Megatron's HybridModel, which counts attention and MLP of a layer as two."""
 
 STACK = "decoder.layers."
 STATEFUL = re.compile(r"(linear_\w+|\w*norm|eh_proj|(in|out)_proj)$")
@@ -32,8 +33,9 @@ LATENT_NORMS = {
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
-HYBRID_NORM = "decoder.final_norm.weight"
-"""The last norm of Megatron's HybridModel, which GPTModel has as decoder.final_layernorm.weight."""
+FINAL_NORM = "decoder.final_layernorm.weight"
+ATTENTION = "self_attention."
+"""Beginning of the names of a layer's tensors that HybridModel has in its attention layer; all others are the MLP's."""
 DENSE_NORM, MOE_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 
 
@@ -46,7 +48,12 @@ class KeyLayout:
 
     def __str__(self) -> str:
         names = "TransformerEngine's names" if self.keys == "te" else "names of the local layers"
-        layers = {"stacked": "layers stacked", "each": "a tensor a layer", "singletons": "a tensor an expert"}
+        layers = {
+            "stacked": "layers stacked",
+            "each": "a tensor a layer",
+            "singletons": "a tensor an expert",
+            "hybrid": "layers of HybridModel",
+        }
         return f"{names}, {layers[self.layers]}"
 
 
@@ -60,6 +67,12 @@ class KeyTranslation:
                 f"{model.moe.first_dense_layers}, model.delta.full_every={model.delta.full_every}, "
                 f"model.indexer.top_k={model.indexer.top_k}), so that "
                 "they cannot be stacked in one tensor. Use --layers each."
+            )
+        if layout.layers == "hybrid" and (parts := list(_parts_without_hybrid_layout(model))):
+            raise CheckpointError(
+                f"This {model.family} has parts of which no layout of Megatron's HybridModel is known:\n"
+                f"{listed(parts)}\n"
+                "Such models have the layers of GPTModel only: --layers stacked or each."
             )
         self.layout = layout
         # Local layers do not fuse a norm into the following linear layer, so some norms have names of their own.
@@ -110,19 +123,16 @@ class KeyTranslation:
         front, rest = _parted(key)
         if self.layout.keys == "local" and front:
             rest = self._dense_norm if rest == DENSE_NORM else self._names.get(rest, rest)
-        return f"{front}{layer}.{rest}" if layer is not None else front + rest
+        if layer is not None:
+            front = f"{front}{layer}."
+        return _in_hybrid(front, rest) if self.layout.layers == "hybrid" else front + rest
 
 
 def detect(model: ModelConfig, canonical: WeightMap, stored: Mapping[str, Shape]) -> KeyTranslation:
     """Return the translation with the keys `stored`. Raises CheckpointError, with names, if no layout fits."""
-    if HYBRID_NORM in stored:
-        raise CheckpointError(
-            f"The checkpoint has {HYBRID_NORM}, as Megatron's HybridModel writes it: there, attention and MLP of a "
-            "layer are two layers. Only keys of GPTModel are read here. Export it to Hugging Face with the program "
-            "that wrote it, and import that folder."
-        )
     nearest: tuple[int, KeyTranslation] | None = None
-    for keys, layers in product(("te", "local"), ("stacked", "each", "singletons")):
+    groupings = ("hybrid",) if HYBRID_NORM in stored else ("stacked", "each", "singletons")
+    for keys, layers in product(("te", "local"), groupings):
         if layers == "stacked" and not model.layers_alike:
             continue
         translation = KeyTranslation(model, KeyLayout(keys, layers))  # type: ignore[arg-type]
@@ -164,6 +174,9 @@ def extra_state_keys(weights: WeightMap) -> Iterator[str]:
             modules[module] = sizes
         if module.endswith(ATTENTION_OUTPUT):
             modules[module.removesuffix(ATTENTION_OUTPUT) + "core_attention"] = sizes
+    if HYBRID_NORM in weights.mcore_shapes:
+        # GPTModel leaves out this state, which is always empty; HybridModel has it even where the output is tied.
+        modules["output_layer"] = (1,)
     for module, sizes in modules.items():
         total = ".".join(map(str, sizes))
         for index in product(*map(range, sizes)):
@@ -174,6 +187,33 @@ def extra_state_keys(weights: WeightMap) -> Iterator[str]:
 def is_stacked(key: str) -> bool:
     """Return whether the tensor of a key holds all layers."""
     return key.startswith(STACK) and not key.removeprefix(STACK)[:1].isdigit()
+
+
+def _parts_without_hybrid_layout(model: ModelConfig) -> Iterator[str]:
+    """Yield the parts of a model that the HybridModel of megatron-core 0.19 lacks, or stores in another way."""
+    family = family_of(model)
+    if family.is_latent:
+        yield "latent attention: its layer of HybridModel has no norms of the latents"
+    if "delta" in model.mixers:
+        yield "gated delta nets: no checkpoint of a HybridModel with them has been compared"
+    if family.has_full_qk_norm:
+        yield "norms of queries and keys over all heads: Megatron's attention norms each head"
+    if model.sliding_window is not None:
+        yield "windows in every second layer, which HybridModel counts otherwise"
+    if model.rope.scaling == "llama3":
+        yield 'model.rope.scaling="llama3": HybridModel has no argument for it'
+    if model.mtp_layers:
+        yield "MTP layers, which HybridModel makes of a pattern of their own; --mtp drop leaves them out"
+    if model.head == "score":
+        yield "a scalar head: HybridModel has logits only"
+
+
+def _in_hybrid(front: str, rest: str) -> str:
+    """Return HybridModel's name of a tensor: attention of layer i is in its layer 2i, the MLP in its layer 2i + 1."""
+    if not front:
+        return HYBRID_NORM if rest == FINAL_NORM else rest
+    layer = int(front.removeprefix(STACK).removesuffix("."))
+    return f"{STACK}{2 * layer + (not rest.startswith(ATTENTION))}.{rest}"
 
 
 def _rows_axis(key: str) -> int:

@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.metadata import (
 from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.backend.saved_files.archives import FileRange, recorded_crc32
 from mcore_rl.backend.saved_files.pickles import load_metadata
+from mcore_rl.checkpoint.megatron_lm import hybrid_args
 from mcore_rl.checkpoint.weights import common_state
 from mcore_rl.checkpoint.write import FORMAT
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.content import ChunkBytes
 from mcore_rl.convert.copying.conversion import RecordedTask, WrittenRange
 from mcore_rl.convert.copying.plan import CopyTask
-from mcore_rl.convert.megatron.layouts import extra_state_keys
+from mcore_rl.convert.megatron.layouts import KeyLayout, extra_state_keys
 from mcore_rl.convert.megatron.saved_tensor import save
 from mcore_rl.families.regions import sizes
 from mcore_rl.families.weight_map import WeightMap
@@ -131,12 +132,15 @@ def write_common(folder: Path, common: dict[str, Any]) -> None:
     flush_to_disk(folder / COMMON)
 
 
-def single_rank_common(model: ModelConfig, step: int) -> dict[str, Any]:
+def single_rank_common(model: ModelConfig, step: int, layout: KeyLayout) -> dict[str, Any]:
     """Return the common state that a run of one rank would write."""
     # common_state asks the mesh for sizes only, which need no process group.
     axis = SimpleNamespace(size=1)
     mesh = cast(Mesh, SimpleNamespace(tp=axis, pp=axis, dp=axis, world=axis))
-    return common_state(model, mesh, step, {})
+    common = common_state(model, mesh, step, {})
+    if layout.layers == "hybrid":
+        vars(common["args"]).update(hybrid_args(model))
+    return common
 
 
 def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker | None = None) -> None:

@@ -47,8 +47,9 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--layers",
-        choices=("stacked", "each"),
-        help="import, relayout: a tensor for all layers, or one each (default: as training reads them)",
+        choices=("stacked", "each", "hybrid"),
+        help="import, relayout: a tensor for all layers, one each, or the layers of Megatron's HybridModel (default: "
+        "as training reads them)",
     )
     what.add_argument(
         "--vocab-multiple",

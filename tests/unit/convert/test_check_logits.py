@@ -49,6 +49,17 @@ def test_an_import_in_another_type_is_compared_with_weights_rounded_alike(
         assert "logits differ from transformers' by at most" in capsys.readouterr().out
 
 
+def test_an_import_with_the_layers_of_hybrid_model_is_compared_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, checkpoint = saved("qwen3_moe", tmp_path / "hf"), tmp_path / "ckpt"
+    importing = ["convert", "import", str(source), str(checkpoint), "--layers", "hybrid", "--workers", "1"]
+    assert main(importing) == 0
+    assert main(["convert", "verify", str(source), str(checkpoint), "--logits"]) == 0
+    output = capsys.readouterr().out
+    assert "layers of HybridModel" in output and "logits differ from transformers' by at most" in output
+
+
 def test_it_is_said_why_logits_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = saved("deepseek_v3", tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())

@@ -8,11 +8,9 @@ import torch
 
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.megatron.folder import open_dist
-from mcore_rl.convert.megatron.layouts import KeyLayout, KeyTranslation, detect
-from mcore_rl.convert.megatron.model import open_dist_model
+from mcore_rl.convert.megatron.layouts import KeyLayout
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families import weight_map
 from tests.conversion import (
     ONE_FILE,
     assert_same,
@@ -107,22 +105,3 @@ def test_a_reference_needs_no_weights(tmp_path: Path) -> None:
     back = exported(checkpoint, tmp_path / "back", reference=source)
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert_same(read_hf(back), read_hf(tmp_path))
-
-
-def test_a_checkpoint_of_the_hybrid_model_is_refused_as_such(converted: Converted) -> None:
-    """HybridModel counts attention and MLP of a layer as two layers, and has another name for the last norm."""
-    _, checkpoint = converted("qwen3_moe")
-    model = open_dist_model(checkpoint).model
-    canonical = weight_map(model)
-    each = KeyTranslation(model, KeyLayout("te", "each")).shapes(canonical.mcore_shapes)
-
-    def hybrid(key: str) -> str:
-        if not key.startswith("decoder.layers."):
-            return key.replace("final_layernorm", "final_norm")
-        _, _, layer, rest = key.split(".", 3)
-        return f"decoder.layers.{2 * int(layer) + (not rest.startswith('self_attention'))}.{rest}"
-
-    with pytest.raises(
-        CheckpointError, match=r"decoder.final_norm.weight, as Megatron's HybridModel writes it"
-    ):
-        detect(model, canonical, {hybrid(key): shape for key, shape in each})
