@@ -10,6 +10,7 @@ where the first one ended.
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,12 @@ tokens = model.generate(**ids, max_new_tokens=8, do_sample=False)[0]
 print(tokenizer.decode(tokens, skip_special_tokens=True))
 """
 """Program of transformers that continues a prompt."""
+PROCESS = """
+import resource
+import mcore_rl.run.programs.rl
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+"""Prints the bytes of a rank's process without a model, which no plan counts."""
 
 
 def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = None) -> list[Stage]:
@@ -191,6 +198,8 @@ def results(folder: Path) -> dict[str, object]:
         name: (folder / f"{name}.txt").read_text(encoding="utf-8").strip()
         for name in ("answer", "ours", "transformers")
     }
+    process = subprocess.run([sys.executable, "-c", PROCESS], stdout=subprocess.PIPE, text=True, check=True)
+    found["process_gib"] = int(process.stdout) / GIB
     for model in ("sft", *ARMS):
         evaluation = json.loads((folder / model / "evaluation.json").read_text(encoding="utf-8"))
         row: dict[str, object] = {"accuracy": evaluation["eval/accuracy"]}
