@@ -364,7 +364,7 @@ def what_next(folder: Path) -> str:
     commands = [
         *([] if is_on_path else [f"source {os.path.relpath(here)}/activate    # puts mcore-rl on the PATH"]),
         f"mcore-rl generate {runs}/grpo_r2 12345= --chat",
-        f"mcore-rl eval {runs}/grpo_r2 rl.eval.samples=4",
+        f"mcore-rl eval {runs}/grpo_r2 rl.eval.samples=4 rl.eval.temperature=1",
         f"mcore-rl rl tiny_moe/cispo checkpoint.load={runs}/sft run_dir={runs}/cispo",
     ]
     return "\n".join(["try next", *(f"  {command}" for command in commands)])

@@ -86,18 +86,26 @@ def quickstart(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_quickstart_goes_from_text_to_a_report_and_does_nothing_twice(quickstart: Path) -> None:
+def test_quickstart_goes_from_text_to_a_report_and_does_nothing_twice(
+    quickstart: Path, warm: Path, tmp_path: Path
+) -> None:
     made = sorted(path.name for path in quickstart.glob("*/evaluation.json") if path.stat().st_size)
     assert len(made) == 4 and "<html" in (quickstart / "report.html").read_text()[:200]
     (logits,) = (quickstart / "logits.txt").read_text().splitlines()
     assert float(re.search(r"at most ([\d.e-]+)", logits)[1]) < 2e-5  # type: ignore[index]
     before = {path: path.stat().st_mtime_ns for path in quickstart.rglob("*") if path.is_file()}
     again = [sys.executable, ROOT / "tools/quickstart.py", "--folder", quickstart]
-    done = subprocess.run(again, check=True, capture_output=True, text=True)
+    done = subprocess.run(again, check=True, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.count("done before") == 17
-    shown = done.stdout.partition("try next\n")[2].splitlines()
-    assert len([line for line in shown if line.startswith("  mcore-rl ")]) == 3
     assert {path: path.stat().st_mtime_ns for path in quickstart.rglob("*") if path.is_file()} == before
+    shown = done.stdout.partition("try next\n")[2].splitlines()
+    next_lines = [line.strip() for line in shown if line.startswith("  mcore-rl ")]
+    assert len(next_lines) == 3
+    for line in next_lines:
+        own = re.sub(r"run_dir=\S+", "run_dir=next", line)  # the quickstart's folder is other tests' too
+        command = Command(page="tools/quickstart.py", line=own, is_marked=False, output=())
+        tried = run(command, tmp_path, warm)
+        assert tried.returncode == 0, f"{line}\n{tried.stderr}"
 
 
 def test_the_pipeline_of_a_real_model_runs_on_a_tiny_one(warm: Path, tmp_path: Path) -> None:
@@ -106,7 +114,7 @@ def test_the_pipeline_of_a_real_model_runs_on_a_tiny_one(warm: Path, tmp_path: P
     words = [str(warm / "python"), ROOT / "tools/real.py", "--folder", tmp_path, *few]
     subprocess.run([sys.executable, "-c", WITH_PYTHON, *words], cwd=ROOT, check=True)
     found = json.loads((tmp_path / "results.json").read_text())
-    for arm in ("grpo_r2", "grpo_r3", "gspo"):
+    for arm in ("grpo_r2", "grpo_r3", "gspo", "grpo_lora"):
         assert 0 <= found[arm]["changed_routes"] <= 1 and len(found[arm]["batches"]) == 1
         assert (
             0 < found[arm]["planned_gib"] < found[arm]["peak_gib"]
