@@ -111,6 +111,11 @@ def written_atomically(path: Path) -> Iterator[Path]:
     try:
         yield scratch
         move_into_place(scratch, path)
+    except OSError as error:
+        # The error of a write, unlike that of an open, names no file.
+        if error.filename is None and error.errno in FULL:
+            error.filename = str(path)
+        raise
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -146,6 +151,23 @@ def disk_errors_explained(folder: Path, remedy: str) -> Iterator[None]:
         if error.errno not in FULL + FORBIDDEN:
             raise
         raise DataError(f"{error.filename or folder}: {os.strerror(error.errno)}. {remedy}") from error
+
+
+def disk_error(error: OSError) -> DataError | None:
+    """Return the error that the user reads in place of an error of a full disk, or of a file or folder that may not be
+    read or written; None for any other error.
+    """
+    reason = os.strerror(error.errno or 0)
+    if error.errno in FULL:
+        where = "a file, or standard output" if error.filename is None else error.filename
+        room = "" if error.filename is None else f" {room_at(Path(error.filename))}."
+        return DataError(f"{where}: {reason}.{room} Make room, and give the same command again.")
+    if error.errno in FORBIDDEN and error.filename is not None:
+        return DataError(
+            f"{error.filename}: {reason}. Correct the path, or let this user read and write there, and give the same "
+            "command again."
+        )
+    return None
 
 
 def make_folder(folder: Path, remedy: str) -> None:
@@ -184,9 +206,17 @@ def full_disk_explained(run_dir: Path) -> Iterator[None]:
 
 def room_at(path: Path) -> str:
     """Return a sentence on the free space of the file system that `path` is or would be on."""
-    while not path.exists():
-        path = path.parent
+    path = existing_part(path)
     return f"{shutil.disk_usage(path).free / GIB:.2f} GiB are free at {path}"
+
+
+def existing_part(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists and can be seen by this user."""
+    while not os.path.exists(
+        path
+    ):  # unlike Path.exists, not an error in a folder that this user may not enter
+        path = path.parent
+    return path
 
 
 @contextmanager

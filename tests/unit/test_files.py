@@ -1,6 +1,7 @@
 """Files that appear whole or not at all."""
 
 import os
+import re
 from multiprocessing import get_context
 
 import pytest
@@ -10,6 +11,7 @@ from mcore_rl.files import (
     checkpoint_errors_explained,
     create_atomically,
     delete_files,
+    disk_error,
     disk_errors_explained,
     full_disk_explained,
     make_folder,
@@ -185,6 +187,30 @@ def test_errors_of_the_disk_are_explained(tmp_path):
         checkpoint_errors_explained(tmp_path / "file/a", "writing"),
     ):
         write_atomically(tmp_path / "file/a", "")
+
+
+def test_an_error_of_the_disk_names_file_reason_and_remedy_and_other_errors_are_none(tmp_path):
+    (tmp_path / "file").touch()
+
+    def found(action):
+        with pytest.raises(OSError) as caught:
+            action()
+        return disk_error(caught.value)
+
+    assert re.fullmatch(
+        rf"{tmp_path}/file/a: Not a directory\. Correct the path, .* give the same command again\.",
+        str(found((tmp_path / "file/a").read_text)),
+    )
+    assert found((tmp_path / "absent").read_text) is None
+    assert found(lambda: os.kill(os.getpid(), 10**6)) is None  # names no file
+
+    def fill_the_disk():
+        with written_atomically(tmp_path / "page"), open("/dev/full", "w", encoding="utf-8") as full:
+            full.write("a")
+
+    said = rf"{tmp_path}/page: No space left on device\. .* GiB are free at {tmp_path}\. Make room, and give the same"
+    assert re.match(said, str(found(fill_the_disk)))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_full_disk_in_a_run_is_explained_and_other_errors_stay_as_they_are(tmp_path):

@@ -21,13 +21,14 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import listed
 from mcore_rl.files import (
     Stamps,
-    checkpoint_errors_explained,
     delete_files,
+    existing_part,
     flush_to_disk,
     move_into_place,
     refuse_overlap,
     refuse_replacing,
     replace_folder,
+    room_at,
     sole_writer,
     write_atomically,
 )
@@ -58,7 +59,7 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
             f"{workers} of {settings.workers} workers, as no more fit into --max-ram "
             f"{readable_bytes(settings.max_ram_bytes)}"
         )
-    with _work_folder(conversion, settings) as (work, replaced):
+    with _disk_explained(conversion.final), _work_folder(conversion, settings) as (work, replaced):
         job = CopyJob(conversion=conversion, settings=settings, out=work / "out", records=work / "done")
         run_tasks(job, workers, progress)
         for scratch in job.out.glob(".*.tmp"):  # of a run that was killed while it wrote a small file
@@ -67,18 +68,29 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
         _refuse_mixture(conversion, work)
         if conversion.check is not None:
             conversion.check(job.out)
-        with checkpoint_errors_explained(conversion.final, "naming"):
-            flush_to_disk(job.out)
-            write_atomically(work / STAMPS, json.dumps(dict(replaced)))
-            replace_folder(job.out, conversion.final, work / REPLACED, replaced)
-            conversion.named(conversion.final)
-            _tidy(work)
+        flush_to_disk(job.out)
+        write_atomically(work / STAMPS, json.dumps(dict(replaced)))
+        replace_folder(job.out, conversion.final, work / REPLACED, replaced)
+        conversion.named(conversion.final)
+        _tidy(work)
     progress.event(
         "end", output=str(conversion.final), bytes=conversion.num_bytes, seconds=round(progress.seconds, 3)
     )
     size = f"{len(conversion.targets)} tensors, {readable_bytes(conversion.num_bytes)}"
     progress.message(f"{conversion.final}: {size}, {progress.seconds:.1f} s")
     return conversion.final
+
+
+@contextmanager
+def _disk_explained(output: Path) -> Iterator[None]:
+    """Raise a CheckpointError in place of any OSError: the file, the reason, and the free space where the output is."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or output}: {error.strerror or error}. {room_at(output)}. Mend that, and give the same "
+            "command again: what is written is kept."
+        ) from error
 
 
 def _refuse_mixture(conversion: Conversion, work: Path) -> None:
@@ -113,7 +125,7 @@ def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[tup
     # Before the output is looked at: it is not there between the two renames of a run that was killed.
     if os.path.lexists(work):
         known = _known_attempt(work)
-        with checkpoint_errors_explained(work, "tidying"), _sole_writer(work):
+        with _sole_writer(work):
             _finish_naming(work, conversion)
     known = _known_attempt(work)
     replaced = refuse_replacing(
@@ -130,8 +142,7 @@ def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[tup
             "to resume it, or add --overwrite to drop it."
         )
     _check_room(work, conversion)
-    with checkpoint_errors_explained(work, "making"):
-        (work / "out").mkdir(parents=True, exist_ok=True)
+    (work / "out").mkdir(parents=True, exist_ok=True)
     with _sole_writer(work):
         if is_another:
             # Under the lock, which a killed run's workers hold until they end: they might write into deleted folders.
@@ -199,14 +210,13 @@ def _tidy(work: Path) -> None:
 
 def _check_room(work: Path, conversion: Conversion) -> None:
     """Raise a CheckpointError unless the disk has room for the rest of the output."""
-    existing = work
-    while not existing.exists():
-        existing = existing.parent
+    existing = existing_part(work)
     # st_blocks counts allocated space in units of 512 bytes on any file system, unlike the length of a sparse file.
     taken = sum(file.stat().st_blocks * 512 for file in (work / "out").glob("*"))
     free = shutil.disk_usage(existing).free
     if free + taken < conversion.num_bytes + MARGIN_BYTES:
         raise CheckpointError(
-            f"{conversion.final} takes {readable_bytes(conversion.num_bytes)}, but only {readable_bytes(free)} are "
-            f"free at {existing}. Make room, or name an output on another disk."
+            f"{conversion.final} takes {readable_bytes(conversion.num_bytes)}, with {readable_bytes(MARGIN_BYTES)} to "
+            f"spare for the rest, but only {readable_bytes(free)} are free at {existing}. Make room, or name an output "
+            "on another disk."
         )

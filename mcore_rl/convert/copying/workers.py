@@ -29,7 +29,7 @@ from mcore_rl.convert.copying.plan import CopyTask
 from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.errors import CheckpointError, McoreRlError
-from mcore_rl.files import checkpoint_errors_explained, flush_to_disk, write_atomically
+from mcore_rl.files import flush_to_disk, write_atomically
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +75,13 @@ class TaskDone:
 
 
 def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> None:
-    """Run every task that has no record. Raises CheckpointError if a worker fails; all other workers are then ended."""
+    """Run every task that has no record. Raises CheckpointError, or the disk's OSError, if a worker fails; all other
+    workers are then ended.
+    """
     job.records.mkdir(exist_ok=True)
     tasks = job.conversion.tasks
     todo = _files_in_turn([task for task in tasks if not job.record_file(task).exists()])
-    with checkpoint_errors_explained(job.out, "preparing the files in"):
-        job.conversion.writer.prepare(job.out)
+    job.conversion.writer.prepare(job.out)
     total_bytes = sum(task.num_bytes for task in tasks)
     todo_bytes = sum(task.num_bytes for task in todo)
     context = multiprocessing.get_context("fork")
@@ -137,7 +138,7 @@ def _listen(processes: dict[Connection, Any], progress: ByteProgress) -> None:
 
 
 def _work(job: CopyJob, todo: Sequence[CopyTask], next_index: Any, sender: Connection, worker: int) -> None:
-    """Take the next task until none is left; send a TaskDone for each, then None, or an exception."""
+    """Take the next task until none is left; send a TaskDone for each, then None, or an exception, also the disk's."""
     # Ctrl-C reaches all processes of the terminal: the parent handles it and ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -148,10 +149,8 @@ def _work(job: CopyJob, todo: Sequence[CopyTask], next_index: Any, sender: Conne
             for task in _finished_tasks(job, todo, next_index, disk):
                 sender.send(TaskDone(task.index, task.num_bytes, _peak_rss_bytes(), worker))
         sender.send(None)
-    except McoreRlError as error:
+    except (McoreRlError, OSError) as error:
         sender.send(error)
-    except OSError as error:
-        sender.send(CheckpointError(f"writing {job.out} failed: {error.strerror or error}"))
     except BaseException:
         sender.send(RuntimeError(f"a worker failed:\n{traceback.format_exc()}"))
         raise

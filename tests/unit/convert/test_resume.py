@@ -1,6 +1,7 @@
 """A killed conversion is resumed and gives the same bytes; an unfinished output does not have its final name."""
 
 import dataclasses
+import errno
 import multiprocessing
 import os
 import random
@@ -14,6 +15,7 @@ import pytest
 
 from mcore_rl.convert.copying import copier
 from mcore_rl.convert.copying.conversion import CopySettings, RecordedTask
+from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.errors import CheckpointError, ConfigError, DataError
 from mcore_rl.files import sole_writer
 from tests.conversion import ONE_FILE, bytes_of, exported, imported, quiet, read_hf, saved, write_hf
@@ -133,6 +135,28 @@ def test_a_worker_that_is_killed_ends_the_conversion_with_a_remedy(tmp_path: Pat
     with pytest.raises(CheckpointError, match="ended by signal 9"):
         imported(source, tmp_path / "ckpt", dataclasses.replace(MANY_FILES, chunk_done=die))
     assert imported(source, tmp_path / "ckpt", MANY_FILES).exists()
+
+
+@pytest.mark.parametrize("where", ["a worker", "the last files"])
+def test_a_disk_that_fills_up_ends_the_conversion_with_a_remedy_and_the_same_command_resumes(
+    where: str, tmp_path: Path
+) -> None:
+    source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    settings = dataclasses.replace(MANY_FILES, chunk_done=full if where == "a worker" else None)
+    conversion = plan_import(source, output, ImportOptions(vocab_multiple=16), settings)
+    if where == "the last files":
+        conversion = dataclasses.replace(conversion, finish=full)
+    said = r"ckpt/iter_0000000: No space left on device\. .* GiB are free at .*same command again"
+    with quiet() as progress, pytest.raises(CheckpointError, match=said):
+        copier.convert(conversion, settings, progress)
+    assert [path.name for path in output.iterdir()] == ["iter_0000000.converting"]
+    again = imported(source, output, MANY_FILES)
+    assert bytes_of(again) == bytes_of(imported(source, tmp_path / "whole", MANY_FILES))
+    assert not next_work(output).exists()
 
 
 def test_weights_that_are_overwritten_while_they_are_imported_make_no_checkpoint(tmp_path: Path) -> None:
