@@ -26,6 +26,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors.handlers import get_error_handler
 
 from mcore_rl.errors import HUNG_STATUS, INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError, error_text
+from mcore_rl.files import disk_error
 from mcore_rl.processes.failures import Failure, Order, collected_in, first_cause, note_failure, rank_failure
 from mcore_rl.processes.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.processes.signed_store import SignedStore, secret_of_launcher
@@ -66,6 +67,7 @@ class _Alone(AbstractContextManager[None]):
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or isinstance(error, SystemExit):
             return
+        error = _explained(error)
         if isinstance(error, KeyboardInterrupt):
             sys.stderr.write("interrupted\n")
             raise SystemExit(_status(error)) from None
@@ -126,7 +128,7 @@ class _Guard(AbstractContextManager[None]):
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self._leave()
         else:
-            self._fail(error)
+            self._fail(_explained(error))
 
     def _watch(self) -> None:
         """Until this rank leaves, end it when another rank has failed, or when the store is gone with its host."""
@@ -327,6 +329,11 @@ class _Guard(AbstractContextManager[None]):
             with suppress(RuntimeError):
                 self.store.write(f"heard/{self.rank}", "")
             end_process(1)
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return the error for the user in place of a full disk's, or of a file's that may not be read or written."""
+    return (disk_error(error) if isinstance(error, OSError) else None) or error
 
 
 def _origin(error: BaseException | None) -> int | None:

@@ -19,6 +19,7 @@ from mcore_rl.errors import (
     McoreRlError,
     error_text,
 )
+from mcore_rl.files import disk_error
 from mcore_rl.run.commands.table import COMMAND_GROUPS, COMMANDS
 
 WIDTH = 80
@@ -42,17 +43,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # now, where a missing reader is caught, and not at the interpreter's exit
     except McoreRlError as error:
-        sys.stderr.write(error_text(error) + "\n")
-        return REFUSED_STATUS
+        return _refused(error)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED_STATUS
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
-        # The rest of the buffer would fail again, with a traceback, when the interpreter exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return PIPE_CLOSED_STATUS
+    except OSError as error:
+        explained = disk_error(error)
+        if explained is None:
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        return _refused(explained)
+
+
+def _refused(error: McoreRlError) -> int:
+    """Print an error for the user and return the status."""
+    sys.stderr.write(error_text(error) + "\n")
+    return REFUSED_STATUS
+
+
+def _drop_output() -> None:
+    """Send the rest of standard output nowhere: the interpreter's exit would fail again, with a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,9 +1,20 @@
 """Folders for the output of the ranks of an attempt."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
 from mcore_rl.errors import ConfigError
+from mcore_rl.files import existing_part
+
+
+def refuse_unwritable(run_dir: Path) -> None:
+    """Raise a ConfigError if a run could not write to its folder, before an import or anything else that takes long."""
+    existing = existing_part(run_dir)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f'run_dir="{run_dir}" cannot be written: {existing} may not be written by this user. Choose another.'
+        )
 
 
 def next_log_dir(run_dir: Path) -> Path:

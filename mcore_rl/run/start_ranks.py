@@ -17,7 +17,7 @@ from mcore_rl.plan.training import training_of
 from mcore_rl.processes.imports import ensure_imported
 from mcore_rl.processes.launcher import launch_local, under_launcher
 from mcore_rl.run.commands.table import Command
-from mcore_rl.run.log_folders import next_log_dir
+from mcore_rl.run.log_folders import next_log_dir, refuse_unwritable
 
 
 def start_ranks(command: Command, args: argparse.Namespace) -> int:
@@ -40,6 +40,7 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
             *local_memory_violations(training_of(config, ranks), trains=trains),
         ]
     )
+    refuse_unwritable(Path(config.run_dir))
     if not has_checkpoints(Path(config.run_dir)):
         ensure_imported(config.checkpoint.load, config.model, Path(config.run_dir))
     if not trains:

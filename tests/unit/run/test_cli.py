@@ -18,6 +18,7 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import EXIT_STATUSES
 from mcore_rl.launch.job import STATUS
+from mcore_rl.run import start_ranks
 from mcore_rl.run.cli import main, parser_of, split_name
 from mcore_rl.run.commands.table import COMMAND_GROUPS, COMMANDS
 from mcore_rl.run.log_folders import next_log_dir
@@ -206,11 +207,14 @@ def test_what_the_user_can_mend_is_told_at_once_with_status_2(words, message, ca
     assert message in errors and errors.startswith("ConfigError") and "Traceback" not in errors
 
 
-def test_a_run_dir_that_cannot_be_written_is_refused_before_ranks_start(tmp_path, capsys):
+def test_a_run_dir_that_cannot_be_written_is_refused_before_ranks_start(tmp_path, capsys, monkeypatch):
     for ending in (".bin", ".idx"):
         (tmp_path / f"data{ending}").touch()
-    assert main(["pretrain", TINY, f"data.train={tmp_path}/data", "run_dir=/dev/null/x"]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    words = ["pretrain", TINY, f"data.train={tmp_path}/data", "run_dir=/dev/null/x"]
+    # Before an import too, which takes long.
+    monkeypatch.setattr(start_ranks, "ensure_imported", lambda *_: pytest.fail("imported"))
+    assert main(words) == 2
+    assert 'run_dir="/dev/null/x" cannot be written' in capsys.readouterr().err
 
 
 def test_a_model_larger_than_this_machines_memory_is_refused_before_ranks_start(tmp_path, capsys):
@@ -261,6 +265,23 @@ def test_a_reader_that_ends_first_leaves_no_traceback(words):
     errors = writer.stderr.read()
     assert writer.wait(timeout=60) == 141
     assert "Traceback" not in errors and "BrokenPipe" not in errors
+
+
+@pytest.mark.parametrize("words", ["recipes", "config tiny_moe/grpo"])
+def test_output_that_has_no_room_is_refused_without_a_traceback(words):
+    """`mcore-rl config ... > file` on a full disk."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "mcore_rl.run.cli", *words.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, text=True, timeout=60)
+    said = r"DataError: a file, or standard output: No space left on device\. Make room, .* same command again\.\n$"
+    assert done.returncode == 2 and re.search(said, done.stderr)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_path_that_the_disk_refuses_is_named_without_a_traceback(capsys):
+    name = "x" * 300
+    assert main(["config", "tiny_moe/grpo", f"model.path={name}"]) == 2
+    assert capsys.readouterr().err.startswith(f"DataError: {name}: File name too long. Correct the path, ")
 
 
 def test_the_table_of_exit_statuses_has_those_of_commands_and_jobs():
