@@ -47,6 +47,10 @@ def load_template(name: str, folder: Path) -> str:
     if found is None:
         raise DataError(NO_TEMPLATE.format(folder=folder))
     origin, text = found
+    if not text.strip():
+        raise DataError(
+            f"{origin} is empty. Copy or download it again, or name another with data.chat_template."
+        )
     try:
         render([[]], chat_template=text)
     except jinja2.TemplateSyntaxError as error:

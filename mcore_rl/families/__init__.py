@@ -100,6 +100,11 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
     config = text_config(config)
     model_type = str(config.get("model_type"))
     if family is None:
+        if not config.get("model_type"):
+            raise ConfigError(
+                "config.json has no model_type, by which the family of the model is known. Take the config.json that "
+                "belongs to the weights."
+            )
         names = {
             alias: name for name, known in FAMILIES.items() for alias in (name, *known.other_model_types)
         }
@@ -110,7 +115,8 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
             )
         if model_type not in names:
             raise ConfigError(
-                f"config.json has model_type={model_type!r}. Known are {', '.join([*names, *SHELLS])}."
+                f"config.json has model_type={model_type!r}. Known are {', '.join([*names, *SHELLS])}. Take a model of "
+                "one of these, or write a family of your own (docs/extending.md)."
             )
         family = names[model_type]
     try:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from mcore_rl.checksums import as_hex, crc32
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.files import move_into_place, write_atomically
+from mcore_rl.folders.huggingface import unfinished_download
 
 MARKER = "checkpoint.json"
 MANIFEST = "manifest.json"
@@ -306,6 +307,11 @@ def _foreign(path: Path) -> str:
     names = {entry.name for entry in path.iterdir()}
     if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
         return "it is a Hugging Face model. Convert it to a Megatron checkpoint first"
+    if "config.json" in names:
+        return (
+            "it has a Hugging Face model's config.json and no weights (*.safetensors). Download or copy them too, or "
+            f"name the folder that has them.{unfinished_download(path)}"
+        )
     if "snapshots" in names:
         return "it is a folder of the Hugging Face cache. Name the folder in its snapshots that has the files"
     if any(name.startswith("mp_rank_") for name in names):

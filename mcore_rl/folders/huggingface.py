@@ -1,6 +1,7 @@
 """The small files of a Hugging Face folder, and which folders are Hugging Face's."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ POINTER = b"version https://git-lfs"
 POINTER_REMEDY = "It is a pointer of Git LFS, without the content: fetch that with `git lfs pull`."
 NOT_JSON = (ValueError, RecursionError, MemoryError)
 """Exceptions that parsing JSON raises; the last two on crafted texts."""
+READ = (".json", ".jinja", ".model", ".safetensors", ".txt")
+"""Endings of the files of a folder that are read."""
 
 
 def is_hf(path: Path) -> bool:
@@ -35,6 +38,38 @@ def refuse_special_file(path: Path) -> None:
         raise CheckpointError(
             f"{path} is no regular file, but a folder, pipe or device. Put the file itself there."
         )
+
+
+def refuse_dangling_links(folder: Path) -> None:
+    """Raise CheckpointError for a file of a folder that is a link to nothing, as the hub's cache has them where its
+    blobs were deleted: a folder without the file, such as the tokenizer, might pass for another model.
+    """
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if entry.suffix in READ and entry.is_symlink() and not os.path.exists(entry):
+            raise CheckpointError(
+                f"{entry} is a link to {os.readlink(entry)}, which is not there: a part of the download is missing. "
+                f"Give `hf download` again, or put the file there.{unfinished_download(folder)}"
+            )
+
+
+def refuse_cut_off(file: Path) -> None:
+    """Raise CheckpointError for a file that is read with a model and is empty, or begins JSON that does not end."""
+    if file.suffix == ".json":
+        read_json(file)
+    elif file.suffix in READ and not file.stat().st_size:
+        raise CheckpointError(f"{file} is empty. Download or copy it again.")
+
+
+def unfinished_download(folder: Path) -> str:
+    """Return a sentence on a file of which the hub's client has a part only, for the messages of errors; empty without
+    any.
+    """
+    # The client keeps parts in the folder itself (--local-dir), or next to all snapshots of its cache.
+    places = [folder / ".cache/huggingface/download"]
+    if folder.absolute().parent.name == "snapshots":
+        places.append(folder.absolute().parents[1] / "blobs")
+    parts = sorted(part for place in places for part in place.rglob("*.incomplete"))
+    return f" Its download is unfinished ({parts[0]}): `hf download` goes on with it." if parts else ""
 
 
 def snapshot_in(folder: Path) -> Path | None:

@@ -12,7 +12,7 @@ from mcore_rl.families.hf_config import num_mtp_layers
 from mcore_rl.families.shells import text_config
 from mcore_rl.files import sizes_and_times
 from mcore_rl.folders.checkpoint import MARKER, path_of_step
-from mcore_rl.folders.huggingface import is_hf, read_config
+from mcore_rl.folders.huggingface import is_hf, read_config, unfinished_download
 from mcore_rl.folders.model import find_model
 
 CACHE_VARIABLE = "MCORE_RL_CACHE"
@@ -82,7 +82,9 @@ def _identity(source: Path) -> dict[str, tuple[int, int]]:
     """Return size and time of each file with weights."""
     found = sizes_and_times(sorted(source.glob("*.safetensors*")))
     if not any(path.suffix == ".safetensors" for path in found):
-        raise CheckpointError(f"{source} has no *.safetensors, only an index. Download the folder again.")
+        raise CheckpointError(
+            f"{source} has no *.safetensors, only an index. Download the folder again.{unfinished_download(source)}"
+        )
     return {path.name: stamp for path, stamp in found.items()}
 
 

@@ -16,7 +16,13 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import model_from_hf
 from mcore_rl.folders.checkpoint import MARKER, Marker, find_checkpoint, read_marker
-from mcore_rl.folders.huggingface import is_hf, read_config, read_json, snapshot_in
+from mcore_rl.folders.huggingface import (
+    is_hf,
+    read_config,
+    read_json,
+    refuse_dangling_links,
+    snapshot_in,
+)
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """A model of the Hugging Face hub, as `Qwen/Qwen3-30B-A3B`."""
@@ -43,6 +49,15 @@ class ModelFolder:
     """Prefixes of the data that the run was pretrained on."""
     has_training_state: bool = False
     """Whether a training run wrote it, possibly with optimizer state; otherwise it has only weights."""
+
+
+def cached_or_given(path: Path) -> Path:
+    """Return the path that a command is given, or the folder in the hub's cache of a model that it names so.
+
+    Raises:
+        ConfigError: There is nothing at a path that could be a name of the hub, and no such model in the cache.
+    """
+    return path if path.exists() or not HUB_NAME.fullmatch(str(path)) else find_model(str(path), "PATH")
 
 
 def find_model(name: str, field: str = "model.path") -> Path:
@@ -86,6 +101,7 @@ def read_model_folder(path: Path, family: str | None = None) -> ModelFolder:
     """
     if (path / "config.toml").is_file():
         return read_run(path)
+    refuse_dangling_links(path)
     if (path / "config.json").is_file() and not (path / MARKER).exists():
         return ModelFolder(
             path=path,

@@ -8,7 +8,9 @@ from pathlib import Path
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError, ConfigError, DataError
 from mcore_rl.files import sole_writer
+from mcore_rl.folders.checkpoint import find_checkpoint
 from mcore_rl.folders.imports import ModelImport, import_of, imports_folder
+from mcore_rl.processes.launcher import dies_with_parent
 
 STANDARD_ERROR = 2
 """File descriptor of standard error; `sys.stderr` may be an object without it, as in a notebook."""
@@ -44,10 +46,16 @@ def ensure_imported(load: str | None, model: ModelConfig, run_dir: Path | None) 
     Only a single process imports at a time; another start waits, and finds the import.
 
     Raises:
+        CheckpointError: If the folder has neither Hugging Face's weights nor a checkpoint.
         ConfigError: If the import failed, with its reason on standard error, or its folder cannot be made.
     """
-    found = import_of(load, model, imports_folder(os.environ, run_dir)) if load else None
-    if found is None or found.is_complete:
+    if load is None or not Path(load).is_dir():
+        return None
+    found = import_of(load, model, imports_folder(os.environ, run_dir))
+    if found is None:
+        find_checkpoint(Path(load))  # before ranks start
+        return None
+    if found.is_complete:
         return None
     lock = found.path.with_name(f"{found.path.name}.lock")
     try:
@@ -74,7 +82,10 @@ def _make(found: ModelImport, load: str | None) -> None:
     sys.stderr.write(f"{load} is imported once, to {found.path}\n")
     # Standard output is for a command's own output, such as a text.
     words = [sys.executable, "-m", "mcore_rl.run.cli", *found.command]
-    status = subprocess.run(words, stdout=STANDARD_ERROR, check=False).returncode
+    # It would hold its folder against the start that waits, and takes over where this process is killed.
+    status = subprocess.run(
+        words, stdout=STANDARD_ERROR, check=False, preexec_fn=dies_with_parent()
+    ).returncode
     if status:
         raise ConfigError(
             f"{load} could not be imported (status {status}); the reason stands above. Mend it and start again: "

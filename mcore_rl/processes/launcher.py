@@ -247,12 +247,12 @@ def _start(
             stdout=subprocess.PIPE if is_first else file,
             stderr=subprocess.PIPE if is_first else subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_dies_with_parent(),
+            preexec_fn=dies_with_parent(),
         )
     return _Rank(process, log)
 
 
-def _dies_with_parent() -> Callable[[], None] | None:
+def dies_with_parent() -> Callable[[], None] | None:
     """Return the call for the child to make before it becomes Python: the kernel then kills it when its parent ends."""
     if sys.platform != "linux":
         return None

@@ -35,7 +35,7 @@ from mcore_rl.families.shells import text_config
 from mcore_rl.files import is_event_log, refuse_overlap
 from mcore_rl.folders.checkpoint import find_checkpoint
 from mcore_rl.folders.huggingface import is_hf, read_config
-from mcore_rl.folders.model import read_run, run_of_checkpoint
+from mcore_rl.folders.model import cached_or_given, read_run, run_of_checkpoint
 
 LOGITS_BYTES = 2 << 30
 """Largest import for which logits are compared by default: at most a minute on two cores."""
@@ -46,6 +46,8 @@ MAX_LINES = 100
 def main(args: argparse.Namespace) -> int:
     """Run an action and return the exit status: 0, or 1 if `verify` finds a difference."""
     _check(args)
+    sources = {"import": 1, "plan": 1, "upcycle": 1, "verify": 2}.get(args.action, 0)
+    args.paths[:sources] = map(cached_or_given, args.paths[:sources])
     _check_log(args)
     hub = HubRepository(args.push_to_hub, args.public) if args.push_to_hub else None
     if hub is not None:

@@ -226,9 +226,10 @@ def sampling_of_arguments(args: argparse.Namespace, request: Request) -> Samplin
 def model_of_arguments(args: argparse.Namespace) -> tuple[ModelFolder, Path]:
     """Return the model in the arguments, and the checkpoint with its weights."""
     if args.model is not None:
-        folder = read_model_folder(find_model(args.model, "--model"))
-        ensure_imported(args.model, folder.model, None)
-        return folder, checkpoint_of(args.model, folder.model, None)
+        path = find_model(args.model, "--model")  # of a model of the hub, its folder in the cache
+        folder = read_model_folder(path)
+        ensure_imported(str(path), folder.model, None)
+        return folder, checkpoint_of(str(path), folder.model, None)
     if args.run is not None:
         return read_run(args.run), args.checkpoint or args.run
     return read_model_folder(args.checkpoint), args.checkpoint

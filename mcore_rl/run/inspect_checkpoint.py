@@ -6,6 +6,7 @@ from rich.console import Console
 
 from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.inspection import contents
+from mcore_rl.folders.model import cached_or_given
 from mcore_rl.run.convert import report_differences
 
 
@@ -13,7 +14,7 @@ def main(args: argparse.Namespace) -> int:
     """List a checkpoint and return the exit status: 0, or 1 if --diff finds a difference."""
     with ByteProgress(Console()) as progress:
         if args.diff is None:
-            for line in contents(args.path).lines():
+            for line in contents(cached_or_given(args.path)).lines():
                 progress.message(line)
             return 0
         args.reference, args.mtp, args.family = None, "keep", None

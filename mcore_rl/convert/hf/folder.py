@@ -22,7 +22,9 @@ from mcore_rl.folders.huggingface import (
     is_lfs_pointer,
     read_config,
     read_json,
+    refuse_dangling_links,
     refuse_special_file,
+    unfinished_download,
 )
 
 INDEX = "model.safetensors.index.json"
@@ -91,6 +93,7 @@ class HfFolder:
 def open_hf(path: Path) -> HfFolder:
     """Return the tensors of a folder or file. Raises CheckpointError for missing, truncated or inconsistent files."""
     folder = path if path.is_dir() else path.parent
+    refuse_dangling_links(path)
     files = [path.name] if path.is_file() else _files(path)
     # transformers would load the adapter's base and apply the adapter; we would ignore or misread its tensors.
     if adapter := [name for name in ADAPTER_FILES if (folder / name).exists()]:
@@ -132,6 +135,7 @@ def _files(folder: Path) -> list[str]:
         if missing:
             raise CheckpointError(
                 f"{folder}/{INDEX} names files that are not there:\n{listed(missing)}\nDownload or copy them again."
+                f"{unfinished_download(folder)}"
             )
         return names
     if not folder.is_dir():
@@ -144,7 +148,7 @@ def _files(folder: Path) -> list[str]:
     if not found:
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         hint = f" Its {pickled[0]} is a pickle: save it as safetensors first." if pickled else ""
-        raise CheckpointError(f"{folder} has no *.safetensors.{hint}")
+        raise CheckpointError(f"{folder} has no *.safetensors.{hint}{unfinished_download(folder)}")
     # Without an index, the numbers in the names are the only sign of a missing shard.
     for name in found:
         match = SHARD.fullmatch(name)
@@ -154,7 +158,10 @@ def _files(folder: Path) -> list[str]:
             else []
         )
         if missing := sorted(set(wanted) - set(found)):
-            raise CheckpointError(f"{folder} lacks shards:\n{listed(missing)}\nDownload or copy them again.")
+            raise CheckpointError(
+                f"{folder} lacks shards:\n{listed(missing)}\nDownload or copy them again."
+                f"{unfinished_download(folder)}"
+            )
     return found
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mcore_rl.convert.hf.folder import ADAPTER_FILES
 from mcore_rl.folders.checkpoint import FORMAT_FILE, MANIFEST, MARKER
+from mcore_rl.folders.huggingface import refuse_cut_off
 
 CARD = "README.md"
 TEMPLATES = "additional_chat_templates"
@@ -31,15 +32,18 @@ WEIGHT_FILES = (
 def small_files(folder: Path) -> dict[str, Path]:
     """Return the files that an import or export of the model has too, by their names in the folder.
 
-    A checkpoint has them where it was imported, and then config.json.
+    A checkpoint has them where it was imported, and then config.json. CheckpointError for a file that was cut off.
     """
-    return {
+    found = {
         str(file.relative_to(folder)): file
         for file in (*sorted(folder.iterdir()), *sorted(folder.glob(f"{TEMPLATES}/*.jinja")))
         if file.is_file()
         and not file.name.startswith(".")
         and not (file.name.endswith(WEIGHT_FILES) or file.name in NOT_COPIED)
     }
+    for file in found.values():
+        refuse_cut_off(file)
+    return found
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:

@@ -169,6 +169,8 @@ def test_an_entry_that_is_no_template_is_refused(folder, tmp_path, entry):
 def test_text_that_is_no_template_is_refused(chat):
     with pytest.raises(DataError, match=r"no chat template that jinja can read: line 1"):
         chat("{% for %}")
+    with pytest.raises(DataError, match=r"is empty\. Copy or download it again"):
+        chat("\n")  # a download that was cut off: every prompt would be empty
 
 
 def test_a_tokenizer_without_a_template_is_refused(folder, tmp_path):
