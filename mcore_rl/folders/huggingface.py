@@ -26,7 +26,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}. Let this user read it, or take another copy."
+        ) from error
     except NOT_JSON as error:
         remedy = POINTER_REMEDY if is_lfs_pointer(path) else "Take another copy."
         raise CheckpointError(f"{path} is not JSON: {error or 'too large'}. {remedy}") from error

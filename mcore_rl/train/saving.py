@@ -470,7 +470,9 @@ class Checkpoints:
     def _failure(self, save: _Save, error: CheckpointError) -> CheckpointError:
         """Delete the files of a failed save; return the error to raise."""
         last = on_rank_zero(partial(self._discard, save.plan.path))
-        return CheckpointError(f"step {save.step} is not saved: {error}. {last}")
+        return CheckpointError(
+            f"step {save.step} is not saved: {error}. {last}. Mend that, and run the same command again"
+        )
 
     def _discard(self, path: Path) -> str:
         """Delete a failed save, on rank 0; return a sentence about the last complete checkpoint."""

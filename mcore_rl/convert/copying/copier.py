@@ -20,6 +20,7 @@ from mcore_rl.convert.copying.workers import CopyJob, run_tasks
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import listed
 from mcore_rl.files import (
+    FULL,
     Stamps,
     delete_files,
     existing_part,
@@ -83,13 +84,14 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
 
 @contextmanager
 def _disk_explained(output: Path) -> Iterator[None]:
-    """Raise a CheckpointError in place of any OSError: the file, the reason, and the free space where the output is."""
+    """Raise a CheckpointError in place of any OSError: the file, the reason, and on a full disk the free space."""
     try:
         yield
     except OSError as error:
+        room = f" {room_at(output)}." if error.errno in FULL else ""
         raise CheckpointError(
-            f"{error.filename or output}: {error.strerror or error}. {room_at(output)}. Mend that, and give the same "
-            "command again: what is written is kept."
+            f"{error.filename or output}: {error.strerror or error}.{room} Mend that, or name another output, and give "
+            "the command again: it goes on with what is written."
         ) from error
 
 

@@ -88,13 +88,18 @@ def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> None:
     # Workers take the next task from a shared counter, so fast workers take more tasks.
     next_index = context.Value("l", 0)
     processes: dict[Connection, Any] = {}
-    for worker in range(min(workers, len(todo))):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(job, todo, next_index, sender, worker), daemon=True)
-        process.start()
-        # Only the worker's copy stays open: when the worker ends, the parent sees the end of the pipe.
-        sender.close()
-        processes[receiver] = process
+    # A worker ignores Ctrl-C from its first line on, and would show a traceback of one that comes sooner.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for worker in range(min(workers, len(todo))):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(job, todo, next_index, sender, worker), daemon=True)
+            process.start()
+            # Only the worker's copy stays open: when the worker ends, the parent sees the end of the pipe.
+            sender.close()
+            processes[receiver] = process
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     # Only now, as it starts a thread, which a process that forks must not have.
     progress.begin(job.conversion.title, total_bytes, total_bytes - todo_bytes)
     try:

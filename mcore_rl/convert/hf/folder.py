@@ -205,7 +205,9 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
             length = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))[0]
             raw = opened.read(length) if size >= 8 and length <= min(MAX_HEADER_BYTES, size - 8) else b""
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror}. Let this user read it, or take another copy."
+        ) from error
     try:
         header = json.loads(raw)
     except NOT_JSON:

@@ -117,7 +117,7 @@ def test_an_output_whose_naming_fails_gives_the_old_one_its_name_back(
         replace(old, new)
 
     monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(CheckpointError, match=r"own: Input/output error\..*same command again"):
+    with pytest.raises(CheckpointError, match=r"own: Input/output error\..*give the command again"):
         exported(home / "ckpt", home / "out/own", OVERWRITE, dtype="bf16")
     assert bytes_of(home / "out/own") == before
     monkeypatch.setattr(os, "replace", replace)

@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -137,6 +139,22 @@ def test_a_worker_that_is_killed_ends_the_conversion_with_a_remedy(tmp_path: Pat
     assert imported(source, tmp_path / "ckpt", MANY_FILES).exists()
 
 
+CTRL_C = """
+import os, signal, sys
+from mcore_rl.run.cli import main
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_does_not_reach_a_worker_in_its_first_moment(tmp_path: Path) -> None:
+    """The parent handles it: a worker showed a traceback of its own where it was just forked."""
+    words = ["convert", "import", str(saved("llama", tmp_path / "hf")), str(tmp_path / "ckpt")]
+    command = [sys.executable, "-c", CTRL_C, *words, "--no-check-logits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("where", ["a worker", "the last files"])
 def test_a_disk_that_fills_up_ends_the_conversion_with_a_remedy_and_the_same_command_resumes(
     where: str, tmp_path: Path
@@ -150,7 +168,7 @@ def test_a_disk_that_fills_up_ends_the_conversion_with_a_remedy_and_the_same_com
     conversion = plan_import(source, output, ImportOptions(vocab_multiple=16), settings)
     if where == "the last files":
         conversion = dataclasses.replace(conversion, finish=full)
-    said = r"ckpt/iter_0000000: No space left on device\. .* GiB are free at .*same command again"
+    said = r"ckpt/iter_0000000: No space left on device\. .* GiB are free at .*give the command again"
     with quiet() as progress, pytest.raises(CheckpointError, match=said):
         copier.convert(conversion, settings, progress)
     assert [path.name for path in output.iterdir()] == ["iter_0000000.converting"]
