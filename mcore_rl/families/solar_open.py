@@ -36,7 +36,8 @@ class SolarOpen(Family):
         # In this family `attention_bias` means only queries, keys and values; the width of dense layers is unused.
         width = needed(config, "moe_intermediate_size")
         arguments = common({**config, "attention_bias": False, "intermediate_size": width}, theta=1e6)
-        moe = grouped_experts({**config, "first_k_dense_replace": 0})
+        # Absent groups are none, as for transformers: published configs leave them out.
+        moe = grouped_experts({"n_group": 1, "topk_group": 1, **config, "first_k_dense_replace": 0})
         return arguments | {
             "qkv_bias": "on" if config.get("attention_bias") else "off",
             "moe": moe | {"balance": "none", "expert_bias": True},

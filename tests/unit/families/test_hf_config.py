@@ -479,6 +479,15 @@ def test_the_bias_of_dots1_is_named_by_its_method_or_by_its_scores() -> None:
     )
 
 
+@pytest.mark.parametrize("case", ["dots1", "solar_open"])
+def test_experts_have_no_groups_where_config_json_names_none(case: str) -> None:
+    config = {
+        key: value for key, value in oracle(case).config.items() if key not in ("n_group", "topk_group")
+    }
+    moe = checked_model_from_hf(config).moe
+    assert (moe.num_groups, moe.top_groups) == (None, None)
+
+
 def test_a_window_as_long_as_the_context_of_mistral_is_none() -> None:
     config = oracle("mistral").config
     assert checked_model_from_hf(config | {"sliding_window": 256}) == checked_model_from_hf(config)
