@@ -32,13 +32,17 @@ TORCH = PlatformConfig(layers="torch")
 @contextmanager
 def in_double() -> Iterator[None]:
     """Inside, casts to fp32 leave doubles alone, in Megatron's code, in transformers' and in ours."""
-    real_float, real_to, real_softmax = Tensor.float, Tensor.to, torch.softmax
+    real_float, real_to, real_type, real_softmax = Tensor.float, Tensor.to, Tensor.type, torch.softmax
 
     def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
         if tensor.dtype == torch.float64:
             args = tuple(torch.float64 if argument is torch.float32 else argument for argument in args)
             options |= {"dtype": torch.float64} if options.get("dtype") is torch.float32 else {}
         return real_to(tensor, *args, **options)
+
+    def cast(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        leaves_alone = tensor.dtype == torch.float64 and args == (torch.float32,)
+        return tensor if leaves_alone else real_type(tensor, *args, **options)
 
     def softmax(tensor: Tensor, dim: Any = None, dtype: Any = None, **_: Any) -> Tensor:
         return real_softmax(tensor, dim, dtype=torch.float64 if tensor.dtype == torch.float64 else dtype)
@@ -47,6 +51,7 @@ def in_double() -> Iterator[None]:
         patch.object(experts_grouped, "HAS_GROUPED_MM", False),  # it has no fp64
         patch.object(Tensor, "float", lambda x: x if x.dtype == torch.float64 else real_float(x)),
         patch.object(Tensor, "to", to),
+        patch.object(Tensor, "type", cast),
         patch.object(torch, "softmax", softmax),
         patch.object(torch.nn.functional, "softmax", softmax),
     ):
@@ -65,51 +70,78 @@ def doubled(chunk: nn.Module) -> nn.Module:
     return chunk.double()
 
 
-def gradients(
+def three_steps(
     mesh_config: MeshConfig,
     model: ModelConfig,
     weights: dict[str, Tensor],
     ids_BS: Tensor,
     lengths: tuple[int, ...] = (),
-) -> list[Any]:
-    """On a rank: the pieces of the gradients of the summed losses of the next tokens, finished as Megatron does."""
+) -> tuple[list[Any], list[Any]]:
+    """On a rank: the pieces of the gradients of the summed losses of the next tokens, finished as Megatron does, and
+    those of the weights after three steps of torch's Adam, for which the tokens move by a position each.
+    """
     with in_double():
         platform, mesh = start(TORCH), build_mesh(mesh_config)
         seed_ranks(1)
         chunk = doubled(build_model(model, mesh, platform, TORCH)[0])
         copy_in([chunk], weights)
-        rows, length = ids_BS.shape
-        at_BS, spans = torch.arange(length).expand(rows, -1), None
-        if lengths:
-            at_BS = torch.cat([torch.arange(each) for each in lengths])[None]
-            cumulative = torch.tensor((0, *lengths)).cumsum(0).int()
-            spans = PackedSpans(cu_seqlens=cumulative, max_length=max(lengths))
-        whole = Microbatch(
-            tokens_BS=ids_BS,
-            labels_BS=ids_BS.roll(-1, 1),
-            position_ids_BS=at_BS,
-            packed=spans,
-            loss_mask_BS=torch.ones(rows, length),
-        )
-        local = localize(whole, mesh.cp, platform.device)
-        chunk(**local.model_inputs(with_labels=True)).sum().backward()
-        return _finished(chunk, mesh)
+        params = [param for param in chunk.parameters() if param.requires_grad]
+        optimizer = torch.optim.Adam(params, lr=1e-3)
+        gradients: list[Any] = []
+        for step in range(3):
+            optimizer.zero_grad()
+            local = localize(_microbatch(ids_BS.roll(step, 1), lengths), mesh.cp, platform.device)
+            chunk(**local.model_inputs(with_labels=True)).sum().backward()
+            _finish(chunk, mesh)
+            gradients = gradients or _pieces_of_gradients(chunk)
+            optimizer.step()
+        return gradients, _pieces(chunk)
 
 
-def _finished(chunk: Any, mesh: Any) -> list[Any]:
+def _microbatch(ids_BS: Tensor, lengths: tuple[int, ...]) -> Microbatch:
+    rows, length = ids_BS.shape
+    at_BS, spans = torch.arange(length).expand(rows, -1), None
+    if lengths:
+        at_BS = torch.cat([torch.arange(each) for each in lengths])[None]
+        cumulative = torch.tensor((0, *lengths)).cumsum(0).int()
+        spans = PackedSpans(cu_seqlens=cumulative, max_length=max(lengths))
+    return Microbatch(
+        tokens_BS=ids_BS,
+        labels_BS=ids_BS.roll(-1, 1),
+        position_ids_BS=at_BS,
+        packed=spans,
+        loss_mask_BS=torch.ones(rows, length),
+    )
+
+
+def _finish(chunk: Any, mesh: Any) -> None:
     for param in chunk.parameters():
         param.main_grad = torch.zeros_like(param) if param.grad is None else param.grad
     chunk.ddp_config = DistributedDataParallelConfig()
     _allreduce_non_tensor_model_parallel_grads([chunk], chunk.config, mesh.tp.group)
-    with torch.no_grad():
-        for param in chunk.parameters():
-            # Tokens of all tensor- and context-parallel ranks go to the same experts.
-            is_expert = not getattr(param, "allreduce", True)
-            group = parallel_state.get_expert_data_parallel_group() if is_expert else mesh.cp.group
-            torch.distributed.all_reduce(param.main_grad, group=group)
-            param.copy_(param.main_grad)
+    for param in chunk.parameters():
+        # Tokens of all tensor- and context-parallel ranks go to the same experts.
+        is_expert = not getattr(param, "allreduce", True)
+        group = parallel_state.get_expert_data_parallel_group() if is_expert else mesh.cp.group
+        torch.distributed.all_reduce(param.main_grad, group=group)
+        if param.requires_grad:
+            param.grad = param.main_grad
+
+
+@torch.no_grad()
+def _pieces_of_gradients(chunk: Any) -> list[Any]:
+    weights = [param.clone() for param in chunk.parameters()]
+    for param in chunk.parameters():
+        param.copy_(param.main_grad)
+    pieces = _pieces(chunk)
+    for param, weight in zip(chunk.parameters(), weights, strict=True):
+        param.copy_(weight)
+    return pieces
+
+
+def _pieces(chunk: Any) -> list[Any]:
     return [
-        (shard.key, shard.where, shard.global_shape, shard.data.clone())
+        (shard.key, shard.where, shard.global_shape, shard.data.detach().clone())
         for shard in local_shards([chunk])
         if shard.is_main and not shard.key.endswith("expert_bias")
     ]

@@ -1,4 +1,4 @@
-"""Gated delta nets on any mesh compute one rank's gradients, in fp64 where rounding explains nothing."""
+"""Gated delta nets on any mesh compute one rank's gradients and steps, in fp64 where rounding explains nothing."""
 
 import functools
 
@@ -7,7 +7,7 @@ import torch
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import DeltaConfig, ModelConfig
-from tests.double import gradients
+from tests.double import three_steps
 from tests.parallel.parity import Tensors, assembled, config_of, largest, random_weights, relative_errors
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
@@ -17,14 +17,20 @@ ROWS, PACKED = (), (64, 8, 128, 24, 32)
 MESHES = {
     "tp2": MeshConfig(tp=2),
     "cp2": MeshConfig(cp=2),
+    "tp2-ep2": MeshConfig(tp=2, ep=2),
     "tp2-cp2": MeshConfig(tp=2, cp=2),
     "tp4": MeshConfig(tp=4),
 }
+CASES = [
+    *(("qwen3_next", mesh, lengths) for mesh in MESHES for lengths in (ROWS, PACKED)),
+    *(("qwen3_5_moe_text", mesh, PACKED) for mesh in ("tp2", "cp2", "tp2-ep2")),
+    *(("qwen3_5_text", mesh, PACKED) for mesh in ("tp2", "cp2")),
+]
 
 
-def model_of() -> ModelConfig:
+def model_of(family: str) -> ModelConfig:
     """Two key/value heads, so that four tensor-parallel ranks share them; one layer of each kind; no balance loss."""
-    tiny = TINY["qwen3_next"]
+    tiny = TINY[family]
     moe = tiny.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0})
     delta = DeltaConfig(full_every=2, key_heads=4, value_heads=8, key_dim=8, value_dim=12)
     return tiny.model_copy(update={"num_layers": 2, "moe": moe, "delta": delta})
@@ -36,27 +42,32 @@ def tokens(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 @functools.cache
-def initial() -> Tensors:
-    return random_weights(config_of(model_of(), MeshConfig()))
+def initial(family: str) -> Tensors:
+    return random_weights(config_of(model_of(family), MeshConfig()))
 
 
 @functools.cache
-def on_one_rank(lengths: tuple[int, ...]) -> Tensors:
-    ranks = run_ranks(gradients, 1, MeshConfig(), model_of(), initial(), tokens(lengths), lengths)
-    return assembled(ranks)
+def on_one_rank(family: str, lengths: tuple[int, ...]) -> list[Tensors]:
+    return trained(family, MeshConfig(), lengths)
 
 
-@pytest.mark.matrix("tp2-cp2-packed", "tp4-rows")
+def trained(family: str, mesh: MeshConfig, lengths: tuple[int, ...]) -> list[Tensors]:
+    """The gradients of the first step, and the weights after three."""
+    work = (mesh, model_of(family), initial(family), tokens(lengths), lengths)
+    ranks = run_ranks(three_steps, mesh.smallest_world, *work)
+    return [assembled(pieces) for pieces in zip(*ranks, strict=True)]
+
+
+@pytest.mark.matrix("qwen3_next-tp2-cp2-packed", "qwen3_next-tp4-rows")
 @pytest.mark.parametrize(
-    ("mesh", "lengths"),
+    ("family", "mesh", "lengths"),
     [
-        pytest.param(mesh, lengths, id=f"{mesh}-{'packed' if lengths else 'rows'}")
-        for mesh in MESHES
-        for lengths in (ROWS, PACKED)
+        pytest.param(family, mesh, lengths, id=f"{family}-{mesh}-{'packed' if lengths else 'rows'}")
+        for family, mesh, lengths in CASES
     ],
 )
-def test_gradients_are_those_of_one_rank(mesh: str, lengths: tuple[int, ...]) -> None:
-    on, model = MESHES[mesh], model_of()
-    ranks = run_ranks(gradients, on.smallest_world, on, model, initial(), tokens(lengths), lengths)
-    errors = relative_errors(assembled(ranks), on_one_rank(lengths))
-    assert max(errors.values()) <= 1e-12, largest(errors)
+def test_gradients_and_steps_are_those_of_one_rank(family: str, mesh: str, lengths: tuple[int, ...]) -> None:
+    found, wanted = trained(family, MESHES[mesh], lengths), on_one_rank(family, lengths)
+    for ours, theirs, bound in zip(found, wanted, (1e-12, 1e-11), strict=True):
+        errors = relative_errors(ours, theirs)
+        assert max(errors.values()) <= bound, largest(errors)
