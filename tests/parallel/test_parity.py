@@ -54,6 +54,13 @@ MESHES = {
 MODELS = dict(TINY)
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})
 MODELS["deepseek_v32-mtp"] = MODELS["deepseek_v32"].model_copy(update={"mtp_layers": 1})
+# Each of four chunks begins with a layer that has an indexer, and another shares its choice.
+MODELS["glm_moe_dsa-8"] = MODELS["glm_moe_dsa"].model_copy(
+    update={
+        "num_layers": 8,
+        "indexer": MODELS["glm_moe_dsa"].indexer.model_copy(update={"shared_layers": (1, 3, 5, 7)}),
+    }
+)
 REPRESENTATIVE = ("tp2-ep2", "tp2-etp2", "pp2-vpp2", "cp2", "tp2-pp2-vpp2")
 CASES = [("qwen3_moe", mesh) for mesh in MESHES if "shared" not in mesh] + [
     (model, mesh) for model in ("deepseek_v3", "mixtral") for mesh in REPRESENTATIVE
@@ -63,16 +70,20 @@ CASES += [
     for model in ("qwen2_moe", "glm4_moe", "olmoe", "gpt_oss")
     for mesh in ("tp2-ep2", "pp2-vpp2", "cp2")
 ]
-CASES += [("minimax_m2", "tp2-ep2"), ("minimax_m2", "pp2-vpp2"), ("minimax_m2", "cp2")]
-CASES += [(model, "tp2-ep2") for model in ("glm4_moe_lite", "dots1", "solar_open")]
-CASES += [("seed_oss", "tp2"), ("mistral", "tp2")]
-CASES += [("deepseek_v32", mesh) for mesh in ("tp2-ep2", "pp2-vpp2", "cp2")]
+CASES += [
+    (model, mesh)
+    for model in ("deepseek_v2", "deepseek_v32", "dots1", "glm4_moe_lite", "minimax_m2", "solar_open")
+    for mesh in ("tp2", "ep2", "pp2-vpp2", "cp2", "tp2-ep2")
+]
+CASES += [(model, mesh) for model in ("mistral", "seed_oss") for mesh in ("tp2", "pp2-vpp2", "cp2")]
 CASES += [("deepseek_v32-mtp", mesh) for mesh in ("tp2", "cp2")]
-CASES += [("glm_moe_dsa", mesh) for mesh in ("pp2", "tp2-pp2", "pp2-ep2")]
+CASES += [("glm_moe_dsa", mesh) for mesh in ("tp2", "ep2", "cp2", "tp2-ep2", "pp2", "tp2-pp2", "pp2-ep2")]
+CASES += [("glm_moe_dsa-8", "pp2-vpp2")]
 # Tensor and context parallelism change the order of sums, which gated delta nets amplify: see test_delta_nets.py.
-CASES += [("qwen3_next", mesh) for mesh in ("ep2", "pp2-vpp2", "pp2-ep2")] + [("qwen3_5_text", "pp2")]
+CASES += [(model, mesh) for model in ("qwen3_next", "qwen3_5_moe_text") for mesh in ("ep2", "pp2-vpp2")]
+CASES += [("qwen3_next", "pp2-ep2"), ("qwen3_5_text", "pp2"), ("qwen3_5_text", "pp2-vpp2")]
 CASES += [(model, "tp2-ep2-shared-overlapped") for model in ("deepseek_v3", "qwen2_moe")]
-CASES += [("qwen2", "tp2"), ("glm4_moe", "tp2-etp2"), ("deepseek_v2", "tp2-ep2")]
+CASES += [("qwen2", "tp2"), ("glm4_moe", "tp2-etp2")]
 CASES += [("deepseek_v3-mtp", mesh) for mesh in ("tp2", "pp2-vpp2", "pp2-vpp2-balanced", "cp2")]
 LOGITS_CHUNKS = {
     ("qwen3_moe", "tp2-ep2"): 7,
