@@ -22,13 +22,17 @@ MODELS = {
     "deepseek_v3-full": tiny("deepseek_v3", capacity_factor=1.0),
     "qwen3_moe-allgather": tiny("qwen3_moe", num_layers=2, dispatcher="allgather"),
     "deepseek_v3-mtp": tiny("deepseek_v3", mtp=1),
-    "minimax_m2-shallow": tiny("minimax_m2", num_layers=2),
-    "glm_moe_dsa": tiny("glm_moe_dsa"),
-    "glm_moe_dsa-shallow": tiny("glm_moe_dsa", num_layers=2),
-    "qwen3_next-shallow": tiny("qwen3_next", num_layers=2),
-    "qwen3_next": tiny("qwen3_next"),
     # A token takes 2 experts of each group, which is ranked by its best one.
-    "deepseek_v2-groups": tiny("deepseek_v2", num_layers=3, top_k=4),
+    "deepseek_v2-shallow": tiny("deepseek_v2", num_layers=3, top_k=4),
+    "glm_moe_dsa": tiny("glm_moe_dsa"),
+    "qwen3_next": tiny("qwen3_next"),
+    **{
+        f"{family}-shallow": tiny(family, num_layers=2)
+        for family in (
+            *("deepseek_v32", "dots1", "glm4_moe_lite", "glm_moe_dsa"),
+            *("minimax_m2", "qwen3_5_moe_text", "qwen3_next", "solar_open"),
+        )
+    },
 }
 LAYOUTS = ("packed", "padded")
 

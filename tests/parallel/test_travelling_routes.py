@@ -100,13 +100,21 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     assert "rank 1: sample 7 of version 3, layers [0, 1, 2, 3]: there are no routes" in missing
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_the_native_engines_routes_are_the_training_passes(family: str) -> None:
+@pytest.mark.matrix("deepseek_v3", "qwen3_moe")
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "qwen3_next"),
+        *("deepseek_v2-shallow", "deepseek_v32-shallow", "dots1-shallow", "glm4_moe_lite-shallow"),
+        *("minimax_m2-shallow", "qwen3_5_moe_text-shallow", "solar_open-shallow"),
+    ],
+)
+def test_the_native_engines_routes_are_the_training_passes(model: str) -> None:
     """With equal weights R3 changes next to nothing, whichever replica generated."""
-    meshes = [MESHES[name] for name in ("tp2-dp2", "cp2-dp2", "pp2-dp2")]
-    ranks = run_ranks(
-        travelling.trained_on_the_engines, WORLD, meshes, MODELS[family], one_rank(family).weights
-    )
+    names = ["tp2-dp2", "cp2-dp2", *(() if model.endswith("shallow") else ("pp2-dp2",))]
+    meshes = [MESHES[name] for name in names]
+    work = (meshes, MODELS[model], one_rank(model).weights)
+    ranks = run_ranks(travelling.trained_on_the_engines, WORLD, *work)
     for metrics in (metrics for rank in ranks for metrics in rank):
         assert metrics["rollout_routes/compared_tokens"] == sum(min(n, 15) for n in travelling.LENGTHS)
         assert metrics["rollout_routes/changed_fraction"] <= 2
