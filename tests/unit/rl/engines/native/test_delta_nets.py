@@ -16,7 +16,6 @@ from tests.hf_models import VOCAB, oracle
 GREEDY = Sampling(max_new_tokens=6, cut=Cut(temperature=0.0))
 PROMPTS = (1, 3, 64, 65, 2, 30)
 """Tokens of the prompts: less than the taps of a convolution, a chunk, and one more."""
-CASES = ("qwen3_next", "qwen3_5_text")
 
 
 def prompts() -> list[Prompt]:
@@ -44,6 +43,7 @@ def logits_of(chunk: nn.Module, tokens: list[int]) -> Tensor:
     [
         ("qwen3_next", 3, 5, False),
         ("qwen3_next", 5, 64, True),
+        ("qwen3_5_moe_text", 4, 11, False),
         ("qwen3_5_text", 2, 40, False),
         ("qwen3_5_text", 24, 200, False),
     ],

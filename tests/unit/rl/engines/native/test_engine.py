@@ -54,7 +54,12 @@ def training_logits(chunks: list[nn.Module], mesh: Mesh, tokens: list[int]) -> T
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, "gpt_oss", "deepseek_v2-lite", "minimax_m2", "glm4_moe_lite", "dots1", "seed_oss"]
+    "case",
+    [
+        *CASES,
+        *("gpt_oss", "deepseek_v2-lite", "minimax_m2", "glm4_moe_lite"),
+        *("dots1", "solar_open", "seed_oss", "mistral"),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(case: str, one_rank: Mesh) -> None:
     """For two rows of each prompt: one read it, the other took it over."""
@@ -108,7 +113,14 @@ def test_ids_beyond_the_tokenizers_are_never_drawn_and_have_no_probability(one_r
             assert completion.logprobs_T == pytest.approx(wanted_T.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("case", [*CASES, "minimax_m2", "glm4_moe_lite", "deepseek_v2-three-groups"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        *("minimax_m2", "glm4_moe_lite", "deepseek_v2-three-groups", "dots1", "solar_open"),
+        *("deepseek_v32", "glm_moe_dsa-shared", "qwen3_next", "qwen3_5_moe_text"),
+    ],
+)
 def test_routes_are_those_of_the_training_pass(case: str, one_rank: Mesh) -> None:
     theirs, chunks, engine = engine_of(case, one_rank, slots=5, step_tokens=16)
     routed: list[Tensor] = []
