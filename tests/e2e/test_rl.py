@@ -126,9 +126,10 @@ DELTA = (
 )
 
 
-def test_gated_delta_nets_learn_under_the_routes_of_the_engine(rl_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replay", ["r3", "r2"])
+def test_gated_delta_nets_learn_under_replayed_routes(replay: str, rl_file: Path, tmp_path: Path) -> None:
     """Trainer and engine compute the rule in chunks and token by token."""
-    words = [rl_file, *DELTA, "replay.kind=r3", "checkpoint.interval=none"]
+    words = [rl_file, *DELTA, f"replay.kind={replay}", "checkpoint.interval=none"]
     found = run_main("mcore_rl.run.programs.rl", words, 2)
     assert found.returncode == 0, found.stderr
     steps = computed(tmp_path / "rl", ("reward/mean", "rollout/mismatch_kl_nats"))
@@ -157,11 +158,12 @@ INDEXED = (
 )
 
 
+@pytest.mark.parametrize("replay", ["r3", "r2"])
 def test_attention_over_chosen_keys_learns_and_training_chooses_the_keys_of_the_engine(
-    rl_file: Path, tmp_path: Path
+    replay: str, rl_file: Path, tmp_path: Path
 ) -> None:
     """Samples are longer than the three keys that a query attends to."""
-    words = [rl_file, *INDEXED, "replay.kind=r3", "checkpoint.interval=none"]
+    words = [rl_file, *INDEXED, f"replay.kind={replay}", "checkpoint.interval=none"]
     found = run_main("mcore_rl.run.programs.rl", words, 2)
     assert found.returncode == 0, found.stderr
     names = ("reward/mean", "rollout/mismatch_kl_nats", "routes/index_overlap")
