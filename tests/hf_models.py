@@ -247,14 +247,25 @@ def oracle(case: str, **changes: Any) -> Oracle:
     prefix, settings = CASES[case]
     kind = "TextConfig" if prefix in ("Qwen3_5", "Qwen3_5Moe") else "Config"
     config = getattr(transformers, prefix + kind)(**(settings | changes))
+    return oracle_of(config, f"{prefix}ForCausalLM")
+
+
+def oracle_of(config: Any, model_class: str) -> Oracle:
+    """The model of a config of transformers, with such weights."""
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    model = getattr(transformers, model_class)(config).eval()
     randomize(model)
+    saved, tensors = as_saved(model)
+    return Oracle(model=model, config=saved, tensors=tensors)
+
+
+def as_saved(model: Any) -> tuple[dict[str, Any], Tensors]:
+    """The config.json and the tensors that transformers saves, by their names there."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        saved = json.loads((Path(folder) / "config.json").read_text())
+        config = json.loads((Path(folder) / "config.json").read_text())
         tensors = load_file(Path(folder) / "model.safetensors")
-    return Oracle(model=model, config=saved, tensors={name: t.clone() for name, t in tensors.items()})
+    return config, {name: t.clone() for name, t in tensors.items()}
 
 
 @torch.no_grad()
