@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from mcore_rl.backend.platform import start
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.families import FAMILIES
+from mcore_rl.families import FAMILIES, weight_map
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import Mesh
@@ -149,7 +149,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def scaled(config: dict[str, Any], divisor: int, num_layers: int) -> dict[str, Any]:
     """The config.json of a model with fewer layers, experts and heads, and narrower ones; its ratio of query heads to
-    key/value heads, and all that is no size, are as published. transformers has no MTP layers.
+    key/value heads, and all that is no size, are as published.
     """
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     fewer = min(groups, 4 if heads == groups else 2)
@@ -157,8 +157,8 @@ def scaled(config: dict[str, Any], divisor: int, num_layers: int) -> dict[str, A
     small |= {key: config[key] // 8 for key in OF_HEADS if key in config}
     small |= {key: config[key] // divisor for key in WIDTHS if config.get(key)}
     small |= {key: min(config[key], 32) for key in EXPERTS if key in config}
-    small |= {key: config[key][:num_layers] for key in ("attn_type_list",) if key in config}
-    small |= {key: 0 for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if key in config}
+    if "attn_type_list" in config:
+        small["attn_type_list"] = config["attn_type_list"][:num_layers]
     if "linear_num_key_heads" in config:
         values = config["linear_num_value_heads"] // config["linear_num_key_heads"]
         small |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4 * values}
@@ -190,7 +190,8 @@ def as_gradients(model: Any) -> Tensors:
 def test_logits_and_gradients_are_those_of_transformers(case: str, one_rank: Mesh) -> None:
     """In fp64, logits at 1,500 positions; YaRN's frequencies, which are rounded to fp32 in two ways, leave 2e-6."""
     config, oracle = theirs(case)
-    model = checked_model_from_hf(config)
+    # transformers' class leaves MTP layers out.
+    model = checked_model_from_hf(config).model_copy(update={"mtp_layers": 0})
     with in_double():
         wanted = eager(oracle.model)
         # Seed-OSS has dropout in training.
@@ -221,17 +222,23 @@ def test_logits_and_gradients_are_those_of_transformers(case: str, one_rank: Mes
 def test_import_and_export_give_back_every_bit_of_as_many_weights_as_are_planned(
     case: str, tmp_path: Path
 ) -> None:
+    """With the tensors of MTP layers, which transformers does not save."""
     config, oracle = theirs(case)
+    model = checked_model_from_hf(config).model_copy(update={"vocab_multiple": 16})
+    is_fused = any(name.endswith(".experts.gate_up_proj") for name in oracle.tensors)
+    weights = weight_map(model, "fused" if is_fused else "each")
+    every = {name: torch.randn(shape) for name, shape in weights.hf_shapes.items()} | oracle.tensors
+    every |= {copy.name: every[copy.original] for copy in weights.copies if copy.written}
     tensors = {
         name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
-        for name, tensor in oracle.tensors.items()
+        for name, tensor in every.items()
     }
+    assert (len(tensors) > len(oracle.tensors)) == bool(model.mtp_layers)
     source = write_hf(tmp_path / "hf", config | {"torch_dtype": "bfloat16"}, tensors, shards=3)
     checkpoint = imported(source, tmp_path / "ckpt")
     again = exported(checkpoint, tmp_path / "again", reference=source)
     assert_same(read_hf(again), read_hf(source))
     assert differing(source, checkpoint) == []
     assert (again / "config.json").read_bytes() == (source / "config.json").read_bytes()
-    model = checked_model_from_hf(config).model_copy(update={"vocab_multiple": 16})
     (planned,) = weights_by_stage(model, MeshConfig())
     assert saved_numbers(planned) == sum(tensor.numel() for tensor in read_dist(checkpoint).values())
