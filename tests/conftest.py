@@ -29,7 +29,7 @@ TAKE_SECONDS = (
     *Path(__file__).with_name("core.txt").read_text().split(),  # what enters Megatron
 )
 """Folders, files and single tests that are dealt by the file: many compute for seconds, or start programs."""
-SHARES = 9
+SHARES = 10
 """Shares into which tests are dealt, of which a run of CI takes one; .ci/job reads the number here."""
 RUNNING: dict[str, float] = {}
 """When each test began that runs now, here or in the processes of pytest-xdist, by time.monotonic()."""
