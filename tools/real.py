@@ -10,6 +10,7 @@ where the first one ended.
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -19,12 +20,15 @@ from pathlib import Path
 from rich.console import Console
 
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import REFUSED_STATUS
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.plan.memory import GIB, memory_of_fullest_rank
 from mcore_rl.plan.training import training_of
 from tools.quickstart import CLI, ROOT, Stage, run_to_status
 
 EXPERTS, TOP_K, GRANULARITY, NOISE, CUT_FRACTION = 4, 2, 2, 0.02, 0.6
+DISK_GIB = 16
+"""Disk that all results take, most of it optimizer states."""
 QUESTION = "What is the capital of France?"
 LETTERS = "copy kqzt:"
 """Prompt of the completion that transformers and this package are both asked for."""
@@ -244,6 +248,16 @@ def main() -> int:
     )
     args = command.parse_args()
     console, folder, started_s = Console(), ROOT / args.folder, time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    free = shutil.disk_usage(folder).free
+    if args.batches is None and taken + free < DISK_GIB * GIB:
+        console.print(
+            f"{folder} will take {DISK_GIB} GiB, and {free / GIB:.1f} GiB are free there. Make room, or name a folder "
+            "on another disk: python -m tools.real --folder DIR",
+            soft_wrap=True,
+        )
+        return REFUSED_STATUS
     if status := run_to_status(stages(folder, args.settings, args.batches), console, 1.0):
         return status
     found = results(folder)
