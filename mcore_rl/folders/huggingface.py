@@ -13,6 +13,14 @@ NOT_JSON = (ValueError, RecursionError, MemoryError)
 """Exceptions that parsing JSON raises; the last two on crafted texts."""
 READ = (".json", ".jinja", ".model", ".safetensors", ".txt")
 """Endings of the files of a folder that are read."""
+READ_JSON = (
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+"""JSON files of a folder that are read; any other may be what it likes."""
 
 
 def is_hf(path: Path) -> bool:
@@ -56,7 +64,7 @@ def refuse_dangling_links(folder: Path) -> None:
 
 def refuse_cut_off(file: Path) -> None:
     """Raise CheckpointError for a file that is read with a model and is empty, or begins JSON that does not end."""
-    if file.suffix == ".json":
+    if file.name in READ_JSON:
         read_json(file)
     elif file.suffix in READ and not file.stat().st_size:
         raise CheckpointError(f"{file} is empty. Download or copy it again.")

@@ -73,7 +73,8 @@ def published(name: str, folder: Path) -> Path:
     saved(case, folder, vocab_size=VOCAB)
     (folder / "tokenizer.json").unlink()
     for file in files:
-        (folder / file).write_text(f"{file} of {name}")
+        text = f"{file} of {name}"
+        (folder / file).write_text(json.dumps(text) if file.endswith(".json") else text)
     (folder / "README.md").write_text("the card of the original")
     (folder / "figures").mkdir()
     (folder / "figures" / "banner.txt").write_text("no file of the model")
