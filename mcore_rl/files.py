@@ -212,9 +212,8 @@ def room_at(path: Path) -> str:
 
 def existing_part(path: Path) -> Path:
     """Return the path, or the nearest folder above it that exists and can be seen by this user."""
-    while not os.path.exists(
-        path
-    ):  # unlike Path.exists, not an error in a folder that this user may not enter
+    # Unlike Path.exists, no error in a folder that this user may not enter.
+    while not os.path.exists(path):
         path = path.parent
     return path
 

@@ -46,7 +46,7 @@ ARMS = {
         ),
     ),
 }
-"""Arms of reinforcement learning. The adapters' rate is ten times that of all weights, and their products are fp32."""
+"""Arms of reinforcement learning. Adapters have ten times the rate of the whole model, and products of fp32."""
 COMPLETION = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -21,6 +21,7 @@ READ_JSON = (
     "tokenizer_config.json",
 )
 """JSON files of a folder that are read; any other may be what it likes."""
+VOCABULARIES = ("vocab.json", "merges.txt")
 
 
 def is_hf(path: Path) -> bool:
@@ -66,7 +67,7 @@ def refuse_cut_off(file: Path) -> None:
     """Raise CheckpointError for a file that is read with a model and is empty, or begins JSON that does not end."""
     if file.name in READ_JSON:
         read_json(file)
-    elif file.suffix in READ and not file.stat().st_size:
+    elif (file.suffix in (".jinja", ".model") or file.name in VOCABULARIES) and not file.stat().st_size:
         raise CheckpointError(f"{file} is empty. Download or copy it again.")
 
 

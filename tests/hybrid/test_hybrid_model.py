@@ -186,7 +186,7 @@ def test_megatrons_own_reading_of_gpt_models_layers_gives_the_same_hybrid_model(
 def test_megatron_lm_knows_by_the_arguments_whose_layers_a_checkpoint_has(
     one_rank: Mesh, tmp_path: Path
 ) -> None:
-    """It reads the names of a HybridModel's checkpoint as they are, and those of GPTModel's through maps of layers."""
+    """It reads the names of a HybridModel's checkpoint as they are, and GPTModel's through maps of layers."""
     source = saved("qwen3_moe", tmp_path / "hf")
     hybrid, native = (
         args_of(imported(source, tmp_path / layers, layers=layers)) for layers in ("hybrid", "stacked")
@@ -199,7 +199,7 @@ def test_megatron_lm_knows_by_the_arguments_whose_layers_a_checkpoint_has(
 
 
 def test_the_hybrid_model_is_unwrapped_like_ours(one_rank: Mesh) -> None:
-    """What walks models does not ask for their class: shards have the names and places that the model gives them."""
+    """Code that walks models does not ask for their class: shards have the names and places that a model gives them."""
     model = oracle("qwen3_moe").ours
     hybrid = hybrid_model(model, "*E*E*E", "te", one_rank)
     hybrid.config.bf16 = True

@@ -41,9 +41,6 @@ class GroupedExperts(MegatronModule):
     the inner width, and the token dispatcher sums the outputs.
     """
 
-    skips_dropped = False
-    """Whether `routed` computes only the routed rows; else each token has top-k rows, dropped or not."""
-
     def __init__(
         self,
         num_local_experts: int,
@@ -63,6 +60,11 @@ class GroupedExperts(MegatronModule):
             width = config.moe_latent_size
         self.linear_fc1 = self._weight(inner * (2 if config.gated_linear_unit else 1), width, split_axis=1)
         self.linear_fc2 = self._weight(width, inner, split_axis=2)
+
+    @property
+    def skips_dropped(self) -> bool:
+        """Whether `routed` computes only the routed rows; else each token has top-k rows, dropped or not."""
+        return False
 
     @property
     def is_queued(self) -> bool:

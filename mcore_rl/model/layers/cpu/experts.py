@@ -27,7 +27,7 @@ class CompiledExperts(GroupedExperts):
         self._rounds = config.rounds_products
 
     @property
-    def skips_dropped(self) -> bool:  # type: ignore[override]
+    def skips_dropped(self) -> bool:
         """Whether the experts are plain SwiGLU without biases, which the compiled code computes row by row."""
         return bool(
             self.config.gated_linear_unit
