@@ -4,6 +4,7 @@ A head's small outputs are normed before their gate, and small keys are made uni
 place of the weights moves gradients of a tiny model by 3e-4.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.inputs import localize
 from mcore_rl.model.layers import experts_grouped
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+from tests.parallel.parity import Tensors, assembled, config_of, random_weights
+from tests.ranks import run_ranks
 
 TORCH = PlatformConfig(layers="torch")
 
@@ -145,3 +148,25 @@ def _pieces(chunk: Any) -> list[Any]:
         for shard in local_shards([chunk])
         if shard.is_main and not shard.key.endswith("expert_bias")
     ]
+
+
+def tokens(lengths: tuple[int, ...]) -> Tensor:
+    """Two rows of 64 tokens, or one of packed sequences of these lengths."""
+    shape = (1, sum(lengths)) if lengths else (2, 64)
+    return torch.randint(0, 120, shape, generator=torch.Generator().manual_seed(2))
+
+
+@functools.cache
+def initial(model: ModelConfig) -> Tensors:
+    return random_weights(config_of(model, MeshConfig()))
+
+
+@functools.cache
+def on_one_rank(model: ModelConfig, lengths: tuple[int, ...]) -> list[Tensors]:
+    return trained(model, MeshConfig(), lengths)
+
+
+def trained(model: ModelConfig, mesh: MeshConfig, lengths: tuple[int, ...]) -> list[Tensors]:
+    """The gradients of the first step, and the weights after three."""
+    ranks = run_ranks(three_steps, mesh.smallest_world, mesh, model, initial(model), tokens(lengths), lengths)
+    return [assembled(pieces) for pieces in zip(*ranks, strict=True)]

@@ -1,17 +1,13 @@
 """Attention over chosen keys computes one rank's gradients and steps on any mesh, in fp64: no choice is rounded."""
 
-import functools
-
 import pytest
-import torch
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
-from tests.double import three_steps
-from tests.parallel.parity import Tensors, assembled, config_of, largest, random_weights, relative_errors
+from tests.double import on_one_rank, trained
+from tests.parallel.parity import largest, relative_errors
 from tests.parallel.test_parity import assert_trains_as_one_rank
-from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
 ROWS, PACKED = (), (64, 8, 72, 24, 32)
@@ -29,28 +25,6 @@ def model_of(family: str) -> ModelConfig:
     return tiny.model_copy(update={"num_layers": 3, "moe": moe, "indexer": indexer})
 
 
-def tokens(lengths: tuple[int, ...]) -> torch.Tensor:
-    shape = (1, sum(lengths)) if lengths else (2, 64)
-    return torch.randint(0, 120, shape, generator=torch.Generator().manual_seed(2))
-
-
-@functools.cache
-def initial(family: str) -> Tensors:
-    return random_weights(config_of(model_of(family), MeshConfig()))
-
-
-@functools.cache
-def on_one_rank(family: str, lengths: tuple[int, ...]) -> list[Tensors]:
-    return trained(family, MeshConfig(), lengths)
-
-
-def trained(family: str, mesh: MeshConfig, lengths: tuple[int, ...]) -> list[Tensors]:
-    """The gradients of the first step, and the weights after three."""
-    work = (mesh, model_of(family), initial(family), tokens(lengths), lengths)
-    ranks = run_ranks(three_steps, mesh.smallest_world, *work)
-    return [assembled(pieces) for pieces in zip(*ranks, strict=True)]
-
-
 @pytest.mark.matrix("deepseek_v32-tp2-cp2-packed", "glm_moe_dsa-tp2-cp2-rows")
 @pytest.mark.parametrize(
     ("family", "mesh", "lengths"),
@@ -62,7 +36,8 @@ def trained(family: str, mesh: MeshConfig, lengths: tuple[int, ...]) -> list[Ten
     ],
 )
 def test_gradients_and_steps_are_those_of_one_rank(family: str, mesh: str, lengths: tuple[int, ...]) -> None:
-    found, wanted = trained(family, MESHES[mesh], lengths), on_one_rank(family, lengths)
+    model = model_of(family)
+    found, wanted = trained(model, MESHES[mesh], lengths), on_one_rank(model, lengths)
     for ours, theirs, bound in zip(found, wanted, (1e-12, 1e-11), strict=True):
         errors = relative_errors(ours, theirs)
         assert max(errors.values()) <= bound, largest(errors)

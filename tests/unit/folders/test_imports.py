@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from mcore_rl.config.run import PretrainConfig
+from mcore_rl.convert.hf.small_files import small_files
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.folders.imports import import_of, imports_folder
 from mcore_rl.folders.model import read_model_folder
@@ -179,3 +180,12 @@ def test_a_small_file_that_was_cut_off_is_refused_before_the_import(
     with pytest.raises(CheckpointError, match=refusal):
         imported(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_small_files_that_nobody_reads_may_be_what_they_like(tmp_path: Path) -> None:
+    (tmp_path / "notes.json").write_text("{")
+    (tmp_path / "requirements.txt").touch()
+    assert sorted(small_files(tmp_path)) == ["notes.json", "requirements.txt"]
+    (tmp_path / "merges.txt").touch()
+    with pytest.raises(CheckpointError, match="is empty"):
+        small_files(tmp_path)
