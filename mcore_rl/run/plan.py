@@ -13,9 +13,11 @@ from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig, RatesConfig
 from mcore_rl.config.kinds import READERS
 from mcore_rl.config.load import dump_config, kind_of, load_config
+from mcore_rl.config.recipes import config_file
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.files import has_mark, refuse_replacing, write_atomically
+from mcore_rl.folders.model import HUB_NAME, find_model
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.attempts_file import read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
@@ -71,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
         return _calibrate(args)
     if args.config is None:
         raise ConfigError("CONFIG is missing. Give a recipe or a file, or --calibrate RUN.")
-    if args.config.is_dir():
+    if _is_model(args.config):
         return _fit(args)
     kind = args.program or kind_of(args.config, args.overrides)
     if kind not in PROGRAMS:
@@ -134,11 +136,34 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _is_model(config: Path) -> bool:
+    """Return whether CONFIG is a model, a folder or ORGANIZATION/NAME of the hub, and neither a file nor a recipe.
+
+    Raises:
+        ConfigError: There is no such file and no such recipe, and the hub's cache on this machine has no such model.
+    """
+    if config.is_dir():
+        return True
+    try:
+        config_file(config)
+    except ConfigError as none:
+        if not HUB_NAME.fullmatch(str(config)):
+            raise
+        try:
+            find_model(str(config))
+        except ConfigError:
+            raise ConfigError(
+                f"{none} If it is a model of the hub, download what is read of it: `hf download {config} config.json`."
+            ) from None
+        return True
+    return False
+
+
 def _fit(args: argparse.Namespace) -> int:
     """Print whether training the model in a folder fits."""
     if args.gpus is None or args.nodes or args.world or args.search or args.exact or args.rank is not None:
         raise ConfigError(
-            f"{args.config} is a folder: `mcore-rl plan {args.config} --gpus 8xH100` says whether a training of the "
+            f"{args.config} is a model: `mcore-rl plan {args.config} --gpus 8xH100` says whether a training of the "
             "model in it fits. Other questions are about a CONFIG, in which model.path may name the folder."
         )
     return fit(args.config, parse_gpus(args.gpus), args.program or "sft", args.overrides)

@@ -35,7 +35,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         type=Path,
         nargs="?",
-        help=f"{CONFIG_HELP}; or, with --gpus, the folder of a model: does a training of it fit?",
+        help=f"{CONFIG_HELP}; or, with --gpus, a model, as of model.path: does a training of it fit?",
     )
     add_overrides(parser)
     place = parser.add_mutually_exclusive_group(required=True)

@@ -55,6 +55,25 @@ def test_the_answer_is_one_line_and_its_command_passes_the_checks(
         run(["plan", str(qwen), "data.seq_length=100000", "--gpus", "8xH100"])
 
 
+def test_a_model_of_the_hub_is_asked_about_by_its_name(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub/models--Qwen--Qwen3-30B-A3B/snapshots/0123abcd"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    (tmp_path / "hub/models--Qwen--Qwen3-30B-A3B/refs").mkdir()
+    (tmp_path / "hub/models--Qwen--Qwen3-30B-A3B/refs/main").write_text("0123abcd")
+    assert run(["plan", str(qwen), "--gpus", "8xH100"]) == 0
+    by_folder = capsys.readouterr().out
+    assert run(["plan", "Qwen/Qwen3-30B-A3B", "--gpus", "8xH100"]) == 0
+    assert capsys.readouterr().out == by_folder.replace(str(qwen), "Qwen/Qwen3-30B-A3B")
+    with pytest.raises(
+        ConfigError, match=r"no file Qwen/Other, and no recipe .*`hf download Qwen/Other config\.json`"
+    ):
+        run(["plan", "Qwen/Other", "--gpus", "8xH100"])
+
+
 def test_adapters_fit_on_fewer_gpus_and_the_command_has_them(
     qwen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,5 +137,5 @@ def test_a_config_is_planned_on_gpus_without_a_clusters_file(capsys: pytest.Capt
     assert [line.replace("74.0 GiB", "73.6 GiB") for line in planned] == of_cluster
     with pytest.raises(ConfigError, match="--gpus names all GPUs"):
         lines("--gpus", "8xH100", "--nodes", "4")
-    with pytest.raises(ConfigError, match="is a folder: `mcore-rl plan"):
+    with pytest.raises(ConfigError, match="is a model: `mcore-rl plan"):
         run(["plan", "/tmp", "--cluster", "example_h100", "--nodes", "1"])
