@@ -48,9 +48,21 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "experts_backward": (c_void_p, c_int64, *[c_void_p] * 7, *[c_int64] * 3, *[c_void_p] * 6),
 }
 """Types of the arguments of each function; a tensor is its address."""
+
+
+def _address(tensor: Tensor) -> int:
+    # The library would read, and write, beyond a tensor of a smaller type.
+    if tensor.dtype not in (torch.float32, torch.int64):
+        raise TypeError(
+            f"compiled layers compute in fp32, and a tensor is {tensor.dtype}: build the model with "
+            'platform.layers="torch"'
+        )
+    return tensor.data_ptr()
+
+
 # ctypes asks an argument that it does not know for this attribute. The tensors themselves are the arguments, so that
 # those made for a call live until it is over.
-Tensor._as_parameter_ = property(Tensor.data_ptr)  # type: ignore[attr-defined]
+Tensor._as_parameter_ = property(_address)  # type: ignore[attr-defined]
 
 
 class BuildError(Exception):

@@ -181,3 +181,10 @@ def test_experts_make_no_denormal_numbers_of_ordinary_ones() -> None:
     experts(*operands).square().sum().backward()
     assert not libm.fetestexcept(underflow)
     assert (torch.tensor(1e-30) * 1e-10 < 1e-38).item() and libm.fetestexcept(underflow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_model_in_another_type_is_an_error(dtype: torch.dtype, one_rank: Mesh) -> None:
+    chunk, tokens_BS = built("qwen3_moe", one_rank).to(dtype), torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(ctypes.ArgumentError, match=r"compute in fp32, and a tensor is torch\.\w+: .*layers"):
+        logits_and_gradients(chunk, tokens_BS, ())
