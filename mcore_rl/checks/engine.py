@@ -13,8 +13,23 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.toml import toml_value
 
-PROBED_FAMILIES = ("qwen2_moe", "qwen3_moe")
-"""Families for which each part's weights were sent separately to a real server and proved by the probe."""
+PROBED_FAMILIES = (
+    *(
+        "dots1",
+        "glm4_moe",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmoe",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+    ),
+    *("seed_oss", "solar_open"),
+)
+"""Families whose weights a real server had after an update, as the probe found, and of which it found each kind of
+tensor that was left old."""
 OWN_ARGUMENTS = frozenset(
     {
         *("--model", "--model-path", "--served-model-name", "--load-format", "--host", "--port", "--dtype"),

@@ -1,5 +1,6 @@
 """A real vLLM server on CPUs, started as `rl.engine.kind="vllm"` needs it, and a model that trains beside it."""
 
+import copy
 import json
 import os
 import signal
@@ -13,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
+from unittest.mock import patch
 
 import psutil
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import Router
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -34,11 +37,12 @@ from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.make import refuse_version
 from mcore_rl.rl.engines.served import ServedEngine
-from mcore_rl.rl.engines.server_api import ServedCompletion
+from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi
 from mcore_rl.rl.engines.server_fleet import ServerFleet
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.sampling import Cut
+from tests.double import doubled, in_double
 from tests.sections import engine_config
 
 MAX_TOKENS = 512
@@ -128,11 +132,7 @@ class VllmServer:
 
     def wait(self, timeout_s: float = 900.0) -> "VllmServer":
         """Return when the server answers."""
-        end_s = time.monotonic() + timeout_s
-        while not self.api.is_healthy():
-            ended = self.process.poll()
-            assert ended is None and time.monotonic() < end_s, (ended, self.log.read_text()[-3000:])
-            time.sleep(1)
+        until_healthy(self.api, lambda: self.process.poll() is None, self.log, timeout_s)
         return self
 
     def workers(self) -> list[psutil.Process]:
@@ -145,6 +145,14 @@ class VllmServer:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self.process.pid, number)
                 self.process.wait(20)
+
+
+def until_healthy(api: ServerApi, is_alive: Callable[[], bool], log: Path, timeout_s: float = 900.0) -> None:
+    """Return when the server answers."""
+    end_s = time.monotonic() + timeout_s
+    while not api.is_healthy():
+        assert is_alive() and time.monotonic() < end_s, log.read_text()[-3000:]
+        time.sleep(1)
 
 
 class OmittingApi(VllmApi):
@@ -171,7 +179,7 @@ class Trainer:
     """A model on one rank whose weights a test sets by seeds."""
 
     def __init__(self, model: ModelConfig, mesh: Mesh, precision: Literal["fp32", "bf16"] = "fp32") -> None:
-        settings = PlatformConfig(precision=precision)
+        settings = PlatformConfig(precision=precision, layers="torch")
         self.model, self.mesh = model, mesh
         self.chunks: list[nn.Module] = build_model(model, mesh, start(settings), settings)
         self.version = 0
@@ -214,7 +222,7 @@ class Trainer:
         The pass is in fp64: in fp32 its own rounding is 7e-6 of the 1e-5 that are allowed. A token whose experts K and
         K + 1 are nearly alike takes either by rounding, and the tokens after it read what it wrote: none is compared.
         """
-        model, gaps = self.chunks[0], list[Tensor]()
+        gaps = list[Tensor]()
 
         def measure(router: nn.Module, inputs: tuple[Tensor, ...], _: object) -> None:
             probs_SE = (inputs[0][:, 0] @ router.weight.mT).softmax(-1)
@@ -223,17 +231,24 @@ class Trainer:
 
         ids_1S = torch.tensor([[*prompt_T, *tokens_T]])
         positions_1S = torch.arange(ids_1S.shape[1])[None]
-        hooks = [one.register_forward_hook(measure) for one in model.modules() if isinstance(one, Router)]
-        try:
-            logits_SV: Tensor = model.eval().double()(ids_1S, positions_1S, attention_mask=None)[0]
-        finally:
-            model.float()
-            for hook in hooks:
-                hook.remove()
+        # Process groups, which cannot be copied, are those of the copy too.
+        with patch.object(dist.ProcessGroup, "__deepcopy__", lambda group, memo: group, create=True):
+            model = doubled(copy.deepcopy(self.chunks[0])).eval()
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.register_forward_hook(measure)
+            elif "inv_freq" in vars(module):
+                module.inv_freq = (
+                    module.inv_freq.float()
+                )  # angles as servers have them: rounded at late positions
+        with in_double():
+            logits_SV: Tensor = model(ids_1S, positions_1S, attention_mask=None)[0]
         first = len(prompt_T) - 1
         logits_TV = logits_SV[first:-1, : vocab_size or self.model.vocab_size] / temperature
         picked_T1 = logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens_T)[:, None])
-        assert len(gaps) == self.model.num_layers and picked_T1.dtype == torch.float64
+        assert len(gaps) == sum(self.model.moe_layers) and picked_T1.dtype == torch.float64
+        if not gaps:
+            return picked_T1[:, 0].tolist(), len(tokens_T)
         alike = (torch.stack(gaps).amin(0) < NEARLY_ALIKE).nonzero()
         num_sure = int(alike[0]) - first if len(alike) else len(tokens_T)
         return picked_T1[:, 0].tolist(), max(0, num_sure)
