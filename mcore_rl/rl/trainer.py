@@ -89,6 +89,7 @@ class RlTrainer(Trainer):
                 # No update has been made yet: repeat all passes over the batch without the refused completions.
                 self._log_lines([f"warning: left out: {reason}" for reason in refused.reasons.values()])
                 rollout = rollout.without(refused.reasons)
+                self._forget_update()
         if samples is not None:
             self._add_trace(rollout, step, samples)
 
@@ -206,6 +207,14 @@ class RlTrainer(Trainer):
         if fields:
             traced = [{**sample, **fields.get(index, {})} for index, sample in enumerate(samples)]
             write_samples(self.folder.path / "samples", step, traced)
+
+    def _forget_update(self) -> None:
+        """Collective over the world: drop what the passes of an update counted that is not made."""
+        take_auxiliary_losses(self.state)
+        if self._load is not None:
+            self._load.take()
+        if self.learner.routes.trace is not None:
+            self.learner.routes.trace.forget_updates()
 
     def _update_metrics(self, minibatch: Minibatch, report: StepReport, update_s: float) -> Iterator[Metric]:
         """Yield the metrics of an optimizer step."""

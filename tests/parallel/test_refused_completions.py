@@ -1,6 +1,7 @@
 """Completions that are left out of a rollout batch because of their routes: the rest trains as if they had not been."""
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ MODEL = "deepseek_v3"
 """It has an expert bias, which every routed token moves, and layers without experts."""
 N = GROUPS * SIZE
 NUMBERS = ("train/grad_norm", "train/consumed_tokens", "critic/grad_norm", "critic/loss")
+LOAD = "moe/load_max_over_mean"
 MESHES = {
     "alone": MeshConfig(),
     "tp2-pp2": MeshConfig(tp=2, pp=2),
@@ -103,7 +105,11 @@ def learn(config: RlRunConfig, batch: Batch, folder: Path) -> Learned:
     return Learned(
         assembled([pieces for pieces, _ in ranks]),
         [
-            {name: one[name] for name in one if name.startswith(("policy/", "values/")) or name in NUMBERS}
+            {
+                name: one[name]
+                for name in one
+                if name.startswith(("policy/", "values/")) or name in (*NUMBERS, LOAD)
+            }
             for one in updates
         ],
         [one["rollout_routes/refused_completions"] for one in updates if one["step"] == 1],
@@ -112,14 +118,23 @@ def learn(config: RlRunConfig, batch: Batch, folder: Path) -> Learned:
 
 
 def assert_same(found: Learned, wanted: Learned, *, biases: bool = True) -> None:
+    """With `biases`, experts have worked on the same tokens, which move their biases."""
+    assert LOAD in wanted.updates[-1]
     assert len(found.updates) == len(wanted.updates)
-    for one, other in zip(found.updates, wanted.updates, strict=True):
+    for updates in zip(found.updates, wanted.updates, strict=True):
+        one, other = ({name: x for name, x in each.items() if biases or name != LOAD} for each in updates)
         assert one == pytest.approx(other, rel=2e-6, abs=4 * 2**-21)
     for name, weight in wanted.weights.items():
         if biases or not name.endswith("expert_bias"):
             assert torch.allclose(found.weights[name], weight, rtol=0, atol=1e-7), name
     start = weights(MODEL, 1)
     assert max(float((wanted.weights[name] - one).abs().max()) for name, one in start.items()) > 1e-3
+
+
+def traced(folder: Path) -> list[dict[str, Any]]:
+    """The samples of the first rollout batch with their tokens."""
+    lines = (folder / "samples/step_0000000.jsonl").read_text().splitlines()
+    return [sample for sample in map(json.loads, lines) if "log_ratios" in sample]
 
 
 def in_groups(groups: Sequence[int], routes: Callable[[int], Tensor | None]) -> Routes:
@@ -158,6 +173,11 @@ def test_wrong_routes_leave_an_update_as_it_is_of_the_batch_without_these_comple
     assert found.refused == [SIZE * len(groups)]
     named = [line.split(":")[2].strip() for line in found.lines if line.startswith("warning: left out")]
     assert sorted(named) == sorted(f"sample {n}" for n in range(N) if n // SIZE in groups)
+    for n, sample in enumerate(traced(tmp_path)):
+        is_refused = n // SIZE in groups
+        assert all(ratio is None for ratio in sample["log_ratios"]) == is_refused
+        assert (sample["advantage"] is None) == is_refused
+        assert not is_refused or sample["tokens"] == 1 or sample["changed_routes"]["rollout_routes"]
     assert_same(found, without(groups, num_steps, "trainer", folder))
 
 

@@ -43,6 +43,10 @@ class TokenTrace:
         for sample, position, *numbers in zip(*(x[is_traced_T].tolist() for x in columns), strict=True):
             self._learned[sample, position] = (numbers[0], numbers[1])
 
+    def forget_updates(self) -> None:
+        """Drop the numbers of updates that are not made. Changed routes stay: they are why completions were refused."""
+        self._learned.clear()
+
     def add_changed(self, name: str, tokens: Iterable[tuple[int, int]]) -> None:
         """Add (sample, position) of the tokens with a changed choice in a pass; `name` as in its metrics."""
         self._changed[name] |= {token for token in tokens if token[0] < self._num_samples}
