@@ -239,6 +239,15 @@ def test_a_critic_does_not_learn_from_completions_that_are_left_out(tmp_path: Pa
     assert_same(found, wanted)
 
 
+def test_missing_routes_are_known_before_a_critic_learns(tmp_path: Path) -> None:
+    """Also with sampled old logprobs, where wrong ones are found in the policy's update, after it."""
+    config = with_critic(refusing(of_steps(1, MeshConfig(), old_logprobs="rollout"), missing="refuse"))
+    found = learn(config, Batch(in_groups((4,), left_out), texts(), range(GROUPS)), tmp_path / "missing")
+    assert found.refused == [SIZE]
+    with pytest.raises(AssertionError, match="4 of its 24 completions are refused, and 0 may be left out"):
+        learn(config, Batch(in_groups((4,), wrong), texts(), range(GROUPS)), tmp_path / "wrong")
+
+
 @pytest.mark.parametrize(
     ("num_wrong", "num_missing", "fraction"), [(3, 0, 0.1), (1, 0, 0.0), (0, 3, 0.1), (1, 2, 0.1)]
 )

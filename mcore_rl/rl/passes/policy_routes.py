@@ -77,7 +77,7 @@ class PolicyRoutes:
         self._version = 0
         # A critic learns before the policy's first update, which is then too late to leave completions out.
         is_late = isinstance(rl.advantage, GaeAdvantage) and not self._is_recorded
-        self._max_refused_fraction = 0.0 if is_late else replay.max_refused_fraction
+        self._max_faulty_fraction = 0.0 if is_late else replay.max_refused_fraction
         self._num_completions = self._num_refused = 0
         self._compared: list[RouteTotals] = []
         """Totals of passes since the last `settle` that compared the engine's routes with the live choice."""
@@ -128,7 +128,8 @@ class PolicyRoutes:
             if group_index * group_size + index not in rollout.refused
         }
         if self._replay.missing == "refuse":
-            self._refuse(world_union(dict(self._incomplete(routes))))
+            incomplete = world_union(dict(self._incomplete(routes)))
+            self._refuse(incomplete, self._replay.max_refused_fraction)
         self._metrics.append(Metric("rollout_routes/refused_completions", self._num_refused))
         generated = {sample: found for sample, found in routes.items() if found is not None}
         layouts = [layout_of(microbatch) for microbatch in microbatches]
@@ -177,7 +178,7 @@ class PolicyRoutes:
         """
         if not self._compared:
             return
-        self._refuse(world_union(self._faulty))
+        self._refuse(world_union(self._faulty), self._max_faulty_fraction)
         for totals in self._compared:
             # The sums are equal on all ranks, so that all of them raise.
             if problem := self._limit.problem(totals):
@@ -185,12 +186,15 @@ class PolicyRoutes:
             self.stale.add_routes(totals)
         self._compared = []
 
-    def _refuse(self, faulty: Mapping[int, str]) -> None:
-        """Raise an error if any sample is `faulty`; `faulty` has a sentence per sample, the same on all ranks."""
+    def _refuse(self, faulty: Mapping[int, str], max_fraction: float) -> None:
+        """Raise an error if any sample is `faulty`; `faulty` has a sentence per sample, the same on all ranks.
+
+        At most `max_fraction` of the rollout batch may be left out.
+        """
         if not faulty:
             return
         num_refused = self._num_refused + len(faulty)
-        most_refused = int(self._max_refused_fraction * self._num_completions + 1e-9)
+        most_refused = int(max_fraction * self._num_completions + 1e-9)
         if num_refused <= most_refused:
             raise RefusedCompletionsError(faulty)
         of_layers = (self._limit.problem(totals) for totals in self._compared)
