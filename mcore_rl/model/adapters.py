@@ -144,7 +144,7 @@ def merged_weight(module: Any) -> Tensor:
 
 def merged_shards(chunks: Sequence[nn.Module], shards: Sequence[LocalShard]) -> list[LocalShard]:
     """Return shards of the chunks' weights; where there is an adapter, it is added in new memory."""
-    owners = {owner.weight.untyped_storage().data_ptr(): owner for owner in _adapted_layers(chunks)}
+    owners = _owners(chunks)
     merged: dict[nn.Module, Tensor] = {}
     found = []
     for shard in shards:
@@ -154,10 +154,7 @@ def merged_shards(chunks: Sequence[nn.Module], shards: Sequence[LocalShard]) -> 
             continue
         if owner not in merged:
             merged[owner] = merged_weight(owner)
-        # A shard is a view of the weight, such as an expert or the gate.
-        first = shard.data.storage_offset() - owner.weight.storage_offset()
-        view = merged[owner].as_strided(shard.data.shape, shard.data.stride(), first)
-        found.append(replace(shard, data=view))
+        found.append(replace(shard, data=_region(merged[owner], owner, shard)))
     return found
 
 
@@ -165,18 +162,40 @@ def merged_shards(chunks: Sequence[nn.Module], shards: Sequence[LocalShard]) -> 
 def merge_loss(chunks: Sequence[nn.Module], dtype: torch.dtype) -> float:
     """Collective over the world: return the relative error of the adapters after rounding merged weights to `dtype`.
 
-    This is the norm of the rounding error divided by the norm of scale * B A; 0 if the latter is 0.
+    This is the norm of the rounding error divided by the norm of scale * B A, over the whole model; 0 if the latter is
+    0.
     """
+    owners = _owners(chunks)
+    shards: dict[Any, list[LocalShard]] = {}
+    for shard in local_shards(chunks):
+        owner = owners.get(shard.data.untyped_storage().data_ptr())
+        # Ranks have copies of some weights and not of others: each region counts on one rank.
+        if owner is not None and shard.is_main:
+            shards.setdefault(owner, []).append(shard)
     sums = torch.zeros(2, dtype=torch.float64)
-    for layer in _adapted_layers(chunks):
-        weight, added = layer.weight.float(), _added(layer.adapter)
+    for owner, of_owner in shards.items():
+        weight, added = owner.weight.float(), _added(owner.adapter).contiguous()
         lost = (weight + added).to(dtype).float() - weight - added
-        sums += torch.stack([lost.double().square().sum(), added.double().square().sum()]).cpu()
-    # Copies of a weight on several ranks count in both sums equally often.
+        for index, whole in enumerate((lost, added)):
+            sums[index] += sum(
+                _region(whole, owner, shard).double().square().sum().cpu() for shard in of_owner
+            )
     of_ranks: list[Tensor] = [sums] * dist.get_world_size()
     dist.all_gather_object(of_ranks, sums)
     lost_total, added_total = torch.stack(of_ranks).sum(0).tolist()
     return math.sqrt(lost_total / added_total) if added_total else 0.0
+
+
+def _owners(chunks: Sequence[nn.Module]) -> dict[int, Any]:
+    """Return the adapted layers by the address of their weight's memory."""
+    return {layer.weight.untyped_storage().data_ptr(): layer for layer in _adapted_layers(chunks)}
+
+
+def _region(of_weight: Tensor, owner: Any, shard: LocalShard) -> Tensor:
+    """Return the part of a tensor that is laid out like a layer's weight which a shard is of the weight."""
+    # A shard is a view of the weight, such as an expert or the gate.
+    first = shard.data.storage_offset() - owner.weight.storage_offset()
+    return of_weight.as_strided(shard.data.shape, shard.data.stride(), first)
 
 
 def _adapted_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:

@@ -310,3 +310,29 @@ def test_new_adapters_and_adapters_that_are_off_leave_the_base_bit_for_bit(model
     )[0]
     assert torch.equal(base, new) and torch.equal(base, off)
     assert (trained - base).abs().max() > 0.1
+
+
+def merge_loss_of(config: PretrainConfig, initial: Tensors) -> float:
+    """On a rank: the part of the adapters that rounding to bf16 loses."""
+    state = set_up_plain(config)
+    copy_in(state.chunks, initial)
+    return adapters.merge_loss(state.chunks, torch.bfloat16)
+
+
+@pytest.mark.parametrize("mesh", ["ep2", "tp2"])
+def test_what_merging_loses_does_not_depend_on_the_mesh(mesh: str) -> None:
+    """Small adapters of experts lose more than those of attention. With ep2 each rank has all of the latter and half of
+    the former; with tp2 each has all of the first projections of latent attention, and half of the rest.
+    """
+    model, lora = shallow(TINY["deepseek_v3"]), lora_of("deepseek_v3")
+    initial = {key: tensor.clone() for key, tensor in single_rank(model, lora)[0].items()}
+    for key, tensor in initial.items():
+        if key.endswith(".experts.linear_fc1.adapter.B"):
+            tensor.mul_(1e-3)
+    alone, *ranks = (
+        loss
+        for on in (MeshConfig(), MESHES[mesh])
+        for loss in run_ranks(merge_loss_of, on.smallest_world, config_of(model, on, lora=lora), initial)
+    )
+    assert alone > 1e-3
+    assert ranks == pytest.approx([alone] * 2, rel=1e-4)
