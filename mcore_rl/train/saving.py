@@ -237,6 +237,11 @@ class Checkpoints:
         config = self._state.config
         stored = self._inspect(source)
         refuse_other_adapters(stored, config.lora)
+        if config.lora.load is not None and stored.has_adapters:
+            raise CheckpointError(
+                f"{stored.path} has low-rank adapters, and lora.load={config.lora.load} would take their place: what "
+                "they have learned would be lost. Leave lora.load out to go on from them, or start from their base"
+            )
         self._take_base(stored, is_own=False)
         program = stored.marker.program if stored.marker else ""
         is_other_stage = program not in ("", kind_of_config(config))

@@ -122,6 +122,9 @@ def test_a_model_without_adapters_or_with_other_ones_refuses_them(tmp_path: Path
         AssertionError, match=r"other low-rank adapters:\n- lora.alpha is 8.0 there, 16.0 here"
     ):
         run(other, 1)
+    begun = config.lora.model_copy(update={"load": "peft"})
+    with pytest.raises(AssertionError, match=r"lora\.load=peft would take their place.*Leave lora\.load out"):
+        run(lora_config(tmp_path / "d", "one", TARGETS["all"], **load).model_copy(update={"lora": begun}), 1)
     changed = config.model_copy(update={"lora": other.lora})
     with pytest.raises(AssertionError, match="The run cannot go on exactly"):
         run(changed, 2)
