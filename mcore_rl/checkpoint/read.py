@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -141,15 +141,18 @@ def read(
     folders = [stored] if stored.base is None else [stored, stored.base]
     for folder in folders:
         keys = shapes.keys() if folder is stored else shapes.keys() - stored.parts.keys()
-        on_every_rank(partial(_check_objects, folder, wanted))
-        if stored.verify_checksums:
-            # Parts first: their message names the tensor.
-            on_every_rank(partial(_check_tensors, folder, keys))
-            on_every_rank(partial(_check_files, folder, keys | folder.objects))
+        with nullcontext() if folder is stored else _of_base(stored.path):
+            on_every_rank(partial(_check_objects, folder, wanted))
+            if stored.verify_checksums:
+                # Parts first: their message names the tensor.
+                on_every_rank(partial(_check_tensors, folder, keys))
+                on_every_rank(partial(_check_files, folder, keys | folder.objects))
     if stored.base is None:
         return _loaded(state, stored, mesh)
     of_base, own = extract_matching_values(state, partial(_is_in_base, stored))
-    loaded, weights = _loaded(own, stored, mesh), _loaded(of_base, stored.base, mesh)
+    loaded = _loaded(own, stored, mesh)
+    with _of_base(stored.path):
+        weights = _loaded(of_base, stored.base, mesh)
     # Only the chunks' weights are taken from the base: its common values, such as the step, belong to another run.
     return loaded | {name: weights[name] | loaded.get(name, {}) for name in of_base}
 
@@ -182,6 +185,19 @@ def _is_in_base(stored: StoredCheckpoint, leaf: Any) -> bool:
     return key is not None and key not in stored.parts
 
 
+@contextmanager
+def _of_base(path: Path) -> Iterator[None]:
+    """Raise the damage of a base checkpoint as an error that is not of `path`, which has the adapters: it is whole, and
+    a run that took an earlier checkpoint in its place would meet the same base.
+    """
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise CheckpointError(
+            f"{path} has low-rank adapters alone, and their base is damaged: {error}. Put the base back as it was"
+        ) from error
+
+
 def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
     path = find_checkpoint(path)
     is_megatron_lm = not (path / MARKER).exists() and (path / FORMAT_FILE).is_file()
@@ -198,8 +214,9 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
     objects = frozenset(entries.keys() - tensors.keys())
-    base_path = None if marker is None else base_of(path, marker)
-    base = None if base_path is None else _inspect(base_path, verify_checksums)
+    with _of_base(path):
+        base_path = None if marker is None else base_of(path, marker)
+        base = None if base_path is None else _inspect(base_path, verify_checksums)
     if base is not None:
         shapes |= {key: base.shapes[key] for key in held_by_base(base.shapes, shapes)}
         objects |= {key for key in held_by_base(base.objects, objects) if EXTRA_STATE in key}

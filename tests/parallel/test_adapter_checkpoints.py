@@ -194,6 +194,28 @@ def test_adapters_alone_are_refused_over_another_base_or_none(tmp_path: Path) ->
     assert run(config, 2, [2]).losses.keys() == {2}
 
 
+def test_a_damaged_base_leaves_the_checkpoints_of_adapters_in_their_place(tmp_path: Path) -> None:
+    """They are whole, and an earlier one has the same base."""
+    config = over_base(tmp_path, "run", "one", weights="adapters", on_damaged="previous", keep="all")
+    run(config, 2, [1, 2])
+    files = (tmp_path / "base/checkpoints/iter_0000001").glob("*.distcp")
+    file = max(files, key=lambda path: path.stat().st_size)
+    whole = file.read_bytes()
+    part = slice(len(whole) // 4, 3 * len(whole) // 4)
+    for damaged in (
+        whole[:-10],
+        whole[: part.start] + bytes(255 - byte for byte in whole[part]) + whole[part.stop :],
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(
+            AssertionError, match=r"iter_0000002 has low-rank adapters alone, and their base is damaged"
+        ):
+            run(config, 3)
+        assert len(list((tmp_path / "run/checkpoints").glob("iter_*"))) == 2
+    file.write_bytes(whole)
+    assert run(config, 3).losses.keys() == {3}
+
+
 def test_a_run_does_not_begin_to_leave_its_base_out(tmp_path: Path) -> None:
     """Which base its weights are equal to is known at its first start alone; all weights can be saved at any time."""
     config = over_base(tmp_path, "run", "one")
