@@ -1,5 +1,6 @@
 """Rollouts of a scripted engine on ranks; apart from its tests, so that ranks need not import them."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from mcore_rl.run.programs.rollouts import make_flow
 from mcore_rl.train.state import Progress
 
 PROMPTS, SIZE = 4, 4
+PAUSE_S = 0.3
 
 
 class ScriptedEngine(QuietEngine):
@@ -57,6 +59,16 @@ class ScriptedEngine(QuietEngine):
             versions=single_version(self.policy_version, length),
             finish="length" if length == 7 else "stop",
         )
+
+
+class SlowEngine(ScriptedEngine):
+    """The same, which takes a while."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
+    ) -> list[Group]:
+        time.sleep(PAUSE_S)
+        return super().generate(prompts, sampling, seeds_PG)
 
 
 class AskedEngine(ScriptedEngine):
@@ -135,6 +147,13 @@ def taken(mesh: MeshConfig, cursors: Sequence[int], rollout: dict[str, Any]) -> 
     start(PlatformConfig(layers="torch"))
     with opened(build_mesh(mesh), ScriptedEngine(), rollout) as rollouts:
         return [known(rollouts.take(cursor)) for cursor in cursors]
+
+
+def waited_s(mesh: MeshConfig, rollout: dict[str, Any]) -> float:
+    """On a rank: the seconds of generation of the first rollout batch."""
+    start(PlatformConfig(layers="torch"))
+    with opened(build_mesh(mesh), SlowEngine(), rollout) as rollouts:
+        return float(reduced(rollouts.take(0).metrics)["time/rollout_s"])
 
 
 def taken_from_flow(mesh: MeshConfig, staleness: int, broken: int) -> tuple[list[dict[str, Any]], str]:

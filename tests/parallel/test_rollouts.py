@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
-from tests.parallel.rollouts import PROMPTS, SIZE, taken, taken_from_flow
+from tests.parallel.rollouts import PAUSE_S, PROMPTS, SIZE, taken, taken_from_flow, waited_s
 from tests.ranks import run_ranks
 
 STEPS = [0, 3, 8]
@@ -64,6 +64,15 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal_and_says_what_it_
 
     ((few,),) = run_ranks(taken, 1, MeshConfig(), [0], {"dynamic_sampling": True, "max_refills": 1})
     assert few["taken"] == 6
+
+
+def test_the_time_of_a_batch_has_its_refills() -> None:
+    """There is one, as above; the mean is over the two replicas."""
+    mesh = MeshConfig(dp=2)
+    plain, refilled = (
+        run_ranks(waited_s, 2, mesh, {"dynamic_sampling": dynamic})[0] for dynamic in (False, True)
+    )
+    assert PAUSE_S <= plain < 2 * PAUSE_S <= refilled < 3 * PAUSE_S
 
 
 def test_dynamic_sampling_by_accuracy_replaces_groups_that_differ_in_their_length_alone() -> None:

@@ -202,7 +202,7 @@ class Rollouts:
                 generated, scored, measured = self._take_from(self.flow, cursor)
             groups |= generated
             summaries += scored
-            metrics += measured
+            metrics += _of_refill(measured) if num_refills else measured
             chosen = summaries
             scores_PG = rewards_of(summaries)
             if rollout.dynamic_sampling:
@@ -540,6 +540,13 @@ def _refill_size(num_groups: int, num_chosen: int, num_taken: int) -> int:
     if not num_chosen:
         return num_groups
     return min(num_groups, math.ceil((num_groups - num_chosen) * num_taken / num_chosen))
+
+
+def _of_refill(metrics: Sequence[Metric]) -> list[Metric]:
+    """Return the metrics of a refill for the mean over replicas, in which its seconds add to those of the batch's first
+    prompts.
+    """
+    return [replace(metric, count=0.0) if metric.name.startswith("time/") else metric for metric in metrics]
 
 
 def _accuracy_PG(summaries: Sequence[GroupSummary]) -> Tensor:
