@@ -173,6 +173,7 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
             program=before.program if before else "",
             settings=before.settings if before else {},
             inputs=before.inputs if before else {},
+            numerics=before.numerics if before else 1,
             crc32={name: recorded_crc32(folder / name, archives.get(name, ())) for name in names},
         ),
     )

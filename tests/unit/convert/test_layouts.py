@@ -1,6 +1,7 @@
 """The same checkpoint under Megatron's other names, and checkpoints that do not name their model."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.convert.megatron.layouts import KeyLayout
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.errors import CheckpointError
+from mcore_rl.folders.checkpoint import read_marker, write_marker
 from tests.conversion import (
     ONE_FILE,
     assert_same,
@@ -50,6 +52,22 @@ def test_every_layout_is_read_and_leads_back_to_the_same_bytes(
     assert_same(read_hf(exported(other, tmp_path / "back")), read_hf(source))
     native = KeyLayout("te", "each" if case == "deepseek_v3" else "stacked")
     assert_same(read_dist(relaid(other, tmp_path / "home", native)), read_dist(checkpoint))
+
+
+def test_a_trained_checkpoint_stays_one_of_its_run(converted: Converted, tmp_path: Path) -> None:
+    """A run that goes on compares its settings, files and code with the marker's."""
+    source = tmp_path / "source"
+    shutil.copytree(converted("llama")[1], source)
+    of_run = replace(
+        read_marker(source),
+        program="pretrain",
+        settings={"train": {"steps": 5}},
+        inputs={"data.train": {"a": "b"}},
+        numerics=5,
+    )
+    write_marker(source, of_run)
+    found = read_marker(relaid(source, tmp_path / "other", KeyLayout("te", "each")))
+    assert replace(of_run, files=found.files, crc32=found.crc32, time=found.time) == found
 
 
 def test_the_keys_of_local_layers_are_megatrons(tmp_path: Path) -> None:
