@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,6 +39,23 @@ TENSORS = "adapter_model.safetensors"
 LINEAR = re.compile(r"\.(linear_\w+)\.weight$")
 PREFIX = "base_model.model."
 """Prefix of peft's tensor names."""
+PLAIN: dict[str, Any] = {
+    "use_dora": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "lora_bias": False,
+    "peft_type": "LORA",
+    "use_qalora": False,
+    "use_bdlora": None,
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "layer_replication": None,
+}
+"""Fields of adapter_config.json with which a layer would compute something else of A and B, with their plain values."""
+OF_OTHER_WEIGHTS = ("pissa", "corda", "olora", "loftq", "lora_ga", "mica")
+"""Beginnings of peft's `init_lora_weights` whose adapters belong to other weights than the base's."""
 
 
 def plan_adapter_export(
@@ -268,28 +286,32 @@ def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, T
     """Return the adapters in a folder of peft as global tensors, by Megatron's keys.
 
     Raises:
-        CheckpointError: It is not a peft folder, or its adapters do not fit `lora` and the model; each is named.
+        CheckpointError: It is not a peft folder, it is damaged, its adapters are of another kind, or they do not fit
+            `lora` and the model; each is named.
     """
     config = read_json(folder / ADAPTER_CONFIG)
     if not (folder / TENSORS).is_file():
         raise CheckpointError(f"{folder} has no {TENSORS}. Name a folder that peft's save_pretrained wrote.")
-    unread = {
-        "use_dora": False,
-        "bias": "none",
-        "modules_to_save": None,
-        "lora_bias": False,
-        "peft_type": "LORA",
-    }
     odd = [
         f"{name}={config[name]}"
-        for name, plain in unread.items()
+        for name, plain in PLAIN.items()
         if config.get(name, plain) not in (plain, [])
     ]
     if odd:
         raise CheckpointError(
             f"{folder}: {', '.join(odd)} in {ADAPTER_CONFIG} is more than A and B. It is not read."
         )
-    tensors = load_file(folder / TENSORS)
+    initial = config.get("init_lora_weights", True)
+    if isinstance(initial, str) and initial.lower().startswith(OF_OTHER_WEIGHTS):
+        raise CheckpointError(
+            f'{folder}: init_lora_weights="{initial}" in {ADAPTER_CONFIG}: these adapters began with a part of the '
+            "weights, which peft takes out of the base, and would add it twice to the base itself. Save them as plain "
+            "ones: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
+    try:
+        tensors = load_file(folder / TENSORS)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder / TENSORS} cannot be read: {error}. Copy it again.") from error
     weights = weight_map(model, "each")
     adapters = dict(_wanted(weights, lora, model))
     found: dict[str, Tensor] = {}
@@ -363,6 +385,9 @@ def _fill(
         if stacked_a.shape != (count * adapter.rank, adapter.num_inputs) or adapter.num_blocks > 1:
             yield f"{names[0]} has shape {tuple(stacked_a.shape)}, not {count} x {tuple(into_a.shape)}"
             return
+        if stacked_b.shape != (shape_b := (len(into_b), adapter.rank * count)):
+            yield f"{names[1]} has shape {tuple(stacked_b.shape)}, not {shape_b}"
+            return
         into_a.copy_(stacked_a.view(count, adapter.rank, -1)[index])
         into_b.copy_(stacked_b.view(len(into_b), adapter.rank, count)[:, :, index])
         return
@@ -377,6 +402,10 @@ def _fill(
         block = adapter.block(projection)
         if weight_a.shape != (adapter.rank, adapter.num_inputs):
             yield f"{names[0]} has shape {tuple(weight_a.shape)}, not {(adapter.rank, adapter.num_inputs)}"
+            return
+        shape_b = max(part.hf_where[0].stop for part in blocks), adapter.rank
+        if weight_b.shape != shape_b:
+            yield f"{names[1]} has shape {tuple(weight_b.shape)}, not {shape_b}"
             return
         if adapter.num_blocks == 1 and projection and not torch.equal(into_a, weight_a.to(into_a.dtype)):
             yield f'{names[0]} differs from that of the gate, which lora.expert_gate_up="fused" shares'

@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_rl.checkpoint.weights import load_weights
@@ -286,3 +286,34 @@ def test_what_rounding_loses_of_an_adapter_is_noted(tmp_path: Path) -> None:
     assert len(lines) == 4 and lines[0].startswith(
         "decoder.layers.mlp.experts.experts.linear_fc1.weight: the adapter"
     )
+
+
+def test_adapters_that_are_not_plain_or_not_whole_are_refused(tmp_path: Path) -> None:
+    """PiSSA takes the adapters' first values out of the weights: over the base itself they would count twice."""
+    model = config_for("qwen3", tmp_path / "run", LORA).model
+    lora = LoraConfig(rank=4, alpha=4.0, targets=("attention",))
+    names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    saved("qwen3", tmp_path / "hf")
+
+    def made(folder: Path, **options: Any) -> Path:
+        base = opened_by_transformers(tmp_path / "hf")
+        settings = peft.LoraConfig(r=4, lora_alpha=4, target_modules=names, **options)
+        peft.get_peft_model(base, settings).save_pretrained(folder)
+        return folder
+
+    with pytest.raises(CheckpointError, match=r'init_lora_weights="pissa".*path_initial_model'):
+        read_peft(made(tmp_path / "pissa", init_lora_weights="pissa"), lora, model)
+    folder = made(tmp_path / "plain")
+    read_peft(folder, lora, model)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    of_keys = next(name for name in tensors if name.endswith("k_proj.lora_B.weight"))
+    save_file(tensors | {of_keys: tensors[of_keys].repeat(2, 1)}, folder / "adapter_model.safetensors")
+    rows = len(tensors[of_keys])
+    with pytest.raises(
+        CheckpointError, match=rf"k_proj\.lora_B\.weight has shape \({2 * rows}, 4\), not \({rows}, 4\)"
+    ):
+        read_peft(folder, lora, model)
+    cut = (folder / "adapter_model.safetensors").read_bytes()[:-100]
+    (folder / "adapter_model.safetensors").write_bytes(cut)
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read: .*Copy it again"):
+        read_peft(folder, lora, model)
