@@ -1,7 +1,9 @@
 """The served engine on a rank of any mesh; apart from its test, so that ranks need not import it."""
 
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,6 +83,22 @@ def pushed(
     weight_push.iter_hf_weights = watched
     report = WeightPush(apis, chunks, mesh, config.model, engine).push(7)
     return report, live.most, Probe(chunks, mesh, config.model, "bf16").reference()
+
+
+def adapters_on_a_full_disk(config: RlRunConfig, tensors: Tensors) -> PushReport:
+    """On a rank: the outcome of a push of low-rank adapters that do not fit into the folder for them."""
+    start(PlatformConfig(layers="torch"))
+    mesh = build_mesh(config.mesh)
+    chunks = loaded(config.model, tensors, mesh)
+    add_adapters(chunks, config.lora, config.model, seed=1)
+    engine = config.rl.engine
+    api: Any = SimpleNamespace(url=engine.urls[0])
+    served = ServedAdapters(Path(engine.transport_dir))
+    push = AdapterPush([api], chunks, mesh, config.model, config.lora, engine, served)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    report = push.push(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return report
 
 
 def adapters_pushed_twice(

@@ -18,7 +18,13 @@ from mcore_rl.rl.engines.probe import probe_sequences
 from tests.fake_server import FakeServer, TableAnswers
 from tests.generating import ragged_prompts
 from tests.hf_models import VOCAB, oracle
-from tests.parallel.served import adapters_pushed_twice, pushed, pushed_adapters, served_completions
+from tests.parallel.served import (
+    adapters_on_a_full_disk,
+    adapters_pushed_twice,
+    pushed,
+    pushed_adapters,
+    served_completions,
+)
 from tests.ranks import run_ranks
 from tests.served_adapters import with_adapter
 
@@ -232,3 +238,13 @@ def test_servers_load_adapters_under_new_names_and_one_that_ignores_them_is_foun
     names = [report.adapter for report in (new, small, large)]
     assert len(set(names)) == 3 and folders == [large.adapter] and held[0] == {large.adapter}
     assert large.merge_loss is None and large.num_bytes > 0
+
+
+def test_adapters_that_do_not_fit_on_the_disk_leave_all_servers_out(tmp_path: Path) -> None:
+    """Not the run: a later push may find room."""
+    theirs = oracle("qwen3_moe", num_hidden_layers=2, num_key_value_heads=2)
+    url = "http://127.0.0.1:1"
+    engine = {"kind": "vllm", "urls": (url,), "transport_dir": str(tmp_path), "lora": "adapter"}
+    config = RlRunConfig.model_validate({"model": theirs.ours, "lora": {"rank": 8}, "rl": {"engine": engine}})
+    (report,) = run_ranks(adapters_on_a_full_disk, 1, config, theirs.tensors)
+    assert report.living == () and "the adapters cannot be written" in report.failed[url]

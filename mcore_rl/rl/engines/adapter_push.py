@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from mcore_rl.config.lora import LoraConfig
@@ -108,7 +109,7 @@ class AdapterPush:
         is_seen = ours.limit.of(difference_of(ours.logprobs_NT, base_NT)) > SEEN * ours.limit.limit
         try:
             num_bytes = write_served_adapter(folder, tensors, self._lora, self._model)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             sender.fail_all(
                 f"{folder}: the adapters cannot be written ({error}). Free space there, or name another folder: "
                 "rl.engine.transport_dir"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -59,7 +60,7 @@ class FileTransport:
             save_file(bucket.tensors, path)
             path.chmod(0o644)
             update = {"path": str(path), "crc32": crc32_of(path)}
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise EngineError(
                 f"{path}: a bucket of {bucket.num_bytes} bytes cannot be written ({error}). Free space there, or name "
                 "another folder: rl.engine.transport_dir."

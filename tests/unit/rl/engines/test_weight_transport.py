@@ -1,5 +1,6 @@
 """What the transports of weights give to servers: files with checksums, and broadcasts in a group of one push."""
 
+import resource
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -119,3 +120,18 @@ def test_a_file_has_the_bucket_and_its_checksum_and_is_deleted_when_it_was_read(
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"rl.engine.transport_dir=.*missing.*Name a folder"):
         FileTransport(tmp_path / "missing")
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    transport = FileTransport(tmp_path)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, unlimited[1]))
+    try:
+        with pytest.raises(
+            EngineError, match=r"a bucket of 58 bytes cannot be written \(.*File too large.*\)\. Free"
+        ):
+            transport.send(buckets()[0], lambda update: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    transport.close()
+    assert list(tmp_path.iterdir()) == []
