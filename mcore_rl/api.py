@@ -181,13 +181,13 @@ def _written(data: Iterable[Mapping[str, Any]], program: ProgramName, run_dir: P
         )
     file = run_dir / "data.jsonl"
     try:
-        lines = "".join(json.dumps(dict(record), ensure_ascii=False) + "\n" for record in data)
+        lines = "".join(json.dumps(dict(record), ensure_ascii=False) + "\n" for record in data).encode()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"A record of data is no mapping of JSON's types: {error}. Convert it.") from error
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / FILE_NAME).exists():
         write_atomically(file, lines)
-    elif not file.exists() or file.read_text(encoding="utf-8") != lines:
+    elif not file.exists() or file.read_bytes() != lines:
         raise ConfigError(
             f"{run_dir} has begun with other records than data. Give the same, or set another run_dir."
         )

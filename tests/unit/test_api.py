@@ -48,6 +48,8 @@ def test_records_that_cannot_be_trained_on_are_refused(tmp_path: Path) -> None:
         train("pretrain", "tiny_moe/pretrain", fields, data=[{"text": "a"}])
     with pytest.raises(ConfigError, match=r"no mapping of JSON's types: .*set"):
         train("sft", "tiny_moe/sft", fields, data=[{"prompt": {1, 2}}])
+    with pytest.raises(ConfigError, match=r"no mapping of JSON's types: .*surrogates not allowed"):
+        train("sft", "tiny_moe/sft", fields, data=[{"prompt": "\ud800", "response": "b"}])
     assert not (tmp_path / "run").exists()
     # A start that was refused, here for the model that the recipe starts from, may be given other records.
     for text in ("x", "é"):
