@@ -79,6 +79,8 @@ def inputs_of(config: RunConfig) -> Inputs:
         yield "checkpoint.load", Path(config.checkpoint.load), "the checkpoint"
     if isinstance(config, DPOConfig) and config.dpo.reference and not has_checkpoints(Path(config.run_dir)):
         yield "dpo.reference", Path(config.dpo.reference), "the checkpoint"
+    if config.lora.load and not has_checkpoints(Path(config.run_dir)):
+        yield "lora.load", Path(config.lora.load), "the folder of adapters"
     data = getattr(config, "data", None)
     tokenizer = getattr(data, "tokenizer", TokenizerConfig())
     if tokenizer.path:
@@ -95,6 +97,8 @@ def inputs_of(config: RunConfig) -> Inputs:
         if config.critic is not None and config.critic.load and not has_checkpoints(Path(config.run_dir)):
             yield "rl.advantage.critic.load", Path(config.critic.load), "the checkpoint"
         yield from _teachers_and_texts(config.rl.distill, config.rl.ptx)
+        if config.served is not None and config.served.base_model:
+            yield "rl.engine.base_model", Path(config.served.base_model), "the folder"
 
 
 def _scoring_models(reward: RewardConfig) -> Inputs:

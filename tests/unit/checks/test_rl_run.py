@@ -122,20 +122,27 @@ def test_what_is_not_what_its_name_says_is_refused(overrides: list[str], message
 
 def test_teachers_and_texts_that_are_not_there_are_named_with_the_other_files() -> None:
     gone = config(
+        "lora.load=gone/adapters",
+        "rl.engine.kind=vllm",
+        "rl.engine.base_model=gone/base",
         "rl.distill.teacher=gone/teacher",
         'rl.distill.teachers={mathematics="gone/other", own="self"}',
         'rl.ptx.files=["gone/chat.jsonl"]',
         'rl.ptx.tokens=["gone/books"]',
     )
     fields = [
-        (name, str(path)) for name, path, _ in inputs_of(gone) if name.startswith(("rl.distill", "rl.ptx"))
+        (name, str(path))
+        for name, path, _ in inputs_of(gone)
+        if name.startswith(("lora", "rl.distill", "rl.ptx", "rl.engine"))
     ]
     assert fields == [
+        ("lora.load", "gone/adapters"),
         ("rl.distill.teacher", "gone/teacher"),
         ("rl.distill.teachers.mathematics", "gone/other"),
         ("rl.ptx.files", "gone/chat.jsonl"),
         ("rl.ptx.tokens", "gone/books.bin"),
         ("rl.ptx.tokens", "gone/books.idx"),
+        ("rl.engine.base_model", "gone/base"),
     ]
     sentences = "\n".join(absent_inputs(inputs_of(gone)))
     assert all(f"{name} names" in sentences and path in sentences for name, path in fields)
