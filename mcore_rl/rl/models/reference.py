@@ -175,8 +175,8 @@ class ReferencePass(Pass):
 
     @property
     def coeff(self) -> float:
-        """KL coefficient for this rollout batch."""
-        controlled = self._state.progress.kl_coeff
+        """KL coefficient for this rollout batch: the config's, unless `rl.loss.kl_target` has adapted it."""
+        controlled = None if self._loss.kl_target is None else self._state.progress.kl_coeff
         return self._loss.kl_coeff if controlled is None else controlled
 
     def add(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:

@@ -1,10 +1,15 @@
 """A reference policy stays as long as a checkpoint needs it: a run that resumes from it reads the reference of then."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from mcore_rl.rl.models.reference import forget_references
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.rl.loss import GrpoLoss
+from mcore_rl.rl.models.reference import ReferencePass, forget_references
+from mcore_rl.train.state import Progress
 
 
 @pytest.mark.parametrize(
@@ -28,3 +33,17 @@ def test_the_reference_that_a_kept_checkpoint_needs_stays(
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     forget_references(references, tmp_path / "checkpoints", 18)
     assert sorted(path.name for path in references.iterdir()) == [f"step_{step:07d}" for step in left]
+
+
+@pytest.mark.parametrize(
+    ("kl_target", "adapted", "expected"), [(6.0, 0.7, 0.7), (6.0, None, 0.2), (None, 0.7, 0.2)]
+)
+def test_the_coefficient_is_the_configs_once_no_target_adapts_it(
+    kl_target: float | None, adapted: float | None, expected: float
+) -> None:
+    """A run that resumes may have left out its target, after this has moved the coefficient."""
+    loss = GrpoLoss(kl_coeff=0.2, kl_target=kl_target)
+    state: Any = SimpleNamespace(progress=Progress(kl_coeff=adapted))
+    nothing: Any = None
+    found = ReferencePass(nothing, loss, ReplayConfig(), nothing, nothing, state, updates_per_rollout=1)
+    assert found.coeff == expected
