@@ -53,7 +53,6 @@ STEP = {
     "model/layers/attention.py": "attention",
     "model/layers/cache.py": "keys and values of earlier positions, which a generating step attends to",
     "model/layers/packed.py": "attention over packed sequences",
-    "model/layers/norm.py": "norms",
     "model/layers/moe.py": "the experts' layer where no token leaves its rank",
     "model/layers/experts.py": "experts",
     "model/layers/experts_sorted.py": "tokens sorted by expert",

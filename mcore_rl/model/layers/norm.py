@@ -7,27 +7,27 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis, computed in fp32 and rounded once (arXiv 1910.07467).
-
-    The weight is one plus the parameter when Megatron's config has `layernorm_zero_centered_gamma`.
+class RMSNorm(nn.RMSNorm):
+    """torch's x / rms(x) * weight over the last axis, computed in fp32 and rounded once (arXiv 1910.07467), built as
+    Megatron builds norms.
     """
 
+    eps: float
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.hidden_size, self.eps = hidden_size, eps
-        self.zero_centered = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        start = torch.zeros if self.zero_centered else torch.ones
-        self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype, device=device))
+        super().__init__(hidden_size, eps, device=device, dtype=config.params_dtype)
         # Under sequence parallelism a rank only sees its part: the mark makes Megatron sum the weight's gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the normalized input with the same shape and dtype."""
-        weight = self.weight + 1 if self.zero_centered else self.weight
-        return nn.functional.rms_norm(input, (self.hidden_size,), weight, self.eps)
 
-    def extra_repr(self) -> str:
-        """Return size and epsilon for printing."""
-        return f"{self.hidden_size}, eps={self.eps}"
+class ZeroCenteredRMSNorm(RMSNorm):
+    """`RMSNorm` by one plus the parameter, for models with Megatron's `layernorm_zero_centered_gamma`."""
+
+    def reset_parameters(self) -> None:
+        """Set the parameter to zero."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized input with the same shape and dtype."""
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)

@@ -10,7 +10,7 @@ from mcore_rl.backend.patches.versions import as_experts_entry
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.indexed import IndexedAttention
-from mcore_rl.model.layers.norm import RMSNorm
+from mcore_rl.model.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from mcore_rl.model.layers.output import OutputLayer
 
 
@@ -18,6 +18,7 @@ class TorchSpecProvider(LocalSpecProvider):
     """Provider of Megatron's linear layers with our norm, attention and experts, for CPUs and CUDA without TE."""
 
     norm: ClassVar[type[RMSNorm]] = RMSNorm
+    zero_centered_norm: ClassVar[type[ZeroCenteredRMSNorm]] = ZeroCenteredRMSNorm
     attention: ClassVar[type[SDPAttention]] = SDPAttention
     indexed_attention: ClassVar[type[IndexedAttention]] = IndexedAttention
     self_attention: ClassVar[type[SelfAttention]] = SelfAttention
@@ -28,7 +29,7 @@ class TorchSpecProvider(LocalSpecProvider):
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         """Return our norm, which marks its weight for sequence parallelism."""
-        return self.norm
+        return self.zero_centered_norm if self.config.layernorm_zero_centered_gamma else self.norm
 
     def core_attention(self) -> type:
         """Return attention with all features that families need."""

@@ -7,20 +7,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.backend.cpu.compiled import library
-from mcore_rl.model.layers.norm import RMSNorm
+from mcore_rl.model.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 
 
 class CompiledRMSNorm(RMSNorm):
     """`RMSNorm` by the compiled library, in fp32."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the normalized input with the same shape."""
-        weight = self.weight + 1 if self.zero_centered else self.weight
-        if not torch.is_grad_enabled():
-            # A decoding step has so few rows that recording for autograd would take longer than the norm.
-            return _normalized(input, weight, self.eps)[0]
-        normalized: Tensor = _RMSNorm.apply(input, weight, self.eps)  # type: ignore[no-untyped-call]
-        return normalized
+        return _rms_norm(x, self.weight, self.eps)
+
+
+class CompiledZeroCenteredRMSNorm(ZeroCenteredRMSNorm):
+    """`ZeroCenteredRMSNorm` by the compiled library, in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized input with the same shape."""
+        return _rms_norm(x, self.weight + 1, self.eps)
+
+
+def _rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not torch.is_grad_enabled():
+        # A decoding step has so few rows that recording for autograd would take longer than the norm.
+        return _normalized(input, weight, eps)[0]
+    normalized: Tensor = _RMSNorm.apply(input, weight, eps)  # type: ignore[no-untyped-call]
+    return normalized
 
 
 def _normalized(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from mcore_rl.backend.patches.versions import as_experts_entry
 from mcore_rl.model.layers.cpu.attention import CompiledAttention, CompiledIndexedAttention
 from mcore_rl.model.layers.cpu.experts import CompiledExperts
 from mcore_rl.model.layers.cpu.linear import RoundedColumnLinear, RoundedOutputLayer, RoundedRowLinear
-from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm
+from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm, CompiledZeroCenteredRMSNorm
 from mcore_rl.model.layers.cpu.self_attention import FusedSelfAttention
 from mcore_rl.model.layers.provider import TorchSpecProvider
 
@@ -17,6 +17,7 @@ class CpuSpecProvider(TorchSpecProvider):
     """Provider of the layers for `platform.layers = "cpu"`; layers without a compiled form are torch's."""
 
     norm = CompiledRMSNorm
+    zero_centered_norm = CompiledZeroCenteredRMSNorm
     attention = CompiledAttention
     indexed_attention = CompiledIndexedAttention
     self_attention = FusedSelfAttention

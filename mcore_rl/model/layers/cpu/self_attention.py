@@ -125,7 +125,7 @@ class FusedSelfAttention(SelfAttention):
 
     def _norms(self) -> HeadNorms | None:
         query, key = self.q_layernorm, self.k_layernorm
-        if query.eps != key.eps or query.zero_centered or key.zero_centered:
+        if query.eps != key.eps:
             return None
         return HeadNorms(query.weight, key.weight, query.eps)
 

@@ -15,7 +15,7 @@ from mcore_rl.model.build import build_model
 from mcore_rl.model.layers.cpu import self_attention
 from mcore_rl.model.layers.cpu.attention import CompiledAttention
 from mcore_rl.model.layers.cpu.experts import CompiledExperts, assign, swiglu_experts
-from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm
+from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm, CompiledZeroCenteredRMSNorm
 from mcore_rl.model.layers.cpu.self_attention import split_heads
 from mcore_rl.model.layers.packed import packed_params
 from mcore_rl.parallel.mesh import Mesh, seed_ranks
@@ -68,7 +68,8 @@ def test_a_model_computes_what_it_does_with_torchs_layers(
     found, found_gradients = logits_and_gradients(compiled, tokens_BS, lengths)
     assert len(calls) == (TINY[family].num_layers if family in FUSED else 0)
     kinds = {type(module) for module in compiled.modules()}
-    assert CompiledRMSNorm in kinds and any(issubclass(kind, CompiledAttention) for kind in kinds)
+    assert kinds & {CompiledRMSNorm, CompiledZeroCenteredRMSNorm}
+    assert any(issubclass(kind, CompiledAttention) for kind in kinds)
     assert (CompiledExperts in kinds) == TINY[family].is_moe
     # Gated delta nets amplify the rounding of all layers before them.
     times = 300 if "delta" in TINY[family].mixers else 1

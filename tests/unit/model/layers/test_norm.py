@@ -3,8 +3,10 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm
-from mcore_rl.model.layers.norm import RMSNorm
+from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm, CompiledZeroCenteredRMSNorm
+from mcore_rl.model.layers.cpu.provider import CpuSpecProvider
+from mcore_rl.model.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from mcore_rl.model.layers.provider import TorchSpecProvider
 from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 
@@ -54,12 +56,18 @@ def test_in_bf16_it_is_transformers_norm_up_to_one_rounding(one_rank: Mesh) -> N
     assert_close(layer(input), closed_form(input, layer.weight, 1e-6), 2**-8)
 
 
-@BOTH
-def test_gamma_centered_at_zero_is_one_plus_the_parameter(one_rank: Mesh, kind: type[RMSNorm]) -> None:
-    input = torch.randn(3, 32)
-    centered = norm(kind, 32, layernorm_zero_centered_gamma=True)
+@pytest.mark.parametrize(
+    ("provider", "kind"),
+    [(TorchSpecProvider, ZeroCenteredRMSNorm), (CpuSpecProvider, CompiledZeroCenteredRMSNorm)],
+)
+def test_gamma_centered_at_zero_is_one_plus_the_parameter(
+    one_rank: Mesh, provider: type[TorchSpecProvider], kind: type[RMSNorm]
+) -> None:
+    config = small_config(layernorm_zero_centered_gamma=True)
+    assert provider(config).layer_norm() is kind
+    assert torch.equal(kind(config, 4).weight, torch.zeros(4))
+    input, centered = torch.randn(3, 32), norm(kind, 32)
     assert_close(centered(input), closed_form(input, 1 + centered.weight, 1e-3), 1e-5)
-    assert torch.equal(RMSNorm(small_config(layernorm_zero_centered_gamma=True), 4).weight, torch.zeros(4))
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])
