@@ -15,7 +15,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from mcore_rl.parallel.mesh import layer_groups
 from mcore_rl.parallel.routers import routers
 from mcore_rl.parallel.vocab import last_tensor
 
@@ -182,7 +181,8 @@ def _router_losses(
         for microbatch in microbatches:
             totals[0] += head.count(microbatch)
             totals[1] += microbatch.routed_tokens
-        dist.all_reduce(totals, group=layer_groups("dp_cp").dp_cp)
+        # The group also has the tensor-parallel ranks, which count the same tokens: the ratio is the same.
+        dist.all_reduce(totals, group=all_routers[0].tp_dp_cp_group)
         # Divided by the counted tokens in the end, a sum over routed tokens with this weight is their mean.
         for router in all_routers:
             router.loss_weight = (totals[0] / totals[1].clamp(min=1)).float()

@@ -44,7 +44,6 @@ STEP = {
     "rl/objectives/diagnostics.py": "how far the update went",
     "train/step.py": "one optimizer step, and an end of the run where it reaches no parameter",
     "parallel/schedule.py": "every pass goes through its door",
-    "parallel/mesh.py": "the schedule asks for the group that counts tokens",
     "parallel/routers.py": "the routers of a chunk, which a pass gives its sequences",
     "parallel/vocab.py": "logprobs and entropy of sliced logits",
     "backend/adam.py": "the optimizer and the norm of gradients where there is no apex",
