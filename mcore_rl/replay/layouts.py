@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.sequence import zigzag, zigzag_spans
+from mcore_rl.parallel.sequence import zigzag_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,10 @@ def local_tokens(layout: MicrobatchLayout, mesh: Mesh) -> LocalTokens:
     num_rows = 1 if layout.packed else len(layout.rows)
     # Sample indices and positions are divided by context and sequence parallelism just like token ids.
     both_2BS = torch.stack([index_T.where(is_real_T, -1), position_T * is_real_T]).view(2, num_rows, -1)
-    if layout.packed:
-        both_2Bs = [zigzag_spans(full_BS, positions_N.tolist(), mesh.cp) for full_BS in both_2BS]
-    else:
-        both_2Bs = [zigzag(full_BS, mesh.cp) for full_BS in both_2BS]
+    both_2Bs = [*both_2BS]
+    if mesh.cp.size > 1:
+        lengths = positions_N.tolist() if layout.packed else [layout.row_length]
+        both_2Bs = [zigzag_spans(full_BS, lengths, mesh.cp) for full_BS in both_2BS]
     index_t, position_t = (router_order(part_Bs, mesh) for part_Bs in both_2Bs)
     # Index -1 (padding) reads the 0 at the end.
     first_current_N1 = torch.tensor([*(span.first_current for span in real), 0])

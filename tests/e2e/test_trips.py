@@ -83,7 +83,6 @@ REPLAYED = {
     "replay/layouts.py": "which tokens of a microbatch the routers of this rank see",
     "replay/router_hooks.py": "a router takes the routes that are imposed on it",
     "replay/accounts.py": "how often each router took its routes, and how many choices changed",
-    "parallel/sequence.py": "positions of a sequence on each context-parallel rank, which layouts ask for",
 }
 """Files that it also enters where an update imposes the routes of the pass for old logprobs."""
 SENT = {

@@ -273,7 +273,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="zig-zag ignored",
         file=LAYOUTS,
-        old="zigzag_spans(full_BS, positions_N.tolist(), mesh.cp)",
+        old="zigzag_spans(full_BS, lengths, mesh.cp)",
         new="full_BS.chunk(mesh.cp.size, 1)[mesh.cp.rank]",
         meshes=("cp2",),
         in_short=True,
@@ -281,7 +281,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="zig-zag ignored, R3",
         file=LAYOUTS,
-        old="zigzag_spans(full_BS, positions_N.tolist(), mesh.cp)",
+        old="zigzag_spans(full_BS, lengths, mesh.cp)",
         new="full_BS.chunk(mesh.cp.size, 1)[mesh.cp.rank]",
         scenario="r3",
         meshes=("cp2",),
@@ -289,8 +289,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="zig-zag over the row instead of each span",
         file=LAYOUTS,
-        old="zigzag_spans(full_BS, positions_N.tolist(), mesh.cp)",
-        new="zigzag(full_BS, mesh.cp)",
+        old="zigzag_spans(full_BS, lengths, mesh.cp)",
+        new="zigzag_spans(full_BS, [full_BS.shape[1]], mesh.cp)",
         scenario="r3",
         meshes=("cp2",),
     ),
