@@ -41,7 +41,6 @@ from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
 from mcore_rl.replay import router_hooks as route_hooks
 from mcore_rl.replay.cache import RoutingCache
-from mcore_rl.replay.codec import RouteCodec
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.storage import RouteStorage
@@ -367,13 +366,13 @@ def big_shape() -> dict[str, Any]:
     scores = torch.rand(BIG_TOKENS // 16, BIG_LAYERS, BIG_EXPERTS)
     codes = scores.topk(BIG_TOP_K).indices.to(torch.uint8).repeat(16, 1, 1)
     order = torch.randperm(BIG_TOKENS)
-    codec, blocks = RouteCodec(BIG_EXPERTS, BIG_LAYERS, BIG_TOP_K), RouteStorage("device", device)
+    blocks = RouteStorage("device", device)
     store, read = Clock(), Clock()
     for _ in range(5):
         with store:
-            number = blocks.add(codec.encode(codes[order]))
+            number = blocks.add(codes[order])
         with read:
-            codec.decode(blocks.read(number, order, device))
+            blocks.read(number, order, device)
         held = blocks.num_bytes
         blocks.drop(number)
     rows = {"bytes": _times(held, store, read)}

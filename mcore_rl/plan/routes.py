@@ -22,7 +22,7 @@ class RouteBytes:
 
 
 def layer_bytes(model: ModelConfig) -> int:
-    """Return the bytes of a token's route in one layer, as replay/codec.py stores it."""
+    """Return the bytes of a token's route in one layer, as replay/cache.py stores it."""
     num_codes = model.moe.num_experts * (2 if model.moe.capacity_factor else 1)
     return model.moe.top_k * (1 if num_codes <= BYTE_CODES else 2)
 

@@ -11,12 +11,13 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.parallel.mesh import Axis, Mesh
 from mcore_rl.parallel.routers import routed_layers
-from mcore_rl.replay.codec import RouteCodec
 from mcore_rl.replay.exchange import NO_POSITIONS, NeededPositions, OfferedRoutes, SharedRows, exchange
 from mcore_rl.replay.layouts import LocalTokens, MicrobatchLayout, local_tokens
 from mcore_rl.replay.storage import RouteStorage
 
 CPU = torch.device("cpu")
+BYTE_CODES = 256
+"""Largest number of codes for which a code takes one byte."""
 
 
 @dataclass(slots=True)
@@ -57,7 +58,8 @@ class RoutingCache:
     it to fill a cache with a rollout engine's routes.
 
     A route is stored as a code: the expert's index, plus `num_experts` if the expert had no room for the token
-    (`model.moe.capacity_factor`), so that a dropped choice is replayed as a dropped choice.
+    (`model.moe.capacity_factor`), so that a dropped choice is replayed as a dropped choice. A code is uint8, or int16
+    if there are over 256 codes (torch cannot index uint16).
     """
 
     def __init__(
@@ -77,8 +79,7 @@ class RoutingCache:
         self.model_layers = tuple(layer for layer, is_routed in enumerate(model.moe_layers) if is_routed)
         self.num_experts, self.top_k = model.moe.num_experts, model.moe.top_k
         self.num_codes = self.num_experts * (2 if model.moe.capacity_factor else 1)
-        self.codec = RouteCodec(self.num_codes, len(self.layers), self.top_k)
-        self.dtype = self.codec.dtype
+        self.dtype = torch.uint8 if self.num_codes <= BYTE_CODES else torch.int16
         self._may_miss = config.missing == "live"
         self.device = next(chunks[0].parameters()).device
         self._storage = RouteStorage(config.store, self.device)
@@ -102,8 +103,7 @@ class RoutingCache:
         # Sort by sample, then by position; padding (-1) comes first and is cut off.
         order_t = (tokens.sample_index_t * 2**32 + tokens.position_t).argsort()
         order_n = order_t[int((~tokens.is_real_t).sum()) :]
-        bytes_nw = self.codec.encode(codes_tlK[to_device(order_n, codes_tlK.device)])
-        block, first = self._storage.add(bytes_nw), 0
+        block, first = self._storage.add(codes_tlK[to_device(order_n, codes_tlK.device)]), 0
         position_n, sample_index_n = tokens.position_t[order_n], tokens.sample_index_t[order_n]
         counts_N = torch.bincount(sample_index_n, minlength=len(tokens.samples)).tolist()
         for sample, length, count in zip(tokens.samples, tokens.lengths, counts_N, strict=True):
@@ -174,16 +174,15 @@ class RoutingCache:
         shape = (len(locations.has_routes_t), len(self.layers), self.top_k)
         if len(locations.parts) == 1 and len(locations.parts[0][2]) == shape[0]:
             block, row_n, _ = locations.parts[0]
-            return self.codec.decode(self._storage.read(block, row_n, device))
+            return self._storage.read(block, row_n, device)
         codes_tlK = torch.zeros(shape, dtype=self.dtype, device=device)
         for block, row_n, token_n in locations.parts:
-            found_nlK = self.codec.decode(self._storage.read(block, row_n, device))
-            codes_tlK[to_device(token_n, device)] = found_nlK
+            codes_tlK[to_device(token_n, device)] = self._storage.read(block, row_n, device)
         return codes_tlK
 
     def codes(self, cached: CachedSample, index_n: Tensor) -> Tensor:
         """Return the codes `[n, l, K]` at some indices into a sample's `position_n`."""
-        return self.codec.decode(self._storage.read(cached.block, cached.first + index_n, CPU))
+        return self._storage.read(cached.block, cached.first + index_n, CPU)
 
     def drop(self, version: int) -> None:
         """Remove all samples of a policy version."""
@@ -205,7 +204,7 @@ class RoutingCache:
         is_below_l = torch.tensor([index < layer for index in self.layers])
         lower_nlK = below.codes(lower, torch.arange(len(lower.position_n)))
         codes_nlK = lower_nlK.where(is_below_l[:, None], above.codes_at(version, sample, lower.position_n))
-        block = self._storage.add(self.codec.encode(to_device(codes_nlK, self.device)))
+        block = self._storage.add(to_device(codes_nlK, self.device))
         checksum_l = lower.checksum_l.where(is_below_l, upper.checksum_l)
         self._samples[version, sample] = CachedSample(
             lower.num_tokens, lower.position_n, block, 0, checksum_l
@@ -239,14 +238,14 @@ class RoutingCache:
         axis: Axis,
     ) -> None:
         """Collective over `axis`: replace a version's routes by the `needed` positions that some rank has `offered`."""
-        received = exchange(offered, needed, self.layers, self.codec, axis, self.device)
+        received = exchange(
+            offered, needed, self.layers, axis, self.device, top_k=self.top_k, dtype=self.dtype
+        )
         self.drop(version)
         if not received:
             return
-        encoded = [
-            self.codec.encode(to_device(routes.codes_nlK, self.device)) for routes in received.values()
-        ]
-        block, first = self._storage.add(torch.cat(encoded)), 0
+        codes_nlK = torch.cat([to_device(routes.codes_nlK, self.device) for routes in received.values()])
+        block, first = self._storage.add(codes_nlK), 0
         for sample, routes in received.items():
             self._samples[version, sample] = CachedSample(
                 routes.num_tokens,

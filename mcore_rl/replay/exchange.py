@@ -1,7 +1,7 @@
 """Exchange of routes: from the ranks that have them to only the ranks that need them.
 
 Each rank announces which positions and layers of which samples it has. From these announcements, every rank chooses
-which rank to ask for which routes, and one all-to-all carries the answers. An answer is the encoded routes, then a
+which rank to ask for which routes, and one all-to-all carries the answers. An answer is the bytes of the routes, then a
 checksum for each of its layers.
 """
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.parallel.mesh import Axis
-from mcore_rl.replay.codec import RouteCodec
 
 CHECKSUM_BYTES = 8
 PositionRange = tuple[int, int]
@@ -95,24 +94,24 @@ class RouteRequest(NamedTuple):
     ranges: tuple[PositionRange, ...]
     layers: tuple[int, ...]
 
-    def route_bytes(self, codec: RouteCodec) -> int:
-        """Return the size in bytes of the routes in the answer."""
-        return (
-            sum(end - begin for begin, end in self.ranges) * codec.of_layers(len(self.layers)).bytes_per_token
-        )
+    def route_bytes(self, layer_bytes: int) -> int:
+        """Return the size in bytes of the routes in the answer; a token's route in one layer takes `layer_bytes`."""
+        return sum(end - begin for begin, end in self.ranges) * len(self.layers) * layer_bytes
 
-    def answer_bytes(self, codec: RouteCodec) -> int:
+    def answer_bytes(self, layer_bytes: int) -> int:
         """Return the size in bytes of the answer."""
-        return self.route_bytes(codec) + len(self.layers) * CHECKSUM_BYTES
+        return self.route_bytes(layer_bytes) + len(self.layers) * CHECKSUM_BYTES
 
 
 def exchange(
     offered: Mapping[int, OfferedRoutes],
     needed: Mapping[int, NeededPositions],
     layers: tuple[int, ...],
-    codec: RouteCodec,
     axis: Axis,
     device: torch.device,
+    *,
+    top_k: int,
+    dtype: torch.dtype,
 ) -> dict[int, ReceivedRoutes]:
     """Collective over `axis`: fetch the routes of the `needed` samples from ranks that offer them.
 
@@ -120,9 +119,10 @@ def exchange(
         offered: this rank's routes, by sample.
         needed: positions that this rank needs, by sample.
         layers: layers that this rank needs; they may differ from rank to rank.
-        codec: encoding of the answers; an answer with fewer layers uses the same encoding for its layers.
         axis: ranks to exchange with, including this rank.
         device: device of the axis's collectives.
+        top_k: codes of a token in each layer, K.
+        dtype: dtype of the codes, the same on all ranks.
 
     Returns:
         Routes by sample, for each sample in `needed`, without positions that have no routes on any rank. Positions
@@ -148,18 +148,19 @@ def exchange(
     dist.all_gather_object(requests_of, requests, group=axis.group)
     to_answer = [of_rank.get(axis.rank, []) for of_rank in requests_of]
     outgoing = [
-        b"".join(answer(offered[request.sample], request, codec) for request in of_rank)
-        for of_rank in to_answer
+        b"".join(answer(offered[request.sample], request) for request in of_rank) for of_rank in to_answer
     ]
     sizes_out = [len(answers) for answers in outgoing]
     # frombuffer refuses an empty buffer, hence the extra byte, which is cut off again.
     sent = torch.frombuffer(bytearray(b"".join(outgoing) or b"\0"), dtype=torch.uint8)[: sum(sizes_out)]
+    layer_bytes = top_k * dtype.itemsize
     sizes_in = [
-        sum(request.answer_bytes(codec) for request in requests.get(rank, [])) for rank in range(axis.size)
+        sum(request.answer_bytes(layer_bytes) for request in requests.get(rank, []))
+        for rank in range(axis.size)
     ]
     received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=device)
     dist.all_to_all_single(received, sent.to(device), sizes_in, sizes_out, group=axis.group)
-    assembled = assemble(needed, requests, received.cpu(), layers, codec)
+    assembled = assemble(needed, requests, received.cpu(), layers, top_k=top_k, dtype=dtype)
     return {
         sample: replace(routes, missing_n=positions(offer_of[sample].missing), shared=offer_of[sample].shared)
         for sample, routes in assembled.items()
@@ -240,13 +241,12 @@ def plan_requests(
     return requests
 
 
-def answer(offered: OfferedRoutes, request: RouteRequest, codec: RouteCodec) -> bytes:
-    """Encode an answer: the routes, then the checksum of each requested layer."""
+def answer(offered: OfferedRoutes, request: RouteRequest) -> bytes:
+    """Return the bytes of an answer: the routes, then the checksum of each requested layer."""
     columns = [offered.layers.index(layer) for layer in request.layers]
     row_n = torch.searchsorted(offered.position_n, positions(request.ranges))
-    routes_nw = codec.of_layers(len(columns)).encode(offered.read(row_n)[:, columns])
-    checksums = offered.checksum_l[columns].contiguous()
-    return bytes(routes_nw.numpy().tobytes()) + bytes(checksums.numpy().tobytes())
+    parts = offered.read(row_n)[:, columns], offered.checksum_l[columns]
+    return b"".join(part.numpy().tobytes() for part in parts)
 
 
 def assemble(
@@ -254,7 +254,9 @@ def assemble(
     requests: Mapping[int, list[RouteRequest]],
     received: Tensor,
     layers: tuple[int, ...],
-    codec: RouteCodec,
+    *,
+    top_k: int,
+    dtype: torch.dtype,
 ) -> dict[int, ReceivedRoutes]:
     """Assemble samples from the answers to `requests`, which `received` has concatenated in rank order.
 
@@ -262,17 +264,16 @@ def assemble(
     """
     samples: dict[int, ReceivedRoutes] = {}
     is_missing: dict[int, Tensor] = {}
-    begin = 0
+    begin, layer_bytes = 0, top_k * dtype.itemsize
     in_order = [request for rank in sorted(requests) for request in requests[rank]]
     num_answers = Counter(request.sample for request in in_order)
     for request in in_order:
         sample, position_n = request.sample, needed[request.sample].position_n
-        routes_end = begin + request.route_bytes(codec)
-        end = begin + request.answer_bytes(codec)
-        of_layers = codec.of_layers(len(request.layers))
+        routes_end = begin + request.route_bytes(layer_bytes)
+        end = begin + request.answer_bytes(layer_bytes)
         # clone: a view as wider integers must begin at a multiple of their size.
-        routes_nw = received[begin:routes_end].clone().view(-1, of_layers.bytes_per_token)
-        found_nlK = of_layers.decode(routes_nw)
+        codes = received[begin:routes_end].clone().view(dtype)
+        found_nlK = codes.view(-1, len(request.layers), top_k)
         given_l = received[routes_end:end].clone().view(torch.int64)
         begin = end
         is_whole = request.layers == layers and request.ranges == as_ranges(position_n)
@@ -281,7 +282,7 @@ def assemble(
             samples[sample] = ReceivedRoutes(num_tokens, position_n, found_nlK, given_l)
             continue
         if sample not in samples:
-            codes_nlK = torch.zeros(len(position_n), len(layers), codec.top_k, dtype=codec.dtype)
+            codes_nlK = torch.zeros(len(position_n), len(layers), top_k, dtype=dtype)
             checksum_l = torch.zeros(len(layers), dtype=torch.int64)
             samples[sample] = ReceivedRoutes(needed[sample].num_tokens, position_n, codes_nlK, checksum_l)
             is_missing[sample] = torch.ones(len(position_n) + 1, len(layers), dtype=torch.bool)

@@ -11,7 +11,7 @@ Store = Literal["device", "pinned"]
 
 
 class RouteStorage:
-    """Blocks of encoded routes, uint8 `[n, w]`, a row per token, in one kind of memory."""
+    """Blocks of routes `[n, ...]` of any dtype, a row per token, in one kind of memory."""
 
     def __init__(self, store: Store, device: torch.device) -> None:
         """Create an empty storage; with `store="device"` blocks are on `device`.
@@ -27,17 +27,17 @@ class RouteStorage:
     @property
     def num_bytes(self) -> int:
         """Size of all blocks in bytes."""
-        return sum(block_nw.nbytes for block_nw in self._blocks.values())
+        return sum(block.nbytes for block in self._blocks.values())
 
-    def add(self, bytes_nw: Tensor) -> int:
-        """Copy encoded routes into a new block and return its index."""
+    def add(self, routes: Tensor) -> int:
+        """Copy routes into a new block and return its index."""
         index, self._next_block = self._next_block, self._next_block + 1
         if self._store == "device":
-            self._blocks[index] = bytes_nw.to(self._device, copy=True)
+            self._blocks[index] = routes.to(self._device, copy=True)
         else:
-            pinned_nw = torch.empty(bytes_nw.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            self._blocks[index] = pinned_nw.copy_(bytes_nw, non_blocking=True)
-            if bytes_nw.is_cuda:
+            pinned = torch.empty(routes.shape, dtype=routes.dtype, pin_memory=self._device.type == "cuda")
+            self._blocks[index] = pinned.copy_(routes, non_blocking=True)
+            if routes.is_cuda:
                 self._copies[index] = torch.cuda.current_stream().record_event()
         return index
 
@@ -48,10 +48,10 @@ class RouteStorage:
         self._copies.pop(block, None)
 
     def read(self, block: int, rows_n: Tensor, device: torch.device) -> Tensor:
-        """Return some rows of a block, uint8 `[n, w]` on `device`; `rows_n` is on the CPU."""
-        block_nw = self._blocks[block]
+        """Return some rows of a block, `[n, ...]` on `device`; `rows_n` is on the CPU."""
+        rows = self._blocks[block]
         copy = self._copies.pop(block, None)
         # The host reads the block, so the copy must be complete. It usually is, unless its pass is still running.
         if copy is not None and not copy.query():
             copy.synchronize()
-        return to_device(block_nw[to_device(rows_n, block_nw.device)], device)
+        return to_device(rows[to_device(rows_n, rows.device)], device)

@@ -78,7 +78,6 @@ is built that needs it (CONTRIBUTING.md, A step)."""
 REPLAYED = {
     "replay/tape.py": "a forward pass with imposed routes, and the proofs of its end",
     "replay/storage.py": "routes of the rollout batch, by sample and layer",
-    "replay/codec.py": "routes as bytes",
     "replay/checksums.py": "stored routes are those that were recorded",
     "replay/layouts.py": "which tokens of a microbatch the routers of this rank see",
     "replay/router_hooks.py": "a router takes the routes that are imposed on it",

@@ -35,9 +35,9 @@ class Mutant:
     """Whether the short suite has it."""
 
 
-HOOKS, LAYOUTS, CACHE, CODEC, STORAGE, TAPE, EXCHANGE, ROLLOUTS = (
+HOOKS, LAYOUTS, CACHE, STORAGE, TAPE, EXCHANGE, ROLLOUTS = (
     f"replay/{name}.py"
-    for name in ("router_hooks", "layouts", "cache", "codec", "storage", "tape", "exchange", "from_rollouts")
+    for name in ("router_hooks", "layouts", "cache", "storage", "tape", "exchange", "from_rollouts")
 )
 POLICY = "rl/passes/policy_routes.py"
 IMPOSED = "experts_tK = microbatch.imposed_ltK[self._column].long()"
@@ -341,23 +341,23 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="the codes of the layers in reverse",
-        file=CODEC,
-        old=".view(self.dtype).view(shape)",
-        new=".view(self.dtype).view(shape).flip(1)",
+        file=STORAGE,
+        old="return to_device(rows[to_device(rows_n, rows.device)], device)",
+        new="return to_device(rows[to_device(rows_n, rows.device)].flip(1), device)",
     ),
     Mutant(
         name="a block's rows in reverse",
         file=STORAGE,
-        old="block_nw[to_device(rows_n, block_nw.device)]",
-        new="block_nw.flip(0)[to_device(rows_n, block_nw.device)]",
+        old="rows[to_device(rows_n, rows.device)]",
+        new="rows.flip(0)[to_device(rows_n, rows.device)]",
         in_short=True,
     ),
     # R3: exchange and reader.
     Mutant(
         name="answers with the layers in reverse",
         file=EXCHANGE,
-        old="encode(offered.read(row_n)[:, columns])",
-        new="encode(offered.read(row_n)[:, columns[::-1]])",
+        old="offered.read(row_n)[:, columns], ",
+        new="offered.read(row_n)[:, columns[::-1]], ",
         scenario="r3",
     ),
     Mutant(
@@ -371,8 +371,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="answers put together with the tokens in reverse",
         file=EXCHANGE,
-        old="= of_layers.decode(routes_nw)",
-        new="= of_layers.decode(routes_nw).flip(0)",
+        old="codes.view(-1, len(request.layers), top_k)",
+        new="codes.view(-1, len(request.layers), top_k).flip(0)",
         scenario="r3",
     ),
     Mutant(

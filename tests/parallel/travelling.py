@@ -238,7 +238,7 @@ def damaged_on_one_rank(model: ModelConfig) -> list[str]:
     is_second = run.state.mesh.dp.rank == 1
     if is_second:
         entry = cache.sample(VERSION, 6)
-        cache._storage._blocks[entry.block][entry.first, 3] ^= 1
+        cache._storage._blocks[entry.block][entry.first, 1, 1] ^= 1
     tape = run.tape()
     run.evaluate(tape.impose())
     errors = []

@@ -1,4 +1,4 @@
-"""The bytes of routes in a plan are those of the codec, and go to the memory that the config names."""
+"""A route takes a byte for each expert, or two, and goes to the memory that the config names."""
 
 import pytest
 
@@ -8,7 +8,6 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.plan.memory import memory_by_stage
 from mcore_rl.plan.routes import RouteBytes, layer_bytes, routes_of_rank
 from mcore_rl.plan.training import training_of
-from mcore_rl.replay.codec import RouteCodec
 
 WORDS = [
     "model.family=qwen3_moe",
@@ -30,11 +29,21 @@ def training(*overrides, world=1):
 
 
 @pytest.mark.parametrize(
-    ("experts", "top_k", "capacity"), [(128, 8, None), (384, 8, None), (16, 4, 1.0), (512, 10, None)]
+    ("experts", "layers", "top_k", "capacity", "expected"),
+    [
+        (128, 48, 8, None, 384),  # Qwen3-30B-A3B
+        (128, 94, 8, None, 752),  # Qwen3-235B-A22B
+        (256, 58, 8, None, 464),  # DeepSeek-V3
+        (384, 60, 8, None, 960),  # Kimi K2
+        (512, 48, 10, None, 960),  # Qwen3-Next
+        (16, 1, 4, 1.0, 4),
+        (129, 1, 4, 1.0, 8),  # 258 codes: a dropped choice has a code of its own
+    ],
 )
-def test_a_layer_takes_the_bytes_of_the_codec(experts, top_k, capacity):
+def test_bytes_per_token(experts, layers, top_k, capacity, expected):
+    """An int64 for each of 48 layers and 8 experts takes 3072 bytes; tests/unit/replay/test_cache.py fills a cache."""
     model = ModelConfig(moe=MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=capacity))
-    assert layer_bytes(model) == RouteCodec(experts * (2 if capacity else 1), 1, top_k).bytes_per_token
+    assert layers * layer_bytes(model) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.parallel.routers import replayed_routers, routed_layers
+from mcore_rl.plan.routes import layer_bytes
 from mcore_rl.replay import from_rollouts
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import local_tokens
@@ -179,7 +180,7 @@ def test_a_flipped_bit_in_memory_is_an_error_that_names_layer_and_sample(run: Ru
     """The flipped bit may also make an index that no expert has."""
     recorded(run)
     entry = run.cache.sample(run.version, 5)
-    run.cache._storage._blocks[entry.block][entry.first, 0] ^= 1 << bit
+    run.cache._storage._blocks[entry.block][entry.first, 0, 0] ^= 1 << bit
     with pytest.raises(RoutingError, match=r"layers \[0\], sample 5 of version 3: the experts that"):
         imposed(run)
 
@@ -196,8 +197,7 @@ def test_routes_of_another_layer_are_an_error(run: Run) -> None:
     """Layers counted within a chunk or a pipeline stage, not in the model, are confused like this."""
     recorded(run)
     for block in run.cache._storage._blocks.values():
-        routes = block.view(-1, 4, 2)
-        routes[:, [1, 2]] = routes[:, [2, 1]]
+        block[:, [1, 2]] = block[:, [2, 1]]
     with pytest.raises(RoutingError, match=r"layers \[1, 2\], sample 0 of"):
         imposed(run)
 
@@ -372,8 +372,10 @@ def test_gates_of_the_live_choice_are_normalised(run: Run) -> None:
 @pytest.mark.parametrize("num_experts", [384, 512])
 def test_more_experts_than_a_byte_holds_are_replayed(num_experts: int) -> None:
     case = Case(model="", mesh=MeshConfig(), layouts=PADDED)
-    with on_one_rank(case, tiny("qwen3_moe", num_layers=2, num_experts=num_experts, top_k=8)) as made:
+    model = tiny("qwen3_moe", num_layers=2, num_experts=num_experts, top_k=8)
+    with on_one_rank(case, model) as made:
         free = recorded(made)
+        assert made.cache.num_bytes == sum(LENGTHS) * model.num_layers * layer_bytes(model)
         chosen = {k for routes in made.routes().values() for codes in routes.values() for k in codes}
         assert max(chosen) >= 256 and min(chosen) >= 0
         with made.tape() as tape:
@@ -502,7 +504,7 @@ def test_completions_of_a_group_share_the_rows_of_their_prompt(store: Any) -> No
         cache_rollout_routes(made.cache, VERSION, generated, made.layouts, made.state.mesh)
         # Sample 2 shares six positions with sample 0, one without routes; sample 4 shares the first alone.
         num_rows = sum(LENGTHS) - 2 - 5 - 1
-        assert made.cache.num_bytes == num_rows * made.cache.codec.bytes_per_token
+        assert made.cache.num_bytes == num_rows * QWEN.num_layers * layer_bytes(QWEN)
         for layout in made.layouts:
             tokens = local_tokens(layout, made.state.mesh)
             locations = made.cache.locate(VERSION, tokens)

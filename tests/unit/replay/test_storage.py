@@ -1,4 +1,4 @@
-"""Encoded routes are read as they were written from both stores."""
+"""Routes are read as they were written from both stores."""
 
 from typing import Any
 
