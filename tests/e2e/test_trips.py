@@ -32,7 +32,6 @@ STEP = {
     "backend/transfer.py": "batches go to the device",
     "rl/passes/policy_logprobs.py": "a pass without gradient over the policy's modules",
     "rl/passes/policy_routes.py": "which pass records or imposes routes",
-    "replay/cache.py": "the routes of the rollout batch before are dropped",
     "replay/witness.py": "the proof that a pass imposed routes, or none",
     "rl/models/reference.py": "the KL penalty has a reference, whose logprobs a pass adds",
     "rl/update/advantages.py": "advantages by their kind, and a KL in the reward",
@@ -77,7 +76,8 @@ is built that needs it (CONTRIBUTING.md, A step)."""
 
 REPLAYED = {
     "replay/tape.py": "a forward pass with imposed routes, and the proofs of its end",
-    "replay/storage.py": "routes of the rollout batch, by sample and layer",
+    "replay/cache.py": "routes of the rollout batch, by sample and position",
+    "replay/storage.py": "the memory that they are in",
     "replay/checksums.py": "stored routes are those that were recorded",
     "replay/layouts.py": "which tokens of a microbatch the routers of this rank see",
     "replay/router_hooks.py": "a router takes the routes that are imposed on it",

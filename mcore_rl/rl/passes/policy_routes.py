@@ -89,6 +89,8 @@ class PolicyRoutes:
         # For passes with live routes in some layers: routes of a fully live pass, and the mixture to impose.
         self._live: RoutingCache | None = None
         self._mixed: RoutingCache | None = None
+        self._filled: set[RoutingCache] = set()
+        """Caches with routes of the rollout batch."""
         if model.is_moe:
             unfuse_routers(state.chunks)
             self._recorded = RoutingCache(state.chunks, model, replay)
@@ -112,9 +114,9 @@ class PolicyRoutes:
         """
         self._metrics, self._compared, self._faulty = [], [], {}
         self._num_completions, self._num_refused = rollout.rewards_PG.numel(), len(rollout.refused)
-        for cache in (self._recorded, self._from_rollout, self._live):
-            if cache is not None:
-                cache.drop(self._version)
+        for cache in self._filled:
+            cache.drop(self._version)
+        self._filled.clear()
         if self._shift is not None:
             self._shift.forget()
         self._version = self._state.progress.step
@@ -133,6 +135,7 @@ class PolicyRoutes:
         self._metrics.append(Metric("rollout_routes/refused_completions", self._num_refused))
         generated = {sample: found for sample, found in routes.items() if found is not None}
         layouts = [layout_of(microbatch) for microbatch in microbatches]
+        self._filled.add(self._from_rollout)
         with self._state.timers.phase("routes"):
             self._metrics += cache_rollout_routes(
                 self._from_rollout, self._version, generated, layouts, self._state.mesh
@@ -347,6 +350,8 @@ class PolicyRoutes:
         if cache is None:
             yield free_routing
             return
+        if start is RoutingTape.record:
+            self._filled.add(cache)
         state, phase = self._state, self._state.timers.phase
         with phase("routes"):
             of_engine = self.has_engine_routes and self._from_rollout in (cache, against)
