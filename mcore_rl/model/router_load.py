@@ -1,8 +1,8 @@
-"""The load of the experts: how many tokens each expert of each layer processes."""
+"""The load of the experts: how many tokens each expert of each layer processes, and the losses that even it out."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
+from mcore_rl.backend.patches.router_losses import take_loss_sums
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
@@ -18,7 +19,7 @@ from mcore_rl.parallel.routers import routers
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoads:
-    """Counts of the routers' decisions since the last reset.
+    """Counts of the routers' decisions, and their losses, since the last reset.
 
     Rows are the model's layers from 0, then its MTP layers; the row of a dense layer is zero.
     """
@@ -29,11 +30,15 @@ class ExpertLoads:
     """Number of a layer's choices that were dropped because the expert was full, int64."""
     num_layers: int
     """Number of layers, not counting MTP layers."""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Balance loss and z-loss, by metric: means over tokens, then over layers. A loss that no training pass has
+    computed is left out."""
 
     def metrics(self) -> list[Metric]:
         """Return the metrics `moe/...` of the layers and `mtp/...` of the MTP layers, described in METRICS."""
         end = self.num_layers
         return [
+            *(Metric(name, loss) for name, loss in self.losses.items()),
             *_metrics("moe", self.tokens_LE[:end], self.dropped_L[:end]),
             *_metrics("mtp", self.tokens_LE[end:], self.dropped_L[end:]),
         ]
@@ -41,6 +46,8 @@ class ExpertLoads:
 
 class RouterLoad:
     """Hooks on the routers of this rank's chunks that count their decisions, without waiting for the device.
+
+    The routers themselves record their losses (backend/patches/router_losses.py).
 
     A forward pass counts if it records gradients. A training token therefore counts once, even with recomputation,
     because the first pass then records none. Evaluation and padding do not count.
@@ -54,36 +61,42 @@ class RouterLoad:
         # The last column counts dropped choices: one tensor needs one collective.
         device = next(chunks[0].parameters()).device
         self._counts_LE = torch.zeros(num_rows, num_experts + 1, dtype=torch.int64, device=device)
-        self._hooks = [
+        self._routers = [pair for chunk in chunks for pair in routers(chunk)]
+        for layer, router in self._routers:
             router.register_forward_hook(self._counter(layer, router))
-            for chunk in chunks
-            for layer, router in routers(chunk)
-        ]
-
-    def take(self) -> ExpertLoads:
-        """Return the counts of this rank's layers and tokens, and reset them to zero."""
-        counts_LE = self._counts_LE.clone()
-        self._counts_LE.zero_()
-        return ExpertLoads(counts_LE[:, :-1], counts_LE[:, -1], self._num_layers)
+        has_balance = config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff > 0
+        self._losses = {"moe/aux_loss": has_balance, "moe/z_loss": bool(config.moe_z_loss_coeff)}
+        """Whether the model has the loss of each metric, in the order of `take_loss_sums`."""
 
     def gather(self, mesh: Mesh) -> ExpertLoads:
-        """Collective over the world: return the counts of all layers and tokens, on the CPU, and reset them to zero.
+        """Collective over the world: return counts and losses of all layers and tokens, on the CPU, and reset them.
 
         Each rank has counted its own tokens (DP splits the batch, CP the sequence, SP a rank's part of it) in its own
         layers (PP), so the sum over the world counts everything once.
         """
         # Without SP all tensor-parallel ranks would count the same tokens; Megatron refuses to train that way.
         assert mesh.sequence_parallel or mesh.tp.size == 1
-        counts_LE = self._counts_LE.clone()
+        # float64 for both, which is exact for counts: one collective.
+        table_LX = nn.functional.pad(self._counts_LE, (0, 3)).double()
         self._counts_LE.zero_()
-        dist.all_reduce(counts_LE, group=mesh.world.group)
-        counts_LE = counts_LE.cpu()
-        return ExpertLoads(counts_LE[:, :-1], counts_LE[:, -1], self._num_layers)
+        for layer, router in self._routers:
+            sums_3 = take_loss_sums(router)
+            if sums_3 is not None:
+                table_LX[layer, -3:] += sums_3
+        dist.all_reduce(table_LX, group=mesh.world.group)
+        counts_LE, sums_L3 = table_LX.cpu().tensor_split([-3], 1)
+        return ExpertLoads(
+            counts_LE[:, :-1].long(), counts_LE[:, -1].long(), self._num_layers, self._means(sums_L3)
+        )
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+    def _means(self, sums_L3: Tensor) -> dict[str, float]:
+        """Return the mean of each loss from sums as `take_loss_sums` returns them, for each layer."""
+        sums_L3 = sums_L3[sums_L3[:, 2] > 0]
+        if not len(sums_L3):
+            return {}
+        means = (sums_L3[:, :2] / sums_L3[:, 2:]).mean(0).tolist()
+        named = zip(self._losses.items(), means, strict=True)
+        return {name: mean for (name, is_on), mean in named if is_on}
 
     def _counter(self, layer: int, router: TopKRouter) -> Callable[..., None]:
         counts_E, dropped = self._counts_LE[layer, :-1], self._counts_LE[layer, -1]

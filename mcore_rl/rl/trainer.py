@@ -22,8 +22,8 @@ from mcore_rl.rl.rollouts.samples import gather_samples, table_lines, write_samp
 from mcore_rl.rl.rollouts.signal import LearningWarnings, evaluation_warnings, update_signal
 from mcore_rl.rl.types import Prompt
 from mcore_rl.rl.update.learner import Learner
-from mcore_rl.train.auxiliary import take_auxiliary_losses
 from mcore_rl.train.loop import Run, Trainer
+from mcore_rl.train.mtp_metrics import take_mtp_losses
 from mcore_rl.train.step import StepReport
 
 
@@ -270,7 +270,8 @@ class RlTrainer(Trainer):
         metrics += self.rollouts.engine.take_metrics()
         for line in self.rollouts.engine.take_lines():
             self.log.message(line, step=state.progress.step)
-        metrics += take_auxiliary_losses(state)
         if self._load is not None:
             metrics += self._load.gather(state.mesh).metrics()
+        if self.config.model.mtp_layers:
+            metrics += take_mtp_losses(state)
         return metrics

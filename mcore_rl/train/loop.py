@@ -19,9 +19,9 @@ from mcore_rl.obs.sinks import Log
 from mcore_rl.parallel.schedule import Head
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.processes.watchdog import Watchdog
-from mcore_rl.train.auxiliary import take_auxiliary_losses
 from mcore_rl.train.batch_size import global_batch_at
 from mcore_rl.train.garbage import TimedGarbage
+from mcore_rl.train.mtp_metrics import take_mtp_losses
 from mcore_rl.train.run_folder import Fence, RunFolder
 from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.state import TrainState
@@ -172,7 +172,7 @@ class GivenDataTrainer(Trainer):
         state, config = run.state, run.state.config
         self._load = RouterLoad(state.chunks) if config.model.is_moe else None
         self._gathered_step = state.progress.step
-        """Step up to which expert load and auxiliary losses have been gathered."""
+        """Step up to which expert load, router and MTP losses have been gathered."""
         self._flops_per_token = train_flops_per_token(config.model, seq_length, config.lora)
         self._peak_flops = peak_flops(
             state.platform.device, config.platform.precision, config.log.peak_tflops
@@ -211,9 +211,11 @@ class GivenDataTrainer(Trainer):
         if self._gathered_step == state.progress.step:
             return []
         self._gathered_step = state.progress.step
-        metrics = [*take_auxiliary_losses(state), *memory_metrics(state.platform.device)]
+        metrics = memory_metrics(state.platform.device)
         if self._load is not None:
             metrics += self._load.gather(state.mesh).metrics()
+        if state.config.model.mtp_layers:
+            metrics += take_mtp_losses(state)
         return metrics
 
 

@@ -56,12 +56,11 @@ STEP = {
     "model/layers/experts_sorted.py": "tokens sorted by expert",
     "model/layers/experts_grouped.py": "the products of experts",
     "model/layers/output.py": "the output layer",
-    "model/router_load.py": "tokens of each expert",
+    "model/router_load.py": "tokens of each expert, and the balance loss",
     "backend/patches/router_losses.py": "the recipe has a balance loss, and its routers see padding",
     "backend/patches/replacements.py": "positions of packed tokens, clipped gradients, collectives of one rank",
     "backend/patches/torch_standins.py": "a CPU in the place of a GPU",
     # Metrics.
-    "train/auxiliary.py": "the balance loss is reported",
     "plan/flops.py": "FLOPs of the step",
     "obs/performance.py": "seconds of each phase, tokens per second, MFU, memory",
     "obs/metrics.py": "a metric and its reduction",

@@ -8,9 +8,10 @@ import torch
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.router_load import RouterLoad
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.parallel.routers import routers
-from mcore_rl.train.auxiliary import take_auxiliary_losses
+from mcore_rl.train.mtp_metrics import take_mtp_losses
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import (
     Tensors,
@@ -62,7 +63,7 @@ def outcomes(
 ) -> list[tuple[Any, dict[str, float]]]:
     """On a rank: for each case the pieces of the gradients, and the metrics."""
     copy_in(state.chunks, weights)
-    found = []
+    load, found = RouterLoad(state.chunks), []
     for case in cases:
         for _, router in (pair for chunk in state.chunks for pair in routers(chunk)):
             # What the config of a run of this case would set, without building the model again.
@@ -74,7 +75,8 @@ def outcomes(
         multiple = state.config.mesh.zigzag
         microbatches = [local_microbatch(rows, case.is_packed, state, multiple) for rows in mine]
         gradients = gradients_of(state, microbatches)
-        found.append((gradients, {metric.name: metric.value for metric in take_auxiliary_losses(state)}))
+        metrics = {metric.name: metric.value for metric in take_mtp_losses(state)}
+        found.append((gradients, metrics | dict(load.gather(state.mesh).losses)))
     return found
 
 

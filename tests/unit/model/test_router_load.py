@@ -54,7 +54,7 @@ def one_case(model, settings):
             chunks[0](**inputs)
         chunks[0](**inputs).sum().backward()
     gathered = load.gather(mesh)
-    assert not load.take().tokens_LE.any()
+    assert not load.gather(mesh).tokens_LE.any()
     destroy_mesh()
     return gathered, by_hand.tokens
 

@@ -13,8 +13,9 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.router_load import RouterLoad
 from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.train.auxiliary import take_auxiliary_losses
+from mcore_rl.train.mtp_metrics import take_mtp_losses
 from mcore_rl.train.setup import set_up
 from tests.hf_models import Tensors, oracle
 from tests.hf_weights import to_global
@@ -185,8 +186,10 @@ def test_gradients_equal_those_of_the_formulas(case: Case) -> None:
         state = set_up(config, start(config.platform))
         copy_in(state.chunks, weights)
         microbatches = [local_microbatch(rows, case.is_packed, state) for rows in microbatches_of(case)]
+        load = RouterLoad(state.chunks)
         ours = assembled([gradients_of(state, microbatches)])
-        metrics = {metric.name: metric.value for metric in take_auxiliary_losses(state)}
+        taken = [*load.gather(state.mesh).metrics(), *(take_mtp_losses(state) if case.mtp else [])]
+        metrics = {metric.name: metric.value for metric in taken}
     finally:
         destroy_mesh()
     expected = {
