@@ -48,8 +48,7 @@ STEP = {
     "backend/adam.py": "the optimizer and the norm of gradients where there is no apex",
     # The model: what is ours in the place of Megatron's, and what is patched there.
     "model/build.py": "our model around Megatron's",
-    "model/layers/attention.py": "attention",
-    "model/layers/cache.py": "keys and values of earlier positions, which a generating step attends to",
+    "model/layers/attention.py": "attention, over keys and values of earlier positions in a generating step",
     "model/layers/packed.py": "attention over packed sequences",
     "model/layers/moe.py": "the experts' layer where no token leaves its rank",
     "model/layers/experts.py": "experts",

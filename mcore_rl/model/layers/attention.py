@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +25,30 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.varlen import attend_packed, kernel_found, packed_kernel
 from mcore_rl.errors import ConfigError
-from mcore_rl.model.layers.cache import KeyValueCache
+from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
 from mcore_rl.model.layers.packed import PackedParams, SideBySide, gathered_order
 from mcore_rl.model.layers.sinks import with_sinks
 from mcore_rl.parallel.mesh import layer_groups
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 """Mask types of causal attention; padding is masked in the loss."""
+
+
+@dataclass(slots=True)
+class KeyValueCache:
+    """The native engine's cache of earlier positions."""
+
+    keys: Tensor
+    """Keys `[slots, S, G, D]` of G groups."""
+    values: Tensor
+    """Values `[slots, S, G, Dv]`."""
+    step: StepTokens = NO_TOKENS
+    """Tokens that the layer is computing."""
+
+    def copy(self, source: int, targets: slice, length: int) -> None:
+        """Copy the first `length` positions of the slot `source` to the slots `targets`."""
+        self.keys[targets, :length] = self.keys[source, :length]
+        self.values[targets, :length] = self.values[source, :length]
 
 
 class SDPAttention(MegatronModule):
@@ -125,7 +143,7 @@ class SDPAttention(MegatronModule):
 
     def _newest(self, query_BND: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the output `[B, N, Dv]` for the query of each decoding slot, over its visible keys."""
-        longest, visible = cache.step.longest, cache.step.visible(self.window)
+        longest, visible = cache.step.longest, visible_keys(cache.step, self.window)
         key, value = (kv[: len(query_BND), :longest].transpose(0, 1) for kv in (cache.keys, cache.values))
         if self._is_invariant:
             return self._invariant(query_BND[None], key, value, visible)[0]
@@ -310,6 +328,16 @@ class SDPAttention(MegatronModule):
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
         return sharded
+
+
+def visible_keys(step: StepTokens, window: int | None) -> Tensor:
+    """Return the mask of keys that each decoding slot's query attends to, bool `[num_decode, 1, 1, longest]`."""
+    if window not in step.masks:
+        positions_L = torch.arange(step.longest, device=step.positions_T.device)
+        behind_BL = step.positions_T[: step.num_decode, None] - positions_L
+        seen_BL = behind_BL >= 0 if window is None else (behind_BL >= 0) & (behind_BL <= window)
+        step.masks[window] = seen_BL[:, None, None]
+    return step.masks[window]
 
 
 def lengths_of(packed: PackedSeqParams, num_tokens: int, multiple: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Caches of the native engine's layers, and the tokens of a generating step."""
+"""A generating step of the native engine: its tokens, and what it asks of each layer's cache."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -39,19 +39,8 @@ class StepTokens:
     """Largest number of keys in a decoding slot, including the new token's."""
     spans: tuple[PrefillRows, ...]
     """Prefills of the step."""
-    _visible: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
-
-    def visible(self, window: int | None) -> Tensor:
-        """Return the mask of keys that each decoding slot's query attends to, bool `[num_decode, 1, 1, longest]`.
-
-        The mask is computed once for all layers with the same window.
-        """
-        if window not in self._visible:
-            positions_L = torch.arange(self.longest, device=self.positions_T.device)
-            behind_BL = self.positions_T[: self.num_decode, None] - positions_L
-            seen_BL = behind_BL >= 0 if window is None else (behind_BL >= 0) & (behind_BL <= window)
-            self._visible[window] = seen_BL[:, None, None]
-        return self._visible[window]
+    masks: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
+    """Masks of the keys that the decoding slots attend to, by window, which the first layer with a window adds."""
 
 
 _NONE = torch.empty(0, dtype=torch.int64)
@@ -67,20 +56,3 @@ class LayerCache(Protocol):
 
     def copy(self, source: int, targets: slice, length: int) -> None:
         """Copy the first `length` positions of the slot `source` to the slots `targets`."""
-
-
-@dataclass(slots=True)
-class KeyValueCache:
-    """The cache of attention."""
-
-    keys: Tensor
-    """Keys `[slots, S, G, D]` of G groups."""
-    values: Tensor
-    """Values `[slots, S, G, Dv]`."""
-    step: StepTokens = NO_TOKENS
-    """Tokens that the layer is computing."""
-
-    def copy(self, source: int, targets: slice, length: int) -> None:
-        """Copy the first `length` positions of the slot `source` to the slots `targets`."""
-        self.keys[targets, :length] = self.keys[source, :length]
-        self.values[targets, :length] = self.values[source, :length]

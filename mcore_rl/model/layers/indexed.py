@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from mcore_rl.backend.transfer import to_device
-from mcore_rl.model.layers.attention import SDPAttention, lengths_of
-from mcore_rl.model.layers.cache import KeyValueCache, StepTokens
+from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention, lengths_of, visible_keys
+from mcore_rl.model.layers.cache import StepTokens
 from mcore_rl.model.layers.indexer import (
     Indexed,
     Indexer,
@@ -297,7 +297,7 @@ def is_choosing(step: StepTokens, topk: int) -> bool:
 
 def _seen(step: StepTokens) -> Tensor:
     """Return which keys each decoding slot sees, bool `[1, num_decode, longest]`."""
-    return step.visible(None)[:, 0, 0][None]
+    return visible_keys(step, None)[:, 0, 0][None]
 
 
 @lru_cache(8)

@@ -4,8 +4,7 @@ from torch import Tensor
 
 from mcore_rl.backend.cpu.attention import causal_attention
 from mcore_rl.backend.cpu.compiled import library
-from mcore_rl.model.layers.attention import SDPAttention
-from mcore_rl.model.layers.cache import KeyValueCache
+from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention
 from mcore_rl.model.layers.indexed import IndexedAttention
 from mcore_rl.model.layers.packed import PackedParams
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from mcore_rl.errors import EngineError
 from mcore_rl.model.build import MegatronModel, unwrap
-from mcore_rl.model.layers.attention import SDPAttention
-from mcore_rl.model.layers.cache import KeyValueCache, LayerCache, StepTokens
+from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention
+from mcore_rl.model.layers.cache import LayerCache, StepTokens
 from mcore_rl.model.layers.delta import GatedDeltaNet
 from mcore_rl.model.layers.indexed import IndexedAttention, IndexedCache
 from mcore_rl.parallel.mesh import Mesh

@@ -10,8 +10,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.model.layers.attention import SDPAttention, lengths_of
-from mcore_rl.model.layers.cache import KeyValueCache, StepTokens
+from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention, lengths_of
+from mcore_rl.model.layers.cache import StepTokens
 from mcore_rl.model.layers.cpu.attention import CompiledAttention
 from mcore_rl.model.layers.packed import gathered_order, packed_params
 from mcore_rl.parallel.mesh import Mesh
