@@ -13,27 +13,7 @@ from mcore_rl.parallel.routers import best_in_groups, own_group_score
 
 
 class Router(router.TopKRouter):
-    """Megatron's router, which ranks groups of experts as the model's family does.
-
-    Unlike Megatron's, it does not check in each pass whether its weights are on the device.
-    """
-
-    router_replay: Any
-    """Object that is asked for the experts; None for Megatron's choice."""
-
-    def routing(self, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return gates and map of the chosen experts, both `[T, E]`, for logits `[s, B, E]`."""
-        best = own_group_score(self.config)
-        if best is None:
-            routed: tuple[Tensor, Tensor] = super().routing(logits, *args, **options)
-            return routed
-        hook = self.router_replay
-        self.router_replay = GroupChoice(best, hook)
-        try:
-            routed = super().routing(logits, *args, **options)
-        finally:
-            self.router_replay = hook
-        return routed
+    """Megatron's router; unlike Megatron's, it does not check in each pass whether its weights are on the device."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits `[s, B, E]` of `input` `[s, B, D]`."""
@@ -41,6 +21,25 @@ class Router(router.TopKRouter):
         dtype = dtypes.get(self.config.moe_router_dtype, input.dtype)
         logits: Tensor = router.router_gating_linear(input, self.weight, self.bias, dtype)
         return logits
+
+
+class GroupRouter(Router):
+    """A router that ranks groups of experts as the model's family does, which is not Megatron's way."""
+
+    experts_in_score: int
+    """Number of best experts that rank a group."""
+    router_replay: Any
+    """Object that is asked for the experts; None for this router's choice."""
+
+    def routing(self, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return gates and map of the chosen experts, both `[T, E]`, for logits `[s, B, E]`."""
+        hook = self.router_replay
+        self.router_replay = GroupChoice(self.experts_in_score, hook)
+        try:
+            routed: tuple[Tensor, Tensor] = super().routing(logits, *args, **options)
+        finally:
+            self.router_replay = hook
+        return routed
 
 
 class GroupChoice:
@@ -83,6 +82,8 @@ class MoELayer(moe_layer.MoELayer):
         super().__init__(*args, **kwargs)
         assert type(self.router) is router.TopKRouter
         self.router.__class__ = Router
+        if (best := own_group_score(self.config)) is not None:
+            self.router.__class__, self.router.experts_in_score = GroupRouter, best
         self.is_local = _is_local(self.config, self.experts)
         """True if no token leaves its rank."""
 
