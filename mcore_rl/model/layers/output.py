@@ -19,6 +19,7 @@ class OutputLayer(ColumnParallelLinear):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Collective over the tensor-parallel ranks: return the logits, or the hidden states, and None for a bias."""
+        # A deferred product needs this call too: Megatron waits for a gathered weight before the forward of its module.
         if not self.is_deferred:
             result: tuple[Tensor, Tensor | None] = super().forward(input_, *args, **kwargs)
             return result
