@@ -74,9 +74,3 @@ class OptimConfig(Section):
     def moment_bytes(self) -> int:
         """Bytes of both moments of a weight."""
         return STATE_BYTES[self.exp_avg_dtype] + STATE_BYTES[self.exp_avg_sq_dtype]
-
-    def feels_warmup(self, step: int) -> bool:
-        """Return whether learning rates after `step` steps depend on the warm-up: during it, and in a cosine or linear
-        decay, which begins at its end.
-        """
-        return self.warmup_steps > 0 and (step < self.warmup_steps or self.schedule in ("cosine", "linear"))

@@ -12,52 +12,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import DataError
-from mcore_rl.families import family_of
 
 FILE_NAME = "run.json"
 NUMERICS = 6
-"""Version of a training step's result from the same config, weights and data.
-
-1: Rows that pad the vocabulary take part in the losses of pretraining and fine-tuning. Balance and z losses act at
-   their coefficients times tokens / counted tokens; the loss of sequences weighs 1 / micro_batch with megatron-core
-   0.16, with packed sequences counted as 1; the global loss weighs 1 / dp. Capacity is counted on each tp and cp rank.
-2: Padding has no probability. Balance and z losses are means over all tokens but padding, on every mesh. Capacity
-   counts by micro-batch, on every mesh. In a bf16 model the expert bias moves by counts of tokens in bf16.
-3: The expert bias moves by exact counts of tokens.
-4: Reinforcement learning keeps layers of multi-token prediction as they are: no weight decay.
-5: Biases of experts have no weight decay (gpt_oss).
-6: A warm-up over W steps begins at lr / W, not at 0, and ends a step earlier, where a cosine or linear decay begins.
-"""
-
-
-def depends_on_numerics(
-    model: ModelConfig, precision: str, before: int, *, trains_mtp: bool = True, feels_warmup: bool = False
-) -> bool:
-    """Return whether the code of NUMERICS trains this model differently from the code of version `before`.
-
-    Args:
-        model: The model.
-        precision: `platform.precision`.
-        before: The earlier version.
-        trains_mtp: Whether passes go through the layers of multi-token prediction.
-        feels_warmup: Whether learning rates yet to come depend on a warm-up (OptimConfig.feels_warmup).
-    """
-    moe = model.moe
-    if before < 6 and feels_warmup:
-        return True
-    if before < 5 and model.is_moe and family_of(model).has_linear_bias:
-        return True
-    if before < 4 and model.mtp_layers and not trains_mtp:
-        return True
-    if before < 3 and model.is_moe and moe.expert_bias and precision == "bf16":
-        return True
-    if before >= 2:
-        return False
-    has_balance = moe.balance != "none" and moe.aux_loss_coeff > 0
-    has_router_losses = has_balance or moe.z_loss_coeff > 0 or moe.capacity_factor is not None
-    return model.padded_vocab_size > model.vocab_size or (model.is_moe and has_router_losses)
+"""Version of a training step's result from the same config, weights and data; the changelog says what changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +48,7 @@ class RunAttempt:
     mesh: dict[str, int]
     """Size of each parallel dimension, and `world`, the number of ranks."""
     numerics: int = 1
-    """NUMERICS of the code; runs of before it was recorded have 1."""
+    """NUMERICS of the code; 1 where it was not recorded."""
     layers: str = ""
     """The layers, with the build of compiled layers: `te`, `torch`, `cpu BUILD`; a resume on a CPU keeps them."""
     extensions: dict[str, str] = field(default_factory=dict)
@@ -116,7 +75,7 @@ _ATTEMPTS = TypeAdapter(list[RunAttempt])
 
 
 def read_attempts(run_dir: Path) -> list[RunAttempt]:
-    """Return all starts of a run in order; an empty list for a run that is older than run.json."""
+    """Return all starts of a run in order; an empty list if there is no run.json."""
     path = run_dir / FILE_NAME
     if not path.exists():
         return []

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mcore_rl.errors import DataError
 from mcore_rl.files import written_atomically
-from mcore_rl.obs.metric_table import Reported, with_current_names
+from mcore_rl.obs.metric_table import Reported
 
 FILE_NAME = "metrics.jsonl"
 
@@ -66,14 +66,11 @@ def keep_until(path: Path, step: int) -> int:
 
 
 def read_records(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the records of a metrics.jsonl in order, metrics by their current names.
-
-    A torn last line (of a run that is still writing) is left out.
-    """
+    """Yield the records of a metrics.jsonl in order, without a torn last line (of a run that is still writing)."""
     if not path.exists():
         raise DataError(f"{path} is not there: give the folder of a run that has made at least one step")
     with path.open("rb") as file:
-        yield from (with_current_names(record) for line in file if (record := _parsed(line)) is not None)
+        yield from (record for line in file if (record := _parsed(line)) is not None)
 
 
 def _parsed(line: bytes) -> dict[str, object] | None:

@@ -2,10 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Mapping
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Reported: TypeAlias = "float | list[Reported]"
 """Value of a metric as it is written: a number, or a list of rows for a matrix."""
@@ -606,20 +605,3 @@ def row_name(name: str) -> str:
 def row_of(name: str) -> MetricRow:
     """Return the row of METRICS for `name`."""
     return METRICS[row_name(name)]
-
-
-RENAMED_METRICS = {
-    "policy/clipped_low_fraction": "policy/clip_ratio_low",
-    "policy/clipped_high_fraction": "policy/clip_ratio_high",
-    "policy/clipped_low_sequences_fraction": "policy/clip_ratio_low_sequences",
-    "policy/clipped_high_sequences_fraction": "policy/clip_ratio_high_sequences",
-    "rollout/mismatch_dropped_fraction": "rollout/importance_sampling_masked_fraction",
-    "reward/solved_fraction": "reward/accuracy",
-    "eval/solved_fraction": "eval/accuracy",
-}
-"""Name in the files of older runs -> name in METRICS."""
-
-
-def with_current_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record with the names of METRICS, also when an older version of this package wrote it."""
-    return {RENAMED_METRICS.get(name, name): value for name, value in record.items()}

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from mcore_rl.errors import DataError
 from mcore_rl.obs.attempts_file import RunAttempt, read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
-from mcore_rl.obs.metric_table import with_current_names
 
 Stage = Literal["pretrain", "sft", "rm", "dpo", "rl"]
 STAGES: dict[Stage, str] = {
@@ -208,7 +207,7 @@ def _evaluation(path: Path) -> dict[str, Any]:
         if not line.startswith("{"):
             continue
         try:
-            found = with_current_names(json.loads(line))
+            found = json.loads(line)
         except ValueError:
             raise DataError(
                 f"{path} is not what mcore-rl eval prints. Write its output there again, or delete it."

@@ -32,7 +32,7 @@ from mcore_rl.folders.checkpoint import (
     superseded,
 )
 from mcore_rl.model.build import settle_weights
-from mcore_rl.obs.attempts_file import NUMERICS, depends_on_numerics
+from mcore_rl.obs.attempts_file import NUMERICS
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, refuse_anywhere, world_max
 from mcore_rl.processes.forked_call import ForkedCall, ForkedCallError
@@ -313,10 +313,10 @@ class Checkpoints:
         config, marker = self._state.config, stored.marker
         assert marker is not None
         kind = kind_of_config(config)
-        if marker.program not in ("", kind):
+        if marker.program != kind:
             raise CheckpointError(
-                f"{stored.path} is of a run of {marker.program}, and this is {kind}. Choose another run_dir, and "
-                f"checkpoint.load={stored.path} to start from its weights"
+                f"{stored.path} is of a run of {marker.program or 'no program'}, and this is {kind}. Choose another "
+                f"run_dir, and checkpoint.load={stored.path} to start from its weights"
             )
         changes = self._changes(stored)
         refused = [
@@ -334,20 +334,15 @@ class Checkpoints:
         return changes
 
     def _changes(self, stored: StoredCheckpoint) -> list[ConfigChange]:
-        """Return the fields that differ from the saved run, as far as they are recorded."""
+        """Return the fields that differ from the saved run: of another program's run, those of the model."""
         config, marker = self._state.config, stored.marker
         assert marker is not None
         if marker.program == kind_of_config(config):
             changes = config_changes(marker.settings, config)
             changes += content_changes(marker.inputs, self._inputs)
-        else:  # an earlier version recorded only the model
+        else:
             changes = config_changes(marker.model, config.model, "model.")
-        precision, trains_mtp = config.platform.precision, config.trains_mtp
-        optims = [config.optim] if config.critic_optim is None else [config.optim, config.critic_optim]
-        feels_warmup = any(optim.feels_warmup(marker.step) for optim in optims)
-        if depends_on_numerics(
-            config.model, precision, marker.numerics, trains_mtp=trains_mtp, feels_warmup=feels_warmup
-        ):
+        if marker.numerics != NUMERICS:
             changes.append(ConfigChange(key="numerics", before=marker.numerics, now=NUMERICS))
         return changes
 

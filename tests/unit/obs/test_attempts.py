@@ -33,15 +33,7 @@ def test_every_start_is_added_and_read_back(tmp_path):
     assert first.mesh == {"tp": 2, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1, "world": 4}
     assert torch.__version__.startswith(first.versions["torch"])
     assert first.machine.ranks == 4
-    assert (first.numerics, NUMERICS) == (6, 6)
-
-
-def test_a_start_before_numerics_were_recorded_has_the_first(tmp_path):
-    add_attempt(tmp_path, this_run_attempt(PLATFORM, MeshConfig(), 0))
-    (entry,) = json.loads((tmp_path / "run.json").read_text())
-    del entry["numerics"]
-    (tmp_path / "run.json").write_text(json.dumps([entry]))
-    assert [attempt.numerics for attempt in read_attempts(tmp_path)] == [1]
+    assert first.numerics == NUMERICS
 
 
 def test_no_environment_variable_is_written(tmp_path, monkeypatch):

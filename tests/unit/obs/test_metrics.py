@@ -1,11 +1,9 @@
-import json
 import math
 
 import pytest
 import torch
 
-from mcore_rl.obs.jsonl import read_records
-from mcore_rl.obs.metric_table import METRICS, RENAMED_METRICS
+from mcore_rl.obs.metric_table import METRICS
 from mcore_rl.obs.metrics import Metric, reduced
 
 
@@ -70,14 +68,3 @@ def test_the_unit_in_a_name_is_the_unit_in_the_table(name):
     for ending, unit in units.items():
         if name.endswith(ending):
             assert METRICS[name].unit == unit
-
-
-def test_the_file_of_an_older_run_is_read_with_the_names_of_the_table(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        "".join(json.dumps({"step": 1, old: 0.25, "train/lr": 0.5}) + "\n" for old in RENAMED_METRICS)
-    )
-    assert list(read_records(path)) == [
-        {"step": 1, new: 0.25, "train/lr": 0.5} for new in RENAMED_METRICS.values()
-    ]
-    assert set(RENAMED_METRICS.values()) <= set(METRICS) and not set(RENAMED_METRICS) & set(METRICS)
