@@ -12,6 +12,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.types import Completion, Problem, Prompt
@@ -28,11 +29,9 @@ def loaded(model: ModelConfig, tensors: Tensors, mesh: Mesh) -> list[nn.Module]:
     return chunks
 
 
-def engine_on(
-    chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, *, gathers_routes: bool = True, **sizes: int
-) -> MegatronEngine:
+def engine_on(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, **sizes: int) -> MegatronEngine:
     config = engine_config(**({"slots": 8} | sizes))
-    return MegatronEngine(chunks, mesh, model, spelled, config, gathers_routes=gathers_routes)
+    return MegatronEngine(chunks, mesh, model, spelled, config)
 
 
 def spelled(tokens: Sequence[int]) -> str:
@@ -61,12 +60,17 @@ def completions_on(
     prompts: Sequence[Prompt],
     samplings: Sequence[Sampling],
     sizes: dict[str, int],
-) -> list[list[Completion]]:
-    """On a rank, for each sampling: two completions of each prompt; other replicas than the first have few prompts."""
+) -> tuple[list[int], list[list[Completion]]]:
+    """On a rank: the places of its layers among all with experts, and for each sampling two completions of each prompt.
+
+    Other replicas than the first have few prompts.
+    """
     start(PlatformConfig())
     mesh = build_mesh(mesh_config)
     seed_ranks(1)
-    engine = engine_on(loaded(model, tensors, mesh), mesh, model, **sizes)
+    chunks = loaded(model, tensors, mesh)
+    engine = engine_on(chunks, mesh, model, **sizes)
     mine = prompts[: len(prompts) >> (2 * mesh.dp_cp.rank)]
     runs = [engine.generate(mine, sampling, [[7, 8]] * len(mine)) for sampling in samplings]
-    return [[completion for group in groups for completion in group.completions] for groups in runs]
+    places = [sum(model.moe_layers[:layer]) for layer in routed_layers(chunks)]
+    return places, [[completion for group in groups for completion in group.completions] for groups in runs]

@@ -265,7 +265,7 @@ def one_engine(mesh_config: MeshConfig, model: ModelConfig, weights: Tensors) ->
     (run,) = opened(case, model)
     mesh = run.state.mesh
     copy_in(run.state.chunks, weights)
-    engine = engine_on(run.state.chunks, mesh, model, gathers_routes=mesh.tp.size > 1)
+    engine = engine_on(run.state.chunks, mesh, model)
     mine = [n for n in range(len(LENGTHS)) if n % mesh.dp_cp.size == mesh.dp_cp.rank]
     prompts = [prompt_of(sample_tokens(n, model.vocab_size)[:2].tolist(), str(n)) for n in mine]
     sampling = Sampling(max_new_tokens=14, cut=Cut(temperature=1.0), with_routes=True)

@@ -34,12 +34,9 @@ VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def native_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
-    """Return the engine that generates with the training modules `chunks`.
-
-    Its completions carry the routes of this pipeline stage's layers, which are the layers that this rank trains.
-    """
+    """Return the engine that generates with the training modules `chunks`."""
     assert isinstance(config.rl.engine, InProcessConfig)
-    return MegatronEngine(chunks, mesh, config.model, decode, config.rl.engine, gathers_routes=False)
+    return MegatronEngine(chunks, mesh, config.model, decode, config.rl.engine)
 
 
 def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:

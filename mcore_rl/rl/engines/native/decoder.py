@@ -16,7 +16,7 @@ from mcore_rl.model.layers.cache import LayerCache, StepTokens
 from mcore_rl.model.layers.delta import GatedDeltaNet
 from mcore_rl.model.layers.indexed import IndexedAttention, IndexedCache
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import routers
+from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.rl.engines.native.scheduler import Copy
 from mcore_rl.rl.types import BYTE_EXPERTS
 
@@ -41,14 +41,8 @@ class Decoder:
         self._tables = [_rotary_table(model, max_tokens) for model in self._models]
         shape = (num_slots + 1, max_tokens)
         self._caches = [[self._new_cache(a, shape) for a in attentions] for attentions in self._attentions]
-        self.moe_layers: list[int] = []
-        """Indices, in the whole model, of this rank's layers with recorded routes."""
-        self._routers: list[nn.Module] = []
-        if with_routes:
-            found = [pair for chunk in chunks for pair in routers(chunk)]
-            found = [pair for pair in found if pair[0] < self._config.num_layers]
-            self.moe_layers = [layer for layer, _ in found]
-            self._routers = [router for _, router in found]
+        found = [router for chunk in chunks for _, router in replayed_routers(chunk)]
+        self._routers: list[nn.Module] = [*found] if with_routes else []
         routes = (*shape, len(self._routers), self._config.moe_router_topk)
         few = (self._config.num_moe_experts or 0) <= BYTE_EXPERTS
         self._routes = torch.zeros(routes, dtype=torch.uint8 if few else torch.int16, device=self.device)

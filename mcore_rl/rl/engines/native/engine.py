@@ -24,7 +24,6 @@ from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling, StopSt
 from mcore_rl.rl.engines.native.chosen_keys import ChosenKeys, keeping_choices
 from mcore_rl.rl.engines.native.decoder import Decoder
 from mcore_rl.rl.engines.native.graphs import NextToken, StaticDecode, reason_against_graphs
-from mcore_rl.rl.engines.native.routes import gather_layers
 from mcore_rl.rl.engines.native.scheduler import Draft, Scheduler, Step
 from mcore_rl.rl.sampling import draw, uniforms
 from mcore_rl.rl.types import Completion, Group, Prompt, single_version
@@ -37,7 +36,8 @@ class MegatronEngine(QuietEngine):
     """Continuous batching over caches of keys and values, or of states, on any mesh.
 
     The tensor- and pipeline-parallel ranks of a replica get the same requests. Each replica (data- or context-parallel
-    rank) gets its own requests, possibly none.
+    rank) gets its own requests, possibly none. Completions have the routes of this pipeline stage's layers, which
+    are the layers that this rank trains.
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class MegatronEngine(QuietEngine):
         decode: Callable[[Sequence[int]], str],
         config: InProcessConfig,
         *,
-        gathers_routes: bool = True,
         has_fixed_shapes: bool | None = None,
     ) -> None:
         """Create the engine.
@@ -59,7 +58,6 @@ class MegatronEngine(QuietEngine):
             model: the model's config.
             decode: function that converts token ids to text.
             config: sizes, and whether to use CUDA graphs.
-            gathers_routes: whether completions have the routes of all layers, or only of this pipeline stage's layers.
             has_fixed_shapes: whether steps without prompts use the shapes of CUDA graphs; None: only with CUDA graphs.
                 A CPU can use these shapes too, to rehearse a GPU's steps.
 
@@ -71,7 +69,6 @@ class MegatronEngine(QuietEngine):
         self.listener: Listener | None = None
         self._chunks, self._num_slots = list(chunks), config.native_slots
         self._step_tokens = max(config.step_tokens, self._num_slots + 1)
-        self._gathers_routes = gathers_routes
         self._has_experts = model.moe.num_experts > 0
         self.as_in_training = batch_invariant.is_on()
         """Whether logprobs equal the trainer's bit for bit."""
@@ -138,8 +135,6 @@ class MegatronEngine(QuietEngine):
                     run.step()
             if watched is not None:
                 self._overlap_2 += watched.overlap(self.mesh, decoder.token_multiple)
-        if sampling.with_routes and self._gathers_routes:
-            run.routes = gather_layers(drafts, run.routes, decoder.moe_layers, self.mesh.pp)
         made = {(draft.group, draft.index): run.completion(draft) for draft in drafts}
         return [
             Group(
