@@ -280,11 +280,6 @@ def _distill(rl: RlConfig) -> Iterator[str]:
         yield (
             f'rl.distill.self_refresh_rollouts={distill.self_refresh_rollouts}: no teacher is "self". Set it to "none".'
         )
-    if distill.has_self and distill.store == "file":
-        yield (
-            'rl.distill.store="file" with the teacher "self", whose weights change places with the policy\'s. Set '
-            '"host".'
-        )
     if distill.use == "advantage" and rl.loss.kind in ("gspo", "kimi_k2"):
         yield (
             f'rl.distill.use="advantage" with rl.loss.kind="{rl.loss.kind}", which has one advantage a sequence. Set '

@@ -17,8 +17,8 @@ Gibibytes = Annotated[float, Gt(0), Le(2**30)]
 """An amount of memory in GiB, up to 2**60 bytes, because limits and offsets are integers of 64 bits."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """A seed of 32 bits, as numpy requires."""
-Store = Literal["device", "host", "file"]
-"""Memory in which tensors wait: on the device, in main memory, or in a file."""
+Store = Literal["device", "host"]
+"""Memory in which tensors wait: on the device or in main memory."""
 Text = Annotated[str, Field(min_length=1)]
 """A text that is not empty; an optional text is `Text | None`."""
 

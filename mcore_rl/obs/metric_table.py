@@ -536,9 +536,6 @@ METRICS: dict[str, MetricRow] = {
     "memory/waiting_host_bytes": MetricRow(
         "bytes", LAST, "Weights of reference, teachers and reward models that wait in main memory."
     ),
-    "memory/waiting_file_bytes": MetricRow(
-        "bytes", LAST, "Weights of teachers and reward models that wait in a file."
-    ),
     "memory/moved_bytes": MetricRow(
         "bytes",
         LAST,

@@ -13,7 +13,6 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.plan.activations import Layers
 from mcore_rl.plan.memory import FP8_COPIES_BYTES, GIB, Memory
 from mcore_rl.plan.schedule import schedule
-from mcore_rl.plan.training import ModelOnRanks
 from mcore_rl.planner.messages import StageEvent, passes_of, play
 from mcore_rl.planner.simulate import ChunkTimes, Simulation, simulate_mesh
 
@@ -189,11 +188,8 @@ def exact_lines(exact: Exact, stages: list[Memory], platform: PlatformConfig) ->
         yield f"        rank {built.rank}, stage {built.stage}: {sizes}: {agreement}"
 
 
-def uncounted_lines(models: Sequence[ModelOnRanks], stages: Sequence[Memory]) -> Iterator[str]:
+def uncounted_lines(stages: Sequence[Memory]) -> Iterator[str]:
     """Yield the parts of the plan that were not built, and so remain closed forms, with their largest sizes."""
-    in_files = [model.name for model in models if model.store == "file"]
-    if in_files:
-        yield f"        built, and not in main memory: what waits in files, of the {' and the '.join(in_files)}"
     sizes = {
         "the rollout's cache": max(stage.rollout_cache for stage in stages),
         "routes and router scores on the device": max(stage.routes for stage in stages),

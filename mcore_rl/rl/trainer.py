@@ -250,7 +250,6 @@ class RlTrainer(Trainer):
         if waiting:
             yield Metric("memory/waiting_device_bytes", sum(model.device for model in waiting))
             yield Metric("memory/waiting_host_bytes", sum(model.host for model in waiting))
-            yield Metric("memory/waiting_file_bytes", sum(model.file for model in waiting))
         if not self.config.update_store == self.config.critic_store == "device":
             moves = [residence.take_moves() for residence in self.state.residences]
             yield Metric("memory/moved_bytes", sum(num_bytes for num_bytes, _ in moves))

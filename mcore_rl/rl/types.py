@@ -191,4 +191,3 @@ class WaitingBytes(NamedTuple):
 
     device: int = 0
     host: int = 0
-    file: int = 0

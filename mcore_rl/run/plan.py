@@ -116,7 +116,7 @@ def main(args: argparse.Namespace) -> int:
         _write(estimate_lines(plan))
     if exact is not None:
         _write(exact_lines(exact, plan.stages, config.platform))
-        _write(uncounted_lines(plan.training.models, plan.stages))
+        _write(uncounted_lines(plan.stages))
         _write(layer_lines(exact.layers, plan.training.layers))
     if recorded is not None:
         _write(schedule_lines(recorded, plan.num_microbatches, _unit(plan)))

@@ -1,12 +1,8 @@
 """Memory of models that are needed only in some phases of a step, and leave the device between them."""
 
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import IO
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -14,17 +10,12 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
 from mcore_rl.config.section import Store
-from mcore_rl.errors import TrainingError
-from mcore_rl.files import disk_errors_explained
 from mcore_rl.model.build import settle_weights
-
-PART_BYTES = 2**26
-"""Bytes to copy to or from a file at a time."""
 
 
 def store_on(device: torch.device, store: Store) -> Store:
     """Return the store to use: on a CPU, device memory is main memory and "host" moves nothing."""
-    return "device" if store == "host" and device.type == "cpu" else store
+    return "device" if device.type == "cpu" else store
 
 
 class WaitingMemory:
@@ -38,7 +29,6 @@ class WaitingMemory:
         self,
         tensors: Callable[[], Iterable[Tensor]],
         store: Store,
-        folder: Path,
         device: torch.device,
         *,
         changes: bool = True,
@@ -49,19 +39,16 @@ class WaitingMemory:
         Args:
             tensors: returns the current tensors. Tensors on another device and empty tensors are left alone.
             store: where to store the bytes.
-            folder: folder for "file"; the file has no name and disappears with this process.
             device: the device that the bytes leave.
             changes: whether the tensors may change while present; otherwise they are stored only once.
             is_scratch: whether to discard the bytes, because they are always written before they are read.
         """
-        self._tensors, self._folder, self._device = tensors, folder, device
-        self._store: Store = store
+        self._tensors, self._store, self._device = tensors, store, device
         self._changes, self._is_scratch = changes, is_scratch
         self._num_users = 0
         self._away: list[tuple[UntypedStorage, int]] | None = None
         """Emptied storages with their sizes; None if they are on the device."""
         self._host: list[Tensor] = []
-        self._file: IO[bytes] | None = None
         self.moved_bytes = 0
         """Bytes copied from or to the device since the start."""
         self.moves_s = 0.0
@@ -73,7 +60,7 @@ class WaitingMemory:
             return
         start_s = time.perf_counter()
         storages = list(_storages(self._tensors(), self._device))
-        if not self._is_scratch and (self._changes or (not self._host and self._file is None)):
+        if not self._is_scratch and (self._changes or not self._host):
             self._write(storages)
         self._away = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
@@ -104,46 +91,16 @@ class WaitingMemory:
     def _write(self, storages: Sequence[UntypedStorage]) -> None:
         sizes = [storage.nbytes() for storage in storages]
         self.moved_bytes += sum(sizes)
-        if self._store == "host":
-            if [buffer.nbytes for buffer in self._host] != sizes:
-                self._host = []  # frees the old bytes first
-                self._host = [_host_bytes(size, self._device) for size in sizes]
-            for storage, copy_n in zip(storages, self._host, strict=True):
-                copy_n.copy_(_bytes_of(storage), non_blocking=True)
-            return
-        remedy = f"{sum(sizes) / 2**30:.2f} GiB of a model wait there. Free space, or set its store to another one."
-        with disk_errors_explained(self._folder, remedy):
-            if self._file is None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115  # until the end
-            offset = 0
-            for part_n in _parts_of(storages):
-                # A copy on CPUs too: a storage with a numpy view can no longer be resized.
-                rest = torch.empty_like(part_n, device="cpu").copy_(part_n).numpy().data
-                while rest:
-                    written = os.pwrite(self._file.fileno(), rest, offset)
-                    offset, rest = offset + written, rest[written:]
+        if [buffer.nbytes for buffer in self._host] != sizes:
+            self._host = []  # frees the old bytes first
+            self._host = [_host_bytes(size, self._device) for size in sizes]
+        for storage, copy_n in zip(storages, self._host, strict=True):
+            copy_n.copy_(_bytes_of(storage), non_blocking=True)
 
     def _read(self, storages: Sequence[UntypedStorage]) -> None:
         self.moved_bytes += sum(storage.nbytes() for storage in storages)
-        if self._store == "host":
-            for storage, copy_n in zip(storages, self._host, strict=True):
-                _bytes_of(storage).copy_(copy_n, non_blocking=True)
-            return
-        assert self._file is not None
-        offset = 0
-        for part_n in _parts_of(storages):
-            read_n = torch.empty_like(part_n, device="cpu")
-            rest = read_n.numpy().data
-            while rest:
-                count = os.preadv(self._file.fileno(), [rest], offset)
-                if not count:
-                    raise TrainingError(
-                        f"The file of a waiting model in {self._folder} ends at byte {offset}, {len(rest)} bytes too "
-                        "early: the disk has lost what was written."
-                    )
-                offset, rest = offset + count, rest[count:]
-            part_n.copy_(read_n)
+        for storage, copy_n in zip(storages, self._host, strict=True):
+            _bytes_of(storage).copy_(copy_n, non_blocking=True)
 
 
 class Residence:
@@ -157,7 +114,6 @@ class Residence:
         chunks: Sequence[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         store: Store,
-        folder: Path,
         device: torch.device,
         *,
         weights_stay: bool,
@@ -168,7 +124,6 @@ class Residence:
             chunks: the model's parts on this rank.
             optimizer: its optimizer.
             store: where to store weights and optimizer state.
-            folder: folder for the store "file".
             device: the device.
             weights_stay: whether the weights stay on the device, because most phases read them.
         """
@@ -193,9 +148,9 @@ class Residence:
                 if tensor.untyped_storage().data_ptr() not in own:
                     yield tensor
 
-        self._weights = WaitingMemory(weights, "device" if weights_stay else store, folder, device)
-        self._state = WaitingMemory(state, store, folder, device)
-        self._gradients = WaitingMemory(gradients, store, folder, device, is_scratch=True)
+        self._weights = WaitingMemory(weights, "device" if weights_stay else store, device)
+        self._state = WaitingMemory(state, store, device)
+        self._gradients = WaitingMemory(gradients, store, device, is_scratch=True)
         # The state before the weights, which it compares with to find its own tensors.
         for part in (self._gradients, self._state, self._weights):
             part.leave()
@@ -256,12 +211,6 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
             yield from group["params"]
         for entries in part.optimizer.state.values():
             yield from (entry for entry in entries.values() if isinstance(entry, Tensor))
-
-
-def _parts_of(storages: Iterable[UntypedStorage]) -> Iterator[Tensor]:
-    """Yield the bytes of the storages in order, at most PART_BYTES at a time, as uint8 views of their memory."""
-    for storage in storages:
-        yield from _bytes_of(storage).split(PART_BYTES)
 
 
 def _host_bytes(size: int, device: torch.device) -> Tensor:

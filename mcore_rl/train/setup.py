@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -106,9 +105,7 @@ def _set_up_model(
         schedule=build_schedule(config.optim, optimizer, steps),
         progress=Progress(),
         timers=Timers(platform.device),
-        residence=Residence(
-            chunks, optimizer, store, Path(config.run_dir), platform.device, weights_stay=weights_stay
-        ),
+        residence=Residence(chunks, optimizer, store, platform.device, weights_stay=weights_stay),
     )
 
 

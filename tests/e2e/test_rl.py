@@ -339,15 +339,15 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     coeffs = [numbers["kl/coeff"] for _, numbers in sorted(wanted.items()) if "kl/coeff" in numbers]
     assert coeffs == pytest.approx([1e-3, 1e-3, 1e-3 * exp(-0.02), 1e-3 * exp(-0.04)], rel=1e-12)
     run_dir = tmp_path / "broken"
-    # Between their phases both models wait in files, which changes nothing and is no part of what is resumed.
-    words = [rl_file, *ppo, f"run_dir={run_dir}", "rl.advantage.critic.store=file", "rl.update.store=file"]
+    # Between their phases both models leave their tensors, which changes nothing and is no part of what is resumed.
+    words = [rl_file, *ppo, f"run_dir={run_dir}", "rl.advantage.critic.store=host", "rl.update.store=host"]
     # In the second rollout, between the critic's four updates of it, and before the save of both models has its name.
     for phase in ("rollout.30", "critic.2", "save.1"):
-        killed = run_main("tests.e2e.signalled", ["rl", f"SIGKILL.{phase}", *words])
+        killed = run_main("tests.waiting", ["tests.e2e.signalled", "rl", f"SIGKILL.{phase}", *words])
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert [path.name for path in (run_dir / "checkpoints").glob("iter_*")] == ["iter_0000002"], phase
     assert not (run_dir / "DONE").exists()
-    last = run_main("mcore_rl.run.programs.rl", words)
+    last = run_main("tests.waiting", ["mcore_rl.run.programs.rl", *words])
     assert last.returncode == 0, last.stderr
     assert "resumed from" in last.stdout and "critic: " not in last.stdout
     assert f"teacher: {run_dir}/teacher/step_0000000" in last.stdout

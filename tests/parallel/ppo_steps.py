@@ -36,6 +36,7 @@ from tests.parallel.parity import Tensors, owned
 from tests.parallel.plain import set_up_plain
 from tests.parallel.rl_steps import reference_pass, replaced, rollout_of, texts_pass
 from tests.sections import with_critic
+from tests.waiting import leaving
 
 TRUNCATED = (0, 5, 10, 23)
 """Samples that reached the largest length."""
@@ -101,8 +102,7 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
             mesh,
             state.platform,
             config.platform,
-            folder=Path(config.run_dir),
-            store="file",
+            store=config.critic_store,
             verify_checksums=config.checkpoint.verify_checksums,
         )
         teachers = [of_disk, Reference(state.chunks, mesh, config.model, folder, folder)]
@@ -123,7 +123,7 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
     advantages = learner.advantages(rollout, minibatches)
     critic_reports = critic.update(minibatches, advantages.returns)
     reports = [learner.update(minibatch, advantages) for minibatch in minibatches * config.rl.update.epochs]
-    if config.critic_store == "file":
+    if config.critic_store == "host":
         assert not any(parameter.untyped_storage().nbytes() for parameter in parameters_of(trained))
     with all_present(state.residences):
         for one in (state, trained):
@@ -162,7 +162,6 @@ def scores_of(
         critic.mesh,
         critic.platform,
         config.platform,
-        folder=folder,
         store="host",
         verify_checksums=True,
     )
@@ -204,22 +203,23 @@ def on_meshes(
 def stored_and_not(
     config: RlRunConfig, meshes: Sequence[MeshConfig], weights: Sequence[Tensors], folder: Path
 ) -> list[bool]:
-    """On a rank, of each mesh: whether the updates are the same bits when all that can wait does so in files."""
+    """On a rank, of each mesh: whether the updates are the same bits when all that can wait leaves their tensors."""
     rl = config.rl
-    files = with_critic(rl, store="file").model_copy(
+    waiting = with_critic(rl, store="host").model_copy(
         update={
-            "update": rl.update.model_copy(update={"store": "file"}),
+            "update": rl.update.model_copy(update={"store": "host"}),
             "loss": rl.loss.model_copy(update={"reference_store": "device"}),
         }
     )
     found = []
     for index, mesh in enumerate(meshes):
         outcomes = []
-        for name, section in (("files", files), ("device", rl)):
+        for name, section in (("host", waiting), ("device", rl)):
             one = config.model_copy(
                 update={"mesh": mesh, "rl": section, "run_dir": str(folder / f"{name}{index}")}
             )
-            outcomes.append(ppo_updates(one, weights, folder / f"{name}{index}"))
+            with leaving():
+                outcomes.append(ppo_updates(one, weights, folder / f"{name}{index}"))
             destroy_mesh()
         found.append(are_equal(*outcomes))
     return found

@@ -130,7 +130,6 @@ def logits_of_teachers(config: DPOConfig, paths: list[Path]) -> list[Tensor]:
             mesh,
             platform,
             config.platform,
-            folder=Path(config.run_dir),
             store="host",
             verify_checksums=True,
         )

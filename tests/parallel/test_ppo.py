@@ -288,7 +288,9 @@ def test_ppo_does_not_depend_on_the_mesh(which: str, replay: ReplayKind, tmp_pat
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_models_that_wait_in_files_between_their_phases_are_bit_equal(num_ranks: int, tmp_path: Path) -> None:
+def test_models_that_wait_in_main_memory_between_their_phases_are_bit_equal(
+    num_ranks: int, tmp_path: Path
+) -> None:
     """On two ranks weights are gathered in the next forward pass, which the critic's must not wait for."""
     mesh = MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
     meshes = [MeshConfig() if num_ranks == 1 else mesh]

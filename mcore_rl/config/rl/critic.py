@@ -25,8 +25,7 @@ class CriticConfig(Section):
     """Routes of the critic's updates; `r2`: recorded in its pass for values; `none`: its routers choose again."""
     store: Store = "device"
     """Memory in which the critic's weights and optimizer state wait between its passes and updates; `host`: main memory
-    (on CPUs nothing moves); `file`: a file without a name in the run's folder. With `host` and `file`, its gradients
-    take memory only during updates."""
+    (on CPUs nothing moves). With `host`, its gradients take memory only during updates."""
     clip_value: PositiveFloat | None = 0.2
     """Distance from the value at the rollout beyond which a new value gains nothing (1707.06347); `none`: no limit."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"

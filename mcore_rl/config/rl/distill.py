@@ -32,8 +32,7 @@ class DistillConfig(Section):
     self_refresh_rollouts: PositiveInt | None = None
     """Rollout batches after which the teacher `self` becomes the current policy; `none`: never."""
     store: Store = "host"
-    """Memory in which the teachers' weights wait for their passes; `device`: the policy's; `host`: main memory; `file`:
-    a file without a name in the run's folder, which is not possible for `self`."""
+    """Memory in which the teachers' weights wait for their passes; `device`: the policy's; `host`: main memory."""
 
     @cached_property
     def paths(self) -> tuple[str, ...]:

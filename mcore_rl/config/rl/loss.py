@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from mcore_rl.config.extension import Extension
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Section, Store
 
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
 
@@ -59,7 +59,7 @@ class LossConfig(Section):
     token, as in PPO (2203.02155)."""
     reference_refresh_rollouts: PositiveInt | None = None
     """Rollout batches after which the reference becomes the current policy (iterative GRPO); `none`: never."""
-    reference_store: Literal["device", "host"] = "host"
+    reference_store: Store = "host"
     """Memory in which the reference's weights wait for their pass; `device`: the policy's; `host`: main memory."""
     entropy_coeff: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus, the mean entropy of the next token over the whole vocabulary."""

@@ -141,8 +141,8 @@ class RewardConfig(Section):
     """Template that renders prompt and completion as text for reward models with a tokenizer of their own; `none`: the
     template that their runs were trained with."""
     model_store: Store = "host"
-    """Memory in which the weights of reward models wait for their passes; `device`: the policy's; `host`: main memory;
-    `file`: a file without a name in the run's folder."""
+    """Memory in which the weights of reward models wait for their passes; `device`: the policy's; `host`: main
+    memory."""
     normalize_models: bool = False
     """Normalize the scores of reward models (`model:`) by the mean and the standard deviation of all their scores so
     far in the run; both are saved with each checkpoint."""

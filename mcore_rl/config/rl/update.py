@@ -20,5 +20,4 @@ class UpdateConfig(Section):
     rollout itself, which saves that pass but leaves the engine's rounding in the ratio."""
     store: Store = "device"
     """Memory in which the policy's optimizer state waits between its updates; its weights stay on the device; `host`:
-    main memory (on CPUs nothing moves); `file`: a file without a name in the run's folder. With `host` and `file`, its
-    gradients take memory only during updates."""
+    main memory (on CPUs nothing moves). With `host`, its gradients take memory only during updates."""

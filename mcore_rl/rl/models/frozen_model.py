@@ -1,4 +1,4 @@
-"""A second, frozen model: between passes its weights are stored in main memory, in a file, or on the device."""
+"""A second, frozen model: between passes its weights are stored in main memory or on the device."""
 
 import json
 from collections.abc import Iterator
@@ -51,7 +51,6 @@ class FrozenModel:
         platform: Platform,
         settings: PlatformConfig,
         *,
-        folder: Path,
         store: Store,
         verify_checksums: bool,
     ) -> None:
@@ -63,7 +62,6 @@ class FrozenModel:
             mesh: the policy's mesh.
             platform: this rank's platform.
             settings: the section `platform`; recomputation is ignored, because there are no gradients.
-            folder: a folder for the store "file".
             store: where the weights are between passes; unless "device", only `installed` brings them to the device.
             verify_checksums: whether to compare the checkpoint's files with their recorded checksums first.
 
@@ -91,7 +89,7 @@ class FrozenModel:
         load_weights(self.chunks, mesh, model, path, verify_checksums=verify_checksums)
         device = platform.device
         # The weights never change: they are stored once, and later only the copy on the device is freed.
-        self._memory = WaitingMemory(self._tensors, store_on(device, store), folder, device, changes=False)
+        self._memory = WaitingMemory(self._tensors, store_on(device, store), device, changes=False)
         self._memory.leave()
 
     @contextmanager

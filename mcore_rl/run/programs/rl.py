@@ -429,7 +429,6 @@ def teacher_passes(
                 state.mesh,
                 state.platform,
                 config.platform,
-                folder=run.folder.path,
                 store=distill.store,
                 verify_checksums=config.checkpoint.verify_checksums,
             )

@@ -144,7 +144,6 @@ def load_reward_models(
                 mesh,
                 platform,
                 config.platform,
-                folder=Path(config.run_dir),
                 store=reward.model_store,
                 verify_checksums=config.checkpoint.verify_checksums,
             ),

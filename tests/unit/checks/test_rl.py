@@ -44,8 +44,8 @@ def violations(words):
         "prompts.files=[a.jsonl]",
         "reward.parts=[model:runs/rm,exact] reward.weights=[1,0] reward.normalize_models=true",
         "reward.parts=[model:rm] reward.model_store=device",
-        "advantage.kind=gae loss.kind=ppo advantage.critic.store=file update.store=host reward.parts=[model:rm] "
-        "reward.model_store=file loss.kl_coeff=0.1 loss.reference_store=device",
+        "advantage.kind=gae loss.kind=ppo advantage.critic.store=host update.store=host reward.parts=[model:rm] "
+        "reward.model_store=device loss.kl_coeff=0.1 loss.reference_store=device",
         "reward.parts=[length,code] reward.weights=[1,0] reward.correct=code reward.length_max_tokens=9",
         "reward.parts=[model:rm,exact] reward.correct=model:rm",
         "reward.correct=none",
@@ -196,7 +196,6 @@ def test_these_settings_are_fine(words):
         ),
         ("reward.parts=[]", "is empty"),
         ("loss.reference_store=device", "there is no reference"),
-        ("distill.teacher=self distill.store=file", 'the teacher "self"'),
         ("reward.correct=code", 'rl.reward.correct="code" is not among rl.reward.parts'),
         (
             "reward.code.partial=true",

@@ -64,8 +64,8 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
             "rl.advantage.critic.optim.min_lr=1.0 is above rl.advantage.critic.optim.lr=0.0003",
         ),
         (
-            ["optim.offload_fraction=0.5", "platform.precision=bf16", "rl.update.store=file"],
-            'rl.update.store="file" with optim.offload_fraction=0.5',
+            ["optim.offload_fraction=0.5", "platform.precision=bf16", "rl.update.store=host"],
+            'rl.update.store="host" with optim.offload_fraction=0.5',
         ),
         (
             ["mesh.overlap_tp=true", "mesh.tp=2", "platform.precision=bf16"],

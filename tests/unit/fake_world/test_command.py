@@ -28,14 +28,13 @@ def test_a_plan_is_checked_with_megatrons_modules_and_its_own_schedule(capsys, t
     assert "microbatches, time in layers' forward passes, recorded<" in (tmp_path / "step.svg").read_text()
 
 
-def test_what_waits_in_main_memory_or_files_is_counted_and_what_is_not_built_is_named(capsys):
-    words = ["tiny_moe/ppo", "rl.advantage.critic.store=file", "rl.update.store=host", "replay.kind=r2"]
+def test_what_waits_in_main_memory_is_counted_and_what_is_not_built_is_named(capsys):
+    words = ["tiny_moe/ppo", "rl.advantage.critic.store=host", "rl.update.store=host", "replay.kind=r2"]
     words += ["--cluster", CPU, "--nodes", "1", "--exact", "--rank", "0"]
     assert run(["plan", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     (rank,) = (line for line in lines if line.startswith("        rank 0, stage 0: "))
     assert ", main memory " in rank and "the closed form is equal to the byte" in rank
-    assert "        built, and not in main memory: what waits in files, of the critic" in lines
     (planned,) = (
         line for line in lines if line.startswith("        not built, as planned on the fullest stage: ")
     )

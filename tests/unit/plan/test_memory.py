@@ -245,7 +245,6 @@ def test_models_that_wait_take_room_in_their_own_phases_only():
         *(2 * p.total, in_bf16 + shift, in_bf16 + shift + state(p, c)),
         critic + state(p) + state(c),
     )
-    assert memory("rl.advantage.critic.store=file", "rl.update.store=file").host == 0
     # An update with its activations is the largest of the phases here; a rollout's cache is smaller than them.
     passes = stored.activations + stored.recomputed + stored.logits
     assert stored.total == stored.permanent + passes + stored.routes < memory().total / 1.9

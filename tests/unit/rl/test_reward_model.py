@@ -118,7 +118,6 @@ def test_packed_scores_are_those_of_each_completion_alone(
         one_rank,
         platform,
         config.platform,
-        folder=tmp_path,
         store=store,
         verify_checksums=True,
     )

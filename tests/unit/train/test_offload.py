@@ -1,13 +1,11 @@
 """Memory that leaves the device between phases: views stay, bits come back."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.train.offload import Store, WaitingMemory
+from mcore_rl.train.offload import WaitingMemory
 
 CPU = torch.device("cpu")
 
@@ -16,12 +14,11 @@ def nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-@pytest.mark.parametrize("store", ["host", "file"])
-def test_bytes_leave_and_come_back_under_the_views_of_them(store: Store, tmp_path: Path) -> None:
+def test_bytes_leave_and_come_back_under_the_views_of_them() -> None:
     flat, other = torch.randn(1000), torch.randn(7, dtype=torch.bfloat16)
     view, part = flat[100:400].view(30, 10), flat.detach()[5:6]
     before = flat.clone(), other.clone(), view.clone()
-    memory = WaitingMemory(lambda: [view, part, other, torch.empty(0)], store, tmp_path / "run", CPU)
+    memory = WaitingMemory(lambda: [view, part, other, torch.empty(0)], "host", CPU)
     memory.leave()
     assert nbytes([flat, other]) == 0
     with memory.present(), memory.present():
@@ -35,10 +32,10 @@ def test_bytes_leave_and_come_back_under_the_views_of_them(store: Store, tmp_pat
     assert memory.moved_bytes == 5 * (4000 + 14)
 
 
-def test_what_never_changes_is_stored_once_and_scratch_never(tmp_path: Path) -> None:
+def test_what_never_changes_is_stored_once_and_scratch_never() -> None:
     constant, scratch = torch.arange(9.0), torch.ones(9)
-    memory = WaitingMemory(lambda: [constant], "file", tmp_path, CPU, changes=False)
-    space = WaitingMemory(lambda: [scratch], "file", tmp_path, CPU, is_scratch=True)
+    memory = WaitingMemory(lambda: [constant], "host", CPU, changes=False)
+    space = WaitingMemory(lambda: [scratch], "host", CPU, is_scratch=True)
     for _ in range(3):
         memory.leave()
         space.leave()
@@ -48,9 +45,9 @@ def test_what_never_changes_is_stored_once_and_scratch_never(tmp_path: Path) -> 
     assert (memory.moved_bytes, space.moved_bytes) == (4 * 36, 0)
 
 
-def test_on_the_device_nothing_moves(tmp_path: Path) -> None:
+def test_on_the_device_nothing_moves() -> None:
     tensor = torch.ones(3)
-    memory = WaitingMemory(lambda: [tensor], "device", tmp_path, CPU)
+    memory = WaitingMemory(lambda: [tensor], "device", CPU)
     memory.leave()
     with memory.present():
         assert tensor.tolist() == [1, 1, 1]
