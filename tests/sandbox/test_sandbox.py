@@ -9,7 +9,7 @@ LIMITS = SandboxLimits(time_s=20.0, memory_mib=64, output_kib=64)
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
-    return Sandbox("bubblewrap", field="rl.reward.code.sandbox", limits=LIMITS)
+    return Sandbox(needed_by="the reward code", limits=LIMITS)
 
 
 def last_line(text: str) -> str:
@@ -80,7 +80,7 @@ def test_threads_run_and_nothing_of_one_program_is_left_for_the_next(sandbox):
 
 
 def test_a_program_that_takes_too_long_is_killed_with_its_threads():
-    sandbox = Sandbox("auto", field="rl.reward.code.sandbox", limits=LIMITS)
+    sandbox = Sandbox(needed_by="the reward code", limits=LIMITS)
     # So much time is for the start of the interpreter beside other tests.
     result = sandbox.run("print('begun', flush=True)\nimport time\ntime.sleep(600)", time_s=5.0)
     assert (result.is_timeout, result.status, result.output) == (True, None, "begun\n")

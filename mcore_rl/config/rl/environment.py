@@ -13,7 +13,7 @@ class EnvironmentConfig(Section):
 
     name: Literal["calculator", "guessing", "python", "reasoning_gym", "textarena"] | Extension | None = None
     """Environment; `calculator`: a tool that computes; `guessing`: a game of guessing a number; `python`: a tool that
-    runs Python in a sandbox (bubblewrap or nsjail); `reasoning_gym`: a dataset of reasoning-gym, in a single turn;
+    runs Python in a sandbox (bubblewrap); `reasoning_gym`: a dataset of reasoning-gym, in a single turn;
     `textarena`: a game of TextArena for a single player; `module:name`: a class of your own
     (rl.environments.interface.Environment); `none`: no environment, a completion is a single turn."""
     arguments: dict[str, str | bool | int | float] = {}  # noqa: RUF012  # pydantic gives every instance its own

@@ -19,11 +19,8 @@ ENVIRONMENT_PART = "environment"
 
 
 class CodeConfig(Section):
-    """The part `code`: the program in a completion is run against the tests of its prompt, in a sandbox."""
+    """The part `code`: the program in a completion is run against the tests of its prompt, in bubblewrap."""
 
-    sandbox: Literal["auto", "bubblewrap", "nsjail"] = "auto"
-    """Program that isolates the completion's program from files, network and other processes; `auto`: the first that is
-    installed. If none is, the run is refused."""
     python: Text | None = None
     """Interpreter of the programs, with its packages, such as a virtual environment's; `none`: the interpreter of this
     run, without packages."""

@@ -49,7 +49,7 @@ class PythonTool(Tool):
 @functools.cache
 def sandbox_of(limits: SandboxLimits) -> Sandbox:
     """Return this machine's sandbox. It is tried once, and worker processes inherit it."""
-    return Sandbox("auto", field="rl.environment.name", limits=limits)
+    return Sandbox(needed_by='rl.environment.name="python"', limits=limits)
 
 
 def run_program(program: str, *, limits: SandboxLimits, max_characters: int) -> str:

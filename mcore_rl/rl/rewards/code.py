@@ -18,7 +18,6 @@ CODE_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 """Fenced block of Markdown."""
 SHOWN = 200
 """Maximum number of characters of a test, or of a program's output, in a reason."""
-FIELD = "rl.reward.code.sandbox"
 OUTPUT_KIB = 1024
 RUN_TESTS = """
 def run():
@@ -44,7 +43,7 @@ that the model's program does not know, so a program that exits early or prints 
 def code_function(config: CodeConfig, answer_pattern: str) -> RewardFunction:
     """Return the reward function of the part `code`. Raises ConfigError if no sandbox works on this machine."""
     limits = SandboxLimits(time_s=config.timeout_s, memory_mib=config.memory_mib, output_kib=OUTPUT_KIB)
-    sandbox = Sandbox(config.sandbox, field=FIELD, limits=limits, python=config.python)
+    sandbox = Sandbox(needed_by="the reward code", limits=limits, python=config.python)
     return partial(passes_tests, sandbox=sandbox, config=config, answer_pattern=answer_pattern)
 
 

@@ -1,4 +1,4 @@
-"""Run untrusted Python programs in bubblewrap or nsjail, without a network and with resource limits."""
+"""Run untrusted Python programs in bubblewrap, without a network and with resource limits."""
 
 import os
 import shutil
@@ -8,13 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Literal, NamedTuple
+from typing import IO, NamedTuple
 
 from mcore_rl.errors import ConfigError
 
-SandboxKind = Literal["auto", "bubblewrap", "nsjail"]
-EXECUTABLES: dict[str, str] = {"bubblewrap": "bwrap", "nsjail": "nsjail"}
-"""Executable of each sandbox, in the order in which "auto" tries them."""
+EXECUTABLE = "bwrap"
 NOBODY = 65534
 """User and group inside the sandbox."""
 HOME = "/tmp"
@@ -119,14 +117,11 @@ class Sandbox:
     memory.
     """
 
-    def __init__(
-        self, kind: SandboxKind, *, field: str, limits: SandboxLimits, python: str | None = None
-    ) -> None:
+    def __init__(self, *, needed_by: str, limits: SandboxLimits, python: str | None = None) -> None:
         """Find the sandbox and run a trial program in it.
 
         Args:
-            kind: the sandbox; "auto" is the first installed sandbox of EXECUTABLES.
-            field: name of the config field, for error messages.
+            needed_by: setting that needs a sandbox, for error messages.
             limits: resource limits of each program.
             python: interpreter of the programs, with its packages; None: this process's interpreter, without packages.
 
@@ -135,14 +130,18 @@ class Sandbox:
         """
         if (machine := os.uname().machine) not in AUDIT_ARCH:
             raise ConfigError(
-                f'{field}="{kind}": programs run in a sandbox on {" and ".join(AUDIT_ARCH)}, not on {machine}.'
+                f"{needed_by}: programs run in a sandbox on {' and '.join(AUDIT_ARCH)}, not on {machine}."
             )
         self.limits = limits
-        self.kind, executable = find_sandbox(kind, field)
-        interpreter, prefixes = _interpreter(python, field)
-        command = _bubblewrap if self.kind == "bubblewrap" else _nsjail
+        executable = shutil.which(EXECUTABLE)
+        if executable is None:
+            raise ConfigError(
+                f"{needed_by}: bubblewrap ({EXECUTABLE}) is not installed on this machine, and programs of a model are "
+                "not run without a sandbox. Install the package bubblewrap."
+            )
+        interpreter, prefixes = _interpreter(python)
         self._command = [
-            *command(executable, prefixes, limits),
+            *_bubblewrap(executable, prefixes, limits),
             interpreter,
             "-I",
             "-X",
@@ -154,7 +153,7 @@ class Sandbox:
         if trial.status != 0 or trial.output != "42\n":
             how = f"status {trial.status}" if trial.status is not None else f"no answer within {TRIAL_S:g} s"
             raise ConfigError(
-                f'{field}="{kind}": {executable} is installed, and runs no program on this machine ({how}): '
+                f"{needed_by}: {executable} is installed, and runs no program on this machine ({how}): "
                 f"{trial.errors.strip()[-500:] or 'it says nothing'}. Unprivileged user namespaces must be allowed "
                 "(sysctl kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; a container "
                 f"needs --security-opt seccomp=unconfined); bubblewrap must be 0.7 or newer."
@@ -210,27 +209,7 @@ class Sandbox:
             return ProgramResult(status, _text(output, most), _text(errors, most))
 
 
-def find_sandbox(kind: SandboxKind, field: str) -> tuple[str, str]:
-    """Return the name and the executable of the sandbox for `kind`.
-
-    Raises:
-        ConfigError: if the sandbox is not installed; the message names `field`.
-    """
-    for name in EXECUTABLES if kind == "auto" else (kind,):
-        if executable := shutil.which(EXECUTABLES[name]):
-            return name, executable
-    missing = (
-        "neither bubblewrap (bwrap) nor nsjail is"
-        if kind == "auto"
-        else f"{kind} ({EXECUTABLES[kind]}) is not"
-    )
-    raise ConfigError(
-        f'{field}="{kind}": {missing} installed on this machine, and programs of a model are not run without a '
-        "sandbox. Install the package bubblewrap."
-    )
-
-
-def _interpreter(python: str | None, field: str) -> tuple[str, tuple[str, ...]]:
+def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
     """Return the interpreter and the folders that it needs. Raises ConfigError if `python` does not run."""
     if python is None:
         return sys._base_executable, (sys.base_prefix,)  # type: ignore[attr-defined]
@@ -240,9 +219,8 @@ def _interpreter(python: str | None, field: str) -> tuple[str, tuple[str, ...]]:
             [python, "-I", "-c", ask], capture_output=True, text=True, check=True, timeout=TRIAL_S
         )
     except (OSError, subprocess.SubprocessError) as error:
-        section = field.rpartition(".")[0]
         raise ConfigError(
-            f'{section}.python="{python}" is no Python interpreter: {error}. Correct its path.'
+            f'rl.reward.code.python="{python}" is no Python interpreter: {error}. Correct its path.'
         ) from error
     executable, *prefixes = found.stdout.splitlines()
     return executable, tuple(dict.fromkeys(prefixes))
@@ -277,22 +255,6 @@ def _bubblewrap(executable: str, prefixes: Sequence[str], limits: SandboxLimits)
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", str(limits.memory_mib * MIB), "--tmpfs", HOME, "--chdir", HOME),
         *("--setenv", "HOME", HOME, "--setenv", "PATH", "/usr/bin:/bin", "--"),
-    ]
-
-
-def _nsjail(executable: str, prefixes: Sequence[str], limits: SandboxLimits) -> list[str]:
-    """Return nsjail's part of the command line. nsjail's own limits are disabled: BOOTSTRAP sets the limits."""
-    binds: list[str] = []
-    for folder, target in _folders(prefixes):
-        binds += ["--bindmount_ro", str(folder)] if target is None else ["--symlink", f"{target}:{folder}"]
-    return [
-        executable,
-        *("--mode", "o", "--really_quiet", "--disable_rlimits", "--time_limit", "0"),
-        *("--user", str(NOBODY), "--group", str(NOBODY), "--hostname", "sandbox"),
-        *binds,
-        *("--bindmount", "/dev/null", "--bindmount_ro", "/dev/urandom"),
-        *("--mount", f"none:{HOME}:tmpfs:size={limits.memory_mib * MIB}", "--cwd", HOME),
-        *("--env", f"HOME={HOME}", "--env", "PATH=/usr/bin:/bin", "--"),
     ]
 
 

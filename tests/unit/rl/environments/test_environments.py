@@ -84,7 +84,7 @@ def test_what_cannot_be_made_is_refused_by_name(name: str, arguments: dict[str, 
 
 def test_without_a_sandbox_no_program_of_the_policy_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: None)
-    with pytest.raises(ConfigError, match=r"neither bubblewrap \(bwrap\) nor nsjail is"):
+    with pytest.raises(ConfigError, match=r'name="python": bubblewrap \(bwrap\) is not'):
         environment_maker(EnvironmentConfig(name="python", arguments={"seconds": 1.5}))
 
 
