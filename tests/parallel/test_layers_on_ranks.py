@@ -177,27 +177,6 @@ def test_a_replicated_layer_starts_equal_and_its_marked_gradient_sums_to_the_who
     assert_close(gradient, leaf.grad, 1e-6)  # type: ignore[arg-type]
 
 
-def refused_on_ranks() -> str:
-    """On a rank: what is said of p2p context parallelism."""
-    mesh = build_mesh(MeshConfig(cp=2))
-    try:
-        SDPAttention(
-            small_config(context_parallel_size=2),
-            1,
-            AttnMaskType.causal,
-            "self",
-            cp_comm_type="p2p",
-            pg_collection=mesh.groups,
-        )
-    except ConfigError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_ring_of_keys_and_values_is_refused() -> None:
-    assert all("p2p" in answer for answer in run_ranks(refused_on_ranks, 2))
-
-
 def latent_without_sequence_parallelism() -> str:
     """On a rank: what is said of latent attention whose rotary key would miss the other ranks' heads."""
     config = MeshConfig(tp=2, sequence_parallel=False)

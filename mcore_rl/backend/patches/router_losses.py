@@ -44,7 +44,7 @@ def losses_as_sums(routing: Routing) -> Routing:
             gates_TE, routed_TE = routing(router, logits, padding_mask=padding_mask)
         finally:
             router.config = config
-        if _has_capacity(config):
+        if config.moe_expert_capacity_factor is not None:
             gates_TE, routed_TE = _within_capacity(router, gates_TE, routed_TE, is_token_T)
         for kind in kinds:
             gates_TE = _with_balance_loss(router, kind, gates_TE, logits, is_token_T)
@@ -118,19 +118,8 @@ def _spans(router: Any) -> Tensor | None:
 def _plain(config: Any) -> Any:
     """Return the config of a router that adds no losses and drops no tokens."""
     plain = copy.copy(config)
-    plain.moe_aux_loss_coeff, plain.moe_z_loss_coeff = 0.0, None
-    if _has_capacity(config):
-        plain.moe_expert_capacity_factor = None
+    plain.moe_aux_loss_coeff, plain.moe_z_loss_coeff, plain.moe_expert_capacity_factor = 0.0, None, None
     return plain
-
-
-def _has_capacity(config: Any) -> bool:
-    """Return whether this router drops tokens; experts that are padded to their capacity keep Megatron's way."""
-    return (
-        config.moe_expert_capacity_factor is not None
-        and config.moe_token_drop_policy == "probs"
-        and not config.moe_pad_expert_input_to_capacity
-    )
 
 
 def _with_z_loss(router: Any, logits: Tensor, is_token_T: Tensor | None) -> Tensor:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -24,14 +23,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.varlen import attend_packed, kernel_found, packed_kernel
-from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
 from mcore_rl.model.layers.packed import PackedParams, gathered_order
 from mcore_rl.model.layers.sinks import with_sinks
 from mcore_rl.parallel.mesh import layer_groups
-
-CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
-"""Mask types of causal attention; padding is masked in the loss."""
 
 
 @dataclass(slots=True)
@@ -69,13 +64,11 @@ class SDPAttention(MegatronModule):
         **options: Any,
     ) -> None:
         super().__init__(config=config)
-        _refuse_unsupported(config, attention_type, options.get("cp_comm_type"))
         groups = options.get("pg_collection")
         if groups is None:
             groups = layer_groups("tp", "cp")
         self.tp_group, self.cp_group = groups.tp, groups.cp
         self.softmax_offset = self._sinks() if config.softmax_type == "learnable" else None
-        self.attn_mask_type = attn_mask_type
         width = options.get("k_channels") or config.kv_channels
         self.scale = 1.0 / math.sqrt(width) if softmax_scale is None else softmax_scale
         dropout = options.get("attention_dropout")
@@ -95,7 +88,6 @@ class SDPAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
         **options: Any,
     ) -> Tensor:
         """Return the output `[s, B, N * Dv]`; with packed sequences, inputs and output have no axis B.
@@ -104,29 +96,16 @@ class SDPAttention(MegatronModule):
             query: Queries `[s, B, N, D]` of this rank's heads and positions.
             key: Keys `[s, B, G, D]`; G divides N.
             value: Values `[s, B, G, Dv]`.
-            attention_mask: True where attention is forbidden; overrides the mask type.
-            attn_mask_type: Causal or no mask, if `attention_mask` is None.
+            attention_mask: None; attention is causal, and padding is masked in the loss.
             **options: Megatron's other arguments; only `packed_seq_params` is used.
         """
-        if options.get("attention_bias") is not None:
-            raise NotImplementedError("SDPAttention adds no bias to the scores: give none, or a mask")
+        assert attention_mask is None, "attention is causal"
         if self.cache is not None:
             return self._cached(query, key, value, self.cache)
         packed = options.get("packed_seq_params")
         if packed is not None:
             return self._packed(query, key, value, packed)
-        mask_type = attn_mask_type or self.attn_mask_type
-        if attention_mask is not None:
-            mixed = self._masked(query, key, value, attention_mask)
-        elif mask_type in CAUSAL:
-            mixed = self._causal(query, key, value)
-        elif mask_type == AttnMaskType.no_mask and self.cp_group.size() == 1:
-            mixed = self._attend(query, key, value, None)
-        else:
-            raise NotImplementedError(
-                f"SDPAttention has no {mask_type} without a mask over {self.cp_group.size()} context-parallel ranks"
-            )
-        return mixed.flatten(2)
+        return self._causal(query, key, value).flatten(2)
 
     def _cached(self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the output `[T, 1, N * Dv]`: each token attends to its slot up to its own position; padding is 0."""
@@ -163,13 +142,9 @@ class SDPAttention(MegatronModule):
         key, value = self._gathered(key, value, gathered_order(lengths, ranks).to(key.device))
         return torch.cat([self._prefix(*part) for part in self._chunks(query, key, value)])
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Return the output of packed sequences; positions after the last sequence count as another sequence."""
-        ranks = self.cp_group.size()
-        num_tokens = query.shape[0] * ranks
-        lengths = lengths_of(packed, num_tokens, 2 * ranks if ranks > 1 else 1)
-        if not isinstance(packed, PackedParams) or packed.lengths != lengths:
-            packed = PackedParams(lengths=lengths)
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedParams) -> Tensor:
+        """Return the output of packed sequences."""
+        ranks, lengths = self.cp_group.size(), packed.lengths
         if (at_once := self._at_once(query, key, value, packed)) is not None:
             return at_once
         if ranks > 1:
@@ -253,17 +228,6 @@ class SDPAttention(MegatronModule):
         distance = positions[length - query.shape[0] :, None] - positions
         return (distance >= 0) if self.window is None else (distance >= 0) & (distance <= self.window)
 
-    def _masked(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        if self.cp_group.size() > 1:
-            raise NotImplementedError(
-                "SDPAttention takes no mask under context parallelism: attention is causal"
-            )
-        visible = ~mask
-        if self.window is not None:
-            visible = visible & self._visible(query, key)
-        # A query without visible keys would give 0 / 0: it attends to all keys, as with Megatron's finite mask value.
-        return self._attend(query, key, value, visible | ~visible.any(-1, keepdim=True))
-
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, is_causal: bool = False
     ) -> Tensor:
@@ -326,45 +290,3 @@ def visible_keys(step: StepTokens, window: int | None) -> Tensor:
         seen_BL = behind_BL >= 0 if window is None else (behind_BL >= 0) & (behind_BL <= window)
         step.masks[window] = seen_BL[:, None, None]
     return step.masks[window]
-
-
-def lengths_of(packed: PackedSeqParams, num_tokens: int, multiple: int) -> tuple[int, ...]:
-    """Return the length of each sequence of a packed row; positions after the last sequence count as another sequence.
-
-    `PackedParams` has the lengths on the host; Megatron's own class has them on the device, from where they are read
-    once.
-
-    Args:
-        packed: Description of the row.
-        num_tokens: Length of the row.
-        multiple: Every length must be a multiple of this.
-    """
-    if packed.qkv_format != "thd":
-        raise NotImplementedError(f'SDPAttention packs sequences as "thd", not as {packed.qkv_format!r}')
-    lengths = getattr(packed, "lengths", None)
-    if not lengths:
-        bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        lengths = tuple(length for length in bounds.diff().tolist() if length)
-        packed.lengths = lengths
-    rest = num_tokens - sum(lengths)
-    assert rest >= 0, f"packed sequences of {sum(lengths)} positions in a row of {num_tokens}"
-    whole = (*lengths, rest) if rest else lengths
-    assert not any(length % multiple for length in whole), f"lengths {whole} are no multiples of {multiple}"
-    return whole
-
-
-def _refuse_unsupported(config: TransformerConfig, attention_type: str, cp_comm_type: str | None) -> None:
-    refused = {
-        f"attention_type={attention_type!r}": attention_type != "self",
-        f"softmax_type={config.softmax_type!r}": config.softmax_type not in ("vanilla", "learnable"),
-        f"cp_comm_type={cp_comm_type!r} with context parallelism": config.context_parallel_size > 1
-        and cp_comm_type not in (None, "all_gather"),
-        f"window_size={config.window_size}": config.window_size is not None and config.window_size[1] != 0,
-    }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"attention without TransformerEngine does not have {setting}: it is self-attention with a plain "
-                'or learnable softmax, a window to the left (w, 0), and cp_comm_type "all_gather". Change it, or use '
-                'platform.layers="te".'
-            )

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     all_to_all,
     checkpoint,
@@ -28,7 +27,6 @@ from torch.nn.functional import silu, softplus
 
 from mcore_rl.backend.delta import delta_kernel, gated_delta_by
 from mcore_rl.backend.transfer import to_device
-from mcore_rl.model.layers.attention import lengths_of
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
 from mcore_rl.model.layers.delta_rule import (
     ChunkGrid,
@@ -38,7 +36,7 @@ from mcore_rl.model.layers.delta_rule import (
     gated_delta,
     gated_delta_step,
 )
-from mcore_rl.model.layers.packed import gathered_order
+from mcore_rl.model.layers.packed import PackedParams, gathered_order
 from mcore_rl.parallel.mesh import layer_groups
 
 PARTS = ("query", "key", "value", "z", "beta", "alpha")
@@ -161,7 +159,7 @@ class GatedDeltaNet(MegatronModule):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output `[s, B, D]`, and no bias; the layer is causal.
@@ -169,7 +167,7 @@ class GatedDeltaNet(MegatronModule):
         Args:
             hidden_states: Hidden states `[s, B, D]` of this rank's positions.
             attention_mask: None or a causal mask.
-            packed_seq_params: Sequences of a packed row; positions after the last sequence count as another sequence.
+            packed_seq_params: Sequences of a packed row.
             **_: Megatron's other arguments of attention.
         """
         projected, _bias = self.in_proj(hidden_states)
@@ -179,7 +177,7 @@ class GatedDeltaNet(MegatronModule):
         length, num_rows = projected.shape[0] * ranks, projected.shape[1]
         of_row: tuple[int, ...] = (length,)
         if packed_seq_params is not None:
-            of_row = lengths_of(packed_seq_params, length, 2 * ranks if ranks > 1 else 1)
+            of_row = packed_seq_params.lengths
         order = zigzag(of_row, ranks, projected.device) if ranks > 1 else None
         if order is not None:
             projected = self._exchanged(projected, order.forth)

@@ -47,7 +47,7 @@ class ExpertShards:
 
 
 def sharded_experts(
-    weights: Mapping[str, Tensor], shards: ExpertShards, prefix: str, outer: Offsets, is_gated: bool
+    weights: Mapping[str, Tensor], shards: ExpertShards, prefix: str, outer: Offsets
 ) -> dict[str, Any]:
     """Return, for each stacked parameter `[e, ...]`, a factory of one sharded tensor per expert.
 
@@ -57,7 +57,7 @@ def sharded_experts(
     state: dict[str, Any] = {}
     for name, weight in weights.items():
         is_split = SPLIT_AXIS[name] is not None
-        halves = 2 if is_gated and is_split and "linear_fc1" in name else 1
+        halves = 2 if is_split and "linear_fc1" in name else 1
         stack = _Stack(shards=shards, name=name, outer=outer, halves=halves)
         state[f"{prefix}{name}"] = ShardedTensorFactory(
             f"{prefix}{stack.suffix}",
@@ -85,7 +85,7 @@ class _Stack:
     name: str
     outer: Offsets
     halves: int
-    """2 for a gated fc1: gate and up-projection are saved separately, for the same global tensor at every ETP size."""
+    """2 for fc1: gate and up-projection are saved separately, for the same global tensor at every ETP size."""
 
     @property
     def suffix(self) -> str:

@@ -11,7 +11,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
-from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.expert_checkpoint import ExpertShards, sharded_experts
 from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM, Linear, grouped_experts
 from mcore_rl.model.layers.experts_sorted import routed_experts
@@ -51,14 +50,11 @@ class GroupedExperts(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         assert submodules is None and pg_collection is not None
-        _refuse_unsupported(config)
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group = pg_collection.ep, pg_collection.expt_tp
         self.dp_group = pg_collection.expt_dp
         width, inner = config.hidden_size, divide(config.moe_ffn_hidden_size, self.tp_group.size())
-        if config.moe_latent_size:
-            width = config.moe_latent_size
-        self.linear_fc1 = self._weight(inner * (2 if config.gated_linear_unit else 1), width, split_axis=1)
+        self.linear_fc1 = self._weight(2 * inner, width, split_axis=1)
         self.linear_fc2 = self._weight(width, inner, split_axis=2)
 
     @property
@@ -80,9 +76,6 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, sorted_ND: Tensor, tokens_per_expert: Tensor, gates_N: Tensor) -> tuple[Tensor, None]:
         """Return the output `[N, D]` of rows sorted by expert, and no bias."""
-        if self.config.moe_apply_probs_on_input:
-            sorted_ND = (sorted_ND * gates_N[:, None]).to(sorted_ND.dtype)
-            gates_N = torch.ones_like(gates_N)
         return self._sorted(sorted_ND, gates_N, tokens_per_expert), None
 
     def _sorted(self, sorted_ND: Tensor, gates_N: Tensor, tokens_per_expert: Tensor) -> Tensor:
@@ -112,9 +105,7 @@ class GroupedExperts(MegatronModule):
             dp_group=self.dp_group,
             is_singleton=(metadata or {}).get("singleton_local_shards", False),
         )
-        is_gated = self.config.gated_linear_unit
-        weights = dict(self.named_parameters())
-        return sharded_experts(weights, shards, prefix, tuple(sharded_offsets), is_gated)
+        return sharded_experts(dict(self.named_parameters()), shards, prefix, tuple(sharded_offsets))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Checkpoints of TransformerEngine's experts have extra states; stacked experts have none.
@@ -141,20 +132,3 @@ class GroupedExperts(MegatronModule):
             param.allreduce = False  # type: ignore[attr-defined]
             set_tensor_model_parallel_attributes(param, True, split_axis if param.dim() == 3 else 1, 1)
         return owner
-
-
-def _refuse_unsupported(config: TransformerConfig) -> None:
-    refused = {
-        "add_bias_linear with expert tensor parallelism": config.add_bias_linear
-        and config.expert_tensor_parallel_size > 1,
-        "fp8": bool(config.fp8),
-        "fp4": bool(getattr(config, "fp4", None)),
-        "moe_apply_probs_on_input with moe_router_topk > 1": config.moe_apply_probs_on_input
-        and config.moe_router_topk > 1,
-    }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"experts without TransformerEngine do not have {setting}. Switch it off, or use "
-                'platform.layers="te".'
-            )

@@ -56,7 +56,7 @@ def grouped_experts(
     Args:
         rows_ND: Inputs, sorted by expert.
         gates_N: Router probability of each row.
-        fc1: First linear layer of all experts; gated experts have the gate's rows above the up-projection's.
+        fc1: First linear layer of all experts; the gate's rows are above the up-projection's.
         fc2: Second linear layer.
         counts_E: Number of rows of each expert.
         config: Activation and recomputation.
@@ -117,13 +117,10 @@ def _products(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
 
 
 def _activate(hidden_NF: Tensor, gates_N1: Tensor, config: TransformerConfig) -> Tensor:
-    if not config.gated_linear_unit:
-        active_NF: Tensor = config.activation_func(hidden_NF)
-        return (active_NF * gates_N1).to(hidden_NF.dtype)
     gate, up = hidden_NF.chunk(2, -1)
     if (limit := config.activation_func_clamp_value) is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    active_NF = config.activation_func(gate) * (up + config.glu_linear_offset)
+    active_NF: Tensor = config.activation_func(gate) * (up + config.glu_linear_offset)
     return (active_NF * gates_N1).to(hidden_NF.dtype)
 
 

@@ -10,14 +10,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from mcore_rl.backend.transfer import to_device
-from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention, lengths_of, visible_keys
+from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention, visible_keys
 from mcore_rl.model.layers.cache import StepTokens
 from mcore_rl.model.layers.indexer import (
     Indexed,
@@ -31,7 +30,7 @@ from mcore_rl.model.layers.indexer import (
     segments,
 )
 from mcore_rl.model.layers.linear import LatentAttention
-from mcore_rl.model.layers.packed import gathered_order
+from mcore_rl.model.layers.packed import PackedParams, gathered_order
 
 
 @dataclass(slots=True)
@@ -60,12 +59,11 @@ class IndexedAttention(SDPAttention):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
         **options: Any,
     ) -> Tensor:
         """Return what `SDPAttention` does; `attention_mask` is the choice `[s, B, topk]`, or None to attend to all."""
         if attention_mask is None:
-            return super().forward(query, key, value, None, attn_mask_type, **options)
+            return super().forward(query, key, value, None, **options)
         if self.cache is not None:
             return self._cached_chosen(query, key, value, attention_mask, self.cache)
         packed, ranks = options.get("packed_seq_params"), self.cp_group.size()
@@ -78,12 +76,9 @@ class IndexedAttention(SDPAttention):
         mixed = self._chosen(query, key, value, attention_mask, parts)
         return mixed[:, 0].flatten(1) if packed is not None else mixed.flatten(2)
 
-    def lengths(self, packed: PackedSeqParams | None, num_tokens: int) -> tuple[int, ...]:
+    def lengths(self, packed: PackedParams | None, num_tokens: int) -> tuple[int, ...]:
         """Return the lengths, over all context-parallel ranks, of the sequences in rows of this rank's `num_tokens`."""
-        ranks = self.cp_group.size()
-        if packed is None:
-            return (num_tokens * ranks,)
-        return lengths_of(packed, num_tokens * ranks, 2 * ranks if ranks > 1 else 1)
+        return (num_tokens * self.cp_group.size(),) if packed is None else packed.lengths
 
     def order(self, lengths: tuple[int, ...], device: torch.device) -> Tensor:
         """Return the index of each position in the ranks' parts laid end to end."""
@@ -174,7 +169,7 @@ class IndexedLatentAttention(LatentAttention):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedParams | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output `[s, B, hidden]` of hidden states of that shape, and no bias.
@@ -201,7 +196,7 @@ class IndexedLatentAttention(LatentAttention):
         return output
 
     @torch.no_grad()
-    def _choice(self, hidden: Tensor, packed: PackedSeqParams | None) -> Tensor | None:
+    def _choice(self, hidden: Tensor, packed: PackedParams | None) -> Tensor | None:
         """Collective over the tensor- and context-parallel groups: return the choice `[S, B, topk]` of all positions of
         this context-parallel rank; None where each query attends to all keys.
         """
@@ -261,7 +256,7 @@ class IndexedBlock(TransformerBlock):
         hidden_states: Tensor | None,
         attention_mask: Tensor | None,
         *args: Any,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedParams | None = None,
         **kwargs: Any,
     ) -> Any:
         """Return what Megatron's block does; attention is causal, without a mask of the caller's."""
@@ -270,7 +265,7 @@ class IndexedBlock(TransformerBlock):
         room = self._room(hidden_states if self.pre_process else self.input_tensor, packed_seq_params)
         return super().forward(hidden_states, room, *args, packed_seq_params=packed_seq_params, **kwargs)
 
-    def _room(self, tokens: Any, packed: PackedSeqParams | None) -> Tensor | None:
+    def _room(self, tokens: Any, packed: PackedParams | None) -> Tensor | None:
         """Return room for the chunk's shared choices, int32 `[slots, S, B, topk]`; None where none is made."""
         attentions = [layer.self_attention for layer in self.layers]
         num_slots = 1 + max((each.slot for each in attentions if each.slot is not None), default=-1)

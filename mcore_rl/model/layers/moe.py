@@ -16,10 +16,8 @@ class Router(router.TopKRouter):
     """Megatron's router; unlike Megatron's, it does not check in each pass whether its weights are on the device."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Return the logits `[s, B, E]` of `input` `[s, B, D]`."""
-        dtypes = {"fp32": torch.float32, "fp64": torch.float64}
-        dtype = dtypes.get(self.config.moe_router_dtype, input.dtype)
-        logits: Tensor = router.router_gating_linear(input, self.weight, self.bias, dtype)
+        """Return the logits `[s, B, E]` of `input` `[s, B, D]`, float32."""
+        logits: Tensor = router.router_gating_linear(input, self.weight, self.bias, torch.float32)
         return logits
 
 
@@ -127,9 +125,5 @@ def _is_local(config: TransformerConfig, experts: Any) -> bool:
         and (experts.skips_dropped or config.moe_expert_capacity_factor is None)
         and experts.ep_group.size() == experts.tp_group.size() == 1
         and config.moe_token_dispatcher_type in ("alltoall", "allgather")
-        and not config.moe_pad_expert_input_to_capacity
-        and not config.moe_router_padding_for_quantization
         and not config.moe_shared_expert_overlap
-        and not config.moe_apply_probs_on_input
-        and not config.moe_latent_size
     )

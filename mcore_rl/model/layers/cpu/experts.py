@@ -30,8 +30,7 @@ class CompiledExperts(GroupedExperts):
     def skips_dropped(self) -> bool:
         """Whether the experts are plain SwiGLU without biases, which the compiled code computes row by row."""
         return bool(
-            self.config.gated_linear_unit
-            and not self.config.add_bias_linear
+            not self.config.add_bias_linear
             and self.config.activation_func is silu
             and self.config.activation_func_clamp_value is None
             and self.config.glu_linear_offset == 0.0

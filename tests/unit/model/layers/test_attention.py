@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from mcore_rl.errors import ConfigError
-from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention, lengths_of
+from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention
 from mcore_rl.model.layers.cache import StepTokens
 from mcore_rl.model.layers.cpu.attention import CompiledAttention
 from mcore_rl.model.layers.packed import gathered_order, packed_params
@@ -119,38 +117,17 @@ def test_sinks_are_those_of_megatrons_attention_and_saved_as_such(one_rank: Mesh
     assert ours.softmax_offset.tensor_model_parallel is True
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_mask_hides_what_it_marks(one_rank: Mesh, layer: Layer, window: int | None) -> None:
-    query, key, value = heads(24, rows=1), heads(24, rows=1, num_heads=2), heads(24, rows=1, num_heads=2)
-    padding = torch.arange(24) < 7
-    visible = oracles.causal(24, 24, window) & ~padding
-    expected = oracles.attention(query, key, value, visible, 8**-0.5).flatten(-2)
-    attention = layer(window_size=None if window is None else (window, 0))
-    actual = attention(query, key, value, ~(oracles.causal(24, 24) & ~padding)[None, None])
-    assert_close(actual[7:], expected[7:], 2e-6)
-    assert actual.isfinite().all(), "a query that sees no key"
-
-
-def test_without_causality_every_key_is_seen(one_rank: Mesh, layer: Layer) -> None:
-    query, key, value = heads(3), heads(20, num_heads=2), heads(20, num_heads=2)
-    everything = torch.ones(3, 20, dtype=torch.bool)
-    actual = layer()(query, key, value, None, AttnMaskType.no_mask)
-    expected = oracles.attention(query, key, value, everything, 8**-0.5)
-    assert_equal_attention(actual, expected, [query, key, value])
-
-
 MANY = (9, 3, 16, 70, 2, 70, 64, 10, 65, 1)
 
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("lengths", [(64, 128, 64), (5, 1, 130, 64), (40,), MANY], ids=str)
-@pytest.mark.parametrize("beyond", [0, 9])
 def test_packed_sequences_do_not_see_one_another(
-    one_rank: Mesh, layer: Layer, lengths: tuple[int, ...], beyond: int, window: int | None
+    one_rank: Mesh, layer: Layer, lengths: tuple[int, ...], window: int | None
 ) -> None:
-    num_tokens = sum(lengths) + beyond
+    num_tokens = sum(lengths)
     query, key, value = heads(num_tokens), heads(num_tokens, num_heads=2), heads(num_tokens, num_heads=2)
-    visible = torch.block_diag(*[oracles.causal(n, n, window) for n in (*lengths, beyond)]).bool()
+    visible = torch.block_diag(*[oracles.causal(n, n, window) for n in lengths]).bool()
     row = [tensor[:, 0] for tensor in (query, key, value)]
     expected = oracles.attention(*(tensor[:, :1] for tensor in (query, key, value)), visible, 8**-0.5)
     packed = packed_params(lengths, torch.device("cpu"))
@@ -163,23 +140,6 @@ def test_lengths_of_a_packed_row_are_not_read_from_the_device(one_rank: Mesh, la
     packed = packed_params((5, 3), torch.device("meta"))  # whose values cannot be read
     row = [heads(8)[:, 0] for _ in range(3)]
     assert layer()(*row, None, packed_seq_params=packed).shape == (8, 32)
-
-
-def test_lengths_of_megatrons_own_record_are_read_once(one_rank: Mesh) -> None:
-    bounds = torch.tensor([0, 5, 5, 8], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    assert lengths_of(packed, 10, 1) == (5, 3, 2)
-    packed.cu_seqlens_q = None
-    assert lengths_of(packed, 8, 1) == (5, 3)
-
-
-def test_padded_bounds_are_where_sequences_lie(one_rank: Mesh) -> None:
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=torch.tensor([0, 5, 8]),
-        cu_seqlens_q_padded=torch.tensor([0, 8, 12]),
-    )
-    assert lengths_of(packed, 12, 4) == (8, 4)
 
 
 def test_gathered_parts_are_found_in_their_natural_order() -> None:
@@ -216,27 +176,6 @@ def test_bf16_differs_by_rounding_only(one_rank: Mesh, length: int) -> None:
     # torch rounds the weights before their product with the values, and the gradient of the output is in bf16, too.
     for ours, theirs in pairs:
         assert_close(ours, theirs, 2**-6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "attention_type", "named"),
-    [
-        ({}, "cross", "cross"),
-        ({"softmax_type": "off-by-one"}, "self", "off-by-one"),
-        ({"window_size": (4, 4)}, "self", r"\(4, 4\)"),
-    ],
-)
-def test_what_it_does_not_have_is_refused_by_name(
-    one_rank: Mesh, changes: dict[str, object], attention_type: str, named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        SDPAttention(small_config(**changes), 1, AttnMaskType.causal, attention_type)
-
-
-def test_packed_lengths_that_context_parallelism_cannot_cut_are_refused(one_rank: Mesh) -> None:
-    packed = packed_params((5, 3), torch.device("cpu"))
-    with pytest.raises(AssertionError, match=r"\(5, 3\)"):
-        lengths_of(packed, 8, 4)
 
 
 def test_gradients_are_right_in_every_combination_of_group_and_row(one_rank: Mesh, layer: Layer) -> None:

@@ -9,7 +9,6 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cpu.experts import CompiledExperts
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.experts_grouped import Linear, LowRank, grouped_experts
@@ -160,23 +159,6 @@ def test_other_activations_are_computed_too(
         assert_close(ours, theirs, 2e-6)
 
 
-def test_experts_without_a_gate_half_are_computed_too(one_rank: Mesh, grouped: Layer) -> None:
-    layer = grouped(one_rank, gated_linear_unit=False, activation_func=nn.functional.relu)
-    rows, tokens, gates = sorted_rows([2, 3, 0, 1])
-    parts = zip(rows.split(tokens.tolist()), layer.linear_fc1.weight, layer.linear_fc2.weight, strict=True)
-    expected = torch.cat([(part @ fc1.t()).relu() @ fc2.t() for part, fc1, fc2 in parts]) * gates[:, None]
-    assert_close(layer(rows, tokens, gates)[0], expected, 1e-6)
-
-
-def test_gates_may_be_applied_to_the_input(one_rank: Mesh, grouped: Layer) -> None:
-    layer = grouped(one_rank, moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True)
-    rows, tokens, gates = sorted_rows([2, 3, 0, 1])
-    plain = grouped(one_rank)
-    plain.load_state_dict(layer.state_dict())
-    expected, _ = plain(rows * gates[:, None], tokens, torch.ones(6))
-    assert_close(layer(rows, tokens, gates)[0], expected, 1e-6)
-
-
 def test_bf16_differs_by_rounding_only(one_rank: Mesh) -> None:
     config = small_config(params_dtype=torch.bfloat16, bf16=True)
     layer = GroupedExperts(4, config, pg_collection=one_rank.groups)
@@ -222,19 +204,6 @@ def test_every_weight_is_summed_over_the_data_parallel_ranks_of_experts(
     for weight in grouped(one_rank).parameters():
         assert weight.allreduce is False
         assert weight.tensor_model_parallel is True
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"moe_apply_probs_on_input": True}, "moe_router_topk"),
-    ],
-)
-def test_what_they_do_not_have_is_refused_by_name(
-    one_rank: Mesh, grouped: Layer, changes: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        grouped(one_rank, **changes)
 
 
 @pytest.mark.parametrize("rank", [8, 3])

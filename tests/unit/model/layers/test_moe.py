@@ -143,14 +143,6 @@ def test_two_forwards_before_the_first_backward_keep_their_own_routes(one_rank: 
         assert torch.equal(gradients(output, [input])[0], expected)
 
 
-def test_what_the_short_way_does_not_have_takes_megatrons(one_rank: Mesh) -> None:
-    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-    ours, megatrons = ours_and_megatrons(one_rank, **padded)
-    assert not ours.is_local
-    input = torch.randn(6, 2, 32)
-    assert_close(ours(input)[0], megatrons(input)[0], 1e-6)
-
-
 def test_experts_start_from_the_random_state_of_experts(one_rank: Mesh) -> None:
     """The state that differs between expert-parallel ranks, so that experts do too; the default one is left alone."""
     model_parallel_cuda_manual_seed(1)
