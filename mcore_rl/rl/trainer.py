@@ -210,9 +210,10 @@ class RlTrainer(Trainer):
 
     def _forget_update(self) -> None:
         """Collective over the world: drop what the passes of an update counted that is not made."""
-        take_auxiliary_losses(self.state)
         if self._load is not None:
-            self._load.take()
+            self._load.gather(self.state.mesh)
+        if self.config.model.mtp_layers:
+            take_mtp_losses(self.state)
         if self.learner.routes.trace is not None:
             self.learner.routes.trace.forget_updates()
 
