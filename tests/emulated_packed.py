@@ -9,7 +9,6 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.enums import AttnMaskType
 
 from mcore_rl.backend import platform
-from mcore_rl.backend.varlen import kernel_found
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.layers.attention import SDPAttention
@@ -39,13 +38,11 @@ def attention() -> dict[str, Any]:
     started = platform.start(PlatformConfig(precision="bf16"))
     build_mesh(MeshConfig())
     seed_ranks(1)
-    kernel = kernel_found()
     found = {name: compared(**changes) for name, changes in CASES.items()}
     rotation = rotation_difference()
     platform.stop()
     return {
         "rotation_difference": rotation,
-        "kernel": kernel.name if kernel else None,
         "log": started.describe(),
         "doctor": doctor.kernels(),
         "cases": found,

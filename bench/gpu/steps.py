@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.gpu.__main__ import RESULT, run_step
 from mcore_rl.backend import platform
 from mcore_rl.backend.patches.versions import has_module
-from mcore_rl.backend.varlen import Bounds, attend_packed
+from mcore_rl.backend.varlen import Bounds, attend_packed, kernel_takes
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig
@@ -319,6 +319,8 @@ def packed_difference(
         for sizes in (lengths, of_keys)
     )
     query, key, value, sinks = placed
+    if not kernel_takes(query, value.shape[-1]):
+        return 0.0
     found = attend_packed(
         query,
         key,
@@ -329,8 +331,6 @@ def packed_difference(
         key_bounds=key_bounds if keys_before else None,
         sinks_N=sinks if has_sinks else None,
     )
-    if found is None:
-        return 0.0
     outputs, (query, key, value, sinks) = [], exact
     for heads in zip(query.split(lengths), key.split(of_keys), value.split(of_keys), strict=True):
         q_NSD, k_NTD, v_NTD = (one.transpose(0, 1) for one in heads)

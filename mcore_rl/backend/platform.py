@@ -12,7 +12,7 @@ from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
 from mcore_rl.backend.patches.table import FOUND  # first: torch and Megatron are patched
 from mcore_rl.backend.patches.versions import megatron_version
-from mcore_rl.backend.varlen import kernel_found
+from mcore_rl.backend.varlen import KERNEL, has_kernel
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes import flight_recorder
@@ -62,12 +62,12 @@ class Platform:
         layers = {"te": "TransformerEngine", "torch": "torch", "cpu": f"compiled ({self.build})"}[self.layers]
         rounded = ", products of bf16" if self.rounds_products else ""
         adam = f"{adam_package()}'s fused Adam"
-        kernel = kernel_found() if self.is_cuda and self.layers == "torch" else None
+        packs = self.is_cuda and self.layers == "torch" and has_kernel()
         return (
             f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.dtype}, "
             f"{layers} layers{rounded}, {adam}, torch {torch.__version__}, megatron-core {megatron_version()}"
             + (f", no compiled layers ({self.reason})" if self.reason else "")
-            + (f", packed sequences by {kernel.name}" if kernel else "")
+            + (f", packed sequences by {KERNEL}" if packs else "")
         )
 
 

@@ -1,10 +1,8 @@
-"""Attention of packed sequences in a single call of a variable-length kernel, if the GPU has such a kernel."""
+"""Attention of packed sequences in a single call of torch's variable-length kernel, if the GPU and torch have it."""
 
 import importlib
 import inspect
-from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +10,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+KERNEL = "torch's varlen_attn"
+"""Name of the kernel in the log and in `mcore-rl doctor`."""
 HALF_TYPES = (torch.bfloat16, torch.float16)
 WIDTH_MULTIPLE, WIDEST = 8, 256
-"""Widths of heads that the kernels take."""
+"""Widths of heads that the kernel takes."""
 LEAST_CAPABILITY = 8
-"""Minimum major compute capability for the kernels: Ampere."""
+"""Minimum major compute capability for the kernel: Ampere."""
 TORCH_ARGUMENTS = ("scale", "window_size", "enable_gqa", "return_aux")
 """Required arguments of torch's function; releases before 2.13 lack some."""
 
@@ -30,46 +30,23 @@ class Bounds(NamedTuple):
     """Positions of the longest sequence."""
 
 
-class VarlenKernel(NamedTuple):
-    """A kernel, with its name in the log and in `mcore-rl doctor`."""
-
-    name: str
-    attend: Callable[[Tensor, Tensor, Tensor, Bounds, Bounds, float, int | None], Tensor]
-    """Causal attention `[T, N, D]` of queries `[T, N, D]` and keys and values `[U, G, D]` within each sequence (its
-    last query is at its last key), with the bounds of queries and keys, the factor of the scores, and the positions
-    that a query sees to its left (None: all).
-    """
-    has_sinks: bool
-    """Whether it can return the log-sum-exp of a query and run a backward pass with a different log-sum-exp."""
-
-
 @cache
-def kernel_found() -> VarlenKernel | None:
-    """Return the kernel that packed sequences use on the GPU of this process; None if there is no kernel."""
+def has_kernel() -> bool:
+    """Return whether the GPU of this process and its torch have the kernel."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < LEAST_CAPABILITY:
-        return None
-    function = _import("torch.nn.attention.varlen", "varlen_attn")
-    if function is not None and set(TORCH_ARGUMENTS) <= set(inspect.signature(function).parameters):
-        return VarlenKernel("torch's varlen_attn", _by_torch, has_sinks=True)
-    if _import("flash_attn", "flash_attn_varlen_func") is not None:
-        return VarlenKernel("flash_attn_varlen_func", _by_flash_attn, has_sinks=False)
-    return None
+        return False
+    try:
+        function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:
+        return False
+    return set(TORCH_ARGUMENTS) <= set(inspect.signature(function).parameters)
 
 
-def packed_kernel(query: Tensor, value_width: int, *, has_sinks: bool) -> VarlenKernel | None:
-    """Return the kernel for these queries `[T, N, D]` and values of that width; None if there is none.
-
-    Args:
-        query: Queries.
-        value_width: Width of a head's values.
-        has_sinks: Whether the heads have sinks.
-    """
+def kernel_takes(query: Tensor, value_width: int) -> bool:
+    """Return whether there is a kernel for these queries `[T, N, D]` and values of that width."""
     width = query.shape[-1]
     fits = width % WIDTH_MULTIPLE == 0 and value_width <= width <= WIDEST
-    if not query.is_cuda or query.dtype not in HALF_TYPES or not fits:
-        return None
-    kernel = kernel_found()
-    return None if kernel is None or (has_sinks and not kernel.has_sinks) else kernel
+    return query.is_cuda and query.dtype in HALF_TYPES and fits and has_kernel()
 
 
 def attend_packed(
@@ -82,8 +59,10 @@ def attend_packed(
     *,
     key_bounds: Bounds | None = None,
     sinks_N: Tensor | None = None,
-) -> Tensor | None:
-    """Return causal attention `[T, N, Dv]` within each packed sequence in a single call; None if there is no kernel.
+) -> Tensor:
+    """Return causal attention `[T, N, Dv]` within each packed sequence in a single call of the kernel.
+
+    The kernel must take these heads (`kernel_takes`).
 
     Args:
         query: `[T, N, D]`.
@@ -96,19 +75,18 @@ def attend_packed(
         sinks_N: a score for each head, which takes part in the softmax and adds nothing.
     """
     width, value_width = query.shape[-1], value.shape[-1]
-    kernel = packed_kernel(query, value_width, has_sinks=sinks_N is not None)
-    if kernel is None:
-        return None
-    # Zeros, which the output drops again: the kernels need values as wide as queries.
+    # Zeros, which the output drops again: the kernel needs values as wide as queries.
     wide_value = pad(value, (0, width - value_width)) if value_width < width else value
     operands = query, key, wide_value, bounds, key_bounds or bounds, scale, window
+    mixed: Tensor
     if sinks_N is None:
-        return kernel.attend(*operands)[..., :value_width]
-    mixed: Tensor = _WithSinks.apply(sinks_N, *operands)  # type: ignore[no-untyped-call]
+        mixed = _attended(*operands)
+    else:
+        mixed = _WithSinks.apply(sinks_N, *operands)  # type: ignore[no-untyped-call]
     return mixed[..., :value_width]
 
 
-def _by_torch(
+def _attended(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -118,8 +96,8 @@ def _by_torch(
     window: int | None,
     **more: Any,
 ) -> Any:
-    function: Any = _import("torch.nn.attention.varlen", "varlen_attn")
-    return function(
+    varlen: Any = importlib.import_module("torch.nn.attention.varlen")
+    return varlen.varlen_attn(
         query,
         key,
         value,
@@ -133,32 +111,6 @@ def _by_torch(
         enable_gqa=query.shape[1] != key.shape[1],
         **more,
     )
-
-
-def _by_flash_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Bounds,
-    key_bounds: Bounds,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    function: Any = _import("flash_attn", "flash_attn_varlen_func")
-    output: Tensor = function(
-        query,
-        key,
-        value,
-        bounds.cumulative,
-        key_bounds.cumulative,
-        bounds.longest,
-        key_bounds.longest,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(-1 if window is None else window, 0),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return output
 
 
 class _WithSinks(torch.autograd.Function):
@@ -183,7 +135,7 @@ class _WithSinks(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         request = importlib.import_module("torch.nn.attention.varlen").AuxRequest(lse=True)
-        plain_TND, lse_NT = _by_torch(
+        plain_TND, lse_NT = _attended(
             query, key, value, bounds, key_bounds, scale, window, return_aux=request
         )
         assert lse_NT.shape == plain_TND.shape[1::-1], f"log-sum-exp {tuple(lse_NT.shape)}"
@@ -222,13 +174,3 @@ class _WithSinks(torch.autograd.Function):
         share_NT = (sinks_N.float()[:, None] - lse_NT).exp()
         grad_sinks_N = -(share_NT * (grad_TND.float() * mixed_TND).sum(-1).t()).sum(1)
         return grad_sinks_N.to(sinks_N.dtype), *gradients, None, None, None, None
-
-
-def _import(module: str, name: str) -> Any:
-    """Return an attribute of a module; None if there is no such module or it was built for another torch."""
-    if find_spec(module.partition(".")[0]) is None:
-        return None
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except (ImportError, OSError):
-        return None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.backend import batch_invariant
-from mcore_rl.backend.varlen import attend_packed, kernel_found, packed_kernel
+from mcore_rl.backend.varlen import attend_packed, kernel_takes
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
 from mcore_rl.model.layers.packed import PackedParams, gathered_order
 from mcore_rl.model.layers.sinks import with_sinks
@@ -78,7 +78,6 @@ class SDPAttention(MegatronModule):
         )
         self.window: int | None = config.window_size[0] if windowed else None
         self._is_invariant = batch_invariant.is_on()
-        self._has_packed_kernel = kernel_found() is not None
         self.cache: KeyValueCache | None = None
         """Cache of earlier positions, set only while generating."""
 
@@ -169,9 +168,7 @@ class SDPAttention(MegatronModule):
         """
         rank, ranks = self.cp_group.rank(), self.cp_group.size()
         has_dropout = self.dropout > 0.0 and self.training
-        if has_dropout or self._is_invariant or not self._has_packed_kernel:
-            return None
-        if packed_kernel(query, value.shape[-1], has_sinks=self.softmax_offset is not None) is None:
+        if has_dropout or self._is_invariant or not kernel_takes(query, value.shape[-1]):
             return None
         bounds, key_bounds = packed.bounds(query.device), None
         if ranks > 1:
@@ -188,7 +185,7 @@ class SDPAttention(MegatronModule):
             key_bounds=key_bounds,
             sinks_N=self.softmax_offset,
         )
-        return None if mixed is None else mixed.flatten(1)
+        return mixed.flatten(1)
 
     def _gathered(self, key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         """Collective over the context-parallel group: return keys and values of all ranks' positions in this order."""

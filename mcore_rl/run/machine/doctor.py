@@ -22,7 +22,7 @@ from mcore_rl.backend.patches.found import Found
 from mcore_rl.backend.patches.table import FOUND, INSTALLED
 from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.backend.platform import adam_package, compiled_layers, variables_of_device
-from mcore_rl.backend.varlen import kernel_found
+from mcore_rl.backend.varlen import KERNEL, has_kernel
 from mcore_rl.checks import nodes
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
@@ -37,9 +37,8 @@ GIB = 2**30
 FAULTY = 1
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = (
-    "torch megatron-core transformers transformer-engine apex triton deep-ep flash-attn isal safetensors numpy"
+    "torch megatron-core transformers transformer-engine apex triton deep-ep isal safetensors numpy"
 ).split()
-PACKED = "torch's varlen_attn or flash-attn"
 OPEN_FILES = 4096
 """Number of open files that a rank with many checkpoint shards, sockets and data files needs."""
 
@@ -133,11 +132,10 @@ def devices() -> list[dict[str, Any]]:
 
 def kernels() -> dict[str, bool]:
     """Return, for each fused kernel that the layers can use, whether it is available."""
-    te, varlen = FOUND.has_te, kernel_found()
+    te = FOUND.has_te
     return {
         "grouped products of experts (torch)": HAS_GROUPED_MM,
-        f"attention of packed sequences in one call ({varlen.name if varlen else PACKED})": varlen
-        is not None,
+        f"attention of packed sequences in one call ({KERNEL})": has_kernel(),
         "permutation of tokens (TransformerEngine)": te and has_kernels(*PERMUTE_KERNELS),
         "router (TransformerEngine)": te and has_kernels(*ROUTER_KERNELS),
         "cross entropy (TransformerEngine)": te,
