@@ -13,17 +13,14 @@ from typing import Literal
 from rich.console import Console
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.copying.progress import ByteProgress, readable_bytes
 from mcore_rl.convert.exporting import ExportOptions, plan_export
-from mcore_rl.convert.hf.model import open_hf_model
 from mcore_rl.convert.hf.text_files import ModelText, has_tokenizer
 from mcore_rl.convert.hub import HubRepository
-from mcore_rl.convert.importing import OUTPUT_DTYPES, ImportOptions, import_targets, plan_import
+from mcore_rl.convert.importing import OUTPUT_DTYPES, ImportOptions, plan_import
 from mcore_rl.convert.megatron.layouts import KeyLayout, native_layout
-from mcore_rl.convert.megatron.mesh_bytes import mesh_lines
 from mcore_rl.convert.megatron.model import open_dist_model
 from mcore_rl.convert.peft import plan_adapter_export
 from mcore_rl.convert.relayout import plan_relayout
@@ -244,27 +241,6 @@ def _show_plan(args: argparse.Namespace, settings: CopySettings, progress: ByteP
     conversion = PLANS["import" if is_hf(source) else "export"](source, output, args, settings)
     for line in (*conversion.notes, *conversion.lines(settings)):
         progress.message(line)
-    if args.mesh:
-        for line in _bytes_by_rank(args):
-            progress.message(line)
-
-
-def _bytes_by_rank(args: argparse.Namespace) -> list[str]:
-    """Return the bytes of weights by pipeline stage, for the model as training loads it."""
-    source, mesh = args.paths[0], MeshConfig(**args.mesh)
-    if is_hf(source):
-        hf_model = open_hf_model(source, mtp=args.mtp, vocab_multiple=args.vocab_multiple, family=args.family)
-        targets = import_targets(hf_model, hf_model.weights, args.dtype)
-        tensors = {target.name: (target.shape, target.dtype.itemsize) for target in targets}
-        return list(mesh_lines(hf_model.model, tensors, mesh))
-    dist_model = open_dist_model(source, args.reference, mtp=args.mtp)
-    # Both maps have the same blocks in the same order, so a canonical key finds its stored tensor.
-    itemsizes = {
-        block.mcore_key: dist_model.dtype(stored.mcore_key).itemsize
-        for block, stored in zip(dist_model.canonical.blocks, dist_model.weights.blocks, strict=True)
-    }
-    tensors = {key: (shape, itemsizes[key]) for key, shape in dist_model.canonical.mcore_shapes.items()}
-    return list(mesh_lines(dist_model.model, tensors, mesh))
 
 
 def _verify(args: argparse.Namespace, progress: ByteProgress) -> int:
@@ -308,7 +284,6 @@ def _check(args: argparse.Namespace) -> None:
             "layers",
             "vocab_multiple",
             "reference",
-            "mesh",
             "family",
             "tokenizer",
             "merge",
@@ -350,7 +325,6 @@ def _check(args: argparse.Namespace) -> None:
         "vocab_multiple": None,
         "reference": None,
         "tokenizer": None,
-        "mesh": {},
         "logits": False,
         "check_logits": None,
         "family": None,

@@ -13,8 +13,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.hf.model import open_hf_model
 from mcore_rl.convert.logits import largest_distance
-from mcore_rl.convert.megatron.mesh_bytes import bytes_by_stage
-from mcore_rl.families import weight_map
+from mcore_rl.plan.weights import weights_by_stage
 from tests.conversion import (
     assert_same,
     differing,
@@ -181,17 +180,17 @@ def without_optimizer_and_padding(tensors: dict[str, Tensor], model: ModelConfig
 
 
 @pytest.mark.parametrize("mesh", ["tp2-ep2", "pp2-vpp2"])
-def test_the_forecast_of_bytes_is_what_ranks_hold(mesh: str) -> None:
+def test_the_planned_weights_are_what_ranks_hold(mesh: str) -> None:
     config = MESHES[mesh]
     models = {name: TINY[name] for name in ("qwen3_moe", "deepseek_v3")}
     models["deepseek_v3"] = models["deepseek_v3"].model_copy(update={"mtp_layers": 1})
     ranks = run_ranks(weight_bytes, config.smallest_world, config, models)
     for name, model in models.items():
-        shapes = {key: (shape, 4) for key, shape in weight_map(model).mcore_shapes.items()}
-        forecast = bytes_by_stage(model, shapes, config)
+        planned = weights_by_stage(model, config)
         for rank in ranks:
             stage, num_bytes = rank[name]
-            assert num_bytes == forecast[stage], (name, stage)
+            saved = planned[stage].total + planned[stage].fp32_buffers
+            assert num_bytes == 4 * saved, (name, stage)
 
 
 def apart(one: Path, other: Path) -> float:

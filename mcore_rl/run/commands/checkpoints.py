@@ -9,9 +9,6 @@ from mcore_rl.launch.arguments import positive
 BYTES_PER_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-MESH_FIELDS = ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers")
-
-
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare an action, its folders, and its options."""
     meanings = {
@@ -139,13 +136,6 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--log", type=Path, metavar="FILE", help="append progress as lines of JSON")
     how.add_argument(
-        "--mesh",
-        type=mesh_sizes,
-        default={},
-        metavar="tp=2,ep=8",
-        help="plan: bytes of weights by rank on this mesh",
-    )
-    how.add_argument(
         "--logits",
         action="store_true",
         help="verify: also run both models, a layer at a time, on random tokens",
@@ -185,14 +175,3 @@ def num_bytes(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size. Write 8G, or 500M.")
     return int(float(match[1]) * BYTES_PER_UNIT[match[2].upper()])
-
-
-def mesh_sizes(text: str) -> dict[str, int]:
-    """Parse mesh sizes such as `tp=2,ep=8`."""
-    sizes = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name not in MESH_FIELDS or not size.isdecimal():
-            raise argparse.ArgumentTypeError(f"{part!r} is no part of a mesh. Write tp=2,pp=2,ep=8.")
-        sizes[name] = int(size)
-    return sizes

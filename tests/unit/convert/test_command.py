@@ -8,20 +8,16 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.run.cli import main
-from mcore_rl.run.commands.checkpoints import mesh_sizes, num_bytes
+from mcore_rl.run.commands.checkpoints import num_bytes
 from tests.conversion import assert_same, read_hf, saved
 
 
 def test_plan_import_verify_relayout_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, checkpoint, other = saved("qwen3_moe", tmp_path / "hf"), tmp_path / "ckpt", tmp_path / "other"
     back, log = tmp_path / "back", tmp_path / "log.jsonl"
-    assert main(["convert", "plan", str(source), "--mesh", "ep=2"]) == 0
+    assert main(["convert", "plan", str(source)]) == 0
     output = capsys.readouterr().out
-    assert (
-        "decoder.layers.mlp.router.weight" in output
-        and "pipeline stage 0" in output
-        and "memory: at most" in output
-    )
+    assert "decoder.layers.mlp.router.weight" in output and "memory: at most" in output
     assert main(["convert", "import", str(source), str(checkpoint), "--log", str(log), "--workers", "1"]) == 0
     assert main(["convert", "verify", str(source), str(checkpoint)]) == 0
     assert (
@@ -90,4 +86,3 @@ def test_sizes_are_read_as_they_are_written() -> None:
         7,
         2**31,
     ]
-    assert mesh_sizes("tp=2,ep=8") == {"tp": 2, "ep": 8}

@@ -8,8 +8,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
-from mcore_rl.convert.megatron.mesh_bytes import bytes_by_stage
-from mcore_rl.families import FAMILIES, weight_map
+from mcore_rl.families import FAMILIES
 from mcore_rl.plan.activations import LayerActivations, load_of_fullest_rank
 from mcore_rl.plan.memory import (
     GIB,
@@ -20,6 +19,7 @@ from mcore_rl.plan.schedule import chunks_in_flight
 from mcore_rl.plan.training import training_of
 from mcore_rl.plan.weights import layer_weights, layers_by_stage, weights_by_stage
 from tests.tiny_models import TINY
+from tests.weight_numbers import numbers_by_stage
 
 MOE, DENSE = LayerKind("attention", True), LayerKind("attention", False)
 RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
@@ -56,10 +56,7 @@ def test_the_weights_of_a_rank_are_those_of_the_tensors_that_it_gets(family, mes
         mesh = mesh.model_copy(
             update={"first_stage_layers": first, "last_stage_layers": model.num_layers - first}
         )
-    shapes = {key: (shape, 1) for key, shape in weight_map(model).mcore_shapes.items()}
-    assert [saved_numbers(stage) for stage in weights_by_stage(model, mesh)] == bytes_by_stage(
-        model, shapes, mesh
-    )
+    assert [saved_numbers(stage) for stage in weights_by_stage(model, mesh)] == numbers_by_stage(model, mesh)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
@@ -67,10 +64,7 @@ def test_the_weights_of_a_rank_are_those_of_the_tensors_that_it_gets(family, mes
 def test_the_last_stage_has_the_layer_of_multi_token_prediction_and_an_embedding_for_it(family, mesh):
     model = TINY[family]
     model = model.model_copy(update={"mtp_layers": 1, "num_layers": 2 * (model.num_layers // 2)})
-    shapes = {key: (shape, 1) for key, shape in weight_map(model).mcore_shapes.items()}
-    assert [saved_numbers(stage) for stage in weights_by_stage(model, mesh)] == bytes_by_stage(
-        model, shapes, mesh
-    )
+    assert [saved_numbers(stage) for stage in weights_by_stage(model, mesh)] == numbers_by_stage(model, mesh)
 
 
 def test_a_rank_has_a_part_of_a_key_value_head_where_there_are_fewer_than_ranks():
