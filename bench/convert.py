@@ -47,11 +47,11 @@ from mcore_rl import checksums
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
-from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.families import hf_config, weight_map
 from mcore_rl.folders.checkpoint import MANIFEST
+from mcore_rl.obs.progress import ByteProgress
 from mcore_rl.run.commands.checkpoints import num_bytes
 
 GIB = 2**30

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.convert.copying.copier import convert
-from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.convert.peft import AdapterLayout, plan_adapter_export
 from mcore_rl.convert.verify import Difference, compare
+from mcore_rl.obs.progress import ByteProgress
 from tests.hf_models import Tensors, oracle
 
 ONE_FILE = CopySettings(workers=1)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.convert.copying.conversion import Conversion
-from mcore_rl.convert.copying.progress import readable_bytes
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.obs.loggers import optional_package
+from mcore_rl.obs.progress import readable_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.plan import TargetTensor, chunk_at
-from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.hf.model import HfModel, MtpLayers
 from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.convert.megatron.layouts import KeyTranslation, refuse_singletons
@@ -43,6 +42,7 @@ from mcore_rl.folders.huggingface import is_hf
 from mcore_rl.model.build import build_uninitialized, unwrap
 from mcore_rl.model.global_tensors import LocalShard, local_shards
 from mcore_rl.model.heads import SCORE_SHIFT
+from mcore_rl.obs.progress import ByteProgress
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 
 NUM_SEQUENCES, SEQUENCE_LENGTH = 2, 32

@@ -11,7 +11,6 @@ from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.plan import TargetTensor, chunk_at, chunks_of, common_dtype
-from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.convert.hf.folder import HfFolder, open_hf
 from mcore_rl.convert.hf.model import HfModel, MtpLayers, open_hf_model
@@ -27,6 +26,7 @@ from mcore_rl.families.regions import (
     whole,
 )
 from mcore_rl.folders.huggingface import is_hf
+from mcore_rl.obs.progress import ByteProgress
 
 SAME = "the same values"
 

@@ -24,7 +24,6 @@ from rich.console import Console
 from mcore_rl.checksums import crc32_of
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat, InputFile, find_input_files
-from mcore_rl.data.progress import DocumentProgress
 from mcore_rl.data.shards import Shard, ShardReport, finished_shards, merge_shards, plan_shards, token_dtype
 from mcore_rl.data.sidecar import Sidecar, SourceFile, sidecar_from
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -41,6 +40,7 @@ from mcore_rl.files import (
     with_ending,
     write_atomically,
 )
+from mcore_rl.obs.progress import ByteProgress
 
 PLAN_VERSION = 4
 """Version of plan.json and of the shards' markers: an unfinished run of another version is not resumed."""
@@ -128,16 +128,18 @@ def _make(
     _enforce_max_bad(options, shards, reports)
     _log(options.output, "tokenizing", shards=len(shards), finished=len(reports), workers=options.workers)
     workers = tokenizing(missing, options.document_format, options.tokenizer, folder, options.workers)
-    with workers as done, DocumentProgress(console, options.output.name) as progress:
-        progress.begin(sum(s.num_bytes for s in shards), sum(r.num_bytes for r in reports.values()))
+    with workers as done, ByteProgress(console) as progress:
+        progress.begin(
+            options.output.name, sum(s.num_bytes for s in shards), sum(r.num_bytes for r in reports.values())
+        )
         for report in done:
             reports[report.index] = report
-            progress.add(report.num_bytes, report.documents)
+            progress.add(report.num_bytes)
             _log(
                 options.output, "shard", index=report.index, documents=report.documents, tokens=report.tokens
             )
             _enforce_max_bad(options, shards, reports)
-        rates = progress.rates() if missing else "tokenized by an earlier run"
+        speed = f"{progress.bytes_per_s / 2**20:.2f} MiB/s" if missing else "tokenized by an earlier run"
     _report_bad_lines(options.output, shards, reports, console)
     if find_input_files(options.inputs) != tuple(sources):
         raise DataError(
@@ -149,7 +151,7 @@ def _make(
     sidecar = replace(sidecar, bin_crc32=checksums[0], idx_crc32=checksums[1])
     write_atomically(folder / "merged.json", sidecar.to_json())
     console.print(
-        f"{options.output}: {sidecar.documents} documents, {sidecar.tokens} tokens ({rates})", soft_wrap=True
+        f"{options.output}: {sidecar.documents} documents, {sidecar.tokens} tokens ({speed})", soft_wrap=True
     )
 
 

@@ -5,7 +5,7 @@ import argparse
 from rich.console import Console
 
 from mcore_rl.convert.check import plan_check
-from mcore_rl.convert.copying.progress import readable_bytes
+from mcore_rl.obs.progress import readable_bytes
 
 
 def main(args: argparse.Namespace) -> int:

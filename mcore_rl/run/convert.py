@@ -15,7 +15,6 @@ from rich.console import Console
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
-from mcore_rl.convert.copying.progress import ByteProgress, readable_bytes
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.hf.text_files import ModelText, has_tokenizer
 from mcore_rl.convert.hub import HubRepository
@@ -33,6 +32,7 @@ from mcore_rl.files import is_event_log, refuse_overlap
 from mcore_rl.folders.checkpoint import find_checkpoint
 from mcore_rl.folders.huggingface import is_hf, read_config
 from mcore_rl.folders.model import cached_or_given, read_run, run_of_checkpoint
+from mcore_rl.obs.progress import ByteProgress, readable_bytes
 
 LOGITS_BYTES = 2 << 30
 """Largest import for which logits are compared by default: at most a minute on two cores."""

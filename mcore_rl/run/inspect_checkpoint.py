@@ -4,9 +4,9 @@ import argparse
 
 from rich.console import Console
 
-from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.inspection import contents
 from mcore_rl.folders.model import cached_or_given
+from mcore_rl.obs.progress import ByteProgress
 from mcore_rl.run.convert import report_differences
 
 

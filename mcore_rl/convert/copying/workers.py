@@ -26,10 +26,10 @@ from mcore_rl.convert.copying.conversion import (
     WrittenRange,
 )
 from mcore_rl.convert.copying.plan import CopyTask
-from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.errors import CheckpointError, McoreRlError
 from mcore_rl.files import flush_to_disk, write_atomically
+from mcore_rl.obs.progress import ByteProgress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

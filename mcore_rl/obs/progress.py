@@ -1,10 +1,10 @@
-"""Progress of a conversion: a bar with bytes and the time that remains, and a line of JSON for each event."""
+"""Progress of a job over files: a bar with bytes and the time that remains, and a line of JSON for each event."""
 
 import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -49,7 +49,7 @@ class ByteProgress:
         self._bar.start()
         self.event("begin", title=title, total_bytes=total_bytes, done_bytes=done_bytes)
 
-    def add(self, num_bytes: int, fields: Mapping[str, Any]) -> None:
+    def add(self, num_bytes: int, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Count bytes that have been done; `fields` go into the log with them."""
         self._done += num_bytes
         for task in self._bar.task_ids:
@@ -59,7 +59,7 @@ class ByteProgress:
         )
         if not self._console.is_terminal and time.monotonic() - self._last_line > LOG_INTERVAL_S:
             self._last_line = time.monotonic()
-            speed = (self._done - self._before) / max(self.seconds, 1e-9)
+            speed = self.bytes_per_s
             self._console.print(
                 f"{self._title}: {readable_bytes(self._done)} of {readable_bytes(self._total)}, "
                 f"{speed / 2**20:.0f} MiB/s, {(self._total - self._done) / max(speed, 1.0):.0f} s left",
@@ -81,6 +81,11 @@ class ByteProgress:
     def seconds(self) -> float:
         """Seconds since `begin`."""
         return time.monotonic() - self._started
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second since `begin`."""
+        return (self._done - self._before) / max(self.seconds, 1e-9)
 
     def __enter__(self) -> "ByteProgress":
         return self
