@@ -33,11 +33,28 @@ from mcore_rl.folders.checkpoint import find_checkpoint
 from mcore_rl.folders.huggingface import is_hf, read_config
 from mcore_rl.folders.model import cached_or_given, read_run, run_of_checkpoint
 from mcore_rl.obs.progress import ByteProgress, readable_bytes
+from mcore_rl.run.commands.checkpoints import convert_arguments
 
 LOGITS_BYTES = 2 << 30
 """Largest import for which logits are compared by default: at most a minute on two cores."""
 MAX_LINES = 100
 """Largest number of differences to list."""
+OF_EACH = {"workers", "max_ram", "overwrite", "log"}
+"""Options that every action accepts."""
+OF_ACTION = {
+    "plan": {
+        *"dtype mtp keys layers vocab_multiple reference family tokenizer merge adapter quantize".split()
+    },
+    "import": {*"dtype mtp keys layers vocab_multiple family check_logits".split()},
+    "export": {
+        *"dtype mtp reference tokenizer merge adapter quantize".split(),
+        *("push_to_hub", "public", "dry_run"),
+    },
+    "verify": {"mtp", "reference", "logits", "family"},
+    "relayout": {"keys", "layers", "reference"},
+    "upcycle": {*"dtype check_logits experts top_k granularity shared noise router_std seed".split()},
+}
+"""Options that an action uses, beyond those of each."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -276,81 +293,22 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"convert {args.action} takes {' or '.join(map(str, wanted))} folders, got {len(args.paths)}."
         )
-    allowed = {
-        "plan": {
-            "dtype",
-            "mtp",
-            "keys",
-            "layers",
-            "vocab_multiple",
-            "reference",
-            "family",
-            "tokenizer",
-            "merge",
-            "adapter",
-            "quantize",
-        },
-        "import": {"dtype", "mtp", "keys", "layers", "vocab_multiple", "family", "check_logits"},
-        "export": {
-            "dtype",
-            "mtp",
-            "reference",
-            "tokenizer",
-            "merge",
-            "adapter",
-            "quantize",
-            "push_to_hub",
-            "public",
-            "dry_run",
-        },
-        "verify": {"mtp", "reference", "logits", "family"},
-        "relayout": {"keys", "layers", "reference"},
-        "upcycle": {
-            "dtype",
-            "check_logits",
-            "experts",
-            "top_k",
-            "granularity",
-            "shared",
-            "noise",
-            "router_std",
-            "seed",
-        },
-    }[args.action]
-    defaults: dict[str, object] = {
-        "dtype": "keep",
-        "mtp": "keep",
-        "keys": "te",
-        "layers": None,
-        "vocab_multiple": None,
-        "reference": None,
-        "tokenizer": None,
-        "logits": False,
-        "check_logits": None,
-        "family": None,
-        "merge": False,
-        "adapter": None,
-        "quantize": "none",
-        "experts": None,
-        "top_k": None,
-        "granularity": 1,
-        "shared": None,
-        "noise": 0.0,
-        "router_std": None,
-        "seed": 0,
-        "push_to_hub": None,
-        "public": False,
-        "dry_run": False,
-    }
-    for name, default in defaults.items():
-        if name not in allowed and getattr(args, name) != default:
+    for name in (given := _given(args)):
+        if name not in OF_EACH | OF_ACTION[args.action]:
             raise ConfigError(
                 f"--{name.replace('_', '-')} means nothing to convert {args.action}. Leave it out."
             )
-        if args.adapter and name in ("mtp", "tokenizer", "merge") and getattr(args, name) != default:
+        if args.adapter and name in ("mtp", "tokenizer", "merge"):
             raise ConfigError(
                 f"--{name} means nothing with --adapter, which writes no weights. Leave one of them out."
             )
-    for name in ("public", "dry_run"):
-        if getattr(args, name) and not args.push_to_hub:
+        if name in ("public", "dry_run") and "push_to_hub" not in given:
             raise ConfigError(f"--{name.replace('_', '-')} means nothing without --push-to-hub NAME. Add it.")
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    """Return the options that have another value than their default."""
+    parser = argparse.ArgumentParser(add_help=False)
+    convert_arguments(parser)
+    options = (option for option in parser._actions if option.option_strings)
+    return [option.dest for option in options if getattr(args, option.dest) != option.default]
