@@ -10,7 +10,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import load_config
 from mcore_rl.errors import ConfigError
 from mcore_rl.launch import slurm
-from mcore_rl.launch.job import Container, JobScript
+from mcore_rl.launch.job import JobScript
 from mcore_rl.launch.records import FOLDER, submissions
 
 
@@ -53,12 +53,7 @@ def step_of(job: str, cluster: ClusterConfig, work_dir: Path, node: str, command
             is_training=False,
             work_dir=str(work_dir),
             gpus_per_node=cluster.node.gpus,
-            container=Container(
-                kind="apptainer",
-                image=container.image,
-                mounts=container.mounts,
-                options=container.options,
-            ),
+            container=container,
         )
         inside = script.inside
     start = "\n".join([*cluster.python.setup, f"exec {shlex.join([*inside, *(command or ['bash'])])}"])

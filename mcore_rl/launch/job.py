@@ -35,6 +35,7 @@ from typing import Literal
 import jinja2
 
 from mcore_rl.checks.cluster import seconds_of
+from mcore_rl.config.cluster import ContainerConfig, NoContainer
 from mcore_rl.errors import HUNG_STATUS, ConfigError
 from mcore_rl.files import NOT_WRITER, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, shipped
 
@@ -80,18 +81,6 @@ MEANING: Mapping[int, str] = MappingProxyType(
 """Exit status -> its meaning for a user."""
 WORD = re.compile(r"[^\s\"'`$\\;&|<>#]*")
 PLACE = re.compile(r"[\w./\-]*(\$\{?\w+\}?[\w./\-]*)*", re.ASCII)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Container:
-    """Container in which the program runs."""
-
-    kind: Literal["pyxis", "apptainer"]
-    image: str
-    mounts: tuple[str, ...] = ()
-    """Mounts as from:to[:flags]."""
-    options: tuple[str, ...] = ()
-    """Further options of srun (pyxis) or `apptainer exec`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +157,7 @@ class JobScript:
     """Command that starts Python."""
     setup: tuple[str, ...] = ()
     """Lines of bash that run before Python on every node, outside an apptainer and inside a pyxis container."""
-    container: Container | None = None
+    container: NoContainer | ContainerConfig = field(default_factory=NoContainer)
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables, as NCCL's and CUDA_DEVICE_MAX_CONNECTIONS; OMP_NUM_THREADS is 1 unless it is among them.
     """
@@ -229,34 +218,34 @@ class JobScript:
     @property
     def srun_options(self) -> tuple[str, ...]:
         """Options of every srun, from which pyxis takes the container."""
-        if self.container is None or self.container.kind != "pyxis":
+        container = self.container
+        if not isinstance(container, ContainerConfig) or container.kind != "pyxis":
             return ()
         return (
-            f"--container-image={self.container.image}",
-            f"--container-mounts={','.join(self._mounts)}",
+            f"--container-image={container.image}",
+            f"--container-mounts={','.join(self._mounts(container))}",
             f"--container-workdir={self.work_dir}",
-            *self.container.options,
+            *container.options,
         )
 
     @property
     def is_pyxis(self) -> bool:
         """Whether srun sets up the container."""
-        return self.container is not None and self.container.kind == "pyxis"
+        return self.container.kind == "pyxis"
 
     @property
     def inside(self) -> tuple[str, ...]:
         """Command before Python that enters an apptainer container."""
-        if self.container is None or self.container.kind != "apptainer":
+        container = self.container
+        if not isinstance(container, ContainerConfig) or container.kind != "apptainer":
             return ()
         gpus = ("--nv",) if self.gpus_per_node else ()
-        binds = ("--bind", ",".join(self._mounts), "--pwd", self.work_dir)
-        return ("apptainer", "exec", *gpus, *binds, *self.container.options, self.container.image)
+        binds = ("--bind", ",".join(self._mounts(container)), "--pwd", self.work_dir)
+        return ("apptainer", "exec", *gpus, *binds, *container.options, container.image)
 
-    @property
-    def _mounts(self) -> tuple[str, ...]:
-        assert self.container is not None
+    def _mounts(self, container: ContainerConfig) -> tuple[str, ...]:
         needed = dict.fromkeys(path for path in (self.work_dir, self.run_dir, self.code_dir) if path)
-        return (*(f"{path}:{path}" for path in needed), *self.container.mounts)
+        return (*(f"{path}:{path}" for path in needed), *container.mounts)
 
     @property
     def log_file(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
-from mcore_rl.config.cluster import ClusterConfig, ContainerConfig, NoContainer
+from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.pipeline import ConversionStage
@@ -19,7 +19,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import CheckpointConfig, RunConfig
 from mcore_rl.config.section import Section
 from mcore_rl.errors import ConfigError
-from mcore_rl.launch.job import Component, Container, JobScript
+from mcore_rl.launch.job import Component, JobScript
 from mcore_rl.launch.preflight import (
     Allowances,
     Checked,
@@ -219,8 +219,11 @@ def _conversion(stage: ConversionStage) -> tuple[str, ...]:
 def _placement(cluster: ClusterConfig, options: JobOptions, folder: Path, gpus: int) -> dict[str, Any]:
     """Return the arguments of JobScript that all jobs of a cluster share."""
     slurm = cluster.slurm
-    # Elements of an array have their folders next to it.
-    also_mounted = (f"{folder.parent}:{folder.parent}",) if options.array else ()
+    container = cluster.container
+    if isinstance(container, ContainerConfig) and options.array:
+        # Elements of an array have their folders next to it.
+        mounts = (*container.mounts, f"{folder.parent}:{folder.parent}")
+        container = container.model_copy(update={"mounts": mounts})
     return {
         "time": options.time or slurm.time,
         "partition": options.partition or slurm.partition or "",
@@ -243,19 +246,8 @@ def _placement(cluster: ClusterConfig, options: JobOptions, folder: Path, gpus: 
         "scratch": cluster.paths.scratch or "",
         "cache": cluster.paths.cache or "",
         "environment_file": str(environment_file(cluster) or ""),
-        "container": _container(cluster.container, also_mounted),
+        "container": container,
     }
-
-
-def _container(container: NoContainer | ContainerConfig, also_mounted: tuple[str, ...]) -> Container | None:
-    if isinstance(container, NoContainer):
-        return None
-    return Container(
-        kind=container.kind,
-        image=container.image,
-        mounts=(*container.mounts, *also_mounted),
-        options=container.options,
-    )
 
 
 def sbatch_options(cluster: ClusterConfig, gpus: int) -> tuple[str, ...]:
