@@ -14,7 +14,6 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
             *run_violations(config, world_size, data.seq_length, "data.seq_length"),
             *batch_violations(config.train, config.mesh, world_size),
             *_data(data),
-            *_spans(config),
         ]
     )
 
@@ -31,17 +30,3 @@ def _data(data: SFTDataConfig) -> Iterator[str]:
         "to read every conversation once an epoch",
     )
     yield from chat_violations(data.tokenizer, data.chat_template, "conversations")
-
-
-def _spans(config: SFTConfig) -> Iterator[str]:
-    multiple, zigzag, seq_length = config.span_multiple, config.mesh.zigzag, config.data.seq_length
-    if multiple % zigzag:
-        yield (
-            f"data.span_multiple={multiple} with mesh.cp={config.mesh.cp}: each conversation is cut into {zigzag} "
-            f'pieces. Use a multiple of {zigzag}, or "auto".'
-        )
-    elif config.data.span_multiple != "auto" and seq_length % multiple:
-        yield (
-            f"data.seq_length={seq_length} is not a multiple of data.span_multiple={multiple}: the rest is "
-            f"padded like a conversation. Use {max(1, seq_length // multiple) * multiple}, or change the multiple."
-        )

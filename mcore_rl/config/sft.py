@@ -51,9 +51,6 @@ class SFTDataConfig(Section):
     conversation is left out and counted."""
     pack_buffer: PositiveInt = 1024
     """Number of conversations that are packed at a time: more leave fewer gaps, fewer mix better."""
-    span_multiple: PositiveInt | Literal["auto"] = "auto"
-    """Multiple of tokens to which each conversation is padded; `auto`: the multiple that mesh.cp needs (2 * cp, or 1
-    without it). Packed sequences are the same on meshes with different cp only if the multiple is the same."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
@@ -68,8 +65,3 @@ class SFTConfig(RunConfig):
     def packed_length(self) -> int:
         """Number of positions of a packed sequence."""
         return self.data.seq_length
-
-    @cached_property
-    def span_multiple(self) -> int:
-        """Multiple of tokens to which each conversation is padded on this mesh."""
-        return self.mesh.zigzag if self.data.span_multiple == "auto" else self.data.span_multiple

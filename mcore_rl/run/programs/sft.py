@@ -93,7 +93,7 @@ def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> PackingOptions:
     """Return the settings of packing, without a mixture."""
     return PackingOptions(
         row_length=config.data.seq_length,
-        length_multiple=config.span_multiple,
+        length_multiple=config.mesh.zigzag,
         buffer=config.data.pack_buffer,
         seed=config.train.seed,
         pad_id=tokenizer.eod_id,

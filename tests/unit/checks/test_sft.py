@@ -27,7 +27,7 @@ def violations(overrides):
 
 def test_a_sound_config_passes():
     assert violations("") == []
-    assert violations("mesh.cp=2 data.span_multiple=8") == []
+    assert violations("mesh.cp=2") == []
     assert violations("data.tokenizer.kind=sentencepiece data.chat_template=plain") == []
 
 
@@ -48,8 +48,6 @@ def test_every_recipe_passes_the_checks(path):
         ("data.tokenizer.kind=sentencepiece", 'Set it to "plain" or "raw"'),
         ("data.seq_length=1022 mesh.cp=2", "data.seq_length=1022 is not a multiple of 4"),
         ("data.seq_length=8192", "data.seq_length=8192 is longer than model.max_position=4096"),
-        ("data.span_multiple=2 mesh.cp=2", "data.span_multiple=2 with mesh.cp=2"),
-        ("data.seq_length=100 data.span_multiple=8", "Use 96"),
     ],
 )
 def test_a_broken_rule_is_named(overrides, said):
