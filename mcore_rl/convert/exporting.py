@@ -14,7 +14,7 @@ import torch
 
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
-from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
+from mcore_rl.convert.copying.plan import TargetTensor, common_dtype, tasks_of
 from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.convert.hf.blocks import Blocks, Quantization, WithReference, as_stored, blocks_like
 from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf
@@ -95,20 +95,18 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
     targets += passing
     copied_from = reference if passing or blocks else None
     shards = shards_of(targets, settings.shard_bytes)
-    file_of = {target.name: file for file, group in shards.items() for target in group}
-    chunks = (chunk for target in targets for chunk in chunks_of(target))
     files, notes = _small_files(dist_model, options, [*plain, *passing])
     return Conversion(
         title="export",
         final=folder,
         sources=list(_sources(source, dist_model, options)),
         targets=targets,
-        tasks=tasks_of(chunks, settings.task_bytes, file_of),
+        tasks=tasks_of(shards, settings.task_bytes),
         open_source=partial(_source, dist_model, copied_from, blocks),
         writer=SafetensorsWriter(shards),
         identity=f"export {options} {_digest(files)} {dist_model.model} {dist_model.folder.digest}",
         read=read | dist_model.folder.stamps | (copied_from.stamps if copied_from else {}),
-        finish=partial(_finish, dist_model, copied, files, file_of),
+        finish=partial(_finish, dist_model, copied, files),
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {dist_model.layout}",
             *notes,
@@ -355,13 +353,12 @@ def _finish(
     dist_model: DistModel,
     copied: Mapping[str, Path],
     files: Mapping[str, bytes],
-    file_of: Mapping[str, str],
     folder: Path,
     plan: str,
     done: Sequence[RecordedTask],
 ) -> None:
     """Add the index, `copied` files of the reference, `files` (which replace those) and the manifest to the shards."""
-    write_index(folder, file_of, done)
+    write_index(folder, done)
     copy_files(copied, folder)
     for name, content in files.items():
         _target(folder, name).write_bytes(content)
@@ -375,8 +372,9 @@ def _finish(
     write_manifest(folder, plan, description, sources, done)
 
 
-def write_index(folder: Path, file_of: Mapping[str, str], done: Sequence[RecordedTask]) -> None:
+def write_index(folder: Path, done: Sequence[RecordedTask]) -> None:
     """Write the index of the files' tensors if there is more than one file."""
+    file_of = {chunk.target.name: task.file for task, _ in done for chunk in task.chunks}
     if len(set(file_of.values())) > 1:
         total = sum(chunk.num_bytes for task, _ in done for chunk in task.chunks)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import write_manifest
-from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
+from mcore_rl.convert.copying.plan import NUMBERED, TargetTensor, common_dtype, tasks_of
 from mcore_rl.convert.hf.model import HfModel, MtpLayers, check_copies, open_hf_model
 from mcore_rl.convert.hf.small_files import copy_files, small_files
 from mcore_rl.convert.hf.source import source_checksums
@@ -72,7 +72,6 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
     check_copies(hf_model)
     targets = import_targets(hf_model, weights, options.dtype)
     copied = small_files(hf_model.folder.path)
-    chunks = (chunk for target in targets for chunk in chunks_of(target))
     notes = [f"{hf_model.model.family}: {len(hf_model.weights.hf_shapes)} tensors, {layout}"]
     if hf_model.dropped:
         notes.append(f"left out because of --mtp drop: {len(hf_model.dropped)} tensors of MTP layers")
@@ -91,7 +90,7 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
         final=path_of_step(folder, 0),
         sources=[("the source", source)],
         targets=targets,
-        tasks=tasks_of(chunks, settings.task_bytes, "numbered"),
+        tasks=tasks_of({NUMBERED: targets}, settings.task_bytes),
         open_source=hf_model.source,
         writer=DistWriter(),
         identity=f"import {options} {hf_model.model}",

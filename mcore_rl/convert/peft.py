@@ -18,7 +18,7 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
-from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, tasks_of
+from mcore_rl.convert.copying.plan import TargetTensor, tasks_of
 from mcore_rl.convert.hf.folder import ADAPTER_CONFIG
 from mcore_rl.convert.hf.writer import SafetensorsWriter
 from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
@@ -79,7 +79,6 @@ def plan_adapter_export(
         )
     targets = list(adapter_targets(dist_model, layout, dtype))
     files = {TENSORS: targets}
-    chunks = (chunk for target in targets for chunk in chunks_of(target))
     config = adapter_config(dist_model, lora, layout, reference)
     return Conversion(
         title="export of adapters",
@@ -87,7 +86,7 @@ def plan_adapter_export(
         sources=[("the source", source), ("the checkpoint", dist_model.folder.path)]
         + ([("--reference", reference)] if reference is not None else []),
         targets=targets,
-        tasks=tasks_of(chunks, settings.task_bytes, {target.name: TENSORS for target in targets}),
+        tasks=tasks_of(files, settings.task_bytes),
         open_source=dist_model.source,
         writer=SafetensorsWriter(files),
         identity=f"adapters {layout} {dtype} {config} {dist_model.folder.digest}",

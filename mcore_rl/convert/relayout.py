@@ -12,7 +12,7 @@ from mcore_rl.checkpoint.megatron_lm import hybrid_args, model_args
 from mcore_rl.checkpoint.read import EXTRA_STATE
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import write_manifest
-from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
+from mcore_rl.convert.copying.plan import NUMBERED, TargetTensor, common_dtype, tasks_of
 from mcore_rl.convert.hf.small_files import copy_files, small_files
 from mcore_rl.convert.megatron.layouts import KeyLayout, KeyTranslation, is_stacked, refuse_singletons
 from mcore_rl.convert.megatron.model import EMBEDDING, DistModel, open_dist_model
@@ -49,7 +49,6 @@ def plan_relayout(
     dist_model = open_dist_model(source, reference)
     targets = list(_targets(dist_model, layout))
     step, objects = dist_model.folder.step, dist_model.folder.objects
-    chunks = (chunk for target in targets for chunk in chunks_of(target))
     num_objects = sum(EXTRA_STATE not in key for key in objects)
     return Conversion(
         title="relayout",
@@ -60,7 +59,7 @@ def plan_relayout(
             *([("--reference", reference)] if reference is not None else []),
         ],
         targets=targets,
-        tasks=tasks_of(chunks, settings.task_bytes, "numbered"),
+        tasks=tasks_of({NUMBERED: targets}, settings.task_bytes),
         open_source=dist_model.source,
         writer=DistWriter(),
         identity=f"relayout {layout} {dist_model.folder.digest}",

@@ -21,7 +21,7 @@ from mcore_rl.checks.model import checked_model_from_hf, divisors
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
-from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, tasks_of
+from mcore_rl.convert.copying.plan import TargetTensor, tasks_of
 from mcore_rl.convert.copying.source import ByteRun
 from mcore_rl.convert.exporting import DTYPE_KEYS, QUANTIZATION_KEYS, usual_dtype, write_index
 from mcore_rl.convert.hf.model import HfModel, check_copies, open_hf_model
@@ -98,8 +98,6 @@ def plan_upcycle(source: Path, folder: Path, options: UpcycleOptions, settings: 
         targets.append(TargetTensor(name=name, shape=shape, dtype=dtype, copies=parts))
     config |= dict.fromkeys(set(DTYPE_KEYS) & config.keys() or DTYPE_KEYS[:1], usual_dtype(targets))
     shards = shards_of(targets, settings.shard_bytes)
-    file_of = {target.name: file for file, group in shards.items() for target in group}
-    chunks = (chunk for target in targets for chunk in chunks_of(target))
     copied = small_files(source)
     slices = f", each a slice of 1/{options.granularity}" if options.granularity > 1 else ""
     return Conversion(
@@ -107,12 +105,12 @@ def plan_upcycle(source: Path, folder: Path, options: UpcycleOptions, settings: 
         final=folder,
         sources=[("the dense model", source)],
         targets=targets,
-        tasks=tasks_of(chunks, settings.task_bytes, file_of),
+        tasks=tasks_of(shards, settings.task_bytes),
         open_source=partial(UpcycledSource, found, made, options.router_std or model.init_std, options),
         writer=SafetensorsWriter(shards),
         identity=f"upcycle {options} {model}",
         read=found.folder.stamps | sizes_and_times(copied.values()),
-        finish=partial(_finish, found, model, options, config, copied, file_of),
+        finish=partial(_finish, found, model, options, config, copied),
         notes=[
             f"{found.model.family} -> {model.family}: {options.num_experts} experts a layer, top {options.top_k}"
             f"{slices}, {'one shared expert, ' if model.moe.shared_experts else ''}noise {options.noise:g}"
@@ -292,13 +290,12 @@ def _finish(
     options: UpcycleOptions,
     config: Mapping[str, Any],
     copied: Mapping[str, Path],
-    file_of: Mapping[str, str],
     folder: Path,
     plan: str,
     done: Sequence[RecordedTask],
 ) -> None:
     """Add the index, the dense model's small files, config.json and the manifest to the shards."""
-    write_index(folder, file_of, done)
+    write_index(folder, done)
     copy_files(copied, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     description = {

@@ -1,10 +1,10 @@
 """The tensors that a conversion writes, cut into chunks that fit in memory, each with the copies that make it."""
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal
 
 import torch
 
@@ -14,6 +14,8 @@ from mcore_rl.families.weight_map import AxisRange, Region, Shape, listed
 
 CHUNK_BYTES = 64 << 20
 """Largest size in bytes of a chunk, unless a row is larger. It affects the written bytes, so it is not a setting."""
+NUMBERED = ""
+"""Stands for files with a task each, which are named as torch names them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +76,7 @@ def chunks_of(target: TargetTensor, limit: int = CHUNK_BYTES) -> Iterator[Chunk]
     at: dict[tuple[int, ...], list[RegionCopy]] = {}
     for copy in target.copies:
         at.setdefault(tuple(axis.start for axis in copy.into[:num_lead]), []).append(copy)
-    for index in _indices(target.shape[:num_lead]):
+    for index in itertools.product(*map(range, target.shape[:num_lead])):
         front = tuple(AxisRange(i, i + 1) for i in index)
         for rows in _runs_of_rows(target, num_lead, limit):
             where = (*front, *rows)
@@ -92,35 +94,25 @@ def chunk_at(target: TargetTensor, where: Region) -> Chunk:
     )
 
 
-def tasks_of(
-    chunks: Iterator[Chunk], max_bytes: int, file_of: Mapping[str, str] | Literal["numbered"]
-) -> list[CopyTask]:
-    """Group chunks, in their order, into tasks of at most `max_bytes` or of one chunk.
+def tasks_of(files: Mapping[str, Iterable[TargetTensor]], max_bytes: int) -> list[CopyTask]:
+    """Group the chunks of all targets, in their order, into tasks of at most `max_bytes` or of one chunk.
 
     Args:
-        chunks: All chunks of a conversion.
+        files: The targets of each file; with `NUMBERED` for a name, every task has its own file.
         max_bytes: Most bytes of a task.
-        file_of: The file of each target; with "numbered" every task has its own file, named as torch does.
     """
     tasks: list[CopyTask] = []
-    group: list[Chunk] = []
-    group_bytes, group_file = 0, ""
-
-    def close() -> None:
-        if group:
-            file = f"__{len(tasks)}_0.distcp" if file_of == "numbered" else group_file
-            tasks.append(CopyTask(len(tasks), file, tuple(group)))
-            group.clear()
-
-    for chunk in chunks:
-        file = "" if file_of == "numbered" else file_of[chunk.target.name]
-        if group and (group_bytes + chunk.num_bytes > max_bytes or file != group_file):
-            close()
-            group_bytes = 0
-        group.append(chunk)
-        group_bytes += chunk.num_bytes
-        group_file = file
-    close()
+    for file, targets in files.items():
+        groups: list[list[Chunk]] = []
+        group_bytes = 0
+        for chunk in (chunk for target in targets for chunk in chunks_of(target)):
+            if not groups or group_bytes + chunk.num_bytes > max_bytes:
+                groups.append([])
+                group_bytes = 0
+            groups[-1].append(chunk)
+            group_bytes += chunk.num_bytes
+        for index, group in enumerate(groups, len(tasks)):
+            tasks.append(CopyTask(index, file or f"__{index}_0.distcp", tuple(group)))
     return tasks
 
 
@@ -164,16 +156,6 @@ def _num_lead_axes(target: TargetTensor) -> int:
         lead += 1
     # `all` is also true without copies: a target of only zeros is split by bytes, not into single rows.
     return lead if target.copies and lead < len(target.shape) else 0
-
-
-def _indices(shape: Shape) -> Iterator[tuple[int, ...]]:
-    """Yield all indices of a tensor of this shape, the last axis fastest."""
-    if not shape:
-        yield ()
-        return
-    for first in range(shape[0]):
-        for rest in _indices(shape[1:]):
-            yield (first, *rest)
 
 
 def _runs_of_rows(target: TargetTensor, num_lead: int, limit: int) -> Iterator[Region]:
