@@ -35,6 +35,8 @@ from mcore_rl.model.adapters import target_of
 
 AdapterLayout = Literal["each", "fused"]
 """Modules of experts: a module for each expert, or as in peft's `target_parameters` a single module per layer."""
+KIND = "export --adapter"
+"""Kind of this conversion in its manifest and for people."""
 TENSORS = "adapter_model.safetensors"
 LINEAR = re.compile(r"\.(linear_\w+)\.weight$")
 PREFIX = "base_model.model."
@@ -81,7 +83,7 @@ def plan_adapter_export(
     files = {TENSORS: targets}
     config = adapter_config(dist_model, lora, layout, reference)
     return Conversion(
-        title="export of adapters",
+        title=KIND,
         final=folder,
         sources=[("the source", source), ("the checkpoint", dist_model.folder.path)]
         + ([("--reference", reference)] if reference is not None else []),
@@ -492,7 +494,7 @@ def _finish(
     """Add adapter_config.json and the manifest to the tensors."""
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     description = {
-        "kind": "adapter",
+        "kind": KIND,
         "family": dist_model.model.family,
         "step": dist_model.folder.step,
         "files": file_checksums(folder, done),

@@ -19,6 +19,7 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.convert.inspection import contents
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.layers import adapters
+from mcore_rl.run.cli import main
 from tests.conversion import adapter_of, assert_same, exported, read_dist, read_hf
 from tests.parallel.checkpointing import SMALL, SMALL_DEEPSEEK, config_of, opened, run
 from tests.parallel.parity import assembled, owned
@@ -175,6 +176,13 @@ def test_adapters_alone_are_read_and_exported_as_a_checkpoint_of_all_weights(tmp
         adapter_of(tmp_path / name, tmp_path / f"{name}-adapter", "each")
     for kind in ("merged", "adapter"):
         assert_same(read_hf(tmp_path / f"alone-{kind}"), read_hf(tmp_path / f"whole-{kind}"))
+
+
+def test_an_export_of_adapters_replaces_an_earlier_export(tmp_path: Path) -> None:
+    run(lora_config(tmp_path / "run", "one", TARGETS["all"]), 1, [1])
+    for more in ([], ["--overwrite"]):
+        folders = [str(tmp_path / name) for name in ("run", "adapter")]
+        assert main(["convert", "export", *folders, "--adapter", "each", *more]) == 0
 
 
 def test_adapters_alone_are_refused_over_another_base_or_none(tmp_path: Path) -> None:
