@@ -31,6 +31,7 @@ from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import FAMILIES, weight_map
+from mcore_rl.families.hf_export import common_to_hf
 from mcore_rl.families.regions import RegionCopy, sizes, whole
 from mcore_rl.families.weight_map import AxisRange, Region
 from mcore_rl.files import sizes_and_times
@@ -241,6 +242,8 @@ def _config(found: HfModel, options: UpcycleOptions) -> dict[str, Any]:
     known = dict(found.folder.config or {})
     for name in (*QUANTIZATION_KEYS, "mlp_bias", "pretraining_tp"):
         known.pop(name, None)
+    # Where a key is absent, the two families may have other defaults, as of rope_theta and head_dim.
+    known |= {name: value for name, value in common_to_hf(dense).items() if known.get(name) is None}
     return known | {"architectures": [family.hf_class], "model_type": family.model_type} | family.to_hf(model)
 
 

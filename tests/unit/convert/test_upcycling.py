@@ -54,6 +54,30 @@ def test_without_noise_transformers_computes_the_same_logits(
     assert main(["convert", "import", str(out), str(tmp_path / "ckpt"), "--workers", "1"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("case", "changes", "absent"),
+    [
+        ("llama", {}, ("rope_theta", "rope_parameters")),  # 1e4, and 1e6 in Mixtral
+        ("qwen3", {"head_dim": 128}, ("head_dim",)),  # 128, and in Qwen3-MoE what fills the hidden size
+    ],
+)
+def test_a_key_that_the_dense_config_leaves_out_has_the_value_of_the_dense_family(
+    case: str, changes: dict[str, int], absent: tuple[str, ...], tmp_path: Path
+) -> None:
+    source, tokens_BS = saved(case, tmp_path / "dense", **changes), random_tokens()
+    config = json.loads((source / "config.json").read_text())
+    left = {name: value for name, value in config.items() if name not in absent}
+    (source / "config.json").write_text(json.dumps(left))
+    both = []
+    for folder in (source, upcycled(source, tmp_path / "moe")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            both.append(model.eval()(tokens_BS).logits)
+    torch.testing.assert_close(both[1], both[0], atol=TOLERANCE, rtol=0)
+
+
 def test_slices_of_a_copy_share_their_row_of_the_router_and_make_up_the_mlp(tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "dense")
     options = {"granularity": 2, "router_std": 0.5, "seed": 3}
