@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from mcore_rl.data.records import HUB, is_compressed, is_table, load_hub, open_bytes, read_rows
+from mcore_rl.data.records import HUB, is_compressed, is_table, load_hub, opened, read_rows
 from mcore_rl.errors import DataError
 from mcore_rl.files import PACKED, with_ending
 
@@ -166,7 +166,7 @@ class DocumentReader:
                 self.num_lines = number
                 yield _entry_record(entry, key=self.document_format.key, line=number)
             return
-        with open_bytes(self.file_slice.path) as file:
+        with opened(self.file_slice.path) as file:
             if not self.document_format.is_splittable:
                 yield _text_record(file.read().removeprefix(BOM), line=1)
             elif self.document_format.kind == "jsonl":

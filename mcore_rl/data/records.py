@@ -5,8 +5,10 @@ import gzip
 import json
 import lzma
 import re
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, cast
@@ -32,8 +34,12 @@ COMPRESSED: dict[bytes, Any] = {
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
     b"\x28\xb5\x2f\xfd": _open_zstandard,
+    # A frame that readers skip; pzstd puts one in front of the content.
+    **{bytes([number, 0x2A, 0x4D, 0x18]): _open_zstandard for number in range(0x50, 0x60)},
 }
 """First bytes of compressed files, and what opens them."""
+DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error)
+"""Errors of reading a file that is missing, damaged or cut off."""
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 ROWS_AT_A_TIME = 1024
 SHOWN = 5
@@ -62,9 +68,20 @@ def is_compressed(name: str) -> bool:
     return _opener(name) is not open
 
 
-def open_bytes(name: str) -> BinaryIO:
-    """Open a file for reading bytes, decompressing it if necessary."""
-    return cast(BinaryIO, _opener(name)(name, "rb"))
+@contextmanager
+def opened(name: str) -> Iterator[BinaryIO]:
+    """Open a file for reading bytes, decompressing it if necessary; DataError where it is missing, damaged or cut off,
+    also while it is read.
+    """
+    try:
+        with cast(BinaryIO, _opener(name)(name, "rb")) as file:
+            yield file
+    except Exception as error:
+        # ZstdError is of a package that may be absent.
+        if not isinstance(error, DAMAGED) and type(error).__name__ != "ZstdError":
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"{name} cannot be read: {reason}. Name files that exist and are whole.") from error
 
 
 def _opener(name: str) -> Any:
@@ -89,22 +106,15 @@ def read_records(name: str) -> Iterator[Record]:
         for number, entry in enumerate(read_rows(name), start=1):
             yield Record(line=number, file=name, entry=entry)
         return
-    try:
-        with open_bytes(name) as file:
-            if (entries := _json_list(file)) is not None:
-                for number, entry in enumerate(entries, start=1):
-                    yield _record(json.dumps(entry).encode(), name, number)
-                return
-            file.seek(0)
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _record(line, name, number)
-    except Exception as error:
-        # ZstdError is of a package that may be absent.
-        if not isinstance(error, OSError | EOFError | lzma.LZMAError) and type(error).__name__ != "ZstdError":
-            raise
-        reason = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"{name} cannot be read: {reason}. Name files that exist and are whole.") from error
+    with opened(name) as file:
+        if (entries := _json_list(file)) is not None:
+            for number, entry in enumerate(entries, start=1):
+                yield _record(json.dumps(entry).encode(), name, number)
+            return
+        file.seek(0)
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _record(line, name, number)
 
 
 def _files_of_one_split(folder: Path) -> list[Path]:

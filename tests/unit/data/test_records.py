@@ -1,7 +1,9 @@
 """One record is the same in JSON lines, compressed, as parquet and through `datasets`, for all that read records."""
 
+import bz2
 import gzip
 import json
+import lzma
 import random
 from pathlib import Path
 
@@ -23,7 +25,13 @@ from mcore_rl.errors import DataError
 from mcore_rl.rl.rollouts.tasks import read_problems
 from tests.unit.data.conftest import made_up_documents
 
-PACKED = {"gzipped": (".gz", gzip.compress), "zstandard": (".zst", zstd.compress)}
+SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0size"
+"""A frame as pzstd puts it in front of the content."""
+PACKED = {
+    "gzipped": (".gz", gzip.compress),
+    "zstandard": (".zst", zstd.compress),
+    "pzstd": (".zst", lambda text: SKIPPED + zstd.compress(text[:900]) + SKIPPED + zstd.compress(text[900:])),
+}
 FORMS = ("lines", *PACKED, "parquet", "hub")
 LINES = [
     {"question": f"{i} + 1 = {{?}}", "solution": f"{i + 1}", "text": text}
@@ -98,6 +106,27 @@ def test_bad_lines_are_counted_with_file_and_line_and_more_than_allowed_end_the_
     assert [line.split(": ")[0] for line in examples.bad_lines] == [f"{path}:2", f"{path}:3"]
     with pytest.raises(DataError, match=r"a\.jsonl:2: a JSON list"):
         read_examples([str(path)], SFTDataConfig(max_bad=1), chat)
+
+
+@pytest.mark.parametrize("ending", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_damaged_files_are_refused_where_data_is_made_of_them(ending, damage, tokenizer, tmp_path):
+    pack = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd.compress}[ending]
+    noise = random.Random(0).randbytes(3000).hex()
+    packed = pack("".join(json.dumps({"text": noise[i : i + 60]}) + "\n" for i in range(2000)).encode())
+    half = len(packed) // 2
+    content = packed[:-9] if damage == "cut" else packed[:40] + bytes(half) + packed[40 + half :]
+    (path := tmp_path / f"a.jsonl.{ending}").write_bytes(content)
+    options = PreprocessOptions(
+        inputs=(path,),
+        output=tmp_path / "out",
+        tokenizer=tokenizer,
+        document_format=DocumentFormat(kind="jsonl"),
+    )
+    for read in (lambda: list(read_records(str(path))), lambda: preprocess(options, Console(quiet=True))):
+        with pytest.raises(DataError, match=rf"a\.jsonl\.{ending} cannot be read: "):
+            read()
+    assert not (tmp_path / "out.bin").exists()
 
 
 def test_damaged_files_and_absent_datasets_are_refused(tmp_path):
