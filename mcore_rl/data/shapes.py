@@ -78,14 +78,12 @@ def recognise(entry: Mapping[str, Any]) -> Dialogue | None:
     """
     for key, name in TURNS.items():
         if key in entry:
-            turns = (*_system(entry), *read_turns(entry[key], key))
-            turns = (
-                turns[1:]
-                if len(turns) > 1 and [turn["role"] for turn in turns[:2]] == ["system"] * 2
-                else turns
-            )
+            turns = read_turns(entry[key], key)
+            # The turns' own system prompt goes first: another in the record is text that is not read.
+            system = SYSTEM if not turns or turns[0]["role"] != "system" else ()
+            turns = [*_system(entry), *turns] if system else turns
             is_answered = turns and turns[-1]["role"] == "assistant"
-            return _dialogue(entry, name, turns, len(turns) - bool(is_answered), (key, "tools"))
+            return _dialogue(entry, name, turns, len(turns) - bool(is_answered), (*system, key, "tools"))
     for prompt_keys, answer_keys in ANSWERS.items():
         answer = next((key for key in answer_keys if key in entry), None)
         if answer is None or prompt_keys[0] not in entry:
@@ -93,7 +91,8 @@ def recognise(entry: Mapping[str, Any]) -> Dialogue | None:
         prompt = (*_system(entry), *_prompt(entry, prompt_keys))
         said = _side(entry, answer, "assistant")
         name = NAMES.get((prompt_keys[0], answer), f"{prompt_keys[0]} and {answer}")
-        return _dialogue(entry, name, (*prompt, *said), len(prompt), (*prompt_keys, answer, "tools"))
+        keys = (*SYSTEM, *prompt_keys, answer, "tools")
+        return _dialogue(entry, name, (*prompt, *said), len(prompt), keys)
     return None
 
 
@@ -170,8 +169,8 @@ def unread_text(entry: Mapping[str, Any], used: frozenset[str]) -> list[str]:
 def _dialogue(
     entry: Mapping[str, Any], name: str, turns: Sequence[Message], num_prompt: int, keys: Sequence[str]
 ) -> Dialogue:
-    read = [key for key in (*SYSTEM, *keys) if entry.get(key)]
-    return Dialogue(f"{name} ({', '.join(read)})", tuple(turns), num_prompt, frozenset((*SYSTEM, *keys)))
+    read = [key for key in keys if entry.get(key)]
+    return Dialogue(f"{name} ({', '.join(read)})", tuple(turns), num_prompt, frozenset(keys))
 
 
 def _system(entry: Mapping[str, Any]) -> list[Message]:

@@ -14,7 +14,7 @@ from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.sft import SFTConfig, SFTDataConfig
-from mcore_rl.data.chat import load_chat
+from mcore_rl.data.chat import Conversation, load_chat
 from mcore_rl.data.examples import conversation_of, read_examples
 from mcore_rl.data.preferences import comparison_of
 from mcore_rl.data.records import Record, read_records
@@ -276,6 +276,20 @@ def test_the_shape_is_said_in_a_line_and_text_that_is_not_read_is_a_warning(tmp_
         f"{path} is read as question and answer (question, answer)",
         f"warning: {path} has text that is not read, in context; data.prompt_template can use it",
     )
+
+
+@pytest.mark.parametrize(("other", "is_warned"), [("Answer in French.", True), ("Be brief.", False)])
+def test_a_system_prompt_beside_that_of_the_turns_is_a_warning_where_it_says_something_else(
+    tmp_path, tokenizer, other, is_warned
+):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"system": other, "messages": [SYSTEM, ASKED, SAID]}) + "\n")
+    chat = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
+    read = read_examples([str(path)], SFTDataConfig(chat_template="plain"), chat)
+    assert tuple(read.ids_T) == chat.encode(Conversation(messages=(SYSTEM, ASKED, SAID))).ids_T
+    shape = f"{path} is read as OpenAI messages (messages)"
+    warning = f"warning: {path} has text that is not read, in system; data.prompt_template can use it"
+    assert read.notes == ((shape, warning) if is_warned else (shape,))
 
 
 def test_a_call_of_a_tool_is_refused_by_a_template_that_cannot_show_it(tmp_path, tokenizer):
