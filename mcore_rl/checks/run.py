@@ -80,6 +80,11 @@ def _run_dir(run_dir: str) -> Iterator[str]:
     longest = max(len(os.fsencode(part)) for part in run_dir.split("/"))
     if not run_dir or "\0" in run_dir:
         yield f"run_dir={toml_value(run_dir)} is no name of a folder. Choose another."
+    elif run_dir.startswith("~"):
+        yield (
+            f"run_dir={toml_value(run_dir)} begins with ~, in which only a shell sees the home folder: the run would "
+            'write to a folder of the name "~" in this one. Give the whole path.'
+        )
     elif longest > LONGEST_NAME or len(os.fsencode(run_dir)) > LONGEST_PATH:
         yield (
             f'run_dir="{run_dir[:40]}..." is too long: file systems take names of 255 bytes and paths of 4,096, and '

@@ -124,6 +124,7 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("qwen3_moe", "mesh.tp=2 mesh.sequence_parallel=false", 2, "Set mesh.sequence_parallel=true"),
         ("qwen3_moe", "model.moe.dispatcher=deepep", 1, "Set mesh.ep > 1"),
         ("qwen3_moe", "model.moe.dispatcher=hybridep", 1, "Set mesh.ep > 1"),
+        ("llama", "run_dir=~/runs/x", 1, 'the run would write to a folder of the name "~"'),
         ("llama", "mesh.ep=2 mesh.dp=2", 2, "mesh.ep=2, but model.moe.num_experts=0"),
         ("llama", "mesh.etp=2 mesh.tp=2", 2, "mesh.etp=2, but model.moe.num_experts=0"),
         ("llama", "model.ffn_hidden_size=511 mesh.tp=2", 2, "model.ffn_hidden_size = 511"),
