@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ def _not_imported(load: str | None, model: ModelConfig, run_dir: Path) -> Iterat
     if found is not None and not found.is_complete:
         yield (
             f"checkpoint.load={load} is a Hugging Face folder, which is imported once, before jobs load it: "
-            f"mcore-rl {' '.join(found.command)}"
+            f"mcore-rl {shlex.join(found.command)}"
         )
 
 

@@ -1,6 +1,7 @@
 """Hugging Face folders as weights of a run: imported once, by a single process, before ranks load them."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def checkpoint_of(load: str, model: ModelConfig, run_dir: Path | None) -> Path:
     if not found.is_complete:
         raise CheckpointError(
             f"{load} is a Hugging Face folder, and {found.path} has no import of it yet. Make it, on one machine: "
-            f"mcore-rl {' '.join(found.command)}"
+            f"mcore-rl {shlex.join(found.command)}"
         )
     return found.path
 

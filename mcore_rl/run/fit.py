@@ -1,5 +1,6 @@
 """`mcore-rl plan FOLDER --gpus 8xH100`: whether a training of a model fits on GPUs, and with which mesh."""
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,9 +37,9 @@ def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
     if shown:
         fits = choice_text(shown[0], shown[0], found.place)
         sys.stdout.write(f"{name}yes, {what} fits on {gpus} ({fits})\n")
-        settings = " ".join([*toml_lines(found.changes(shown[0])), *overrides])
-        usual = "platform.precision=bf16 mesh.dp=auto"
-        sys.stdout.write(f"mcore-rl {kind} CONFIG model.path={folder} {usual} {settings}\n\n")
+        fields = [f"model.path={folder}", "platform.precision=bf16", "mesh.dp=auto"]
+        fields += [*toml_lines(found.changes(shown[0])), *overrides]
+        sys.stdout.write(f"mcore-rl {kind} CONFIG {shlex.join(fields)}\n\n")
         sys.stdout.write("".join(f"{line}\n" for line in search_lines(found, shown)))
         return 0
     larger = gpus

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -207,14 +208,14 @@ def test_what_would_fail_later_is_refused_before_anything_is_submitted(words, me
 
 
 def test_a_hugging_face_folder_is_imported_before_jobs_load_it(home, slurm, capsys):
-    saved("qwen3_moe", home / "model", num_experts=8, num_attention_heads=4, num_key_value_heads=2)
-    words = [DATA, f"model.path={home}/model"]
+    saved("qwen3_moe", home / "my model", num_experts=8, num_attention_heads=4, num_key_value_heads=2)
+    words = [DATA, f"model.path={home}/my model"]
     assert launch(*words) == 2
     command = re.search(r"imported once, before jobs load it: mcore-rl (.*)", capsys.readouterr().err)[1]
-    assert (
-        command.startswith(f"convert import {home}/model {home}/runs/imports/model-") and not slurm.submitted
-    )
-    assert main(command.split()) == 0
+    arguments = shlex.split(command)
+    assert arguments[:3] == ["convert", "import", f"{home}/my model"] and not slurm.submitted
+    assert arguments[3].startswith(f"{home}/runs/imports/my model-")
+    assert main(arguments) == 0
     assert launch(*words) == 0 and slurm.submitted
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,8 @@ QWEN3_30B_A3B = {
 
 @pytest.fixture
 def qwen(tmp_path: Path) -> Path:
-    folder = tmp_path / "Qwen3-30B-A3B"
-    folder.mkdir()
+    folder = tmp_path / "my models" / "Qwen3-30B-A3B"
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
     return folder
 
@@ -44,7 +45,8 @@ def test_the_answer_is_one_line_and_its_command_passes_the_checks(
     )
     used, free = map(float, re.findall(r"([\d.]+) (?:GiB|free)", answer)[:2])
     assert used + free == pytest.approx(80 - 6, abs=0.2) and used > 16 * 30.5 / 8 * 0.9
-    fields = [word for word in command.split(" CONFIG ")[1].split() if "=" in word]
+    fields = shlex.split(command.split(" CONFIG ")[1])
+    assert fields[0] == f"model.path={qwen}"
     data = ["data.train=x", "data.tokenizer.kind=huggingface", f"data.tokenizer.path={qwen}"]
     config = load_run_config(PROGRAMS["sft"].config, None, [*fields, *data])
     PROGRAMS["sft"].check(config, 8)
