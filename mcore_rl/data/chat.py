@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mcore_rl.data.chat_template import TEMPLATE_ERRORS, load_template, render
+from mcore_rl.data.chat_template import TEMPLATE_ERRORS, load_template, load_tool_template, render
 from mcore_rl.data.marked_tokenizer import JsonEncoder, MarkedTokenizer, TextEncoder
 from mcore_rl.data.tokenizer import TOKENIZER_JSON, HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from mcore_rl.errors import DataError
@@ -134,7 +134,10 @@ def load_chat(template: str, tokenizer: Tokenizer, path: str | None) -> Chat:
         )
     assert path is not None, "a tokenizer was read from it"
     return TemplateChat(
-        _encoder(tokenizer, Path(path)), load_template(template, Path(path)), tokenizer.special_tokens
+        _encoder(tokenizer, Path(path)),
+        load_template(template, Path(path)),
+        tokenizer.special_tokens,
+        load_tool_template(template, Path(path)),
     )
 
 
@@ -231,11 +234,17 @@ class TemplateChat:
     in which a later turn changes an earlier turn is refused, because it would train on text that the model never reads.
     """
 
-    def __init__(self, encoder: TextEncoder, template: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        template: str,
+        special_tokens: Mapping[str, str],
+        tool_template: str | None,
+    ) -> None:
+        """`tool_template` renders conversations with tools; None: `template` renders these too."""
         self._tokenizer = MarkedTokenizer(encoder)
-        self._template = template
+        self._template, self._tool_template = template, tool_template or template
         self._special_tokens = dict(special_tokens)
-        self._is_marked = GENERATION.search(template) is not None
         added = self._tokenizer.added
         turn_end = self._turn_end({token.content: index for index, token in added.items()})
         self.turn_end_ids: tuple[int, ...] = (turn_end,) if turn_end is not None else ()
@@ -247,7 +256,8 @@ class TemplateChat:
 
     def encode(self, conversation: Conversation) -> EncodedConversation:
         """Return the whole conversation as tokens."""
-        text, spans = self._marked(conversation) if self._is_marked else self._by_prefixes(conversation)
+        is_marked = GENERATION.search(self._template_of(conversation)) is not None
+        text, spans = self._marked(conversation) if is_marked else self._by_prefixes(conversation)
         _refuse_unshown(conversation, text)
         encoded = self._tokenizer.encode(text)
         assistant_mask = _overlaps(encoded.offsets, spans)
@@ -256,6 +266,7 @@ class TemplateChat:
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return the tokens after which the assistant\'s next turn begins."""
         text, _ = self._render(conversation, len(conversation.messages), add_generation_prompt=True)
+        _refuse_unshown(conversation, text)
         return self._tokenizer.encode(text).ids
 
     def open_turn(self, conversation: Conversation) -> list[int]:
@@ -339,6 +350,9 @@ class TemplateChat:
                 return min(found)[2]
         return None
 
+    def _template_of(self, conversation: Conversation) -> str:
+        return self._tool_template if conversation.tools else self._template
+
     def _marked(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         return self._render(conversation, len(conversation.messages), return_assistant_tokens_mask=True)
 
@@ -385,7 +399,7 @@ class TemplateChat:
             rendered, spans = render(
                 [[self._hidden(_without_absent(turn)) for turn in turns]],
                 tools=[self._hidden(tool) for tool in conversation.tools] or None,
-                chat_template=self._template,
+                chat_template=self._template_of(conversation),
                 **options,
                 **self._special_tokens,
             )
@@ -427,7 +441,15 @@ def _refuse_media(messages: Sequence[Message]) -> None:
 
 
 def _refuse_unshown(conversation: Conversation, text: str) -> None:
-    """Raise DataError if the rendered text contains no word of a tool call or a tool's result."""
+    """Raise DataError if the rendered text lacks the name of a tool or of a tool call, or a word of a tool's result."""
+    for tool in conversation.tools:
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str) and name not in text:
+            raise DataError(
+                f"the chat template does not show the tool {name!r}. Set data.chat_template to one that does, or leave "
+                '"tools" out'
+            )
     for message in conversation.messages:
         calls = message.get("tool_calls") or ()
         names = [call.get("function", call).get("name") for call in calls if isinstance(call, Mapping)]

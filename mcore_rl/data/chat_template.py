@@ -19,6 +19,10 @@ TEMPLATE_ERRORS = (
     RecursionError,
 )
 """Errors of a template's own expressions on a conversation of another shape than it expects."""
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of the template of all conversations, and of the template of conversations with tools, where there are two."""
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer's further chat templates, as transformers 5 saves them."""
 NO_TEMPLATE = (
     "{folder} has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json). Name a "
     'jinja file with data.chat_template, or set it to "plain" or "raw".'
@@ -43,10 +47,24 @@ def load_template(name: str, folder: Path) -> str:
     Raises:
         DataError: the template is missing or does not parse.
     """
-    found = _template_of_tokenizer(folder) if name == "tokenizer" else _template_in_file(Path(name))
+    found = (
+        _templates_of_tokenizer(folder).get(DEFAULT) if name == "tokenizer" else _template_in_file(Path(name))
+    )
     if found is None:
         raise DataError(NO_TEMPLATE.format(folder=folder))
-    origin, text = found
+    return _parsed(*found)
+
+
+def load_tool_template(name: str, folder: Path) -> str | None:
+    """Return the jinja text that transformers takes instead of `load_template` for a conversation with tools; None if
+    there is none. DataError where it does not parse.
+    """
+    found = _templates_of_tokenizer(folder).get(TOOL_USE) if name == "tokenizer" else None
+    return None if found is None else _parsed(*found)
+
+
+def _parsed(origin: Path, text: str) -> str:
+    """Return the text of a template. DataError where it is empty or jinja cannot read it."""
     if not text.strip():
         raise DataError(
             f"{origin} is empty. Copy or download it again, or name another with data.chat_template."
@@ -65,7 +83,7 @@ def load_template(name: str, folder: Path) -> str:
 
 def has_template(folder: Path) -> bool:
     """Return whether a tokenizer's folder has a chat template; DataError when its tokenizer_config.json is damaged."""
-    return _template_of_tokenizer(folder) is not None
+    return DEFAULT in _templates_of_tokenizer(folder)
 
 
 def _template_in_file(path: Path) -> tuple[Path, str]:
@@ -77,17 +95,20 @@ def _template_in_file(path: Path) -> tuple[Path, str]:
         ) from error
 
 
-def _template_of_tokenizer(folder: Path) -> tuple[Path, str] | None:
-    """Return a template file next to the tokenizer before the entry in tokenizer_config.json, as transformers does;
-    None where there is neither.
+def _templates_of_tokenizer(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Return the templates of a tokenizer by their names, each with its file: files next to the tokenizer if there are
+    any, else the entry in tokenizer_config.json, as transformers does.
     """
+    files = {file.stem: file for file in sorted(folder.glob(f"{MORE_TEMPLATES}/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
-        return _template_in_file(folder / "chat_template.jinja")
+        files[DEFAULT] = folder / "chat_template.jinja"
+    if files:
+        return {name: _template_in_file(file) for name, file in files.items()}
     path = folder / "tokenizer_config.json"
     entry = json.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
-    if isinstance(entry, list):
-        named = [
-            template for template in entry if isinstance(template, dict) and template.get("name") == "default"
-        ]
-        entry = named[0].get("template") if named else None
-    return (path, entry) if isinstance(entry, str) and entry else None
+    named = entry if isinstance(entry, list) else [{"name": DEFAULT, "template": entry}]
+    return {
+        str(template.get("name")): (path, text)
+        for template in named
+        if isinstance(template, dict) and isinstance(text := template.get("template"), str) and text
+    }

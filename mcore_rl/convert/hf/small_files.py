@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_rl.convert.hf.folder import ADAPTER_FILES
+from mcore_rl.data.chat_template import MORE_TEMPLATES
 from mcore_rl.folders.checkpoint import FORMAT_FILE, MANIFEST, MARKER
 from mcore_rl.folders.huggingface import refuse_cut_off
 
 CARD = "README.md"
-TEMPLATES = "additional_chat_templates"
-"""Folder of a tokenizer's further chat templates, as transformers 5 saves them."""
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files of ModelOpt, GPTQ and AWQ by which engines read the weights as quantized."""
 NOT_COPIED = (MANIFEST, MARKER, FORMAT_FILE, CARD, *ADAPTER_FILES, *QUANTIZATION_FILES)
@@ -36,7 +35,7 @@ def small_files(folder: Path) -> dict[str, Path]:
     """
     found = {
         str(file.relative_to(folder)): file
-        for file in (*sorted(folder.iterdir()), *sorted(folder.glob(f"{TEMPLATES}/*.jinja")))
+        for file in (*sorted(folder.iterdir()), *sorted(folder.glob(f"{MORE_TEMPLATES}/*.jinja")))
         if file.is_file()
         and not file.name.startswith(".")
         and not (file.name.endswith(WEIGHT_FILES) or file.name in NOT_COPIED)

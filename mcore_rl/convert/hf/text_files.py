@@ -14,9 +14,8 @@ import tokenizers
 from mcore_rl import __version__
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.convert.hf.small_files import TEMPLATES
 from mcore_rl.data.chat import load_chat
-from mcore_rl.data.chat_template import has_template
+from mcore_rl.data.chat_template import MORE_TEMPLATES, has_template
 from mcore_rl.data.end_tokens import GENERATION_CONFIG, end_tokens
 from mcore_rl.data.tiktoken_file import TIKTOKEN_MODEL
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -28,7 +27,7 @@ TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "*.tiktoken", TIKTOKEN_MODEL, "tokenization_*.py", "tool_declaration_ts.py",
-    TEMPLATE, "chat_template.json", f"{TEMPLATES}/*.jinja",
+    TEMPLATE, "chat_template.json", f"{MORE_TEMPLATES}/*.jinja",
 )  # fmt: skip
 """Names, with wildcards, of a tokenizer's files in its folder, its code included."""
 RAW_TEMPLATE = (

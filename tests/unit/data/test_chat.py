@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import tokenizers
@@ -100,6 +101,44 @@ def test_tokens_and_mask_are_those_of_transformers_with_generation_marks(folder,
 def test_the_template_of_the_tokenizers_folder_is_used(folder, chat):
     wanted = of_transformers(folder, CHATS[1], None)
     assert list(chat("tokenizer").encode(conversation(CHATS[1])).ids_T) == wanted["input_ids"]
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "?", "parameters": {"type": "object"}}}
+    for name in ("add", "find")
+]
+SHOWS_TOOLS = "{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}" + PLAIN
+
+
+@pytest.mark.parametrize("place", ["folder", "entry"])
+def test_the_template_of_tools_is_used_where_transformers_uses_it(folder, tmp_path, place):
+    names = json.loads((folder / "tokenizer_config.json").read_text())
+    if place == "folder":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(SHOWS_TOOLS)
+        (tmp_path / "chat_template.jinja").write_text(PLAIN)
+    else:
+        both = {"default": PLAIN, "tool_use": SHOWS_TOOLS}
+        names["chat_template"] = [{"name": name, "template": text} for name, text in both.items()]
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    tokenizer = load_tokenizer(TokenizerConfig(kind="huggingface", path=str(tmp_path)))
+    ours = load_chat("tokenizer", tokenizer, str(tmp_path))
+    for tools in ([], TOOLS):
+        wanted = of_transformers(tmp_path, CHATS[1], None, tools=tools or None)["input_ids"]
+        asked = replace(conversation(CHATS[1]), tools=tuple(tools))
+        assert list(ours.encode(asked).ids_T) == wanted
+        opened = of_transformers(
+            tmp_path, CHATS[1][:2], None, tools=tools or None, add_generation_prompt=True
+        )
+        assert ours.prompt(replace(conversation(CHATS[1][:2]), tools=tuple(tools))) == opened["input_ids"]
+
+
+def test_tools_that_the_template_does_not_show_are_refused(chat):
+    asked = replace(conversation(CHATS[1]), tools=tuple(TOOLS))
+    for encode in (chat(PLAIN).encode, chat(PLAIN).prompt):
+        with pytest.raises(DataError, match="does not show the tool 'add'"):
+            encode(asked)
 
 
 def test_special_tokens_are_at_hand_in_the_template(folder, chat):
