@@ -52,10 +52,10 @@ class JsonEncoder:
 
     def __init__(self, text: str) -> None:
         """Take the text of a tokenizer.json."""
-        self._marked = _without_limits(tokenizers.Tokenizer.from_str(text))
+        self._marked = without_limits(tokenizers.Tokenizer.from_str(text))
         self.added: dict[int, AddedToken] = self._marked.get_added_tokens_decoder()
-        self._behind = _without_limits(_never_first(text))
-        self._first = _without_limits(tokenizers.Tokenizer.from_str(text))
+        self._behind = without_limits(_never_first(text))
+        self._first = without_limits(tokenizers.Tokenizer.from_str(text))
         self._first.encode_special_tokens = self._behind.encode_special_tokens = True
 
     def marked(self, text: str) -> Encoded:
@@ -155,7 +155,10 @@ def _encoded(tokenizer: Any, text: str) -> Encoded:
     return Encoded(encoding.ids, encoding.offsets)
 
 
-def _without_limits(tokenizer: Any) -> Any:
+def without_limits(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return the tokenizer without the truncation and padding of its last use, which tokenizer.json keeps and
+    transformers does not apply.
+    """
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -10,6 +10,7 @@ import sentencepiece
 import tokenizers
 
 from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.data.marked_tokenizer import without_limits
 from mcore_rl.data.tiktoken_file import TIKTOKEN_MODEL, TiktokenFile
 from mcore_rl.errors import DataError
 
@@ -154,7 +155,7 @@ class HuggingFaceTokenizer:
             )
         content = path.read_bytes()
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            self._tokenizer = without_limits(tokenizers.Tokenizer.from_str(content.decode()))
         except Exception as error:  # the Rust side raises nothing narrower
             raise DataError(
                 f"{path} ({len(content)} bytes) is not a tokenizer: {error}. Copy it again."

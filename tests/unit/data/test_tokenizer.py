@@ -84,6 +84,28 @@ def test_the_digest_is_that_of_the_file_that_decides_the_ids(tokenizer, folder):
     assert huggingface(folder).digest == sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
 
 
+def with_files(folder, tmp_path, **files):
+    """A copy of the tokenizer with other contents of its JSON files."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize("limit", ["truncation", "padding"])
+def test_limits_of_an_earlier_use_cut_and_fill_no_text(folder, tmp_path, limit):
+    path = with_files(folder, tmp_path)
+    inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    inner.enable_truncation(3) if limit == "truncation" else inner.enable_padding(length=40, pad_id=2)
+    inner.save(str(path / "tokenizer.json"))
+    ours, theirs = huggingface(path), transformers.AutoTokenizer.from_pretrained(path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+        assert ours.encode_marked(text + "<end>") == theirs.encode(text + "<end>", add_special_tokens=False)
+    assert ours.decode(ours.encode(TEXTS[0])) == TEXTS[0]
+
+
 def without_eos(folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<begin>"}))
