@@ -14,7 +14,9 @@ from mcore_rl.data.marked_tokenizer import without_limits
 from mcore_rl.data.tiktoken_file import TIKTOKEN_MODEL, TiktokenFile
 from mcore_rl.errors import DataError
 
-TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+ADDED = "added_tokens_decoder"
+"""Key of tokenizer_config.json for added tokens by id; where it is absent, older files count for transformers."""
 END_OF_TEXT = "<|endoftext|>"
 """Ends documents in the tokenizers that have it, even where a chat variant names another token as `eos`."""
 TIKTOKEN_END = "[EOS]"
@@ -169,6 +171,7 @@ class HuggingFaceTokenizer:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         names = self.special_tokens = _special_names(folder)
         """Text of the special tokens, by name (`eos_token` and the like)."""
+        _refuse_further_tokens(folder, names, ids)
         self.eod_id = _end_of_document(folder, END_OF_TEXT, names, ids)
         self.eos_id = ids.get(names.get("eos_token", ""))
         self.bos_id = ids.get(names.get("bos_token", ""))
@@ -236,20 +239,55 @@ def _id_or_none(piece: int) -> int | None:
 
 
 def _special_names(folder: Path) -> dict[str, str]:
-    """Return special tokens by name (`eos_token`, ...), from the two files that may hold them; the second wins."""
+    """Return special tokens by name (`eos_token`, ...), from the two files that may hold them. As in transformers,
+    tokenizer_config.json wins if it lists the added tokens, and otherwise special_tokens_map.json.
+    """
+    config = _json_object(folder / TOKENIZER_CONFIG)
+    files = [config, _json_object(folder / "special_tokens_map.json")]
     names: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            entries: Any = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise DataError(f"{path} is not JSON: {error}. Copy it again.") from error
-        if not isinstance(entries, dict):
-            raise DataError(f"{path} is no JSON object. Copy it again.")
+    for entries in reversed(files) if ADDED in config else files:
         for key, value in entries.items():
             token = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(token, str):
                 names[key] = token
     return names
+
+
+def _refuse_further_tokens(folder: Path, names: Mapping[str, str], ids: Mapping[str, int]) -> None:
+    """Raise DataError for a token that transformers adds to those of tokenizer.json, as other files of the folder say:
+    without it, its name would be cut into other tokens.
+    """
+    config = _json_object(folder / TOKENIZER_CONFIG)
+    if ADDED in config:
+        origin, listed = TOKENIZER_CONFIG, config[ADDED]
+        items = listed.items() if isinstance(listed, dict) else ()
+        added = [(str(token.get("content")), index) for index, token in items if isinstance(token, dict)]
+    else:
+        origin = "added_tokens.json"
+        added = list(_json_object(folder / origin).items())
+    wanted = [(token, f" as {index}", origin) for token, index in added if str(ids.get(token)) != str(index)]
+    wanted += [
+        (names[name], f" as {name}", "one of its files")
+        for name in ("bos_token", "eos_token")
+        if names.get(name) and names[name] not in ids
+    ]
+    if wanted:
+        token, place, origin = wanted[0]
+        raise DataError(
+            f"{folder}/{TOKENIZER_JSON} does not have {token!r}{place}, which {origin} names and transformers adds. "
+            f"Save the tokenizer with transformers, which writes such tokens to {TOKENIZER_JSON}: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(FOLDER); or correct the name."
+        )
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if there is no file. DataError where it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        entries: Any = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}. Copy it again.") from error
+    if not isinstance(entries, dict):
+        raise DataError(f"{path} is no JSON object. Copy it again.")
+    return entries

@@ -1,4 +1,5 @@
 import json
+import re
 from hashlib import sha256
 from pathlib import Path
 
@@ -104,6 +105,47 @@ def test_limits_of_an_earlier_use_cut_and_fill_no_text(folder, tmp_path, limit):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
         assert ours.encode_marked(text + "<end>") == theirs.encode(text + "<end>", add_special_tokens=False)
     assert ours.decode(ours.encode(TEXTS[0])) == TEXTS[0]
+
+
+@pytest.mark.parametrize("lists_added", [False, True])
+def test_where_two_files_name_a_token_the_file_that_counts_for_transformers_counts(
+    folder, tmp_path, lists_added
+):
+    added = {"0": {"content": "<end>", "special": True}} if lists_added else None
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    path = with_files(
+        folder,
+        tmp_path,
+        tokenizer_config=config | ({"added_tokens_decoder": added} if added else {}),
+        special_tokens_map={"eos_token": "<fill>", "bos_token": {"content": "<begin>"}},
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(path)
+    assert huggingface(path).eos_id == theirs.eos_token_id == (0 if lists_added else 2)
+
+
+def further(content, index):
+    return {"added_tokens_decoder": {str(index): {"content": content, "special": True}}}
+
+
+@pytest.mark.parametrize(
+    ("files", "token"),
+    [
+        ({"tokenizer_config": {"eos_token": "<end>"} | further("<|im_end|>", 400)}, "<|im_end|>"),
+        ({"tokenizer_config": {"eos_token": "<end>"} | further("<begin>", 400)}, "<begin>"),
+        ({"tokenizer_config": {"eos_token": "<end>"}, "added_tokens": {"<|im_end|>": 400}}, "<|im_end|>"),
+        ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, "<|im_end|>"),
+        ({"tokenizer_config": {"eos_token": "<end>", "bos_token": "<s>"}}, "<s>"),
+    ],
+)
+def test_tokens_that_only_transformers_would_add_are_refused(folder, tmp_path, files, token):
+    with pytest.raises(DataError, match=rf"does not have '{re.escape(token)}' as .*save_pretrained"):
+        huggingface(with_files(folder, tmp_path, **files))
+
+
+def test_tokens_that_are_listed_twice_are_read(folder, tmp_path):
+    same = {"<end>": 0, "<begin>": 1, "<fill>": 2}
+    path = with_files(folder, tmp_path, tokenizer_config={"eos_token": "<end>"}, added_tokens=same)
+    assert huggingface(path).eod_id == 0
 
 
 def without_eos(folder, tmp_path):
