@@ -17,6 +17,8 @@ from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+MISSING = "???"
+"""Value in YAML of OmegaConf (verl, NeMo-RL) that the command line must give; `${...}` refers to other settings."""
 SHOWN = 60
 """Maximum length of a value in the list of settings that are not translated, in characters."""
 
@@ -103,6 +105,8 @@ def _program(settings: Mapping[str, Any], system: str | None, path: Path) -> str
 
 def _refused(cls: type[Section], ours: list[str], value: Any) -> str:
     """Return why our fields do not accept the value; "" if they do."""
+    if isinstance(value, str) and ("${" in value or value == MISSING):
+        return "to be written out: it stands for a value of another place"
     if not isinstance(value, bool | int | float | str | list):
         return f"a {type(value).__name__}"
     try:

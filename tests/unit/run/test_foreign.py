@@ -182,6 +182,24 @@ def test_what_counts_otherwise_names_our_field_and_the_difference(
     assert "generation_batch_size = 64: here rl.rollout.prompts_per_step. It counts prompts" in comments
 
 
+def test_references_to_other_settings_are_listed_and_not_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "data: {train_batch_size: 64}\nactor_rollout_ref:\n  model:\n    path: ???\n"
+        "trainer: {project_name: math, default_local_dir: 'checkpoints/${trainer.project_name}'}\n"
+    )
+    (tmp_path / "a.yaml").write_text(text)
+    values, comments = written(capsys, tmp_path / "a.yaml")
+    assert values == {"rl.rollout.prompts_per_step": 64, "log.project": "math"}
+    for setting in (
+        "trainer.default_local_dir = checkpoints/${trainer",
+        "actor_rollout_ref.model.path = ???",
+    ):
+        assert f"#   {setting}" in comments
+    assert comments.count("to be written out") == 2
+
+
 def test_a_folder_and_a_training_on_the_command_line_decide(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
