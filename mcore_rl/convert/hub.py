@@ -1,5 +1,6 @@
 """Exports on the Hugging Face Hub, through the library huggingface_hub, which is optional."""
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,9 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.convert.copying.conversion import Conversion
+from mcore_rl.convert.hf.folder import ADAPTER_CONFIG, ADAPTER_FILES, INDEX
+from mcore_rl.convert.hf.small_files import QUANTIZATION_FILES
+from mcore_rl.convert.hf.text_files import TOKENIZER_FILES
+from mcore_rl.data.end_tokens import GENERATION_CONFIG
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.obs.loggers import optional_package
 from mcore_rl.obs.progress import readable_bytes
+
+STALE_FILES = (
+    *("model*.safetensors", INDEX, GENERATION_CONFIG),
+    *(*TOKENIZER_FILES, *ADAPTER_FILES, *QUANTIZATION_FILES),
+)
+"""Files of an earlier export that readers would open in place of a new one's, or with it. A push deletes them unless it
+has them itself; the history of the repository keeps them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +61,15 @@ class HubRepository:
         yield f"would be pushed to {self.name}, a {kind} repository of a model. Nothing was written or sent."
 
     def push(self, folder: Path) -> str:
-        """Make the repository if it is not there, upload a folder into it, and return its address.
+        """Make the repository if it is not there, upload a folder into it in place of an earlier export, and return its
+        address.
 
         Raises:
             CheckpointError: The repository is public and may not be, or the Hub refuses or cannot be reached.
         """
         hub = _library()
         api = hub.HfApi(library_name="mcore_rl")
-        again = f"{folder} is complete; to push it later: hf upload {self.name} {folder}"
+        again = f"{folder} is complete; to push it later: hf upload {self.name} {shlex.quote(str(folder))}"
         try:
             url: Any = api.create_repo(
                 self.name, private=not self.is_public, repo_type="model", exist_ok=True
@@ -64,7 +78,14 @@ class HubRepository:
                 raise CheckpointError(
                     f"{url} is public. To push there: --public. To another: --push-to-hub NAME. {again}"
                 )
-            api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Export by mcore-rl")
+            # An adapter is read without the files of a model that may be there.
+            is_adapter = (folder / ADAPTER_CONFIG).exists()
+            api.upload_folder(
+                repo_id=url.repo_id,
+                folder_path=folder,
+                commit_message="Export by mcore-rl",
+                delete_patterns=None if is_adapter else list(STALE_FILES),
+            )
         except (OSError, hub.errors.HfHubHTTPError, hub.errors.HTTPError) as error:
             raise CheckpointError(f"the Hub did not take it: {error}. {again}") from None
         return str(url)

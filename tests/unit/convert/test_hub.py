@@ -26,6 +26,8 @@ class FakeHub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.created: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
+        self.there: list[str] = []
+        self.deleted: set[str] = set()
         self.tokens: set[str | None] = set()
         self.is_private = True
         self.status = 200
@@ -48,6 +50,8 @@ class Answer(BaseHTTPRequestHandler):
             self.answer({"files": files})
         elif self.path.endswith("/commit/main"):
             for line in map(json.loads, body.splitlines()):
+                if line["key"] == "deletedFile":
+                    self.server.deleted.add(line["value"]["path"])
                 if line["key"] == "file":
                     self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             self.answer({"commitUrl": f"{self.server.url}/me/tiny/commit/abc", "commitOid": "abc"})
@@ -55,9 +59,15 @@ class Answer(BaseHTTPRequestHandler):
             self.answer({"errors": [], "warnings": []})
 
     def do_GET(self) -> None:
-        self.answer({"id": "me/tiny", "private": self.server.is_private, "siblings": [], "tags": []})
+        siblings = [{"rfilename": name} for name in self.server.there]
+        known = {"id": "me/tiny", "private": self.server.is_private, "siblings": siblings, "tags": []}
+        self.answer(
+            [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in self.server.there]
+            if "/tree/" in self.path
+            else known
+        )
 
-    def answer(self, content: dict[str, Any]) -> None:
+    def answer(self, content: Any) -> None:
         body = json.dumps(content).encode()
         self.send_response(self.server.status)
         self.send_header("Content-Type", "application/json")
@@ -106,6 +116,18 @@ def test_an_export_is_pushed_into_a_private_repository(hub, checkpoint, tmp_path
     assert hub.tokens == {f"Bearer {TOKEN}"}
     shown = capfd.readouterr()
     assert f"{hub.url}/me/tiny" in shown.out.replace("\n", "") and TOKEN not in shown.out + shown.err
+
+
+def test_files_of_an_earlier_export_go_where_readers_would_take_them_for_the_new(hub, checkpoint, tmp_path):
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    read = ["model.safetensors.index.json", "adapter_config.json", "chat_template.jinja", "tokenizer.json"]
+    read += ["hf_quant_config.json", "generation_config.json", "additional_chat_templates/tool_use.jinja"]
+    kept = [".gitattributes", "LICENSE", "results/model.safetensors", "pytorch_model.bin"]
+    hub.there = [*shards, *read, *kept, "config.json", "model.safetensors", "README.md"]
+    out = tmp_path / "out"
+    assert main(words(checkpoint, out, "--push-to-hub", "me/tiny")) == 0
+    assert {"config.json", "model.safetensors", "README.md"} <= hub.files.keys()
+    assert hub.deleted == {*shards, *read}
 
 
 def test_a_dry_run_lists_the_files_and_sends_nothing(hub, checkpoint, tmp_path, monkeypatch, capfd):
