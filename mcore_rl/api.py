@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from mcore_rl.errors import (
     RoutingError,
     TrainingError,
 )
-from mcore_rl.files import write_atomically
+from mcore_rl.files import create_atomically
 from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.obs.jsonl import FILE_NAME, NewRecords, read_records
 from mcore_rl.plan.local import local_memory_violations
@@ -136,20 +137,22 @@ def train(
             importlib.import_module(PROGRAMS[program].module).train(loaded)
         return Path(loaded.run_dir)
     loaded = load_config(program, config, overrides)
-    if data is not None:
-        written = _written(data, program, Path(loaded.run_dir))
-        loaded = load_config(program, config, {**(overrides or {}), **written})
-    ranks = ranks or loaded.mesh.smallest_world
-    PROGRAMS[program].check(loaded, ranks)
-    refuse(
-        [
-            *absent_inputs(inputs_of(loaded)),
-            *absent_packages(loaded.log),
-            *local_memory_violations(training_of(loaded, ranks), trains=True),
-        ]
-    )
-    if not has_checkpoints(Path(loaded.run_dir)):
-        ensure_imported(loaded.checkpoint.load, loaded.model, Path(loaded.run_dir))
+    with ExitStack() as refused:
+        if data is not None:
+            written = _written(data, program, Path(loaded.run_dir), refused)
+            loaded = load_config(program, config, {**(overrides or {}), **written})
+        ranks = ranks or loaded.mesh.smallest_world
+        PROGRAMS[program].check(loaded, ranks)
+        refuse(
+            [
+                *absent_inputs(inputs_of(loaded)),
+                *absent_packages(loaded.log),
+                *local_memory_violations(training_of(loaded, ranks), trains=True),
+            ]
+        )
+        if not has_checkpoints(Path(loaded.run_dir)):
+            ensure_imported(loaded.checkpoint.load, loaded.model, Path(loaded.run_dir))
+        failed = refused.pop_all()
     log_dir = next_log_dir(Path(loaded.run_dir))
     file = log_dir / "config.toml"
     file.write_text(dump_config(loaded), encoding="utf-8")
@@ -166,6 +169,8 @@ def train(
     if status == INTERRUPTED_STATUS:
         raise KeyboardInterrupt
     if status:
+        if not Path(loaded.run_dir, FILE_NAME).exists():
+            failed.close()
         raise TrainingError(
             f"{program} ended with status {status}. The output of its ranks is in {log_dir}; correct the cause and "
             "call train again, which resumes the run from its last checkpoint."
@@ -173,8 +178,14 @@ def train(
     return Path(loaded.run_dir)
 
 
-def _written(data: Iterable[Mapping[str, Any]], program: ProgramName, run_dir: Path) -> dict[str, Any]:
-    """Write records to the folder of their run; return the fields that name the file."""
+def _written(
+    data: Iterable[Mapping[str, Any]], program: ProgramName, run_dir: Path, undo: ExitStack
+) -> dict[str, Any]:
+    """Write records to the folder of their run; return the fields that name the file.
+
+    Another file of that name stays: it may be the data of a run that has just begun, or no run's. A file that this call
+    makes is deleted by `undo`, so that after a start without a step other records may be given.
+    """
     if program == "pretrain":
         raise ConfigError(
             'train("pretrain", ...) reads encoded documents. Write data to files, and call preprocess.'
@@ -185,11 +196,13 @@ def _written(data: Iterable[Mapping[str, Any]], program: ProgramName, run_dir: P
     except (TypeError, ValueError) as error:
         raise ConfigError(f"A record of data is no mapping of JSON's types: {error}. Convert it.") from error
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not (run_dir / FILE_NAME).exists():
-        write_atomically(file, lines)
-    elif not file.exists() or file.read_bytes() != lines:
+    has_begun = (run_dir / FILE_NAME).exists() and not file.exists()
+    if not has_begun and create_atomically(file, lines):
+        undo.callback(file.unlink)
+    elif has_begun or file.read_bytes() != lines:
         raise ConfigError(
-            f"{run_dir} has begun with other records than data. Give the same, or set another run_dir."
+            f"{file} does not have the records of data: a run has begun with others, or the file is of something else. "
+            "Give the same, or set another run_dir."
         )
     if program == "rl":
         return {"rl.prompts.task": "file", "rl.prompts.files": [str(file)]}

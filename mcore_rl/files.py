@@ -126,11 +126,11 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         scratch.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def create_atomically(path: Path, content: str) -> bool:
+def create_atomically(path: Path, content: bytes | str) -> bool:
     """Write `path` as `write_atomically` does unless there is such a file; return whether this process made it."""
     scratch = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:
-        scratch.write_text(content, encoding="utf-8")
+        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
         flush_to_disk(scratch)
         # Unlike a rename, a link fails when the name is taken: of several processes exactly one succeeds.
         os.link(scratch, path)

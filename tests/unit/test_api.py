@@ -55,14 +55,20 @@ def test_records_that_cannot_be_trained_on_are_refused(tmp_path: Path) -> None:
     for text in ("x", "é"):
         with pytest.raises(ConfigError, match=r"checkpoint\.load"):
             train("sft", "tiny_moe/sft", fields, data=iter([{"prompt": text, "response": "b"}]))
+        assert not (tmp_path / "run/data.jsonl").exists()
+    # No other file is replaced or deleted, be it of a run that has not made a step yet, or of none.
     written = '{"prompt": "é", "response": "b"}\n'
-    assert (tmp_path / "run/data.jsonl").read_text() == written
-    (tmp_path / "run/metrics.jsonl").touch()
+    (tmp_path / "run/data.jsonl").write_text(written)
     with pytest.raises(ConfigError, match=r"checkpoint\.load"):
         train("sft", "tiny_moe/sft", fields, data=[{"prompt": "é", "response": "b"}])
-    with pytest.raises(ConfigError, match="has begun with other records than data"):
+    with pytest.raises(ConfigError, match=r"data\.jsonl does not have the records of data"):
         train("rl", "tiny_moe/grpo", fields, data=[{"prompt": "c", "answer": "d"}])
     assert (tmp_path / "run/data.jsonl").read_text() == written
+    (tmp_path / "run/data.jsonl").unlink()
+    (tmp_path / "run/metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="a run has begun with others"):
+        train("sft", "tiny_moe/sft", fields, data=[{"prompt": "é", "response": "b"}])
+    assert not (tmp_path / "run/data.jsonl").exists()
 
 
 def test_metrics_are_by_name_and_step(tmp_path: Path) -> None:
