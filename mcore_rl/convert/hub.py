@@ -34,7 +34,9 @@ class HubRepository:
     """Whether it may be public; else it is made private, and a public one is refused."""
 
     def check(self, *, needs_token: bool) -> None:
-        """Raise a ConfigError without the library, for a name that the Hub does not have, or without a token."""
+        """Raise a ConfigError without the library or for a name that the Hub does not have; if a token is needed, also
+        without a token that the Hub takes, and for a public repository that may not be.
+        """
         hub = _library()
         try:
             hub.utils.validate_repo_id(self.name)
@@ -42,9 +44,28 @@ class HubRepository:
             raise ConfigError(
                 f"--push-to-hub {self.name} is no name of a repository: {error} Give OWNER/NAME, or NAME for your own."
             ) from None
-        if needs_token and hub.get_token() is None:
+        if not needs_token:
+            return
+        if hub.get_token() is None:
             raise ConfigError(
                 "--push-to-hub finds no token. Set HF_TOKEN, or log in with `hf auth login`; --dry-run needs none."
+            )
+        # An export may take hours, and is not to end in a refusal that is known before.
+        api = hub.HfApi(library_name="mcore_rl")
+        try:
+            owner = api.whoami()["name"]
+            name = self.name if "/" in self.name else f"{owner}/{self.name}"
+            is_fit = self.is_public or api.model_info(name).private
+        except hub.errors.RepositoryNotFoundError:
+            return  # a push makes it
+        except (OSError, hub.errors.HfHubHTTPError, hub.errors.HTTPError) as error:
+            raise ConfigError(
+                f"--push-to-hub {self.name}: the Hub refuses, or cannot be reached: {error} Correct the token or the "
+                "network; or leave --push-to-hub out, and push later with `hf upload`."
+            ) from None
+        if not is_fit:
+            raise ConfigError(
+                f"--push-to-hub {name} is public. Add --public to push there, or give another NAME."
             )
 
     def preview(self, conversion: Conversion) -> Iterator[str]:

@@ -31,12 +31,15 @@ class FakeHub(ThreadingHTTPServer):
         self.tokens: set[str | None] = set()
         self.is_private = True
         self.status = 200
+        self.status_of_pushes = 200
 
 
 class Answer(BaseHTTPRequestHandler):
     server: FakeHub
 
     def do_POST(self) -> None:
+        if self.server.status_of_pushes != 200:
+            self.server.status = self.server.status_of_pushes
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.tokens.add(self.headers.get("Authorization"))
         if self.path == "/api/repos/create":
@@ -60,7 +63,13 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         siblings = [{"rfilename": name} for name in self.server.there]
-        known = {"id": "me/tiny", "private": self.server.is_private, "siblings": siblings, "tags": []}
+        known = {
+            "id": "me/tiny",
+            "name": "me",
+            "private": self.server.is_private,
+            "siblings": siblings,
+            "tags": [],
+        }
         self.answer(
             [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in self.server.there]
             if "/tree/" in self.path
@@ -146,18 +155,30 @@ def test_a_public_repository_is_not_written_to_unless_asked(hub, checkpoint, tmp
     hub.is_private = False
     assert main(words(checkpoint, tmp_path / "out", "--push-to-hub", "me/tiny")) == 2
     error = capfd.readouterr().err
-    assert "me/tiny is public. To push there: --public." in error and hub.files == {}
+    assert "me/tiny is public. Add --public to push there" in error and hub.created == []
+    assert not (tmp_path / "out").exists()
     push = words(checkpoint, tmp_path / "out2", "--push-to-hub", "me/tiny", "--public")
     assert main(push) == 0 and not is_private(hub.created[-1]) and hub.files
 
 
 def test_an_export_that_the_hub_refuses_stays_and_can_be_pushed_later(hub, checkpoint, tmp_path, capfd):
-    hub.status = 403
+    hub.status_of_pushes = 403
     out = tmp_path / "out"
     assert main(words(checkpoint, out, "--push-to-hub", "me/tiny")) == 2
     error = capfd.readouterr().err
     assert f"{out} is complete; to push it later: hf upload me/tiny {out}" in error
     assert "403" in error and TOKEN not in error and (out / "config.json").is_file()
+
+
+@pytest.mark.parametrize("status", [401, 403, 500])
+def test_a_hub_that_refuses_the_token_or_fails_is_known_before_the_export(
+    hub, checkpoint, tmp_path, status, capfd
+):
+    hub.status = status
+    assert main(words(checkpoint, tmp_path / "out", "--push-to-hub", "tiny")) == 2
+    error = capfd.readouterr().err
+    assert "--push-to-hub tiny: the Hub refuses, or cannot be reached" in error and TOKEN not in error
+    assert not (tmp_path / "out").exists() and hub.created == []
 
 
 @pytest.mark.parametrize(
