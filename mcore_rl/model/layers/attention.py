@@ -24,7 +24,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.varlen import attend_packed, kernel_takes
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
-from mcore_rl.model.layers.packed import PackedParams, gathered_order
+from mcore_rl.model.layers.packed import PackedParams, SideBySide, gathered_order
 from mcore_rl.model.layers.sinks import with_sinks
 from mcore_rl.parallel.mesh import layer_groups
 
@@ -148,6 +148,8 @@ class SDPAttention(MegatronModule):
             return at_once
         if ranks > 1:
             key, value = self._gathered(key, value, packed.order(ranks, key.device))
+        elif batches := packed.batches(key.device):
+            return self._side_by_side(query, key, value, batches)
         parts = zip(
             query.split([length // ranks for length in lengths]),
             key.split(lengths),
@@ -186,6 +188,16 @@ class SDPAttention(MegatronModule):
             sinks_N=self.softmax_offset,
         )
         return mixed.flatten(1)
+
+    def _side_by_side(self, query: Tensor, key: Tensor, value: Tensor, batches: SideBySide) -> Tensor:
+        """Return the output of all sequences, computed in few batches: a call per short sequence would cost more."""
+        sizes = [rows * width for rows, width in batches.shapes]
+        parts = [heads.index_select(0, batches.positions_N).split(sizes) for heads in (query, key, value)]
+        mixed = []
+        for shape, *of_batch in zip(batches.shapes, *parts, strict=True):
+            rows = [part.unflatten(0, shape).transpose(0, 1) for part in of_batch]
+            mixed.append(self._prefix(*rows).transpose(0, 1).flatten(0, 1))
+        return torch.cat(mixed).index_select(0, batches.back_T).flatten(1)
 
     def _gathered(self, key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         """Collective over the context-parallel group: return keys and values of all ranks' positions in this order."""

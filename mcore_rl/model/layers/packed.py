@@ -9,6 +9,26 @@ from torch import Tensor
 from mcore_rl.backend.transfer import to_device
 from mcore_rl.backend.varlen import Bounds
 
+SHORT = 64
+"""Sequences up to this length are padded to a multiple of WIDTH_MULTIPLE, so that more of them share a batch."""
+WIDTH_MULTIPLE = 8
+"""The widths of batches of short sequences are multiples of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Batches of rows of equal width that hold the sequences of a packed row.
+
+    A row of a batch is a sequence, padded by repeating its last position, which causal attention ignores.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    """Number of rows and width of each batch."""
+    positions_N: Tensor
+    """Index in the packed row of each position of the concatenated batches."""
+    back_T: Tensor
+    """Index in the batches of each position of the packed row."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankChunks:
@@ -33,6 +53,7 @@ class PackedParams(PackedSeqParams):
     """Number of positions of each sequence, including padding, over all context-parallel ranks."""
     _bounds: list[Bounds] = field(default_factory=list, repr=False)
     _orders: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    _batches: list[SideBySide | None] = field(default_factory=list, repr=False)
     _chunks: dict[tuple[int, int], RankChunks] = field(default_factory=dict, repr=False)
 
     def bounds(self, device: torch.device) -> Bounds:
@@ -53,6 +74,12 @@ class PackedParams(PackedSeqParams):
         if (rank, ranks) not in self._chunks:
             self._chunks[rank, ranks] = rank_chunks(self.lengths, rank, ranks, device)
         return self._chunks[rank, ranks]
+
+    def batches(self, device: torch.device) -> SideBySide | None:
+        """Return `side_by_side(self.lengths, device)`, computed once for all layers."""
+        if not self._batches:
+            self._batches.append(side_by_side(self.lengths, device))
+        return self._batches[0]
 
 
 def packed_params(lengths: tuple[int, ...], device: torch.device) -> PackedParams:
@@ -98,3 +125,26 @@ def rank_chunks(lengths: tuple[int, ...], rank: int, ranks: int, device: torch.d
         for counts in (sizes, ends)
     )
     return RankChunks(queries, keys, to_device(torch.cat(parts), device))
+
+
+def side_by_side(lengths: tuple[int, ...], device: torch.device) -> SideBySide | None:
+    """Return the sequences in fewer batches than there are sequences; None if no two have the same width."""
+    members: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        width = -(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE if length <= SHORT else length
+        members.setdefault(width, []).append(index)
+    if len(members) == len(lengths):
+        return None
+    lengths_R = torch.tensor(lengths)
+    begins_R = lengths_R.cumsum(0) - lengths_R
+    parts, back_T, begin = [], torch.empty(sum(lengths), dtype=torch.int64), 0
+    for width, sequences in members.items():
+        inside_W = torch.arange(width)
+        positions_BW = begins_R[sequences, None] + torch.minimum(inside_W, lengths_R[sequences, None] - 1)
+        is_real_BW = inside_W < lengths_R[sequences, None]
+        back_T[positions_BW[is_real_BW]] = begin + is_real_BW.flatten().nonzero().flatten()
+        parts.append(positions_BW.flatten())
+        begin += positions_BW.numel()
+    shapes = tuple((len(sequences), width) for width, sequences in members.items())
+    positions_N = to_device(torch.cat(parts), device)
+    return SideBySide(shapes, positions_N, to_device(back_T, device))
