@@ -21,6 +21,8 @@ from mcore_rl.files import data_files
 
 OF_TEXT = ("data.", "rl.prompts.", "rl.eval.", "rl.ptx.")
 """Prefixes of the fields that name files of text, tokenizers or templates."""
+NO_TEMPLATES = ("", "tokenizer", "plain", "raw")
+"""Values of a field for a template that name no file."""
 OF_TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -86,7 +88,7 @@ def inputs_of(config: RunConfig) -> Inputs:
     if tokenizer.path:
         yield "data.tokenizer.path", Path(tokenizer.path), "the tokenizer"
     template = getattr(data, "chat_template", "")
-    if template not in ("", "tokenizer", "plain", "raw"):
+    if template not in NO_TEMPLATES:
         yield "data.chat_template", Path(template), "the template"
     for split, file in _files(data):
         if not file.startswith("hub:"):
@@ -99,6 +101,8 @@ def inputs_of(config: RunConfig) -> Inputs:
         yield from _teachers_and_texts(config.rl.distill, config.rl.ptx)
         if config.served is not None and config.served.base_model:
             yield "rl.engine.base_model", Path(config.served.base_model), "the folder"
+        if config.served is not None and config.served.ca_file:
+            yield "rl.engine.ca_file", Path(config.served.ca_file), "the file"
 
 
 def _scoring_models(reward: RewardConfig) -> Inputs:
@@ -107,6 +111,12 @@ def _scoring_models(reward: RewardConfig) -> Inputs:
             yield "rl.reward.parts", Path(part.removeprefix(JUDGE_PART)), "the judge's template"
     for part in reward.model_parts:
         yield "rl.reward.parts", Path(part.partition(":")[2]), "the reward model"
+    if reward.model_tokenizer is not None and reward.model_tokenizer.path:
+        yield "rl.reward.model_tokenizer.path", Path(reward.model_tokenizer.path), "the tokenizer"
+    if reward.model_chat_template not in (None, *NO_TEMPLATES):
+        yield "rl.reward.model_chat_template", Path(str(reward.model_chat_template)), "the template"
+    if reward.server.ca_file:
+        yield "rl.reward.server.ca_file", Path(reward.server.ca_file), "the file"
 
 
 def _teachers_and_texts(distill: DistillConfig, ptx: PtxConfig) -> Inputs:

@@ -125,6 +125,10 @@ def test_teachers_and_texts_that_are_not_there_are_named_with_the_other_files() 
         "lora.load=gone/adapters",
         "rl.engine.kind=vllm",
         "rl.engine.base_model=gone/base",
+        "rl.engine.ca_file=gone/engine.pem",
+        'rl.reward.model_tokenizer={kind="huggingface", path="gone/tokenizer"}',
+        "rl.reward.model_chat_template=gone/chat.jinja",
+        "rl.reward.server.ca_file=gone/reward.pem",
         "rl.distill.teacher=gone/teacher",
         'rl.distill.teachers={mathematics="gone/other", own="self"}',
         'rl.ptx.files=["gone/chat.jsonl"]',
@@ -133,16 +137,20 @@ def test_teachers_and_texts_that_are_not_there_are_named_with_the_other_files() 
     fields = [
         (name, str(path))
         for name, path, _ in inputs_of(gone)
-        if name.startswith(("lora", "rl.distill", "rl.ptx", "rl.engine"))
+        if name.startswith(("lora", "rl.distill", "rl.ptx", "rl.engine", "rl.reward"))
     ]
     assert fields == [
         ("lora.load", "gone/adapters"),
+        ("rl.reward.model_tokenizer.path", "gone/tokenizer"),
+        ("rl.reward.model_chat_template", "gone/chat.jinja"),
+        ("rl.reward.server.ca_file", "gone/reward.pem"),
         ("rl.distill.teacher", "gone/teacher"),
         ("rl.distill.teachers.mathematics", "gone/other"),
         ("rl.ptx.files", "gone/chat.jsonl"),
         ("rl.ptx.tokens", "gone/books.bin"),
         ("rl.ptx.tokens", "gone/books.idx"),
         ("rl.engine.base_model", "gone/base"),
+        ("rl.engine.ca_file", "gone/engine.pem"),
     ]
     sentences = "\n".join(absent_inputs(inputs_of(gone)))
     assert all(f"{name} names" in sentences and path in sentences for name, path in fields)
