@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.gpu.__main__ import RESULT, run_step
 from mcore_rl.backend import platform
 from mcore_rl.backend.patches.versions import has_module
-from mcore_rl.backend.varlen import Bounds, attend_packed, kernel_takes
+from mcore_rl.backend.varlen import Bounds, attend_packed, has_kernel, kernel_takes
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig
@@ -319,7 +319,7 @@ def packed_difference(
         for sizes in (lengths, of_keys)
     )
     query, key, value, sinks = placed
-    if not kernel_takes(query, value.shape[-1]):
+    if not (has_kernel() and kernel_takes(query, value.shape[-1])):
         return 0.0
     found = attend_packed(
         query,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.backend import batch_invariant
-from mcore_rl.backend.varlen import attend_packed, kernel_takes
+from mcore_rl.backend.varlen import attend_packed, has_kernel, kernel_takes
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
 from mcore_rl.model.layers.packed import PackedParams, SideBySide, gathered_order
 from mcore_rl.model.layers.sinks import with_sinks
@@ -78,6 +78,7 @@ class SDPAttention(MegatronModule):
         )
         self.window: int | None = config.window_size[0] if windowed else None
         self._is_invariant = batch_invariant.is_on()
+        self._has_packed_kernel = has_kernel()
         self.cache: KeyValueCache | None = None
         """Cache of earlier positions, set only while generating."""
 
@@ -170,7 +171,9 @@ class SDPAttention(MegatronModule):
         """
         rank, ranks = self.cp_group.rank(), self.cp_group.size()
         has_dropout = self.dropout > 0.0 and self.training
-        if has_dropout or self._is_invariant or not kernel_takes(query, value.shape[-1]):
+        if has_dropout or self._is_invariant or not self._has_packed_kernel:
+            return None
+        if not kernel_takes(query, value.shape[-1]):
             return None
         bounds, key_bounds = packed.bounds(query.device), None
         if ranks > 1:
