@@ -24,6 +24,7 @@ from mcore_rl.convert.hf.small_files import CARD, copy_files, small_files
 from mcore_rl.convert.hf.text_files import (
     ModelText,
     has_tokenizer,
+    is_of_tokenizer,
     model_card,
     text_files,
 )
@@ -75,6 +76,9 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
     """
     reference, others = _reference(options.reference)
     copied = small_files(options.reference) if options.reference is not None else {}
+    if options.text is not None:
+        # Its tokenizer comes as a whole: a chat template of the reference's would go before an entry of its own.
+        copied = {name: file for name, file in copied.items() if not is_of_tokenizer(name)}
     read = sizes_and_times(copied.values())
     experts = expert_layout(reference) if reference else "each"
     adapters: Literal["merge", "refuse"] = "merge" if options.merges else "refuse"

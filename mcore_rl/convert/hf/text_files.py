@@ -5,6 +5,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mcore_rl import __version__
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.data.chat import load_chat
-from mcore_rl.data.chat_template import MORE_TEMPLATES, has_template
+from mcore_rl.data.chat_template import MORE_TEMPLATES, TOOL_USE, has_template
 from mcore_rl.data.end_tokens import GENERATION_CONFIG, end_tokens
 from mcore_rl.data.tiktoken_file import TIKTOKEN_MODEL
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -68,6 +69,11 @@ def has_tokenizer(folder: Path) -> bool:
     return any(True for name in names for _ in folder.glob(name))
 
 
+def is_of_tokenizer(name: str) -> bool:
+    """Return whether a file, by its name in its folder, is one of a tokenizer's."""
+    return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
+
+
 def text_files(
     text: ModelText, model: ModelConfig, reference: Path | None
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -97,6 +103,9 @@ def text_files(
         files[TEMPLATE] = OWN_TEMPLATES[text.chat_template].encode()
     elif text.chat_template not in (None, "tokenizer"):
         files[TEMPLATE] = Path(str(text.chat_template)).read_bytes()
+    if text.chat_template not in (None, "tokenizer"):
+        # The run's template was that of conversations with tools, too.
+        files.pop(f"{MORE_TEMPLATES}/{TOOL_USE}.jinja", None)
     special = {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,

@@ -160,6 +160,35 @@ def test_transformers_makes_text_of_text_with_an_export(
     assert (folders[1] / "additional_chat_templates" / "tools.jinja").is_file()
 
 
+def test_an_export_has_the_chat_templates_of_its_run_and_none_of_its_reference(
+    tmp_path: Path, chat_folder: Path
+) -> None:
+    mine, reference, tool_use = tmp_path / "mine", tmp_path / "hf", "additional_chat_templates/tool_use.jinja"
+    shutil.copytree(chat_folder, mine)
+    (mine / tool_use).write_text("{{ tools }}")
+    run = run_of(tmp_path, "llama", f'kind = "huggingface"\npath = "{mine}"', 'chat_template = "plain"')
+    shutil.copytree(mine, reference, dirs_exist_ok=True)
+    command = ["convert", "export", str(run), "--reference", str(reference), "--workers", "1"]
+    asked, tools = [{"role": "user", "content": "a"}], [{"function": {"name": "add"}}]
+    shown = []
+    for out in (tmp_path / "one", tmp_path / "two"):
+        assert main([*command[:3], str(out), *command[3:]]) == 0
+        theirs = transformers.AutoTokenizer.from_pretrained(out)
+        shown.append(theirs.apply_chat_template(asked, tools=tools, tokenize=False))
+        if out.name == "two":
+            break
+        # Next, the tokenizer's own template, as an entry of its settings.
+        settings = json.loads((mine / "tokenizer_config.json").read_text())
+        shutil.rmtree(mine / "additional_chat_templates")
+        (mine / "chat_template.jinja").unlink()
+        (mine / "tokenizer_config.json").write_text(
+            json.dumps({**settings, "chat_template": "own {{ tools }}"})
+        )
+        config = (run / "config.toml").read_text()
+        (run / "config.toml").write_text(config.replace('"plain"', '"tokenizer"'))
+    assert shown == ["user:\na\n\n", f"own {tools}"]
+
+
 def test_the_model_card_names_run_commit_and_metrics_of_the_step(
     tmp_path: Path, sentencepiece_model: Path
 ) -> None:
