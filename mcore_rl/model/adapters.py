@@ -177,9 +177,8 @@ def merge_loss(chunks: Sequence[nn.Module], dtype: torch.dtype) -> float:
         weight, added = owner.weight.float(), _added(owner.adapter).contiguous()
         lost = (weight + added).to(dtype).float() - weight - added
         for index, whole in enumerate((lost, added)):
-            sums[index] += sum(
-                _region(whole, owner, shard).double().square().sum().cpu() for shard in of_owner
-            )
+            squares = [_region(whole, owner, shard).double().square().sum() for shard in of_owner]
+            sums[index] += torch.stack(squares).sum().cpu()
     of_ranks: list[Tensor] = [sums] * dist.get_world_size()
     dist.all_gather_object(of_ranks, sums)
     lost_total, added_total = torch.stack(of_ranks).sum(0).tolist()

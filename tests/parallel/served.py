@@ -89,6 +89,7 @@ def adapters_on_a_full_disk(config: RlRunConfig, tensors: Tensors) -> PushReport
     """On a rank: the outcome of a push of low-rank adapters that do not fit into the folder for them."""
     start(PlatformConfig(layers="torch"))
     mesh = build_mesh(config.mesh)
+    seed_ranks(1)
     chunks = loaded(config.model, tensors, mesh)
     add_adapters(chunks, config.lora, config.model, seed=1)
     engine = config.rl.engine

