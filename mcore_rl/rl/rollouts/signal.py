@@ -13,6 +13,9 @@ NUM_BATCHES = 10
 """Number of rollout batches over which groups are counted, and of calls after which a warning may be repeated."""
 MOST_WITHOUT_SIGNAL = 0.8
 """Fraction of groups without a signal above which a warning is given."""
+REPLACING = (
+    "Replace such groups (rl.rollout.dynamic_sampling=true; where it is, by more rl.rollout.max_refills)"
+)
 FEW, MOST = 0.1, 0.9
 """Accuracy below which a task is probably too hard, and accuracy above which it is probably too easy."""
 
@@ -123,7 +126,7 @@ class LearningWarnings:
         return [
             f"warning: no token of an update has an advantage: the routers' balance or z-loss alone moves the weights "
             f"(gradient norm {grad_norm:.3g}; the optimizer scales small gradients up). Likely reason: no group of the "
-            "minibatch has a signal. Replace such groups (rl.rollout.dynamic_sampling=true), or even out the load by "
+            f"minibatch has a signal. {REPLACING}, or even out the load by "
             'model.moe.expert_bias=true, with model.moe.balance="none" and z_loss_coeff=0.'
         ]
 
@@ -176,5 +179,5 @@ def _reason(signals: Sequence[Signal]) -> str:
         )
     return (
         f"Likely reason: {100 * accuracy:.0f} % of the completions are correct, and those of a prompt are alike. Raise "
-        "rl.rollout.temperature or group_size, or replace such groups (rl.rollout.dynamic_sampling=true)."
+        f"rl.rollout.temperature or group_size. {REPLACING}."
     )
