@@ -26,6 +26,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.chat import Chat, load_chat
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.rl.engines.base import Engine, Sampling, sampling_of
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.environments.conversations import Conversations
@@ -192,8 +193,10 @@ def sampling(
 
 def held_on(
     mesh_config: MeshConfig, config: RlRunConfig, tensors: Tensors, folder: Path, prompts: Sequence[Prompt]
-) -> list[Group]:
-    """On a rank: this replica's conversations; other replicas than the first have fewer."""
+) -> tuple[list[int], list[Group]]:
+    """On a rank: its layers, all of which have experts, and this replica's conversations; other replicas than the first
+    have fewer.
+    """
     start(PlatformConfig())
     mesh = build_mesh(mesh_config)
     seed_ranks(1)
@@ -202,4 +205,4 @@ def held_on(
     engine = MegatronEngine(chunks, mesh, config.model, tokenizer.decode, config.rl.engine)
     own = prompts[: len(prompts) >> mesh.dp_cp.rank]
     groups = held(config, engine, folder, mesh, own, with_routes=True)
-    return [dataclasses.replace(group, reasons_G=()) for group in groups]
+    return list(routed_layers(chunks)), [dataclasses.replace(group, reasons_G=()) for group in groups]

@@ -23,7 +23,8 @@ PROMPTS = problems("1", "2", "refuse", "raise", "")
 
 @functools.cache
 def alone(folder: Path) -> list[list[Completion]]:
-    return [list(group.completions) for group in held(folder, MeshConfig())[0]]
+    ((_, groups),) = held(folder, MeshConfig())
+    return [list(group.completions) for group in groups]
 
 
 def held(folder: Path, mesh: MeshConfig):  # type: ignore[no-untyped-def]
@@ -43,7 +44,7 @@ def test_conversations_are_those_of_one_rank(mesh: str, folder: Path) -> None:
     """All ranks of a model have them; a replica with fewer goes on generating with the others until all have ended."""
     wanted = alone(folder)
     assert {len(one.sampled_spans) for completions in wanted for one in completions} >= {1, 2, 3}
-    for groups in held(folder, MESHES[mesh]):
+    for layers, groups in held(folder, MESHES[mesh]):
         assert len(groups) in (len(PROMPTS), len(PROMPTS) // 2)
         for group, completions in zip(groups, wanted, strict=False):
             for ours, one in zip(group.completions, completions, strict=True):
@@ -57,4 +58,5 @@ def test_conversations_are_those_of_one_rank(mesh: str, folder: Path) -> None:
                 failures = [each.failure and each.failure.text for each in (ours.episode, one.episode)]
                 assert failures[0] == failures[1]
                 assert ours.experts_TLK is not None and one.experts_TLK is not None
-                torch.testing.assert_close(ours.experts_TLK, one.experts_TLK, rtol=0, atol=0)
+                # A pipeline stage has the routes of its own layers.
+                torch.testing.assert_close(ours.experts_TLK, one.experts_TLK[:, layers], rtol=0, atol=0)
