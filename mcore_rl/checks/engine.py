@@ -28,7 +28,7 @@ PROBED_FAMILIES = (
     ),
     *("seed_oss", "solar_open"),
 )
-"""Families whose weights a real server had after an update, as the probe found, and of which it found each kind of
+"""Families with which a real server was proved: it had the weights after an update, and the probe found each kind of
 tensor that was left old."""
 OWN_ARGUMENTS = frozenset(
     {

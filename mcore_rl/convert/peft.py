@@ -57,7 +57,7 @@ PLAIN: dict[str, Any] = {
 }
 """Fields of adapter_config.json with which a layer would compute something else of A and B, with their plain values."""
 OF_OTHER_WEIGHTS = ("pissa", "corda", "olora", "loftq", "lora_ga", "mica")
-"""Beginnings of peft's `init_lora_weights` whose adapters belong to other weights than the base's."""
+"""Beginnings of peft's `init_lora_weights` for adapters of other weights than the base's."""
 
 
 def plan_adapter_export(

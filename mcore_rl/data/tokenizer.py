@@ -254,7 +254,7 @@ def _special_names(folder: Path) -> dict[str, str]:
 
 
 def _refuse_further_tokens(folder: Path, names: Mapping[str, str], ids: Mapping[str, int]) -> None:
-    """Raise DataError for a token that transformers adds to those of tokenizer.json, as other files of the folder say:
+    """Raise DataError for a token that transformers adds to tokenizer.json's, as other files of the folder say:
     without it, its name would be cut into other tokens.
     """
     config = _json_object(folder / TOKENIZER_CONFIG)

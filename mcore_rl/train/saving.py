@@ -334,7 +334,7 @@ class Checkpoints:
         return changes
 
     def _changes(self, stored: StoredCheckpoint) -> list[ConfigChange]:
-        """Return the fields that differ from the saved run: of another program's run, those of the model."""
+        """Return the fields that differ from the saved run: of another program's run, only the model's fields."""
         config, marker = self._state.config, stored.marker
         assert marker is not None
         if marker.program == kind_of_config(config):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from mcore_rl.backend.platform import start
 from mcore_rl.config.rl_run import RlRunConfig
@@ -17,7 +18,7 @@ from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.hf_stream import Bucket, iter_hf_weights
-from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.rl.engines import weight_push
 from mcore_rl.rl.engines.adapter_push import AdapterPush, ServedAdapters
@@ -87,11 +88,7 @@ def pushed(
 
 def adapters_on_a_full_disk(config: RlRunConfig, tensors: Tensors) -> PushReport:
     """On a rank: the outcome of a push of low-rank adapters that do not fit into the folder for them."""
-    start(PlatformConfig(layers="torch"))
-    mesh = build_mesh(config.mesh)
-    seed_ranks(1)
-    chunks = loaded(config.model, tensors, mesh)
-    add_adapters(chunks, config.lora, config.model, seed=1)
+    mesh, chunks = _with_adapters(config, tensors)
     engine = config.rl.engine
     api: Any = SimpleNamespace(url=engine.urls[0])
     served = ServedAdapters(Path(engine.transport_dir))
@@ -108,11 +105,7 @@ def adapters_pushed_twice(
     """On a rank: the outcomes of pushes of low-rank adapters alone, with these sizes of B, and the folders that are
     left after each.
     """
-    start(PlatformConfig(layers="torch"))
-    mesh = build_mesh(config.mesh)
-    seed_ranks(1)
-    chunks = loaded(config.model, tensors, mesh)
-    add_adapters(chunks, config.lora, config.model, seed=1)
+    mesh, chunks = _with_adapters(config, tensors)
     engine = config.rl.engine
     is_first = mesh.world.rank == 0
     apis = [server_apis(engine, config.model)(url) for url in engine.urls] if is_first else []
@@ -132,11 +125,7 @@ def adapters_pushed_twice(
 
 def pushed_adapters(config: RlRunConfig, tensors: Tensors) -> PushReport:
     """On a rank: the outcome of a push of these weights with random low-rank adapters."""
-    start(PlatformConfig(layers="torch"))
-    mesh = build_mesh(config.mesh)
-    seed_ranks(1)
-    chunks = loaded(config.model, tensors, mesh)
-    add_adapters(chunks, config.lora, config.model, seed=1)
+    mesh, chunks = _with_adapters(config, tensors)
     for shard in local_shards(chunks):
         if shard.key.endswith("adapter.B"):
             whole = torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(len(shard.key)))
@@ -144,3 +133,12 @@ def pushed_adapters(config: RlRunConfig, tensors: Tensors) -> PushReport:
     engine = config.rl.engine
     apis = [server_apis(engine, config.model)(url) for url in engine.urls] if mesh.world.rank == 0 else []
     return WeightPush(apis, chunks, mesh, config.model, engine).push(7)
+
+
+def _with_adapters(config: RlRunConfig, tensors: Tensors) -> tuple[Mesh, list[nn.Module]]:
+    start(PlatformConfig(layers="torch"))
+    mesh = build_mesh(config.mesh)
+    seed_ranks(1)
+    chunks = loaded(config.model, tensors, mesh)
+    add_adapters(chunks, config.lora, config.model, seed=1)
+    return mesh, chunks

@@ -543,9 +543,7 @@ def _refill_size(num_groups: int, num_chosen: int, num_taken: int) -> int:
 
 
 def _of_refill(metrics: Sequence[Metric]) -> list[Metric]:
-    """Return the metrics of a refill for the mean over replicas, in which its seconds add to those of the batch's first
-    prompts.
-    """
+    """Return the metrics of a refill for the mean over replicas; its seconds add to the first prompts' seconds."""
     return [replace(metric, count=0.0) if metric.name.startswith("time/") else metric for metric in metrics]
 
 
