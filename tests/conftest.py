@@ -54,6 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "dealt(name): costly tests of one kind, wherever they are, of which a share has at least one",
     )
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # So a shell starts what it runs in the background, and programs in which tests press Ctrl-C would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _show_what_hangs(hasattr(config, "workerinput"))
 
 
@@ -97,6 +100,14 @@ def pytest_collection_finish() -> None:
     """Leave the hundred thousands of objects of the imported modules and tests out of every later collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test in its empty folder: relative paths of recipes, such as runs/quickstart, must not find what the
+    README's first command has left in the checkout.
+    """
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)

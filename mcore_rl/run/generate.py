@@ -148,13 +148,14 @@ def chat(args: argparse.Namespace, trained: ModelFolder, weights: Path) -> None:
             sys.stdout.write("\n")
             return
         messages.append({"role": "user", "content": said})
-        request = request_of(args, trained, messages)
-        stream = StreamedText(request)
-        try:
+        stream = None
+        try:  # from the end of the line on: on a busy machine, rendering and tokenizing take a moment too
+            request = request_of(args, trained, messages)
+            stream = StreamedText(request)
             answer = request.text_of(continuations(args, engine, request, stream)[0].tokens_T)
             stream.end(answer)
         except KeyboardInterrupt:
-            answer = stream.shown
+            answer = stream.shown if stream else ""
             sys.stdout.write("\n")
         messages.append({"role": "assistant", "content": answer})
 

@@ -32,12 +32,12 @@ from mcore_rl.rl.workers.failure import FailedScore
 from mcore_rl.run.programs.rl import refuse_other_critic
 from mcore_rl.run.programs.rollouts import load_reward_models, reward_model_source
 from tests.generating import prompt_of
+from tests.rounding import fp32_rounding
 from tests.tiny_models import TINY
 
 MODEL = TINY["qwen3_moe"]
-ROUNDING = {"atol": 4e-6, "rtol": 1e-6}
-"""Scores of up to 18 in fp32, in which libraries sum in another order for another number of rows: two units in the last
-place."""
+ROUNDING = {"atol": fp32_rounding(18.0, MODEL.hidden_size), "rtol": 0.0}
+"""Scores of up to 18, which libraries sum in another order for another number of rows."""
 COMPLETIONS = [[[5, 6, 7], [8]], [[9] * 12, [10, 11, 3, 4]], [[1, 2], [3, 3, 3, 3, 3]]]
 
 
@@ -191,7 +191,7 @@ def test_the_score_of_a_step_is_that_of_the_text_up_to_its_end(
             scores = [1 / (1 + math.exp(-score)) for score in scores]
         assert [step.end for step in outcome.steps] == [end for end, _ in wanted]
         assert [step.value for step in outcome.steps] == pytest.approx(scores, abs=ROUNDING["atol"])
-        assert outcome.value == pytest.approx(sum(scores), abs=5e-6)
+        assert outcome.value == pytest.approx(sum(scores), abs=len(scores) * ROUNDING["atol"])
     assert outcomes[2] == FailedScore("bad_steps", "the completion has no step")
 
 
