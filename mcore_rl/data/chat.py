@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_rl.data.chat_template import TEMPLATE_ERRORS, load_template, load_tool_template, render
+from mcore_rl.data.labels import REASONING, is_absent, is_trained
 from mcore_rl.data.marked_tokenizer import JsonEncoder, MarkedTokenizer, TextEncoder
 from mcore_rl.data.tokenizer import TOKENIZER_JSON, HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from mcore_rl.errors import DataError
@@ -18,10 +19,6 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WORD = re.compile("[A-Za-z0-9]+")
 SHOWN = 60
 """Characters of a text in an error."""
-MEDIA = frozenset(
-    ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio")
-)
-"""Types of the parts of a turn that are not text; these are also the keys of their content."""
 Message = Mapping[str, Any]
 
 
@@ -35,7 +32,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class EncodedConversation:
-    """A conversation as tokens; `assistant_mask_T` is True on the assistant's tokens, end-of-turn token included."""
+    """A conversation as tokens; `assistant_mask_T` is True on the tokens of the assistant's turns that are trained on,
+    end-of-turn token included.
+    """
 
     ids_T: tuple[int, ...]
     assistant_mask_T: tuple[bool, ...]
@@ -206,10 +205,11 @@ class PlainChat:
         encode = self._tokenizer.encode if self._has_roles else self._tokenizer.encode_marked
         for message in conversation.messages:
             content, role = message.get("content"), message["role"]
-            if message.get("tool_calls"):
+            unshown = [key for key in ("tool_calls", *REASONING) if not is_absent(message.get(key))]
+            if unshown:
                 raise DataError(
-                    f'a turn of {role!r} has "tool_calls", which a plain template cannot show. Set data.chat_template '
-                    "to one that does, or leave out such entries"
+                    f'a turn of {role!r} has "{unshown[0]}", which a plain template cannot show. Set '
+                    "data.chat_template to one that does, write it into the content, or leave out such entries"
                 )
             if not isinstance(content, str):
                 raise DataError(
@@ -217,7 +217,7 @@ class PlainChat:
                 )
             yield self._header(role), False
             if role == "assistant":
-                yield [*encode(content), self._tokenizer.eod_id], True
+                yield [*encode(content), self._tokenizer.eod_id], is_trained(message)
             else:
                 yield encode(content + "\n\n" if self._has_roles else content), False
 
@@ -259,6 +259,15 @@ class TemplateChat:
         is_marked = GENERATION.search(self._template_of(conversation)) is not None
         text, spans = self._marked(conversation) if is_marked else self._by_prefixes(conversation)
         _refuse_unshown(conversation, text)
+        # The reasoning of turns that are only read is left to the template: Qwen3's drops that of earlier turns.
+        trained = [turn for turn in conversation.messages if is_trained(turn)]
+        for key, said in ((key, turn[key]) for turn in trained for key in REASONING if key in turn):
+            if not is_absent(said) and self._tokenizer.hide(str(said).strip()) not in text:
+                raise DataError(
+                    f'the chat template does not show the "{key}" {str(said)[:SHOWN]!r}. Set data.chat_template to one '
+                    "that does, write it into the content, or, where it shows the last turn's alone, give turns before "
+                    'it "weight": 0'
+                )
         encoded = self._tokenizer.encode(text)
         assistant_mask = _overlaps(encoded.offsets, spans)
         return EncodedConversation(tuple(encoded.ids), tuple(assistant_mask))
@@ -354,13 +363,23 @@ class TemplateChat:
         return self._tool_template if conversation.tools else self._template
 
     def _marked(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        return self._render(conversation, len(conversation.messages), return_assistant_tokens_mask=True)
+        num_turns = len(conversation.messages)
+        text, spans = self._render(conversation, num_turns, return_assistant_tokens_mask=True)
+        trained = [is_trained(turn) for turn in conversation.messages if turn["role"] == "assistant"]
+        if all(trained):
+            return text, spans
+        if len(spans) != len(trained):
+            raise DataError(
+                f"the chat template marks {len(spans)} texts in {len(trained)} turns of the assistant, so that those "
+                "of weight 0 cannot be found. Set data.chat_template to a file that marks each turn once"
+            )
+        return text, [span for span, is_one in zip(spans, trained, strict=True) if is_one]
 
     def _by_prefixes(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         whole, _ = self._render(conversation, len(conversation.messages))
         spans = []
         for index, message in enumerate(conversation.messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or not is_trained(message):
                 continue
             before, _ = self._render(conversation, index, add_generation_prompt=True)
             after, _ = self._render(conversation, index + 1)
@@ -368,7 +387,8 @@ class TemplateChat:
                 raise DataError(
                     f"the chat template renders turn {index + 1} differently with and without what follows it, so "
                     "that the assistant's text cannot be found. Put {% generation %} and {% endgeneration %} "
-                    "around it in the template (data.chat_template names a file), or leave such turns out"
+                    'around it in the template (data.chat_template names a file), give such turns "weight": 0, or '
+                    "leave them out"
                 )
             spans.append((len(before), len(before) + self._assistant_length(after[len(before) :])))
         return whole, spans
@@ -392,12 +412,11 @@ class TemplateChat:
         self, conversation: Conversation, num_turns: int, **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of the first `num_turns` turns and the offsets of the text between generation marks."""
-        turns = conversation.messages[:num_turns]
-        _refuse_media(turns)
+        turns = [self._hidden(_without_absent(turn)) for turn in conversation.messages[:num_turns]]
         rendered: Any
         try:
             rendered, spans = render(
-                [[self._hidden(_without_absent(turn)) for turn in turns]],
+                [turns],
                 tools=[self._hidden(tool) for tool in conversation.tools] or None,
                 chat_template=self._template_of(conversation),
                 **options,
@@ -407,6 +426,7 @@ class TemplateChat:
             raise DataError(
                 f"the chat template does not take it: {str(error) or type(error).__name__}"
             ) from error
+        _refuse_unshown_parts(turns, rendered[0])
         return rendered[0], [tuple(span) for span in spans[0]] if spans else []
 
 
@@ -427,16 +447,18 @@ def _text_to_continue(conversation: Conversation) -> str:
     return content
 
 
-def _refuse_media(messages: Sequence[Message]) -> None:
-    """Raise DataError for an image or a sound in a turn: its placeholder tokens would have no content."""
+def _refuse_unshown_parts(messages: Sequence[Message], text: str) -> None:
+    """Raise DataError for a part of a turn that is not in the rendered text, such as an image, whose placeholder tokens
+    would have no content.
+    """
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
-            found = MEDIA & {str(part.get("type")), *part} if isinstance(part, Mapping) else None
-            if found:
+            values = [part[key] for key in part if key != "type"] if isinstance(part, Mapping) else [part]
+            if not values or any(str(value).strip() not in text for value in values):
                 raise DataError(
-                    f"a turn of {message.get('role')!r} has a part {min(found)!r}; only texts are trained on. Leave "
-                    "out such entries"
+                    f"a turn of {message['role']!r} has a part {part!r:.{SHOWN}}, which the chat template does not "
+                    "show as text; only texts are trained on. Leave out such entries"
                 )
 
 

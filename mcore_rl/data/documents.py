@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from mcore_rl.data.labels import refuse_labels
 from mcore_rl.data.records import HUB, is_compressed, is_table, load_hub, opened, read_rows
 from mcore_rl.errors import DataError
 from mcore_rl.files import PACKED, with_ending
@@ -233,6 +234,10 @@ def _json_record(content: bytes, *, key: str, line: int) -> Document:
 def _entry_record(entry: Mapping[str, Any], *, key: str, line: int) -> Document:
     if key not in entry:
         return Document(line=line, problem=f"no key {key!r} (keys: {', '.join(entry) or 'none'})")
+    try:
+        refuse_labels(entry, "document", [key])
+    except DataError as error:
+        return Document(line=line, problem=str(error))
     text = entry[key]
     if not isinstance(text, str):
         return Document(line=line, problem=f"{key!r} holds a {type(text).__name__}, not text")

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import RAW_JOINS, Chat, Conversation, EncodedConversation, raw_joins
-from mcore_rl.data.records import PLACEHOLDER, Record, RecordReader, beyond_max, filled, listed
-from mcore_rl.data.shapes import Dialogue, read_tools, recognise
+from mcore_rl.data.labels import refuse_labels, unread_keys
+from mcore_rl.data.records import Record, RecordReader, beside, beyond_max, filled, listed
+from mcore_rl.data.shapes import EARLIER, Dialogue, read_tools, recognise
 from mcore_rl.errors import DataError
 
 MEND = "name its fields: data.messages_field, or data.prompt_field and data.response_field"
@@ -89,15 +90,13 @@ class ConversationReader(RecordReader[EncodedConversation]):
 
     def _example(self, record: Record) -> EncodedConversation:
         """Return the conversation of a record; a DataError without file and line when there is nothing to train on."""
-        if record.entry is None:
-            raise DataError(record.problem)
-        conversation, shape, used = conversation_of(record.entry, self._config)
-        self.note(record.entry, shape, used)
+        conversation, shape, used = conversation_of(record.fields, self._config)
+        self.note(shape, unread_keys(record.fields, "conversation", used, conversation.messages))
         if self._config.chat_template == "raw" and raw_joins(conversation.messages):
             self.warn(RAW_JOINS)
         example = self._chat.encode(conversation)
         if not any(example.assistant_mask_T[1:]):
-            raise DataError("the assistant has no text in it, as this template renders it")
+            raise DataError("no text of the assistant is trained on, by its turns' weights and this template")
         return example
 
     def _excess(self, example: EncodedConversation) -> str | None:
@@ -113,15 +112,19 @@ def conversation_of(
     """Return the conversation of a record, the name of its shape, and the fields that were read.
 
     Raises:
-        DataError: the record has no conversation; the error names the config fields that locate it.
+        DataError: the record has no conversation, and the error names the config fields that locate it; or a key says
+            that it is not one to learn from.
     """
+    entry = {key: value for key, value in entry.items() if value is not None}
     dialogue = _dialogue(entry, config)
     if not any(message["role"] == "assistant" for message in dialogue.messages):
         raise DataError('no turn has the role "assistant", so there is nothing to learn')
     conversation = Conversation(messages=dialogue.messages, tools=tuple(read_tools(entry)))
-    said = [message.get("content") for message in dialogue.messages]
-    repeated = {key for key, value in entry.items() if isinstance(value, str) and value in said}
-    return conversation, dialogue.shape, dialogue.used | repeated
+    said = [list(dialogue.messages), *(message.get("content") for message in dialogue.messages)]
+    used = dialogue.used | {key for key, value in entry.items() if value in said}
+    # What is better than another answer is a demonstration.
+    refuse_labels(entry, "conversation", used | {"rejected"} if "chosen" in used else used)
+    return conversation, dialogue.shape, used
 
 
 def _dialogue(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
@@ -136,9 +139,10 @@ def _dialogue(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
             is_default = config.messages_field == SFTDataConfig.model_fields["messages_field"].default
             mend = MEND if is_default else "data.messages_field names it; name another key"
             raise DataError(f'"{config.messages_field}" is not there (keys: {", ".join(entry)}); {mend}')
-        dialogue = recognise({**entry, "messages": entry[config.messages_field]})
+        named = {config.messages_field: None, "messages": entry[config.messages_field]}
+        dialogue = recognise({**entry, **named})
         assert dialogue is not None, "it has messages"
-        used = dialogue.used | {config.messages_field}
+        used = dialogue.used - {"messages"} | {config.messages_field}
         return replace(
             dialogue, shape=dialogue.shape.replace("messages)", f"{config.messages_field})"), used=used
         )
@@ -146,10 +150,10 @@ def _dialogue(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
         return _pair(entry, config)
     if "text" in entry and (dialogue := _text(entry, config)):
         return dialogue
-    return recognise(entry) or (_pair(entry, config) if config.prompt_field in entry else _unknown(entry))
-
-
-def _unknown(entry: Mapping[str, Any]) -> Dialogue:
+    if dialogue := recognise(entry):
+        return dialogue
+    if config.prompt_field in entry:
+        return _pair(entry, config)
     raise DataError(f"no conversation is recognised in it (keys: {', '.join(entry) or 'none'}); {MEND}")
 
 
@@ -181,8 +185,8 @@ def _pair(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
     if template is None:
         prompt, used = entry[config.prompt_field], {config.prompt_field}
     else:
-        prompt, used = filled(template, entry), {match[2] for match in PLACEHOLDER.finditer(template)}
-    renamed = {key: entry[key] for key in ("system", "system_prompt") if key in entry and key not in used}
+        prompt, used = filled(template, entry), entry.keys() - beside(template, entry).keys()
+    renamed = {key: entry[key] for key in (*EARLIER, "tools") if key in entry and key not in used}
     dialogue = recognise({**renamed, "prompt": prompt, "response": entry[config.response_field]})
     assert dialogue is not None, "it has both"
     shape = f"prompt and response ({', '.join([*sorted(used), config.response_field])})"
@@ -190,7 +194,7 @@ def _pair(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
         shape,
         dialogue.messages,
         dialogue.num_prompt,
-        frozenset((*used, *renamed, config.response_field, "tools")),
+        frozenset((*used, *(dialogue.used & renamed.keys()), config.response_field)),
     )
 
 

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.data.chat import RAW_JOINS, Chat, Conversation, Message, raw_joins
+from mcore_rl.data.labels import refuse_labels, unread_keys
 from mcore_rl.data.packing import padded
-from mcore_rl.data.records import Record, RecordReader, beyond_max, filled, listed
-from mcore_rl.data.shapes import as_ranking, read_tools, read_turns, recognise_prompt
+from mcore_rl.data.records import Record, RecordReader, beside, beyond_max, filled, listed
+from mcore_rl.data.shapes import PROMPTS, as_ranking, read_tools, read_turns, recognise_prompt, with_earlier
 from mcore_rl.data.steps import read_steps
 from mcore_rl.errors import DataError
 
@@ -205,10 +206,11 @@ class PreferenceReader(RecordReader[tuple[Comparison, list[_Sequence]]]):
 
     def _example(self, record: Record) -> tuple[Comparison, list[_Sequence]] | None:
         if self._config.has_steps:
-            return _stepped(record, self._config, self._chat)
+            whole, sequence = _stepped(record.fields, self._config, self._chat)
+            self.note(*_shape(record.fields, whole, self._config))
+            return whole, [sequence]
         whole = comparison_of(record, self._config)
-        if record.entry is not None:
-            self.note(record.entry, *_shape(record.entry, whole, self._config))
+        self.note(*_shape(record.fields, whole, self._config))
         if self._config.chat_template == "raw" and raw_joins(whole.prompt.messages):
             self.warn(RAW_JOINS)
         comparison = self._without_ties(whole)
@@ -253,9 +255,8 @@ class PreferenceReader(RecordReader[tuple[Comparison, list[_Sequence]]]):
 
 def comparison_of(record: Record, config: PreferenceDataConfig) -> Comparison:
     """Return the comparison of a line. Raises DataError, without file and line, if it is not a comparison."""
-    entry = record.entry
-    if entry is None:
-        raise DataError(record.problem)
+    entry = record.fields
+    refuse_labels(entry, "preference", _named(config))
     wanted = config.format
     if wanted in ("auto", "ranking"):
         entry = as_ranking(entry, config.responses_field, config.scores_field)
@@ -269,16 +270,20 @@ def comparison_of(record: Record, config: PreferenceDataConfig) -> Comparison:
     return _ranking(entry, config) if wanted == "ranking" else _pair(entry, config, is_hh=wanted == "hh")
 
 
+def _named(config: PreferenceDataConfig) -> set[str]:
+    """Return the fields of a record that the config names."""
+    return {value for name, value in config if name.endswith("_field") and value is not None}
+
+
 def _shape(
     entry: Mapping[str, Any], comparison: Comparison, config: PreferenceDataConfig
-) -> tuple[str, frozenset[str]]:
-    """Return the name of a comparison's shape with the fields that were read, and the fields that are in it."""
+) -> tuple[str, list[str]]:
+    """Return the name of a comparison's shape with the fields that were read, and the keys that were not read."""
     sides = [config.chosen_field, config.rejected_field]
     is_pair = sides[0] in entry
     rated = config.responses_field if config.responses_field in entry else "completions"
-    name = (
-        "pairs" if is_pair else "rankings" if rated == config.responses_field else "UltraFeedback completions"
-    )
+    name = "rankings" if rated == config.responses_field else "UltraFeedback completions"
+    name, rated = ("steps", config.steps_field) if config.has_steps else ("pairs" if is_pair else name, rated)
     turns = [*comparison.prompt.messages, *(turn for answer in comparison.answers for turn in answer)]
     said = [str(turn.get("content")) for turn in turns]
     prompts = [
@@ -287,11 +292,14 @@ def _shape(
         if key not in (*sides, rated)
         and (
             key in (config.prompt_field, config.messages_field)
-            or (isinstance(value, str) and value.strip() and any(value in text for text in said))
+            or value in said
+            or (key in PROMPTS and isinstance(value, str) and any(value in text for text in said))
         )
     ]
     read = [*prompts, *(sides if is_pair else [rated])]
-    return f"{name} ({', '.join(read)})", frozenset((*read, *sides, rated))
+    used = {*read, *_named(config), *(entry.keys() - beside(config.prompt_template, entry).keys())}
+    unread = unread_keys(entry, "preference", {*used, rated, "tools", "history"}, turns)
+    return f"{name} ({', '.join(read)})", unread
 
 
 def _pair(entry: Mapping[str, Any], config: PreferenceDataConfig, *, is_hh: bool) -> Comparison:
@@ -368,7 +376,8 @@ def _prompt_and_answers(
     for name, answer in zip(names, answers, strict=True):
         if not answer or answer[-1]["role"] != "assistant":
             raise DataError(f'"{name}" does not end in a turn of the assistant after the prompt')
-    return Conversation(messages=tuple(prompt or ()), tools=tuple(read_tools(entry))), tuple(answers)
+    messages = with_earlier(beside(config.prompt_template, entry), prompt or ())
+    return Conversation(messages=tuple(messages), tools=tuple(read_tools(entry))), tuple(answers)
 
 
 def _prompt(entry: Mapping[str, Any], config: PreferenceDataConfig) -> list[Message] | None:
@@ -415,12 +424,12 @@ def _hh_turns(text: str) -> list[Message]:
     ]
 
 
-def _stepped(record: Record, config: PreferenceDataConfig, chat: Chat) -> tuple[Comparison, list[_Sequence]]:
+def _stepped(
+    entry: Mapping[str, Any], config: PreferenceDataConfig, chat: Chat
+) -> tuple[Comparison, _Sequence]:
     """Return an answer with labelled steps, as a comparison with itself; a DataError where the line has none."""
-    entry = record.entry
-    if entry is None:
-        raise DataError(record.problem)
-    prompt = _prompt(entry, config)
+    refuse_labels(entry, "preference", _named(config))
+    prompt = with_earlier(beside(config.prompt_template, entry), _prompt(entry, config) or ())
     if not prompt:
         raise DataError(f'it has no prompt ("{config.prompt_field}" or "{config.messages_field}")')
     steps, labels = entry.get(config.steps_field), entry.get(config.labels_field)
@@ -450,9 +459,7 @@ def _stepped(record: Record, config: PreferenceDataConfig, chat: Chat) -> tuple[
         ),
     )
     answer: Message = {"role": "assistant", "content": text}
-    return Comparison(Conversation(messages=tuple(prompt)), ((answer,),), ((0, 0),), (0.0,), (1.0,)), [
-        sequence
-    ]
+    return Comparison(Conversation(messages=tuple(prompt)), ((answer,),), ((0, 0),), (0.0,), (1.0,)), sequence
 
 
 def _is_label(label: Any) -> bool:

@@ -7,14 +7,15 @@ import lzma
 import re
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 from mcore_rl.data.packages import required_package
-from mcore_rl.data.shapes import unread_text
 from mcore_rl.errors import DataError
 from mcore_rl.files import DATA_ENDINGS, data_files
 
@@ -56,6 +57,13 @@ class Record:
     """File that contains the record, or the name of the dataset."""
     entry: Mapping[str, Any] | None = None
     problem: str = ""
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The object. Raises DataError, without file and line, if there is none."""
+        if self.entry is None:
+            raise DataError(self.problem)
+        return self.entry
 
 
 def is_table(name: str) -> bool:
@@ -157,6 +165,12 @@ def load_hub(name: str) -> Any:
         ) from error
 
 
+def beside(template: str | None, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record without the fields that the template names."""
+    named = {match[2] for match in PLACEHOLDER.finditer(template or "")}
+    return {key: value for key, value in entry.items() if key not in named}
+
+
 def filled(template: str, entry: Mapping[str, Any]) -> str:
     """Return the template with {name} replaced by the record's fields; {{name}} is {name}, and other braces stay.
 
@@ -195,15 +209,15 @@ class RecordReader(ABC, Generic[T]):
         """A sentence for each example that is too long, and for each empty file."""
         self.num_skipped = 0
         self.notes: list[str] = []
-        """For each file the shapes of its records, and the fields with text that were not read."""
+        """For each file the shapes of its records, and the keys that were not read."""
         self._shapes: dict[str, None] = {}
-        self._unread: dict[str, None] = {}
+        self._unread: Counter[str] = Counter()
         self._warnings: dict[str, None] = {}
 
-    def note(self, entry: Mapping[str, Any], shape: str, used: frozenset[str]) -> None:
-        """Remember the shape of a record and its fields with text that are not among `used`."""
+    def note(self, shape: str, unread: Sequence[str]) -> None:
+        """Remember the shape of a record and its keys that are not read."""
         self._shapes[shape] = None
-        self._unread.update(dict.fromkeys(unread_text(entry, used)))
+        self._unread.update(unread)
 
     def warn(self, sentence: str) -> None:
         """Remember a warning about the records of this file; each sentence is kept once."""
@@ -213,15 +227,15 @@ class RecordReader(ABC, Generic[T]):
     def _example(self, record: Record) -> T | None:
         """Return the example of a record; None to leave it out. Raises DataError, without file and line, if invalid."""
 
-    @abstractmethod
     def _excess(self, example: T) -> str | None:
         """Return why an example is too long and how to make room for it; None if it fits."""
+        return None
 
-    def read(self, path: str) -> Iterator[T]:
-        """Yield the examples of one file that fit."""
+    def read(self, path: str, most_lines: int | None = None) -> Iterator[T]:
+        """Yield the examples of one file that fit, or of its first lines."""
         num_lines = 0
-        self._shapes, self._unread, self._warnings = {}, {}, {}
-        for record in read_records(path):
+        self._shapes, self._unread, self._warnings = {}, Counter(), {}
+        for record in islice(read_records(path), most_lines):
             num_lines += 1
             try:
                 example = self._example(record)
@@ -239,9 +253,10 @@ class RecordReader(ABC, Generic[T]):
         if self._shapes:
             self.notes.append(f"{path} is read as {' and '.join(self._shapes)}")
         if self._unread:
-            names = ", ".join(self._unread)
+            names = ", ".join(f"{key} ({count})" for key, count in self._unread.items())
             self.notes.append(
-                f"{WARNING}{path} has text that is not read, in {names}; data.prompt_template can use it"
+                f"{WARNING}{path} has keys that are not read: {names}; a prompt_template can use those of records, a "
+                "chat template those of turns"
             )
         self.notes += [f"{WARNING}{path}: {sentence}" for sentence in self._warnings]
         if not num_lines:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rl.data.labels import is_absent, refuse_labels
 from mcore_rl.errors import DataError
 
 Message = Mapping[str, Any]
@@ -38,8 +39,11 @@ NAMES = {
     ("instruction", "output"): "alpaca",
     ("instruction", "response"): "dolly",
 }
+PROMPTS = frozenset(key for keys in ANSWERS for key in keys)
 SYSTEM = ("system", "system_prompt")
 """Fields with a system prompt."""
+EARLIER = (*SYSTEM, "history")
+"""Fields with what stands before a prompt."""
 ULTRAFEEDBACK_SCORES = ("overall_score", "fine-grained_score")
 
 
@@ -76,34 +80,41 @@ def recognise(entry: Mapping[str, Any]) -> Dialogue | None:
     Raises:
         DataError: the keys fit a shape, but the values do not.
     """
+    entry = {key: value for key, value in entry.items() if value is not None}
     for key, name in TURNS.items():
         if key in entry:
-            turns = read_turns(entry[key], key)
-            # The turns' own system prompt goes first: another in the record is text that is not read.
-            system = SYSTEM if not turns or turns[0]["role"] != "system" else ()
-            turns = [*_system(entry), *turns] if system else turns
+            turns = with_earlier(entry, read_turns(entry[key], key))
             is_answered = turns and turns[-1]["role"] == "assistant"
-            return _dialogue(entry, name, turns, len(turns) - bool(is_answered), (*system, key, "tools"))
+            return _dialogue(entry, name, turns, len(turns) - bool(is_answered), (key,))
     for prompt_keys, answer_keys in ANSWERS.items():
         answer = next((key for key in answer_keys if key in entry), None)
         if answer is None or prompt_keys[0] not in entry:
             continue
-        prompt = (*_system(entry), *_prompt(entry, prompt_keys))
+        prompt = with_earlier(entry, _prompt(entry, prompt_keys))
         said = _side(entry, answer, "assistant")
         name = NAMES.get((prompt_keys[0], answer), f"{prompt_keys[0]} and {answer}")
-        keys = (*SYSTEM, *prompt_keys, answer, "tools")
-        return _dialogue(entry, name, (*prompt, *said), len(prompt), keys)
+        return _dialogue(entry, name, [*prompt, *said], len(prompt), (*prompt_keys, answer))
     return None
 
 
 def recognise_prompt(entry: Mapping[str, Any]) -> list[Message] | None:
     """Return the turns of a record's prompt by its keys, if its answers are in other fields; None without a prompt."""
     if "conversations" in entry:
-        return [*_system(entry), *read_turns(entry["conversations"], "conversations")]
-    for keys in ANSWERS:
-        if keys[0] in entry:
-            return [*_system(entry), *_prompt(entry, keys)]
-    return None
+        return read_turns(entry["conversations"], "conversations")
+    return next((_prompt(entry, keys) for keys in ANSWERS if entry.get(keys[0]) is not None), None)
+
+
+def with_earlier(entry: Mapping[str, Any], turns: Sequence[Message]) -> list[Message]:
+    """Return turns after the system prompt of their record, unless they begin with their own, and after its `history`:
+    pairs of what the user and the assistant said, as in LLaMA-Factory's data, or turns.
+    """
+    begin = bool(turns and turns[0]["role"] == "system")
+    history: Any = entry.get("history") or []
+    if isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        said = [turn for pair in history for turn in zip(("user", "assistant"), pair, strict=True)]
+        history = [{"role": role, "content": text} for role, text in said]
+    system = turns[:1] if begin else _system(entry)
+    return [*system, *read_turns(history, "history"), *turns[begin:]]
 
 
 def read_turns(value: Any, name: str) -> list[Message]:
@@ -157,20 +168,13 @@ def as_ranking(entry: Mapping[str, Any], responses_field: str, scores_field: str
     )
 
 
-def unread_text(entry: Mapping[str, Any], used: frozenset[str]) -> list[str]:
-    """Return the fields of a record that hold text of more than a word and were not read."""
-    return [
-        key
-        for key, value in entry.items()
-        if key not in used and isinstance(value, str) and len(value.split()) > 1
-    ]
-
-
 def _dialogue(
     entry: Mapping[str, Any], name: str, turns: Sequence[Message], num_prompt: int, keys: Sequence[str]
 ) -> Dialogue:
-    read = [key for key in keys if entry.get(key)]
-    return Dialogue(f"{name} ({', '.join(read)})", tuple(turns), num_prompt, frozenset(keys))
+    system = turns[0].get("content") if turns else None
+    earlier = [key for key in EARLIER if key not in SYSTEM or entry.get(key) == system]
+    read = [key for key in (*earlier, *keys, "tools") if entry.get(key)]
+    return Dialogue(f"{name} ({', '.join(read)})", tuple(turns), num_prompt, frozenset(read))
 
 
 def _system(entry: Mapping[str, Any]) -> list[Message]:
@@ -213,12 +217,18 @@ def _turn(turn: Any, number: int, name: str) -> Message:
                 f"turn {number} is from {turn['from']!r}, which is none of {', '.join(ROLES)}. Write it as "
                 '{"role", "content"}, calls of tools as "tool_calls"'
             )
-        turn = {"role": role, "content": turn["value"]}
+        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        turn = {**others, "role": role, "content": turn["value"]}
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise DataError(f'turn {number} of "{name}" is no object with a "role"')
-    content = turn.get("content")
+    content, whose = turn.get("content"), f'turn {number} of "{name}" ({turn["role"]}): '
+    refuse_labels(turn, "assistant" if turn["role"] == "assistant" else "turn", whose=whose)
+    if content != "" and is_absent(content) and is_absent(turn.get("tool_calls")):
+        raise DataError(f"{whose}it has no content and calls no tool (keys: {', '.join(turn)}). Leave it out")
     if not isinstance(content, list):
         return turn
+    for part in content:
+        refuse_labels(part if isinstance(part, dict) else {}, "part", whose=whose)
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
     is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
     return {**turn, "content": "".join(map(str, texts))} if is_text else turn

@@ -43,9 +43,7 @@ def refuse_first_records(config: RunConfig) -> None:
         try_reward(own, config.rl.max_completion_tokens, tried, prompts.tokenizer.encode)
     if isinstance(config, SFTConfig):
         data = config.data
-        _refuse(
-            (*data.train, *data.valid), data.max_bad, lambda record: conversation_of(_entry(record), data)
-        )
+        _refuse((*data.train, *data.valid), data.max_bad, lambda record: conversation_of(record.fields, data))
     if isinstance(config, PreferenceRunConfig) and not config.data.has_steps:
         pairs = config.data
         _refuse((*pairs.train, *pairs.valid), pairs.max_bad, lambda record: comparison_of(record, pairs))
@@ -61,9 +59,3 @@ def _refuse(files: Sequence[str], max_bad: int | None, read: Callable[[Record], 
                 problems.append(f"{record.file}:{record.line}: {error}.")
     if beyond := beyond_max(problems, max_bad):
         raise DataError(listed(beyond))
-
-
-def _entry(record: Record) -> dict[str, object]:
-    if record.entry is None:
-        raise DataError(record.problem)
-    return dict(record.entry)

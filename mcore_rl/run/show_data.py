@@ -24,10 +24,10 @@ from mcore_rl.data.chat import Message
 from mcore_rl.data.end_tokens import token_name
 from mcore_rl.data.examples import conversation_of
 from mcore_rl.data.indexed import NO_TOKEN, build_datasets, plan_data
+from mcore_rl.data.labels import unread_keys
 from mcore_rl.data.packed_sequences import PackedSequences
 from mcore_rl.data.preferences import TIE, comparison_of
 from mcore_rl.data.records import Record, is_table, read_records
-from mcore_rl.data.shapes import unread_text
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError, escaped
 from mcore_rl.files import data_files
@@ -80,9 +80,7 @@ def _records(name: str, count: int) -> Iterator[str]:
 
 def _recognised(record: Record) -> Iterator[str]:
     """Yield the format and the turns of a record. Raises DataError if the format is unknown."""
-    entry = record.entry
-    if entry is None:
-        raise DataError(record.problem)
+    entry = record.fields
     if {"chosen", "rejected", "responses", "completions"} & entry.keys():
         comparison = comparison_of(record, PreferenceDataConfig())
         yield "preferences, for `mcore-rl rm` and `mcore-rl dpo`"
@@ -96,8 +94,8 @@ def _recognised(record: Record) -> Iterator[str]:
     conversation, shape, used = conversation_of(entry, SFTDataConfig(chat_template="raw"))
     yield shape
     yield from _said(conversation.messages)
-    if names := unread_text(entry, used):
-        yield f"warning: text that is not read, in {', '.join(names)}"
+    if names := unread_keys(entry, "conversation", used, conversation.messages):
+        yield f"warning: keys that are not read: {', '.join(names)}"
 
 
 def _said(turns: Sequence[Message]) -> Iterator[str]:

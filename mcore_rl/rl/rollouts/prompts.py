@@ -14,7 +14,7 @@ from mcore_rl.data.mixture import ShuffledSources, refuse_empty_sources
 from mcore_rl.data.records import SHOWN
 from mcore_rl.errors import DataError
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.rollouts.tasks import BadPromptLine, make_problem, read_problems
+from mcore_rl.rl.rollouts.tasks import make_problem, read_problems
 from mcore_rl.rl.types import Problem, Prompt
 
 HELD_OUT_SEED = 2**31
@@ -52,10 +52,10 @@ class FilePrompts:
     mixture: ShuffledSources | None
     num_too_long: int
     """Number of prompts left out because they are longer than rl.prompts.max_tokens."""
-    bad_lines: tuple[BadPromptLine, ...]
-    """Lines left out because they are not valid prompts."""
+    bad_lines: tuple[str, ...]
+    """File, line and reason of each line that was left out because it is no valid prompt."""
     notes: tuple[str, ...] = ()
-    """For each file, a sentence that names the shape of its records."""
+    """For each file, a sentence that names the shape of its records, and a warning of keys that are not read."""
 
     @property
     def num_prompts(self) -> int:
@@ -67,7 +67,7 @@ class FilePrompts:
         """Description of the prompts that were left out; empty if none were."""
         counts = {"longer than rl.prompts.max_tokens": self.num_too_long, "no prompt": len(self.bad_lines)}
         numbers = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
-        shown = "; ".join(map(str, self.bad_lines[:SHOWN]))
+        shown = "; ".join(self.bad_lines[:SHOWN])
         return numbers + (f": {shown}" if shown else "")
 
     def take(self, cursor: int, count: int) -> list[Prompt]:

@@ -5,29 +5,16 @@ import random
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.data.records import Record, beyond_max, filled, listed, read_records
-from mcore_rl.data.shapes import read_turns, recognise
+from mcore_rl.data.labels import refuse_labels, unread_keys
+from mcore_rl.data.records import Record, RecordReader, beside, beyond_max, filled, listed
+from mcore_rl.data.shapes import read_turns, recognise, with_earlier
 from mcore_rl.errors import DataError
 from mcore_rl.rl.types import Problem
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BadPromptLine:
-    """A line of a prompt file that is not a valid prompt, with the reason."""
-
-    file: str
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        """Return the file, line and reason."""
-        return f"{self.file}:{self.line}: {self.reason}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +24,10 @@ class ProblemFile:
     problems: tuple[Problem, ...]
     num_per_file: tuple[int, ...]
     """Number of problems from each file, in the order of the files."""
-    bad_lines: tuple[BadPromptLine, ...]
+    bad_lines: tuple[str, ...]
+    """File, line and reason of each line that is no valid prompt."""
     notes: tuple[str, ...]
-    """For each file, a sentence that names the shape of its records."""
+    """For each file, a sentence that names the shape of its records, and a warning of keys that are not read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,40 +69,44 @@ def read_problems(
         DataError: if a file has no valid prompt, or more than `config.max_bad` lines are invalid.
     """
     problems: list[Problem] = []
-    bad_lines: list[BadPromptLine] = []
     num_per_file: list[int] = []
-    notes: list[str] = []
+    reader = ProblemReader(config, needs_answer)
+    bad_lines = reader.problems
     for name in config.files:
         before, num_bad = len(problems), len(bad_lines)
-        shapes: dict[str, None] = {}
-        for record in islice(read_records(name), most_lines):
-            try:
-                problem, shape = _read_record(record, config, needs_answer)
-            except DataError as error:
-                bad_lines.append(BadPromptLine(file=record.file, line=record.line, reason=str(error)))
-            else:
-                problems.append(problem)
-                shapes[shape] = None
-        if shapes:
-            notes.append(f"{name} is read as {' and '.join(shapes)}")
+        problems += reader.read(name, most_lines)
         num_per_file.append(len(problems) - before)
         if not num_per_file[-1]:
             of_this = bad_lines[num_bad:]
             if of_this and len(of_this) == most_lines:
                 continue  # later lines may be prompts
-            first = f" Line {of_this[0].line}: {of_this[0].reason}." if of_this else ""
+            first = f" {of_this[0]}" if of_this else ""
             raise DataError(
                 f"{name} holds no prompt in {len(of_this)} lines.{first} Name other keys: "
                 f'rl.prompts.prompt_field is "{config.prompt_field}", rl.prompts.answer_field "{config.answer_field}".'
             )
-    if beyond := beyond_max([str(bad) for bad in bad_lines], config.max_bad):
+    if beyond := beyond_max(bad_lines, config.max_bad):
         raise DataError(f"{listed(beyond)}\nCorrect them, or allow them with rl.prompts.max_bad.")
     return ProblemFile(
         problems=tuple(problems),
         num_per_file=tuple(num_per_file),
         bad_lines=tuple(bad_lines),
-        notes=tuple(notes),
+        notes=tuple(reader.notes),
     )
+
+
+class ProblemReader(RecordReader[Problem]):
+    """A reader of prompts, of any length."""
+
+    def __init__(self, config: PromptConfig, needs_answer: bool) -> None:
+        super().__init__("prompts", skips_long=False)
+        self._config, self._needs_answer = config, needs_answer
+
+    def _example(self, record: Record) -> Problem:
+        problem, shape = _read_record(record, self._config, self._needs_answer)
+        # Rewards have the other keys of a record.
+        self.note(shape, unread_keys({}, "prompt", (), problem.messages))
+        return problem
 
 
 def _read_record(record: Record, config: PromptConfig, needs_answer: bool) -> tuple[Problem, str]:
@@ -124,23 +116,25 @@ def _read_record(record: Record, config: PromptConfig, needs_answer: bool) -> tu
     Raises:
         DataError: if the record is not a valid prompt; the message has neither file nor line.
     """
-    if record.entry is None:
-        raise DataError(record.problem)
-    entry = dict(record.entry)
+    entry = dict(record.fields)
+    refuse_labels(entry, "prompt", (config.prompt_field, config.answer_field))
     named = [key for key in (config.prompt_field, config.answer_field) if key in entry]
     shape = f"prompt and answer ({', '.join(named)})"
     if config.prompt_template is not None:
         entry[config.prompt_field] = filled(config.prompt_template, entry)
         shape = f"prompt_template and answer ({config.answer_field})"
     is_named = config.prompt_field != PromptConfig.model_fields["prompt_field"].default
-    if config.prompt_field not in entry and not is_named and (dialogue := recognise(entry)):
+    dialogue = recognise(entry) if config.prompt_field not in entry and not is_named else None
+    if dialogue:
         shape = dialogue.shape
         entry[config.prompt_field] = dialogue.prompt
         entry.setdefault(config.answer_field, dialogue.answer)
     prompt, answer = entry.pop(config.prompt_field, None), entry.pop(config.answer_field, "")
-    messages = tuple(read_turns(prompt, config.prompt_field)) if isinstance(prompt, list) else ()
-    if messages:
-        prompt = messages[-1].get("content")
+    is_list = isinstance(prompt, list)
+    turns = read_turns(prompt, config.prompt_field) if is_list else [{"role": "user", "content": prompt}]
+    turns = turns if dialogue else with_earlier(beside(config.prompt_template, entry), turns)
+    messages = tuple(turns) if is_list or len(turns) > 1 else ()
+    prompt = turns[-1].get("content") if prompt else prompt
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"no text in {config.prompt_field!r} (other keys: {', '.join(entry) or 'none'})")
     if needs_answer and (answer is None or not str(answer).strip()):

@@ -345,9 +345,9 @@ def text_passes(
         return
     if source.packed is not None:
         examples = source.packed.examples
-        run.log.message(
-            f"rl.ptx: {len(examples)} conversations, {examples.num_skipped} too long and left out"
-        )
+        text = f"{len(examples)} conversations, {examples.num_skipped} too long and left out"
+        for line in (text, *examples.notes):
+            run.log.message(f"rl.ptx: {line}")
         dataset: SampleDataset = source.packed
     else:
         assert source.plan is not None

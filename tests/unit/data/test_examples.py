@@ -50,7 +50,7 @@ def test_both_formats_say_the_same(read, tokenizer):
         ({"messages": "a"}, '"messages" is a str'),
         ({"messages": [{"content": "a"}]}, 'turn 1 of "messages" is no object with a "role"'),
         ({"messages": CHAT["messages"][:1]}, 'no turn has the role "assistant"'),
-        ({"messages": [{"role": "assistant", "content": None}]}, "the content of a turn is None"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "it has no content and calls no tool"),
         ({"prompt": "a"}, '"response" is not there'),
         ({"prompt": "a", "response": 4}, '"response" is a int'),
         (CHAT | {"tools": [{"name": "look"}]}, '"tools", which a plain template cannot describe'),

@@ -268,13 +268,14 @@ def test_the_config_is_stronger_than_what_is_recognised():
     assert conversation_of(entry, template)[0].messages[0] == turn("user", "2 + 2!")
 
 
-def test_the_shape_is_said_in_a_line_and_text_that_is_not_read_is_a_warning(tmp_path, tokenizer):
+def test_the_shape_is_said_in_a_line_and_keys_that_are_not_read_are_a_warning(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"question": Q, "context": "two words", "answer": A, "id": "x y"[:1]}) + "\n")
     chat = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
     assert read_examples([str(path)], SFTDataConfig(chat_template="plain"), chat).notes == (
         f"{path} is read as question and answer (question, answer)",
-        f"warning: {path} has text that is not read, in context; data.prompt_template can use it",
+        f"warning: {path} has keys that are not read: context (1), id (1); a prompt_template can use those of "
+        "records, a chat template those of turns",
     )
 
 
@@ -287,9 +288,11 @@ def test_a_system_prompt_beside_that_of_the_turns_is_a_warning_where_it_says_som
     chat = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
     read = read_examples([str(path)], SFTDataConfig(chat_template="plain"), chat)
     assert tuple(read.ids_T) == chat.encode(Conversation(messages=(SYSTEM, ASKED, SAID))).ids_T
-    shape = f"{path} is read as OpenAI messages (messages)"
-    warning = f"warning: {path} has text that is not read, in system; data.prompt_template can use it"
-    assert read.notes == ((shape, warning) if is_warned else (shape,))
+    shape, *warnings = read.notes
+    assert shape == f"{path} is read as OpenAI messages ({'' if is_warned else 'system, '}messages)"
+    assert [f"{path} has keys that are not read: system (1);" in text for text in warnings] == [
+        True
+    ] * is_warned
 
 
 def test_a_call_of_a_tool_is_refused_by_a_template_that_cannot_show_it(tmp_path, tokenizer):

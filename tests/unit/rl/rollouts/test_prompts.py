@@ -129,7 +129,7 @@ def test_a_conversation_as_prompt_goes_through_the_chat_template(tmp_path: Path)
     read = read_problems(config)
     (problem,) = read.problems
     assert (problem.prompt, problem.answer) == ("Hi", "Hello")
-    assert "no object with a" in read.bad_lines[0].reason
+    assert "no object with a" in read.bad_lines[0]
     tokens = encoder(has_roles=True)(problem).tokens_T
     assert Letters().decode(list(tokens)) == "system:\nBe short.\n\nuser:\nHi\n\nassistant:\n"
 
