@@ -37,6 +37,7 @@ BRACKETS = (
 FORGETFUL = PLAIN.replace(
     "{{ message.content }}", "{{ message.content if loop.last else message.content.split('</think>')[-1] }}"
 )
+ASKED = {"role": "user", "content": "What is 2 + 2?"}
 CHATS = [
     [("user", "What is 2 + 2?"), ("assistant", "4")],
     [
@@ -84,8 +85,11 @@ def chat(folder, tmp_path):
 
 
 def of_transformers(folder, turns, template, **options):
+    return rendered(folder, list(conversation(turns).messages), template, **options)
+
+
+def rendered(folder, messages, template, **options):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    messages = [{"role": role, "content": content} for role, content in turns]
     return tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True, **options)
 
 
@@ -476,3 +480,79 @@ def test_a_call_of_tools_cannot_go_on(chat):
     call = {"role": "assistant", "content": "I look", "tool_calls": [{"name": "look"}]}
     with pytest.raises(DataError, match="calls tools: it cannot go on"):
         prompt_ids(chat(PLAIN), Conversation(messages=({"role": "user", "content": "?"}, call)))
+
+
+# As MARKED, with transformers itself leaving turns of weight 0 out of the mask.
+WEIGHTED = MARKED.replace("== 'assistant' %}", "== 'assistant' and message.weight != 0 %}")
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["without marks", "with marks"])
+@pytest.mark.parametrize("weights", [(0, 1), (1, 0), (None, 0), (0, None)])
+def test_the_mask_of_weights_is_that_of_a_template_that_marks_by_weight(folder, chat, template, weights):
+    messages = [
+        dict(turn) for turn in conversation([*CHATS[0], ("user", "?"), ("assistant", " 漢 ")]).messages
+    ]
+    for turn, weight in zip(messages[1::2], weights, strict=True):
+        turn["weight"] = weight
+    ours = chat(template).encode(Conversation(messages=tuple(messages)))
+    wanted = rendered(folder, messages, WEIGHTED, return_assistant_tokens_mask=True)
+    assert list(ours.ids_T) == wanted["input_ids"]
+    assert [int(said) for said in ours.assistant_mask_T] == wanted["assistant_masks"]
+
+
+def test_weights_are_refused_where_a_template_does_not_mark_each_turn_once(chat):
+    last_alone = chat(MARKED.replace("== 'assistant' %}", "== 'assistant' and loop.last %}"))
+    first, second, third, last = conversation([*CHATS[0], *CHATS[0]]).messages
+    assert any(last_alone.encode(Conversation(messages=(first, second, third, last))).assistant_mask_T)
+    with pytest.raises(DataError, match="marks 1 texts in 2 turns"):
+        last_alone.encode(Conversation(messages=(first, {**second, "weight": 0}, third, last)))
+
+
+# As Qwen3's: reasoning is shown in the last turn only.
+QWEN = MARKED.replace(
+    "{% generation %}",
+    "{% generation %}{% if loop.last and message.reasoning_content %}<think>{{ message.reasoning_content.strip() }}"
+    "</think>{% endif %}",
+)
+THOUGHT = {"role": "assistant", "content": "4", "reasoning_content": "\nhm <|im_end|>\n"}
+HINT = {"role": "assistant", "content": "?", "reasoning_content": "so"}
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, "plain", "raw"])
+def test_reasoning_that_a_template_does_not_show_is_refused(chat, template):
+    with pytest.raises(
+        DataError, match=r'does not show the "reasoning_content" .*hm|plain template cannot show'
+    ):
+        chat(template).encode(Conversation(messages=(ASKED, THOUGHT)))
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_reasoning_that_a_template_drops_from_earlier_turns_is_refused_where_these_are_trained_on(
+    folder, chat, marks
+):
+    ours = chat(QWEN if marks else QWEN.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    messages = (ASKED, {**HINT, "weight": 0}, ASKED, THOUGHT)
+    weighted = QWEN.replace("== 'assistant' %}", "== 'assistant' and message.weight != 0 %}")
+    # Up to the last turn, since the name of a special token in its reasoning is text to us alone.
+    wanted = rendered(folder, messages[:3], weighted)["input_ids"]
+    encoded = ours.encode(Conversation(messages=messages))
+    assert list(encoded.ids_T[: len(wanted)]) == wanted and not any(encoded.assistant_mask_T[: len(wanted)])
+    trained = [token for token, said in zip(encoded.ids_T, encoded.assistant_mask_T, strict=True) if said]
+    thought = "<think>hm <|im_end|></think>4"
+    assert ours.decode(trained).replace(" ", "").replace("Ġ", "") == thought.replace(" ", "") + "<|im_end|>"
+    with pytest.raises(
+        DataError, match=r'"reasoning_content" \'so\'|renders turn 2 differently .*"weight": 0'
+    ):
+        ours.encode(Conversation(messages=(ASKED, HINT, ASKED, THOUGHT)))
+    assert ours.prompt(Conversation(messages=(ASKED, HINT, ASKED)))
+
+
+def test_a_part_that_the_template_does_not_show_is_refused(chat):
+    shows = (
+        "{% for m in messages %}{% for p in m.content %}{{ p.text or p.thinking }}{% endfor %}\n{% endfor %}"
+    )
+    text = {"type": "text", "text": "a"}
+    turns = [("user", [text]), ("assistant", [{"type": "thinking", "thinking": "hm"}, text])]
+    assert any(chat(shows).encode(conversation(turns)).assistant_mask_T)
+    with pytest.raises(DataError, match=r"a part \{'type': 'thinking'.*only texts are trained on"):
+        chat(shows.replace(" or p.thinking", "")).encode(conversation(turns))
