@@ -345,8 +345,8 @@ def text_passes(
         return
     if source.packed is not None:
         examples = source.packed.examples
-        text = f"{len(examples)} conversations, {examples.num_skipped} too long and left out"
-        for line in (text, *examples.notes):
+        counts = f"{len(examples)} conversations, {examples.num_skipped} too long and left out"
+        for line in (counts, *examples.notes):
             run.log.message(f"rl.ptx: {line}")
         dataset: SampleDataset = source.packed
     else:
