@@ -318,7 +318,7 @@ def reward_model(folder: Path) -> Path:
 
 def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_path: Path) -> None:
     """The critic warms up for a rollout; its schedule decays over its own steps."""
-    (tmp_path / "chats.jsonl").write_text('{"prompt": "12=", "response": "ab"}\n' * 40)
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "12=", "response": "ab", "id": 3}\n' * 40)
     texts = f"rl.ptx.files=['{tmp_path / 'chats.jsonl'}']"
     # Its scores are normalised by the moments of all before, which are part of what is resumed.
     scored = f"rl.reward.parts=['length', 'model:{reward_model(tmp_path)}']"
@@ -327,6 +327,7 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     assert straight.returncode == 0, straight.stderr
     assert "critic: layers of the policy, and a new head: all values start at 0" in straight.stdout
     assert straight.stdout.count("the critic warms up: weights are as before") == 2
+    assert "chats.jsonl has keys that are not read: id (40);" in straight.stdout
     # Reference and teacher wait in main memory, as the plan has it.
     config = load_config(RlRunConfig, tmp_path / "rl/config.toml")
     waiting = computed(tmp_path / "rl", ("memory/waiting_host_bytes",))[8]["memory/waiting_host_bytes"]

@@ -346,8 +346,8 @@ def text_passes(
     if source.packed is not None:
         examples = source.packed.examples
         counts = f"{len(examples)} conversations, {examples.num_skipped} too long and left out"
-        for line in (counts, *examples.notes):
-            run.log.message(f"rl.ptx: {line}")
+        for line in (f"rl.ptx: {counts}", *examples.notes):
+            run.log.message(line)
         dataset: SampleDataset = source.packed
     else:
         assert source.plan is not None
