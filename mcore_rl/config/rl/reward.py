@@ -71,8 +71,9 @@ class JudgeConfig(Section):
     """Sampling temperature of the judge; at 0 its answer is the same each time."""
     max_tokens: PositiveInt = 512
     """Maximum number of tokens of the judge's answer."""
-    score_pattern: Text = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
-    """Regular expression that finds the score, a number, in the answer: the first group of its last match."""
+    score_pattern: Text = r"(?i)(?:scores?(?:\s*\([^()\n]*\))?+|total\W{0,3}[:=])\W{0,9}(\d)"
+    """Regular expression that finds the score in the answer: the number at the first group of its last match, which is
+    read whole even where the group has only a part of it. 7/10 is 7; without a single number the score has failed."""
     scale: PositiveFloat = 1.0
     """Divisor of the score: 10 maps scores from 0 to 10 to values from 0 to 1."""
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from random import Random
 
 from mcore_rl.rl.environments.interface import Message
-from mcore_rl.rl.rewards.rules import last_number
+from mcore_rl.rl.rewards.numbers import last_number
 from mcore_rl.rl.types import Problem
 
 

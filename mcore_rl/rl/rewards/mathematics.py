@@ -6,62 +6,88 @@ The comparison is math-verify's.
 import re
 from typing import Any
 
-from math_verify import parse, verify  # type: ignore[import-untyped]
+from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-untyped]
 
 from mcore_rl.rl.rewards.interface import RewardInput
-from mcore_rl.rl.rewards.rules import (
-    GSM8K_MARKER,
-    MINUS_SIGNS,
-    NUMBER,
-    after_marker,
-    answered,
-    first_line,
-)
+from mcore_rl.rl.rewards.numbers import FIGURE, MINUS_SIGNS, last_number, number_of, stated_number
+from mcore_rl.rl.rewards.rules import GSM8K_MARKER, after_marker, answered
 
-WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-# A number followed by a unit or remark. Words that are mathematics, or that join two answers, are not a unit.
-NUMBER_AND_REMARK = re.compile(
-    r"([-+]?\$?\d[\d,]*(?:\.\d+)?)\s*(?:(?!(?:pi|sqrt|log|ln|sin|cos|tan|exp|mod|or|and|to)\b)[A-Za-z]{2,}[^=+*/\\^]*"
-    r"|\([^=+*/\\^]*[A-Za-z]{2,}[^=+*/\\^]*\))"
-)
-DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
+MARKED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|\\[(\[]|(?i:answer)")
+"""Delimiters and words by which math-verify finds an answer in a text."""
+BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\.|(?P<open>\{)|(?P<close>\})")
+JOINED = re.compile(r"(?:[\s$,;&]|\\[()\[\]]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b)*")
+"""Text between two boxes that are one answer together."""
+TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{([^{}]*)\}"
+WORD = re.compile(r"(?i)(?<![\\a-z])(?!sqrt|frac|infinity)(?:[a-z]{4,}|yes|no|odd)(?![a-z])")
+"""A word of a language; shorter ones, such as xy and abc, are products of variables."""
+WORDS = re.compile(r"[A-Za-z][A-Za-z\s,.'\u2019-]*")
+# In x^2+2e-3 the e may be Euler's number.
+ALONE = re.compile(f"(?<![-+*/^])(?:{FIGURE.pattern})")
 
 
 def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:
     """Return 1 if the answer equals the reference, else 0.
 
-    Without `answer_pattern` and `####`, math-verify extracts the answer from the text: a boxed expression, the text
-    after "answer is", or the last expression.
+    The reference is read whole, and so is an answer in a box, after `####` or in the match of `answer_pattern`. In
+    other text math-verify finds the answer: the text after "answer is", or the last expression.
 
     Raises:
-        ValueError: if the reference answer cannot be parsed.
+        ValueError: if the reference answer is empty.
     """
-    wanted = _parsed(after_marker(scored.answer).translate(MINUS_SIGNS))
-    if not wanted:
-        raise ValueError(f"the reference answer {scored.answer!r} is no mathematics")
-    text = answered(scored.completion, answer_pattern)
-    isolated = bool(answer_pattern) or GSM8K_MARKER in text
-    is_number = NUMBER.fullmatch(first_line(after_marker(scored.answer))) is not None
-    if isolated and is_number:
-        given = _parsed(_without_unit(after_marker(text)))
+    reference, text = after_marker(scored.answer), answered(scored.completion, answer_pattern)
+    if not reference:
+        raise ValueError(f"the reference answer {scored.answer!r} is empty")
+    wanted = _whole(reference)
+    isolated = after_marker(text) if answer_pattern or GSM8K_MARKER in text else _boxed(text)
+    if isolated is None and text != reference:
+        given = parse(_spelled(text), parsing_timeout=None)
     else:
-        given = _parsed(after_marker(text)) if isolated else _free(text)
+        given = _whole(text if isolated is None else isolated)
+        number = stated_number(isolated or "") if getattr(wanted[0], "is_number", False) else None
+        given = given if number is None else [*given, *_whole(str(number))]
     # math-verify's own time-outs use SIGALRM, which the worker needs.
     return float(verify(wanted, given, timeout_seconds=None))
 
 
-def _without_unit(answer: str) -> str:
-    """Return the first line of an isolated answer, reduced to the number if it is a number with a unit or remark."""
-    line = first_line(answer)
-    match = NUMBER_AND_REMARK.fullmatch(line)
-    return match[1] if match else line
+def _boxed(text: str) -> str | None:
+    """Return the content of the last box, after that of boxes which only a comma, "and" or "or" separates from it."""
+    opened: list[re.Match[str]] = []
+    boxes: list[tuple[re.Match[str], int]] = []
+    for brace in BRACE.finditer(text):
+        if brace["box"] or brace["open"]:
+            opened.append(brace)
+        elif brace["close"] and opened and (begin := opened.pop())["box"]:
+            while boxes and boxes[-1][0].start() > begin.start():
+                boxes.pop()  # it lies within this box
+            if boxes and not JOINED.fullmatch(text, boxes[-1][1] + 1, begin.start()):
+                boxes = []
+            boxes.append((begin, brace.start()))
+    contents = dict.fromkeys(text[begin.end() : end].strip() for begin, end in boxes)
+    return ", ".join(contents) if boxes else None
 
 
-def _parsed(answer: str) -> Any:
-    """Parse an isolated answer: all of it is an expression, unless it contains delimiters or words."""
-    is_text = any(mark in answer for mark in DELIMITERS) or WORDS.search(answer)
-    return _free(answer if is_text else f"${answer}$")
+def _whole(answer: str) -> list[Any]:
+    """Read an isolated answer: words as text, prose with one number as the number, all else as one expression."""
+    answer = " ".join((_boxed(answer) or answer).split()).rstrip(".")
+    bare = re.sub(TEXT, r"\1", answer).strip()
+    if WORD.search(bare):
+        if WORDS.fullmatch(bare):
+            return [bare.casefold()]
+        number = stated_number(bare)
+        answer = str(number) if number is not None and number == last_number(bare) else answer
+    answer = _spelled(answer)
+    found = parse(answer, parsing_timeout=None) if MARKED.search(answer) else []
+    # math-verify removes all from the first \text to one at the end, as if it were a unit.
+    expression = re.sub(TEXT + r"(?=\s*[^\s^])", r"\1", answer)
+    return found or parse(f"${expression}$", [LatexExtractionConfig()], parsing_timeout=None) or [answer]
 
 
-def _free(text: str) -> Any:
-    return parse(text, parsing_timeout=None)
+def _spelled(text: str) -> str:
+    """Write exponents and mixed numbers, which math-verify misreads, as fractions, and minus signs in ASCII."""
+
+    def fraction(figure: re.Match[str]) -> str:
+        number = number_of(figure) if figure["exponent"] or figure["top"] else None
+        before = figure[0][: figure.start("whole") - figure.start()].strip("+-")
+        return figure[0] if number is None else f"{before}{number}"
+
+    return ALONE.sub(fraction, text.translate(MINUS_SIGNS))

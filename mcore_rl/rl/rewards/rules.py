@@ -10,17 +10,8 @@ from numbers import Real
 from typing import Any
 
 from mcore_rl.rl.rewards.interface import RewardInput
+from mcore_rl.rl.rewards.numbers import last_number, stated_number
 
-# A number, with or without thousands separators. Digits right after a letter or digit are part of a name.
-NUMBER = re.compile(r"(?<![\w.])[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?![\w])")
-# A number at the beginning of an isolated answer, where a unit may touch it (12km) and a/b is a fraction.
-STATED = re.compile(
-    r"(?<![\w.])([-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?)(?!\d)(?:/(\d+))?"
-)
-MORE_OF_AN_EXPRESSION = re.compile(r"\s*[-+*/^\u00d7\u00b7\u00f7]\s*[\d(]")
-MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
-"""Characters that mean minus before a number: minus sign, en dash, small and full-width hyphen."""
-EMPHASIS = re.compile(r"\*\*|__|`")
 GSM8K_MARKER = "####"
 
 
@@ -31,7 +22,9 @@ def answered(text: str, pattern: str) -> str:
     """
     if not pattern:
         return text.strip()
-    matches = list(re.finditer(pattern, text, re.DOTALL))
+    matches = [
+        match for match in re.finditer(pattern, text, re.DOTALL) if match[0]
+    ]  # (.*) also matches the end
     return (matches[-1].group(1) or "").strip() if matches else ""
 
 
@@ -58,53 +51,26 @@ def positions(scored: RewardInput, *, answer_pattern: str) -> float:
 
 
 def numeric(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 if the answer's number equals the reference's (1,000 = 1000.0), else 0.
+    """Return 1 if the answer's number equals the reference's (1,000 = 1000.0 = 1e3, 1/2 = 0.5, 50% = 50), else 0.
 
     After `####`, or in the match of `answer_pattern`, the number is the stated number (`stated_number`); in other text
     it is the last number.
 
     Raises:
-        ValueError: if the reference answer has no number.
+        ValueError: if the reference answer is not one number.
     """
-    wanted = _number(scored.answer, is_isolated=False)
-    if wanted is None:
-        raise ValueError(f"the reference answer {scored.answer!r} holds no number")
-    given = _number(answered(scored.completion, answer_pattern), is_isolated=bool(answer_pattern))
-    return float(given == wanted)
-
-
-def _number(text: str, *, is_isolated: bool) -> Fraction | None:
-    if is_isolated or GSM8K_MARKER in text:
-        return stated_number(after_marker(text))
-    return last_number(text)
-
-
-def stated_number(text: str) -> Fraction | None:
-    """Return the number that a short answer states; None if it has no number or is an expression without "=".
-
-    This is the first number in the first line, after the last "=" if any: 12 in "12km", "**12**", "12 (in 3 days)" and
-    "3 * 4 = 12".
-    """
-    line = first_line(text).rpartition("=")[2]
-    match = STATED.search(line)
-    if match is None or MORE_OF_AN_EXPRESSION.match(line, match.end()):
-        return None
-    number = Fraction(match[1].replace(",", "").replace("$", ""))
-    if match[2] is None:
-        return number
-    return number / int(match[2]) if int(match[2]) else None
-
-
-def first_line(text: str) -> str:
-    """Return the first non-blank line of a text, without Markdown emphasis and with ASCII minus signs."""
-    lines = text.strip().splitlines() or [""]
-    return EMPHASIS.sub("", lines[0]).translate(MINUS_SIGNS).strip()
-
-
-def last_number(text: str) -> Fraction | None:
-    """Return the last decimal number in a text, exactly; None if it has no number."""
-    matches = NUMBER.findall(text.translate(MINUS_SIGNS))
-    return Fraction(matches[-1].replace(",", "").replace("$", "")) if matches else None
+    reference = after_marker(scored.answer)
+    wanted = stated_number(reference)
+    if wanted is None or (
+        reference == scored.answer.strip() and last_number(reference) not in (None, wanted)
+    ):
+        raise ValueError(
+            f"the reference answer {scored.answer!r} is not one number. Write the number alone or after "
+            f'{GSM8K_MARKER}, or take the part "math"'
+        )
+    text = answered(scored.completion, answer_pattern)
+    is_isolated = answer_pattern or GSM8K_MARKER in text
+    return float(wanted == (stated_number(after_marker(text)) if is_isolated else last_number(text)))
 
 
 def format_matches(scored: RewardInput, *, pattern: str) -> float:

@@ -1,6 +1,5 @@
 """Rewards from servers: a reward server scores completions, or a language model judges them."""
 
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from mcore_rl.processes.launcher import environment_variable
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.server_api import ServerError
 from mcore_rl.rl.rewards.interface import RewardInput
+from mcore_rl.rl.rewards.numbers import MINUS_SIGNS, rating
 from mcore_rl.rl.rewards.worker import Outcome, outcome_of
 from mcore_rl.rl.workers.failure import MAX_TEXT, FailedScore, cut
 
@@ -185,13 +185,10 @@ class Judge:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise ServerError(f"no chat completion: {cut(repr(answer), 200)}") from None
-        matches = list(self._pattern.finditer(text or ""))
-        if not matches:
-            return FailedScore(
-                "raised", f"no score in the judge's answer: {cut(repr(text), 500)}", error="NoScore"
-            )
-        try:
-            value = float(matches[-1][1]) / self._config.scale
-        except (ValueError, TypeError):
-            value = math.nan
-        return outcome_of((value, cut(text, MAX_TEXT)), 0)
+        found = list(self._pattern.finditer((text or "").translate(MINUS_SIGNS)))
+        number = rating(text, *found[-1].span(1)) if found else None
+        if number is None:
+            missing = "no score" if not found else f"no single number for the score {found[-1][0]!r}"
+            reason = f"{missing} in the judge's answer: {cut(repr(text), 500)}"
+            return FailedScore("raised", reason, error="NoScore")
+        return outcome_of((float(number) / self._config.scale, cut(text, MAX_TEXT)), 0)
