@@ -9,9 +9,16 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-untyped]
 
 from mcore_rl.rl.rewards.interface import RewardInput
-from mcore_rl.rl.rewards.numbers import FIGURE, MINUS_SIGNS, last_number, number_of, stated_number
+from mcore_rl.rl.rewards.numbers import FIGURE, MINUS_SIGNS, first_line, last_number, number_of, stated_number
 from mcore_rl.rl.rewards.rules import GSM8K_MARKER, after_marker, answered
 
+# A number followed by a unit or remark. Words that are mathematics, or that join two answers, are not a unit.
+NUMBER_AND_REMARK = re.compile(
+    r"([-+]?\$?\d[\d,]*(?:\.\d+)?)\s*(?:(?!(?:pi|sqrt|log|ln|sin|cos|tan|exp|mod|or|and|to)\b)[A-Za-z]{2}[^=+*/\\^]*"
+    r"|\((?=.*[A-Za-z]{2})[^=+*/\\^]*\))"
+)
+MAX_EXPRESSION = 500
+"""Longer texts are read as prose: a whole one of 30,000 characters takes the parser minutes."""
 MARKED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|\\[(\[]|(?i:answer)")
 """Delimiters and words by which math-verify finds an answer in a text."""
 BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\.|(?P<open>\{)|(?P<close>\})")
@@ -38,13 +45,16 @@ def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:
     if not reference:
         raise ValueError(f"the reference answer {scored.answer!r} is empty")
     wanted = _whole(reference)
-    isolated = after_marker(text) if answer_pattern or GSM8K_MARKER in text else _boxed(text)
-    if isolated is None and text != reference:
-        given = parse(_spelled(text), parsing_timeout=None)
+    if answer_pattern or GSM8K_MARKER in text:
+        answer = after_marker(text)
+        if getattr(wanted[0], "is_number", False):
+            line = first_line(answer)
+            answer = match[1] if (match := NUMBER_AND_REMARK.fullmatch(line)) else line
+        given = _whole(answer)
+    elif _boxed(text) is not None or text == reference:
+        given = _whole(text)
     else:
-        given = _whole(text if isolated is None else isolated)
-        number = stated_number(isolated or "") if getattr(wanted[0], "is_number", False) else None
-        given = given if number is None else [*given, *_whole(str(number))]
+        given = parse(_spelled(text), parsing_timeout=None)
     # math-verify's own time-outs use SIGALRM, which the worker needs.
     return float(verify(wanted, given, timeout_seconds=None))
 
@@ -69,24 +79,27 @@ def _boxed(text: str) -> str | None:
 def _whole(answer: str) -> list[Any]:
     """Read an isolated answer: words as text, prose with one number as the number, all else as one expression."""
     answer = " ".join((_boxed(answer) or answer).split()).rstrip(".")
-    bare = re.sub(TEXT, r"\1", answer).strip()
+    bare = re.sub(TEXT, r"\1", answer).strip(" .")
     if WORD.search(bare):
         if WORDS.fullmatch(bare):
             return [bare.casefold()]
         number = stated_number(bare)
         answer = str(number) if number is not None and number == last_number(bare) else answer
-    answer = _spelled(answer)
-    found = parse(answer, parsing_timeout=None) if MARKED.search(answer) else []
+    answer, is_long = _spelled(answer), len(answer) > MAX_EXPRESSION
+    found = parse(answer, parsing_timeout=None) if is_long or MARKED.search(answer) else []
+    if found or is_long:
+        return found or [answer]
     # math-verify removes all from the first \text to one at the end, as if it were a unit.
     expression = re.sub(TEXT + r"(?=\s*[^\s^])", r"\1", answer)
-    return found or parse(f"${expression}$", [LatexExtractionConfig()], parsing_timeout=None) or [answer]
+    return parse(f"${expression}$", [LatexExtractionConfig()], parsing_timeout=None) or [answer]
 
 
 def _spelled(text: str) -> str:
     """Write exponents and mixed numbers, which math-verify misreads, as fractions, and minus signs in ASCII."""
 
     def fraction(figure: re.Match[str]) -> str:
-        number = number_of(figure) if figure["exponent"] or figure["top"] else None
+        is_misread = (figure["exponent"] or figure["top"]) and not figure["after"]
+        number = number_of(figure) if is_misread else None
         before = figure[0][: figure.start("whole") - figure.start()].strip("+-")
         return figure[0] if number is None else f"{before}{number}"
 

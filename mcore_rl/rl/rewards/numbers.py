@@ -9,9 +9,11 @@ MAX_LENGTH = 200
 """Maximum number of characters of a number. With two digits of exponent, none is too large for a float."""
 # All characters that may belong to a number are matched at once, and never again in parts: 70,0000 is not 70.
 FIGURE = re.compile(
-    r"[\^_]\{?[-+]?\w+\}?|"  # an exponent or index, which is no number of its own
-    r"(?P<sign>(?<![\w.)\]}])[-+])?(?:\\?\$)?(?<![\w.])(?P<whole>\.?\d(?:[\d,.]*\d)?)(?:[eE](?P<exponent>[-+]?\d\d?))?"
-    r"(?:(?:\s(?P<top>\d+))?\s?/\s?(?P<bottom>\d(?:[\d,.]*\d)?))?(?P<after>(?:\w|/\d)*)(?P<power>\s?\^)?"
+    r"[\^_](?:\{[^{}]*\}|[-+]?\w+)|"  # an exponent or index, which is no number of its own
+    r"(?P<sign>(?<![\w.)\]}])[-+])?(?:\\?\$)?(?<![\w.])(?P<whole>\.?\d(?:[\d,.]*\d)?)"
+    r"(?:(?:[eE]|\s?(?:\\times|\\cdot|[*x\u00d7\u00b7])\s?10\s?\^\s?\{?)(?P<exponent>[-+]?\d\d?)\}?)?"
+    r"(?:(?:\s(?P<top>\d+))?\s?/\s?(?P<bottom>\d(?:[\d,.]*\d)?))?(?P<after>(?:\w|/\d)*)"
+    r"(?P<power>\s?\^(?:\{[^{}]*\}|[-+]?\w*))?"
 )
 DECIMAL = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+")
 NAME = re.compile(r"st|nd|rd|th|.")
@@ -23,7 +25,6 @@ OTHER_SPELLINGS = [
     (re.compile(r"(^\u2212|[,:] ?\u2212|[=(\[{$] ?[-\u2212])\s(?=[\d.$\\])", re.MULTILINE), r"\1"),  # "= - 3"
     (re.compile(r"(?<![\w*)])(?:\*\*|__)|(?:\*\*|__)(?![\w*(])|`"), ""),  # Markdown's emphasis
     (re.compile(r"(?<=\d)(?:\{,\}|,?\\[!,])(?=\d)"), ","),
-    (re.compile(r"(?<=\d)\s?(?:\\times|\\cdot|[*x\u00d7\u00b7])\s?10\s?\^\s?\{?([-+\u2212]?\d+)\}?"), r"e\1"),
     (re.compile(r"(?<=\d)(?=\\[dtc]?frac)"), " "),
     (re.compile(r"\\[dtc]?frac\{(-?[\d,.]+)\}\{([\d,.]+)\}"), r"\1/\2"),
     (re.compile(r"\s?\^\s?\{?\\circ\}?"), ""),
@@ -37,13 +38,18 @@ def plain(text: str) -> str:
     return text.translate(MINUS_SIGNS)
 
 
+def first_line(text: str) -> str:
+    """Return the first non-blank line of a text, in plain characters."""
+    return plain((text.strip().splitlines() or [""])[0]).strip()
+
+
 def stated_number(text: str) -> Fraction | None:
     """Return the number that a short answer states; None if it has no number or is an expression without "=".
 
     This is the first number in the first line, after the last "=" if any: 12 in "12km", "**12**", "12 (in 3 days)" and
     "3 * 4 = 12". "12 or 13" states none.
     """
-    line = plain((text.strip().splitlines() or [""])[0]).rpartition("=")[2].strip()
+    line = first_line(text).rpartition("=")[2].strip()
     figure = next((found for found in FIGURE.finditer(re.sub(r"^-\s", "-", line)) if found["whole"]), None)
     if figure is None or EXPRESSION.search(line) or MORE.match(figure.string, figure.end()):
         return None

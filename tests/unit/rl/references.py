@@ -87,7 +87,7 @@ INTERVALS_AND_SETS = r"""
 EXPRESSIONS = r"""
 xy | yx
 3xy | 3yx
-2ab+5 | 5+2ab
+2ab+5 | 2ba+5
 a^2+ab+b^2 | b^2+ab+a^2
 \frac{ab}{c} | \frac{a}{c}b
 x^2+ab
@@ -208,7 +208,7 @@ Monday
 north
 undefined
 2:3
-0.\overline{3}
+1.5 \times 10^3 | 1500
 """
 FORMS = {
     "matrices and vectors": MATRICES_AND_VECTORS,
