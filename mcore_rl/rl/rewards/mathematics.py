@@ -21,9 +21,12 @@ MAX_EXPRESSION = 500
 """Longer texts are read as prose: a whole one of 30,000 characters takes the parser minutes."""
 MARKED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|\\[(\[]|(?i:answer)")
 """Delimiters and words by which math-verify finds an answer in a text."""
-BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\.|(?P<open>\{)|(?P<close>\})")
-JOINED = re.compile(r"(?:[\s$,;&]|\\[()\[\]]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b)*")
-"""Text between two boxes that are one answer together."""
+LEVEL = r"(?:\\.|[^{}\\]|\{%s*+\})"
+BOX = rf"\\f?box(?:ed)?\s*\{{({LEVEL % (LEVEL % (LEVEL % (LEVEL % (LEVEL % '[^{}]'))))}*+)\}}"
+"""A box, with braces of up to five levels in it."""
+JOINED = r"(?:[\s$,;&]|\\[()\[\]]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b)*"
+BOXES = re.compile(f"{BOX}(?:{JOINED}{BOX})*", re.DOTALL)
+"""Boxes that make one answer together."""
 TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{([^{}]*)\}"
 WORD = re.compile(r"(?i)(?<![\\a-z])(?!sqrt|frac|infinity)(?:[a-z]{4,}|yes|no|odd)(?![a-z])")
 """A word of a language; shorter ones, such as xy and abc, are products of variables."""
@@ -47,9 +50,9 @@ def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:
     wanted = _whole(reference)
     if answer_pattern or GSM8K_MARKER in text:
         answer = after_marker(text)
-        if getattr(wanted[0], "is_number", False):
-            line = first_line(answer)
-            answer = match[1] if (match := NUMBER_AND_REMARK.fullmatch(line)) else line
+        if getattr(wanted[0], "is_Number", False):
+            answer = first_line(answer)
+            answer = match[1] if (match := NUMBER_AND_REMARK.fullmatch(answer)) else answer
         given = _whole(answer)
     elif _boxed(text) is not None or text == reference:
         given = _whole(text)
@@ -61,19 +64,9 @@ def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:
 
 def _boxed(text: str) -> str | None:
     """Return the content of the last box, after that of boxes which only a comma, "and" or "or" separates from it."""
-    opened: list[re.Match[str]] = []
-    boxes: list[tuple[re.Match[str], int]] = []
-    for brace in BRACE.finditer(text):
-        if brace["box"] or brace["open"]:
-            opened.append(brace)
-        elif brace["close"] and opened and (begin := opened.pop())["box"]:
-            while boxes and boxes[-1][0].start() > begin.start():
-                boxes.pop()  # it lies within this box
-            if boxes and not JOINED.fullmatch(text, boxes[-1][1] + 1, begin.start()):
-                boxes = []
-            boxes.append((begin, brace.start()))
-    contents = dict.fromkeys(text[begin.end() : end].strip() for begin, end in boxes)
-    return ", ".join(contents) if boxes else None
+    found = list(BOXES.finditer(text))
+    contents = re.findall(BOX, found[-1][0], re.DOTALL) if found else []
+    return ", ".join(dict.fromkeys(map(str.strip, contents))) if contents else None
 
 
 def _whole(answer: str) -> list[Any]:

@@ -204,6 +204,8 @@ def test_a_reference_that_is_not_one_number_is_an_error_not_one_of_its_numbers(a
         ("\\boxed{5}", "1e-05", 0),
         ("\\boxed{6.02 \\times 10^{23}}", "6.02e23", 1),
         ("\\boxed{2^3 \\times 10^2x}", "800x", 1),
+        ("#### \\frac{1}{2}\\pi", "\\frac{\\pi}{2}", 1),
+        ("\\boxed{\\{\\frac{\\sqrt{x^{2}}}{3}\\}}", "\\{\\frac{\\sqrt{x^{2}}}{3}\\}", 1),
         ("The answer is 3 1/2.", "3.5", 1),
         ("\\boxed{3\\frac{1}{2}}", "3 1/2", 1),
         ("\\boxed{2}", "3 1/2", 0),  # math-verify's own reading of 3 1/2
