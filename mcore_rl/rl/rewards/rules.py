@@ -22,9 +22,8 @@ def answered(text: str, pattern: str) -> str:
     """
     if not pattern:
         return text.strip()
-    matches = [
-        match for match in re.finditer(pattern, text, re.DOTALL) if match[0]
-    ]  # (.*) also matches the end
+    # A pattern such as (.*) also matches the empty text at the end.
+    matches = [match for match in re.finditer(pattern, text, re.DOTALL) if match[0]]
     return (matches[-1].group(1) or "").strip() if matches else ""
 
 
@@ -60,10 +59,9 @@ def numeric(scored: RewardInput, *, answer_pattern: str) -> float:
         ValueError: if the reference answer is not one number.
     """
     reference = after_marker(scored.answer)
-    wanted = stated_number(reference)
-    if wanted is None or (
-        reference == scored.answer.strip() and last_number(reference) not in (None, wanted)
-    ):
+    wanted, last = stated_number(reference), last_number(reference)
+    is_prose = GSM8K_MARKER not in scored.answer
+    if wanted is None or (is_prose and last not in (None, wanted)):
         raise ValueError(
             f"the reference answer {scored.answer!r} is not one number. Write the number alone or after "
             f'{GSM8K_MARKER}, or take the part "math"'
