@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 from mcore_rl.data.chat import Chat, Conversation, answered, prompt_ids
+from mcore_rl.data.growing_text import text_ends
 from mcore_rl.errors import DataError
 
 
@@ -37,29 +38,28 @@ def step_ends(text: str, separator: str) -> list[int]:
     return ends
 
 
-def last_token(ids_T: Sequence[int], before: str, decode: Callable[[Sequence[int]], str]) -> int:
-    """Return the index of the first token at which the decoded text begins with `before`; the last token if there is
-    none.
+def step_tokens(
+    ids_T: Sequence[int], text: str, ends: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> list[int]:
+    """Return the index of the last token of each step, which ends at a character of `text`: the first token after which
+    the text up to there is certain. A step that ends with the text has the last token.
 
     Reward models are trained and read at this token, and a step's reward is assigned to it. A token with only some of a
     character's bytes does not complete the character; a token with the end of a step and the beginning of the next ends
     the step.
-    """
-    # A prefix's text grows with its tokens, so that a bisection decodes few of them.
-    return bisect_left(
-        range(len(ids_T) - 1), True, key=lambda index: decode(ids_T[: index + 1]).startswith(before)
-    )
 
-
-def step_token(ids_T: Sequence[int], text: str, end: int, decode: Callable[[Sequence[int]], str]) -> int:
-    """Return the index of the last token of a step that ends at a character of `text`, the text of the tokens without
-    the end of the turn; a step that ends with the text has the last token.
+    Args:
+        ids_T: the tokens, of which the last may end the turn and have no part of the text.
+        text: the text of the tokens.
+        ends: characters up to the end of each step.
+        decode: function that decodes token ids to text.
     """
-    return len(ids_T) - 1 if end >= len(text) else last_token(ids_T, text[:end], decode)
+    certain_T, last = text_ends(ids_T, decode)[:-1], len(ids_T) - 1
+    return [last if end >= len(text) else bisect_left(certain_T, end) for end in ends]
 
 
 def read_steps(chat: Chat, prompt: Conversation, text: str, ends: Sequence[int]) -> SteppedAnswer:
-    """Return prompt and answer as tokens, with the `last_token` of each step.
+    """Return prompt and answer as tokens, with the last token of each step, as `step_tokens` has it.
 
     Args:
         chat: the chat's template and tokenizer.
@@ -74,19 +74,19 @@ def read_steps(chat: Chat, prompt: Conversation, text: str, ends: Sequence[int])
     whole = chat.encode(answered(prompt, text))
     ids_T, mask_T = whole.ids_T, whole.assistant_mask_T
     first = num_common(prompt_ids(chat, prompt), ids_T)
-    answer_T = ids_T[first:]
     # A tokenizer may normalize texts; a token may have the end of the prompt and the beginning of the answer.
     is_kept = chat.as_decoded(text) == text
     readable = [text[:end] if is_kept else chat.as_decoded(text[:end]) for end in ends]
-    decoded = chat.decode(answer_T)
-    begin = decoded.find(readable[-1].rstrip()) if ends else 0
+    # Prompt and answer are decoded together: alone, the answer may lose a space at its beginning.
+    certain_T = text_ends(ids_T, chat.decode)
+    num_before = certain_T[first - 1] if first else 0
+    begin = chat.decode(ids_T).find(readable[-1].rstrip(), num_before) if ends else 0
     if begin < 0:
         raise DataError(
             "the tokenizer does not give the text of the answer back, so that no step can be found"
         )
-    tokens = [
-        first + last_token(answer_T, decoded[:begin] + before, chat.decode) for before in readable[:-1]
-    ] + [len(ids_T) - 1] * bool(ends)
+    tokens = [bisect_left(certain_T[:-1], begin + len(before)) for before in readable[:-1]]
+    tokens += [len(ids_T) - 1] * bool(ends)
     for number, (before, token) in enumerate(pairwise([first - 1, *tokens]), start=1):
         if token <= before:
             where = "the prompt" if number == 1 else f"step {number - 1}"

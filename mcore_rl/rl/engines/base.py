@@ -5,13 +5,11 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.data.growing_text import GrowingText
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Group, Prompt
-
-MARGIN = 8
-"""Extra tokens decoded in the search for a stop string: some decode to nothing, and the first may lose its space."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,18 +28,24 @@ class Sampling:
     """Whether the experts of each token and layer are recorded."""
 
 
-@dataclass(frozen=True, slots=True)
 class StopStrings:
-    """Strings that end a completion."""
+    """Strings that end a completion, whose tokens are read as they are sampled."""
 
-    strings: tuple[str, ...]
-    decode: Callable[[Sequence[int]], str]
+    def __init__(self, strings: tuple[str, ...], decode: Callable[[Sequence[int]], str]) -> None:
+        self._strings, self._text = strings, GrowingText(decode)
+        self._num_kept = max(map(len, strings)) - 1
+        self._num_read, self._tail = 0, ""
 
     def end(self, tokens_T: Sequence[int]) -> bool:
-        """Whether a stop string ends the completion at its newest token. Assumes that it has not ended before."""
-        longest = max(len(string.encode()) for string in self.strings)
-        tail = self.decode(tokens_T[-longest - MARGIN :])
-        return any(string in tail for string in self.strings)
+        """Return whether a stop string ends the completion at its newest token, the first one after which the string is
+        certain. Assumes that it has not ended before, and that each call has the tokens of the last one, and more.
+        """
+        new_T = tokens_T[self._num_read :]
+        if new_T:
+            kept = self._tail[max(len(self._tail) - self._num_kept, 0) :]
+            self._tail = kept + "".join(map(self._text.add, new_T))
+            self._num_read += len(new_T)
+        return any(string in self._tail for string in self._strings)
 
 
 def sampling_of(

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.data.growing_text import text_ends
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.passes.batch import PolicyMicrobatch
 from mcore_rl.rl.rollouts.rollout import Rollout
@@ -61,7 +63,7 @@ class TokenTrace:
         """
         group_size = rollout.rewards_PG.shape[1]
         pieces = {
-            group_index * group_size + index: pieces_of(completion.tokens_T[:TRACED_TOKENS], decode)
+            group_index * group_size + index: pieces_of(completion.tokens_T, decode)[:TRACED_TOKENS]
             for group_index, group in rollout.groups.items()
             if group_index < TRACED_GROUPS
             for index, completion in enumerate(group.completions)
@@ -97,14 +99,5 @@ def pieces_of(tokens_T: Sequence[int], decode: Callable[[Sequence[int]], str]) -
     """Return the text that each token adds. A character of several tokens belongs to its last one, and a space before a
     word to the word, though a tokenizer may drop it when it decodes the word alone (sentencepiece).
     """
-    pieces: list[str] = []
-    context, begin = 0, 0
-    for end in range(1, len(tokens_T) + 1):
-        before, whole = decode(tokens_T[context:begin]), decode(tokens_T[context:end])
-        added = whole[len(before) :]
-        if added.endswith("\ufffd") and end < len(tokens_T):
-            pieces.append("")  # the first bytes of a character
-            continue
-        pieces.append(added)
-        context, begin = begin, end
-    return pieces
+    text = decode(tokens_T)
+    return [text[begin:end] for begin, end in pairwise([0, *text_ends(tokens_T, decode)])]

@@ -15,7 +15,7 @@ from mcore_rl.config.extension import STEP_MODEL_PART
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.data.chat import Chat, Conversation, answered
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
-from mcore_rl.data.steps import read_steps, step_ends, step_token
+from mcore_rl.data.steps import read_steps, step_ends, step_tokens
 from mcore_rl.errors import DataError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import run_pass
@@ -84,12 +84,12 @@ def step_reader(separator: str, decode: Callable[[Sequence[int]], str]) -> Reade
         # If a completion has several turns, its text is the last turn's.
         start, stop = completion.sampled_spans[-1]
         first, tokens_T = len(group.prompt.tokens_T) + start, completion.tokens_T[start:stop]
-        positions: dict[int, int] = {}
-        for end in step_ends(completion.text, separator):
-            # If two steps end in the same token, only the later step is scored.
-            positions[first + step_token(tokens_T, completion.text, end, decode)] = end
-        if not positions:
+        ends = step_ends(completion.text, separator)
+        if not ends:
             return None
+        tokens = step_tokens(tokens_T, completion.text, ends, decode)
+        # If two steps end in the same token, only the later step is scored.
+        positions = {first + token: end for token, end in zip(tokens, ends, strict=True)}
         return Reading(
             (*group.prompt.tokens_T, *completion.tokens_T), tuple(positions), tuple(positions.values())
         )

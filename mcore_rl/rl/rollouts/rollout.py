@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.data.steps import step_token
+from mcore_rl.data.steps import step_tokens
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank
 from mcore_rl.parallel.mesh import Mesh
@@ -494,25 +494,14 @@ def sample_seed(seed: int, prompt_index: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1  # a seed is a positive int64
 
 
-def token_step(completion: Completion, step: TextStep, decode: Callable[[Sequence[int]], str]) -> StepReward:
-    """Map a step of the text to its last token: the first token at which the decoded text covers the step.
-
-    The text is the last turn's. A step that ends with the text ends with the completion's last token.
-    """
-    start, stop = completion.sampled_spans[-1]
-    tokens_T, num_before = completion.tokens_T[start:stop], completion.num_sampled - (stop - start)
-    end = step_token(tokens_T, completion.text, step.end, decode)
-    return StepReward(num_before + end, step.value)
-
-
 def token_steps(
     completion: Completion,
     steps: Sequence[TextStep],
     decode: Callable[[Sequence[int]], str],
     environment_weight: float,
 ) -> list[StepReward]:
-    """Map the steps of a completion to their last tokens. In a conversation with an environment each turn is a step
-    too, with its reward multiplied by `environment_weight`.
+    """Map the steps of a completion's text, which is the last turn's, to their last tokens. In a conversation with an
+    environment each turn is a step too, with its reward multiplied by `environment_weight`.
 
     Args:
         completion: the completion.
@@ -522,7 +511,10 @@ def token_steps(
     """
     if not completion.num_sampled or not steps:
         return []
-    found = [token_step(completion, step, decode) for step in steps]
+    start, stop = completion.sampled_spans[-1]
+    num_before = completion.num_sampled - (stop - start)
+    ends = step_tokens(completion.tokens_T[start:stop], completion.text, [step.end for step in steps], decode)
+    found = [StepReward(num_before + end, step.value) for end, step in zip(ends, steps, strict=True)]
     if completion.episode is None:
         return found
     values: defaultdict[int, float] = defaultdict(float)

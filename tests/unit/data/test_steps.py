@@ -15,7 +15,7 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.data.chat import Chat, Conversation, load_chat
 from mcore_rl.data.preferences import Preferences, read_preferences
-from mcore_rl.data.steps import last_token, read_steps, step_ends, step_token
+from mcore_rl.data.steps import read_steps, step_ends, step_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 
@@ -182,8 +182,8 @@ def test_a_step_is_trained_and_read_at_the_token_that_completes_its_bytes(
     assert tokenizer.decode(ids) == text
     wanted = [tokens_by_bytes(tokenizer, ids, text[:end]) for end in ends[:-1]]
     sampled = [*ids, tokenizer.eod_id]
-    assert [step_token(sampled, text, end, tokenizer.decode) for end in ends[:-1]] == wanted
-    assert step_token(sampled, text, len(text), tokenizer.decode) == len(ids)
+    found = step_tokens(sampled, text, [*ends[:-1], len(text)], tokenizer.decode)
+    assert found == [*wanted, len(ids)]
     if len(set(wanted)) == len(wanted) and (not wanted or wanted[-1] < len(ids)):
         chat = load_chat("raw", tokenizer, config.path)
         prompt = Conversation(messages=({"role": "user", "content": "b. c"},))
@@ -202,5 +202,4 @@ def test_a_character_of_several_tokens_ends_with_its_last(byte_level: Path) -> N
     x = tokenizer.encode(" x")
     ids = [*each, *x]
     assert len(each) == 12 and tokenizer.decode(ids) == "🙂🙂🙂 x"
-    assert last_token(ids, "🙂🙂🙂", tokenizer.decode) == 11
-    assert last_token(ids, "🙂", tokenizer.decode) == 3
+    assert step_tokens(ids, "🙂🙂🙂 x", [1, 3], tokenizer.decode) == [3, 11]

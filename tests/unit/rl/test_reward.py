@@ -26,7 +26,7 @@ from mcore_rl.rl.rewards.interface import RewardInput, TextStep
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.trial import try_reward
 from mcore_rl.rl.rewards.worker import Job, RewardWorkers
-from mcore_rl.rl.rollouts.rollout import Rollouts, _ReplicaScores, token_step, token_steps
+from mcore_rl.rl.rollouts.rollout import Rollouts, _ReplicaScores, token_steps
 from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, Turn, single_version
 from mcore_rl.rl.workers.failure import MAX_TEXT, MAX_TRACEBACK, FailedScore
 from tests.emitted import rows_of
@@ -333,10 +333,8 @@ def test_a_step_ends_at_the_first_token_with_which_the_text_is_as_long():
         versions=single_version(0, 6),
         finish="stop",
     )
-    ends = [
-        token_step(completion, TextStep(end, 0.5), lambda tokens: "".join(pieces[t] for t in tokens))
-        for end in range(1, 8)
-    ]
+    steps = [TextStep(end, 0.5) for end in range(1, 8)]
+    ends = token_steps(completion, steps, lambda tokens: "".join(pieces[t] for t in tokens), 0.0)
     assert ends == [StepReward(end, 0.5) for end in (0, 0, 1, 3, 3, 3, 5)]
 
 

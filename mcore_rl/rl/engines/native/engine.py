@@ -182,8 +182,8 @@ class _Run:
         self, engine: MegatronEngine, decoder: Decoder, scheduler: Scheduler, sampling: Sampling
     ) -> None:
         self._engine, self._decoder, self.scheduler, self._sampling = engine, decoder, scheduler, sampling
-        strings = sampling.stop_strings
-        self._strings = StopStrings(strings, engine.decode) if strings else None
+        self._strings: dict[Draft, StopStrings] = {}
+        """Stop strings, with the text so far, by completion."""
         self.routes: dict[Draft, Tensor] = {}
         self.static: StaticDecode | None = None
         """Computes steps without prompts in fixed shapes; None: all steps are computed in the same way."""
@@ -248,7 +248,11 @@ class _Run:
         """Return whether the newest token, or a stop string that it completes, ends the completion."""
         if draft.tokens_T[-1] in self._sampling.stop_tokens:
             return True
-        return self._strings is not None and self._strings.end(draft.tokens_T)
+        if not self._sampling.stop_strings:
+            return False
+        if draft not in self._strings:
+            self._strings[draft] = StopStrings(self._sampling.stop_strings, self._engine.decode)
+        return self._strings[draft].end(draft.tokens_T)
 
     def _tokens(self, step: Step) -> tuple[StepTokens, Tensor, Tensor]:
         """Return, on the device, the step's tokens, the indices of the tokens to draw from, and the draws' seeds."""
