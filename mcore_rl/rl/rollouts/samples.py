@@ -21,8 +21,8 @@ WIDTH = 60
 def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
     """Collective over the data- and context-parallel ranks: gather all samples on the first rank, in order.
 
-    A sample has its reward (None if a score failed) and the reasons that the reward parts gave. All other ranks get an
-    empty list.
+    A sample has the token ids of its prompt and of the tokens after it, its reward (None if a score failed), and the
+    reasons that the reward parts gave. All other ranks get an empty list.
     """
     samples_of_groups = {
         index: [
@@ -34,6 +34,8 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
                 "reward": None if math.isnan(reward) else reward,
                 **({"reasons": reasons} if reasons else {}),
                 "tokens": completion.num_sampled,
+                "prompt_ids": group.prompt.tokens_T,
+                "ids": completion.tokens_T,
                 "finish": completion.finish,
                 "policy_version": completion.policy_version,
                 **_conversation(completion),
@@ -58,7 +60,8 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
 
 
 def _conversation(completion: Completion) -> dict[str, Any]:
-    """Return a conversation's messages, with the reward of each of the policy's turns, and the reason why it ended.
+    """Return a conversation's messages, with the reward of each of the policy's turns, the (start, end) of these turns
+    in its ids, and the reason why it ended.
 
     Empty for a completion without an environment.
     """
@@ -71,7 +74,7 @@ def _conversation(completion: Completion) -> dict[str, Any]:
         for message in episode.messages
     ]
     failure = {} if episode.failure is None else {"failure": episode.failure.text}
-    return {"turns": turns, "end": episode.end, **failure}
+    return {"turns": turns, "spans": episode.spans, "end": episode.end, **failure}
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]]) -> Path:
