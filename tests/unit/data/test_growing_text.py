@@ -110,6 +110,8 @@ def random_tokens(draw: random.Random, kind: Kind, longest: int = 40) -> list[in
     pools = [range(kind.tokenizer.vocab_size), kind.byte_ids, special, kind.tokenizer.encode(CORPUS[1])]
     chosen = draw.choices(pools, k=2)
     ids = [draw.choice(draw.choice(chosen)) for _ in range(draw.randrange(longest))]
+    if draw.random() < 0.3:  # characters of bytes alone, one behind the other
+        ids += [kind.byte_ids[byte] for byte in "".join(draw.choices(CHARACTERS, k=12)).encode()]
     for _ in range(draw.randrange(12)):
         part = [kind.byte_ids[byte] for byte in draw.choice(CHARACTERS).encode()]
         if draw.random() < 0.15:
@@ -143,7 +145,7 @@ def test_a_stop_string_ends_a_completion_at_the_first_token_whose_text_has_it(ki
         texts = certain(ids, kind.tokenizer)
         seen = draw.choice(texts) if texts else ""
         begin = draw.randint(0, len(seen))
-        stops = (seen[begin : begin + draw.randint(1, 5)].replace(BROKEN, "") or "\n\n", "never seen")
+        stops = (seen[begin : begin + draw.randint(1, 5)].replace(BROKEN, "") or "\n\n", "¬")
         wanted = next((end for end, text in enumerate(texts) if stops[0] in text), None)
         strings = StopStrings(stops, kind.tokenizer.decode)
         found = next((end for end in range(len(ids)) if strings.end(ids[: end + 1])), None)
@@ -166,9 +168,16 @@ def test_a_step_ends_at_the_first_token_whose_text_has_it(kind: Kind) -> None:
     assert num_steps > 1000
 
 
-@pytest.mark.parametrize("text", ["one two three ", "第", "\n", "🙂 第", "A\n第\tb"])
-def test_the_tokens_that_are_decoded_grow_with_the_length_alone(kind: Kind, text: str) -> None:
-    ids = [kind.tokenizer.eod_id, *kind.tokenizer.encode(text * 400)]
+@pytest.mark.parametrize(
+    "content",
+    [*(text.encode() for text in ("one two three ", "第", "\n", "🙂 第", "A\n第\tb")), b"\xf0", b""],
+)
+def test_the_tokens_that_are_decoded_grow_with_the_length_alone(kind: Kind, content: bytes) -> None:
+    """The tokens are a text, bytes that are no character, or ends of documents."""
+    one = [kind.byte_ids[byte] for byte in content] or [kind.tokenizer.eod_id]
+    ids = one * 1200
+    if content.decode(errors="ignore"):
+        ids = [kind.tokenizer.eod_id, *kind.tokenizer.encode(content.decode() * 400)]
     num_decoded = 0
 
     def counted(tokens: Sequence[int]) -> str:

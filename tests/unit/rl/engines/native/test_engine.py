@@ -19,7 +19,7 @@ from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.rules import exact
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Prompt
-from tests.generating import engine_on, loaded, ragged_prompts
+from tests.generating import engine_on, loaded, ragged_prompts, spelled
 from tests.hf_models import VOCAB, Oracle, oracle
 from tests.parallel.logits import LogitsHead
 from tests.unit.rl.engines import contract
@@ -167,6 +167,29 @@ def test_text_and_stop_strings_are_of_the_tokenizer(one_rank: Mesh) -> None:
     ended = engine.generate(prompts, token, [[0]])[0].completions[0]
     assert ended.tokens_T[-1] == fourth
     assert ended.text == "".join(f"{token} " for token in whole.tokens_T[:place])
+
+
+def test_completions_at_the_same_time_end_each_at_the_first_stop_string_of_its_own_text(
+    one_rank: Mesh,
+) -> None:
+    _, _, engine = engine_of("qwen3_moe", one_rank)
+    prompts, seeds = ragged_prompts(3, VOCAB), [[0, 1], [2, 3], [4, 5]]
+    sampling = dataclasses.replace(GREEDY, cut=Cut())
+
+    def tokens_with(*strings: str) -> list[tuple[int, ...]]:
+        groups = engine.generate(prompts, dataclasses.replace(sampling, stop_strings=strings), seeds)
+        return [completion.tokens_T for group in groups for completion in group.completions]
+
+    whole = tokens_with()
+    strings = [f"{tokens_T[1 + index]} {tokens_T[2 + index]} " for index, tokens_T in enumerate(whole)]
+
+    def ended(tokens_T: tuple[int, ...]) -> tuple[int, ...]:
+        ends = range(1, len(tokens_T))
+        found = (end for end in ends if any(string in spelled(tokens_T[:end]) for string in strings))
+        return tokens_T[: next(found, len(tokens_T))]
+
+    wanted = [ended(tokens_T) for tokens_T in whole]
+    assert tokens_with(*strings) == wanted and len(set(map(len, wanted))) > 2
 
 
 def test_the_model_trains_on_as_if_nothing_had_been_generated(one_rank: Mesh) -> None:
