@@ -1,11 +1,10 @@
 """The text that is certain after each of its tokens."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 OPEN = "\N{REPLACEMENT CHARACTER}"
 """Decoders put it in the place of bytes that are not, or not yet, a character."""
-MAX_BYTES = 4
-"""Bytes of a character at most, and so the number of tokens with a part of it."""
 
 
 class GrowingText:
@@ -24,58 +23,41 @@ class GrowingText:
         self._decode, self._whole = decode, whole
         self._num_closed = None if whole is None else len(whole.rstrip(OPEN))
         self._open: list[int] = []
-        self._num_before = 0
-        self._context: list[int] = []
-        self._num_context = 0
-        self._base: list[int] = []
-        self.num_certain = 0
-        """Number of characters that are certain."""
+        self._context: list[int] = []  # tokens before the open ones: behind them, a decoder drops no space
+        self._base: list[int] = []  # the last of them that have text alone
+        self._num_context, self._num_before, self._num_certain = 0, 0, 0
 
     def add(self, token: int) -> str:
         """Add a token. Returns the characters that become certain with it."""
         self._open.append(token)
         if self._num_before == self._num_closed:
             return ""  # only broken bytes follow
-        if len(self._open) > 2 * MAX_BYTES and not any(
-            self._decode(self._open[-num:]).strip(OPEN) for num in range(1, MAX_BYTES + 1)
-        ):
-            return ""  # no character ends here
+        # A character has at most four tokens: in a long run without one that ends here, nothing is new.
+        if len(self._open) > 8 and not any(self._decode(self._open[-n:]).strip(OPEN) for n in (1, 2, 3, 4)):
+            return ""
         text = self._decode([*self._context, *self._open])[self._num_context :]
         certain = text.rstrip(OPEN)
         if self._whole is not None and not self._whole.startswith(certain, self._num_before):
             return ""  # characters of a run that a later byte breaks
-        added = certain[self.num_certain - self._num_before :]
-        self.num_certain += len(added)
+        added = certain[self._num_certain - self._num_before :]
+        self._num_certain += len(added)
         if certain == text:
-            self._close(text)
+            self._num_before += len(text)
+            if text or self._open != self._context[-1:]:  # the same mark again changes nothing
+                alone = self._decode(self._open)  # empty: marks without text, or a space at the beginning
+                self._context = self._open if alone else [*(self._base or self._context), *self._open]
+                self._num_context = len(alone or self._decode(self._context))
+                self._base = self._context if alone or (self._num_context and not self._base) else self._base
+            self._open = []
         return added
-
-    def _close(self, text: str) -> None:
-        """Make the open tokens, which have `text`, the context of the next: behind it, a decoder drops no space."""
-        alone = self._decode(self._open)
-        if alone:
-            self._base = self._context = self._open
-        elif text or self._open != self._context[-1:]:
-            # They have no text alone: a mark, or a space that is dropped at the beginning.
-            self._context = [*(self._base or self._context), *self._open]
-            alone = self._decode(self._context)
-            self._base = self._base or (self._context if alone else [])
-        else:  # the same mark again
-            alone = self._decode(self._context)
-        self._num_context, self._open = len(alone), []
-        self._num_before += len(text)
 
 
 def text_ends(ids_T: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """Return, for each token, the number of characters of the tokens' text that are certain after it; these rise, and
-    the last is the length of the text.
+    """Return, for each token, the number of characters of the tokens' text that are certain after it; the last is all.
 
     Certain is the text of the tokens up to this one, without U+FFFD at its end, where the whole text begins with it.
     """
     whole = decode(ids_T)
     growing = GrowingText(decode, whole)
-    ends = []
-    for token in ids_T:
-        growing.add(token)
-        ends.append(growing.num_certain)
+    ends = list(accumulate(len(growing.add(token)) for token in ids_T))
     return [*ends[:-1], len(whole)] if ends else []

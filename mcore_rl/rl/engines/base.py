@@ -32,19 +32,11 @@ class StopStrings:
     """Strings that end a completion, whose tokens are read as they are sampled."""
 
     def __init__(self, strings: tuple[str, ...], decode: Callable[[Sequence[int]], str]) -> None:
-        self._strings, self._text = strings, GrowingText(decode)
-        self._num_kept = max(map(len, strings)) - 1
-        self._num_read, self._tail = 0, ""
+        self._strings, self._text, self._tail = strings, GrowingText(decode), ""
 
-    def end(self, tokens_T: Sequence[int]) -> bool:
-        """Return whether a stop string ends the completion at its newest token, the first one after which the string is
-        certain. Assumes that it has not ended before, and that each call has the tokens of the last one, and more.
-        """
-        new_T = tokens_T[self._num_read :]
-        if new_T:
-            kept = self._tail[max(len(self._tail) - self._num_kept, 0) :]
-            self._tail = kept + "".join(map(self._text.add, new_T))
-            self._num_read += len(new_T)
+    def end(self, token: int) -> bool:
+        """Read the next token. Returns whether it is the first one after which a stop string is certain."""
+        self._tail = self._tail[-max(map(len, self._strings)) :] + self._text.add(token)
         return any(string in self._tail for string in self._strings)
 
 

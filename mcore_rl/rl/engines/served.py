@@ -420,11 +420,9 @@ class ServedEngine:
         if sampling.stop_strings:
             # Servers without a tokenizer do not know stop strings: tokens sampled after a stop string are dropped.
             strings = StopStrings(sampling.stop_strings, self.decode)
-            read_T: list[int] = []
-            for token in tokens_T:
-                read_T.append(token)
-                if strings.end(read_T):
-                    tokens_T, is_stopped = tuple(read_T), True
+            for end, token in enumerate(tokens_T, start=1):
+                if strings.end(token):
+                    tokens_T, is_stopped = tokens_T[:end], True
                     break
         end = len(tokens_T)
         return Completion(

@@ -148,9 +148,8 @@ def test_a_stop_string_ends_a_completion_at_the_first_token_whose_text_has_it(ki
         stops = (seen[begin : begin + draw.randint(1, 5)].replace(BROKEN, "") or "\n\n", "¬")
         wanted = next((end for end, text in enumerate(texts) if stops[0] in text), None)
         strings = StopStrings(stops, kind.tokenizer.decode)
-        found = next((end for end in range(len(ids)) if strings.end(ids[: end + 1])), None)
+        found = next((end for end, token in enumerate(ids) if strings.end(token)), None)
         assert found == wanted, (stops, ids)
-        assert found is None or strings.end(ids[: found + 1]), "asked again, it is the same"
         num_found += found is not None
     assert num_found > 100
 
@@ -158,7 +157,7 @@ def test_a_stop_string_ends_a_completion_at_the_first_token_whose_text_has_it(ki
 def test_a_step_ends_at_the_first_token_whose_text_has_it(kind: Kind) -> None:
     draw, num_steps = random.Random(2), 0
     for _ in range(150):
-        text = "".join(draw.choice([*CORPUS[1:], *CHARACTERS, "\n\n"]) for _ in range(draw.randint(1, 9)))
+        text = "".join(draw.choices([*CHARACTERS, "步骤一", " two", "\n\n"], k=draw.randint(1, 16)))
         ids = kind.tokenizer.encode(text.replace(BROKEN, ""))
         whole, texts = kind.tokenizer.decode(ids), certain(ids, kind.tokenizer)
         ends = list(range(1, len(whole)))
@@ -187,10 +186,7 @@ def test_the_tokens_that_are_decoded_grow_with_the_length_alone(kind: Kind, cont
 
     text_ends(ids, counted)
     strings = StopStrings(("never seen",), counted)
-    seen: list[int] = []
-    for token in ids:
-        seen.append(token)
-        assert not strings.end(seen)
+    assert not any(map(strings.end, ids))
     assert num_decoded < 40 * len(ids)
 
 

@@ -1,5 +1,6 @@
 """The native engine generates completions with the training modules, in their process and on their mesh."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import isnan
@@ -182,8 +183,9 @@ class _Run:
         self, engine: MegatronEngine, decoder: Decoder, scheduler: Scheduler, sampling: Sampling
     ) -> None:
         self._engine, self._decoder, self.scheduler, self._sampling = engine, decoder, scheduler, sampling
-        self._strings: dict[Draft, StopStrings] = {}
-        """Stop strings, with the text so far, by completion."""
+        self._strings = defaultdict[Draft, StopStrings](
+            lambda: StopStrings(sampling.stop_strings, engine.decode)
+        )
         self.routes: dict[Draft, Tensor] = {}
         self.static: StaticDecode | None = None
         """Computes steps without prompts in fixed shapes; None: all steps are computed in the same way."""
@@ -225,7 +227,7 @@ class _Run:
             logprobs_T=tuple(draft.logprobs_T),
             kept_logprobs_T=tuple(draft.kept_logprobs_T),
             versions=single_version(self._engine.policy_version, len(draft.tokens_T)),
-            finish="stop" if self._is_stopped(draft) else "length",
+            finish="stop" if draft.is_stopped else "length",
             experts_TLK=self.routes.get(draft),
         )
 
@@ -239,20 +241,13 @@ class _Run:
         if self._engine.listener is not None:
             self._engine.listener(draft.group, draft.index, draft.tokens_T)
         is_full = len(draft.tokens_T) >= self._sampling.max_new_tokens
-        is_finished = is_full or self._is_stopped(draft)
+        draft.is_stopped = draft.tokens_T[-1] in self._sampling.stop_tokens or (
+            bool(self._sampling.stop_strings) and self._strings[draft].end(draft.tokens_T[-1])
+        )
+        is_finished = is_full or draft.is_stopped
         if is_finished and self._sampling.with_routes:
             self.routes[draft] = self._decoder.routes(slot, draft.cached)
         return is_finished
-
-    def _is_stopped(self, draft: Draft) -> bool:
-        """Return whether the newest token, or a stop string that it completes, ends the completion."""
-        if draft.tokens_T[-1] in self._sampling.stop_tokens:
-            return True
-        if not self._sampling.stop_strings:
-            return False
-        if draft not in self._strings:
-            self._strings[draft] = StopStrings(self._sampling.stop_strings, self._engine.decode)
-        return self._strings[draft].end(draft.tokens_T)
 
     def _tokens(self, step: Step) -> tuple[StepTokens, Tensor, Tensor]:
         """Return, on the device, the step's tokens, the indices of the tokens to draw from, and the draws' seeds."""

@@ -23,6 +23,8 @@ class Draft:
     kept_logprobs_T: list[float] = field(default_factory=list)
     cached: int = 0
     """Number of positions with keys and values in the draft's slot."""
+    is_stopped: bool = False
+    """Whether the newest token, or a stop string that it completes, ends the completion."""
 
     @property
     def is_read(self) -> bool:
