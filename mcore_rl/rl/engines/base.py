@@ -80,7 +80,7 @@ class Engine(Protocol):
         """Version (optimizer step) of the weights in use, which every completion records."""
 
     def decode(self, tokens_T: Sequence[int], /) -> str:
-        """Return the text of a completion, or of a prefix of its tokens."""
+        """Return the text of tokens; that of a part of them need not be a part of their text (data/growing_text.py)."""
 
     def update_weights(self, policy_version: int) -> None:
         """Collective over the engine's ranks: switch to the policy's current weights."""
