@@ -206,9 +206,17 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
     assert wanted[2]["policy/kl_reference_nats"] > 0.0
     samples = (tmp_path / "rl/samples/step_0000010.jsonl").read_text().splitlines()
     assert len(samples) == 32
-    assert {"prompt", "completion", "answer", "reward", "policy_version", "versions"} <= json.loads(
-        samples[0]
-    ).keys()
+    wanted_fields = {
+        "prompt",
+        "prompt_ids",
+        "completion",
+        "ids",
+        "answer",
+        "reward",
+        "policy_version",
+        "versions",
+    }
+    assert wanted_fields <= json.loads(samples[0]).keys()
     ratios = computed(tmp_path / "rl", ("policy/log_ratio_max", "policy/log_ratio_min"))
     assert_traced([json.loads(line) for line in samples], [ratios[11], ratios[12]])
 
