@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert.copying.content import is_finite
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, tasks_of
@@ -313,6 +314,10 @@ def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, T
         tensors = load_file(folder / TENSORS)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder / TENSORS} cannot be read: {error}. Copy it again.") from error
+    if broken := [name for name, tensor in tensors.items() if not is_finite(tensor.float())]:
+        raise CheckpointError(
+            f"{folder / TENSORS} has values that are infinite or NaN:\n{listed(broken)}\nTake another copy."
+        )
     weights = weight_map(model, "each")
     adapters = dict(_wanted(weights, lora, model))
     found: dict[str, Tensor] = {}

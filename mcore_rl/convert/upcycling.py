@@ -161,10 +161,6 @@ class UpcycledSource:
         """Fill `out` with bytes of a run (see TensorSource)."""
         self._source.read(run, start, out)
 
-    def checksum(self, run: ByteRun) -> int:
-        """Return the CRC-32 of a run."""
-        return self._source.checksum(run)
-
     def _router(self, name: str, hidden: int) -> Tensor:
         """Return a router `[experts, hidden]` in float32: a random row for each copy, the same for all its slices."""
         options = self._options

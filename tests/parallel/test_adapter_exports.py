@@ -313,6 +313,11 @@ def test_adapters_that_are_not_plain_or_not_whole_are_refused(tmp_path: Path) ->
         CheckpointError, match=rf"k_proj\.lora_B\.weight has shape \({2 * rows}, 4\), not \({rows}, 4\)"
     ):
         read_peft(folder, lora, model)
+    save_file(tensors | {of_keys: tensors[of_keys] * torch.inf}, folder / "adapter_model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"infinite or NaN:\n.*k_proj\.lora_B\.weight\nTake another copy"
+    ):
+        read_peft(folder, lora, model)
     cut = (folder / "adapter_model.safetensors").read_bytes()[:-100]
     (folder / "adapter_model.safetensors").write_bytes(cut)
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read: .*Copy it again"):

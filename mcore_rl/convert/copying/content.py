@@ -9,6 +9,7 @@ from torch import Tensor
 from mcore_rl.checksums import PartChecksum, crc32, joined
 from mcore_rl.convert.copying.plan import Chunk
 from mcore_rl.convert.copying.source import ByteRun, TensorSource, as_bytes
+from mcore_rl.errors import CheckpointError
 from mcore_rl.families.regions import RegionCopy, sizes
 from mcore_rl.families.weight_map import Shape
 
@@ -56,8 +57,11 @@ class ChunkBytes:
         for copy, run in runs:
             crc = 0
             for start in range(0, run.size, BLOCK_BYTES):
-                block = as_bytes(self._scratch.tensor((min(BLOCK_BYTES, run.size - start),), torch.uint8))
+                elements = self._scratch.tensor((min(BLOCK_BYTES, run.size - start),), torch.uint8)
+                block = as_bytes(elements)
                 self._source.read(run, start, block)
+                if not is_finite(elements.view(run.dtype)):
+                    raise _not_finite(self.chunk, self._source)
                 crc = crc32(block, crc)
                 yield block
             parts.append(PartChecksum(sum(part.size for part in parts), run.size, crc))
@@ -70,10 +74,10 @@ class ChunkBytes:
 
     def _computed(self) -> memoryview:
         """Return the bytes of a chunk that is cast, dequantized, or put together from strided regions."""
-        data = as_bytes(fill(self.chunk, self._source, self._scratch))
+        data = as_bytes(fill_finite(self.chunk, self._source, self._scratch))
         runs = ((copy.source, self._source.run(copy.source, copy.where)) for copy in self.chunk.copies)
         self.sources = tuple(
-            (name, PartChecksum(run.tensor_start, run.size, self._source.checksum(run)))
+            (name, PartChecksum(run.tensor_start, run.size, _checksum(self._source, run)))
             for name, run in runs
             if run is not None and run.tensor_start is not None
         )
@@ -92,6 +96,48 @@ def fill(chunk: Chunk, source: TensorSource, scratch: ScratchMemory | None = Non
         out = elements[tuple(slice(*axis) for axis in copy.into)]
         source.fill(out.mT if copy.transposed else out, copy.source, copy.where)
     return elements
+
+
+def fill_finite(chunk: Chunk, source: TensorSource, scratch: ScratchMemory | None = None) -> Tensor:
+    """Return the elements of a chunk as `fill` does. Raises CheckpointError unless all are finite."""
+    elements = fill(chunk, source, scratch)
+    if not is_finite(elements):
+        raise _not_finite(chunk, source)
+    return elements
+
+
+def is_finite(elements: Tensor) -> bool:
+    """Return whether no element is infinite or NaN; elements of a byte pass, because their scales do not."""
+    if not elements.is_floating_point() or elements.element_size() == 1:
+        return True
+    # A sum costs a tenth of looking at each, and is finite only if each is; of many large ones it may be infinite too.
+    return bool(elements.sum().isfinite()) or bool(elements.isfinite().all())
+
+
+def _not_finite(chunk: Chunk, source: TensorSource) -> CheckpointError:
+    """Return the error for a chunk with elements that are not finite, with the tensor that they come from."""
+    dtype, name, faults, largest = chunk.target.dtype, chunk.target.name, 0, 0.0
+    for copy in chunk.copies:
+        exact = torch.empty(sizes(copy.where), dtype=torch.float64)
+        source.fill(exact, copy.source, copy.where)
+        if faults := int((~exact.to(dtype).isfinite()).sum()):
+            name, largest = copy.source, float(exact.abs().max())
+            break
+    remedy = "Take another copy of the weights, or an earlier checkpoint."
+    if math.isfinite(largest):
+        remedy = f"The largest is {largest:.6g}: choose a type that holds it, --dtype fp32."
+    return CheckpointError(
+        f"{name} has {faults} values that are infinite or NaN as {dtype}, with which a model computes nothing. {remedy}"
+    )
+
+
+def _checksum(source: TensorSource, run: ByteRun) -> int:
+    """Return the CRC-32 of a run."""
+    block, crc = memoryview(bytearray(BLOCK_BYTES)), 0
+    for start in range(0, run.size, BLOCK_BYTES):
+        source.read(run, start, part := block[: run.size - start])
+        crc = crc32(part, crc)
+    return crc
 
 
 def _runs_as_stored(chunk: Chunk, source: TensorSource) -> list[tuple[RegionCopy, ByteRun]] | None:

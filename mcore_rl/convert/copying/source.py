@@ -45,9 +45,6 @@ class TensorSource(Protocol):
     def read(self, run: ByteRun, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a run from its byte `start` on."""
 
-    def checksum(self, run: ByteRun) -> int:
-        """Return the CRC-32 of a run."""
-
 
 class FileBytes:
     """Files of a folder, opened and mapped on first use."""

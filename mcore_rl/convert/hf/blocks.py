@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mcore_rl.convert.copying.content import fill
+from mcore_rl.convert.copying.content import fill_finite
 from mcore_rl.convert.copying.plan import TargetTensor, chunk_at
 from mcore_rl.convert.copying.source import ByteRun, TensorSource
 from mcore_rl.convert.hf.folder import HfFolder
@@ -68,6 +68,12 @@ class Blocks:
         """A sentence about the output for its user."""
         count = len(self.weights)
         return f"{count} tensors are {self.kind} ({SCALES[self.kind]}): servers compute with rounded weights"
+
+    @property
+    def copied(self) -> list[str]:
+        """Names of the reference's tensors that are copied."""
+        parts = set(PARTS[self.kind]).difference(COMPUTED[self.kind])
+        return [name + part for name in self.weights for part in parts]
 
     def targets(self, plain: Sequence[TargetTensor]) -> list[TargetTensor]:
         """Return the tensors to write instead of `plain`, which has no blocks."""
@@ -170,10 +176,6 @@ class WithReference:
         """Fill `out` with bytes of a run (see TensorSource)."""
         self._source.read(run, start, out)
 
-    def checksum(self, run: ByteRun) -> int:
-        """Return the CRC-32 of a run."""
-        return self._source.checksum(run)
-
 
 class WithBlocks(WithReference, ABC):
     """The tensors of an export with blocks, of which some parts are computed from the checkpoint's weights."""
@@ -204,7 +206,7 @@ class WithBlocks(WithReference, ABC):
 
     def _weights(self, weight: TargetTensor, rows: AxisRange) -> Tensor:
         """Return rows of a weight of the checkpoint `[rows, columns]`, in the type that it has without blocks."""
-        return fill(chunk_at(weight, (rows, AxisRange(0, weight.shape[1]))), self._source)
+        return fill_finite(chunk_at(weight, (rows, AxisRange(0, weight.shape[1]))), self._source)
 
     def _scales(self, name: str, rows: AxisRange) -> Tensor:
         """Return rows of scales of the reference, fp32 `[rows, column blocks]`."""
@@ -247,19 +249,13 @@ class WithFp8(WithBlocks):
         name, first = weight.name + FP8_SCALE, index * self._block
         rows = AxisRange(first, min(first + self._block, weight.shape[0]))
         dtype = self._folder.tensors[name].dtype
-        numbers, scales = quantize_fp8(
+        return quantize_fp8(
             self._weights(weight, rows),
             self._scales(name, AxisRange(index, index + 1)),
             self._block,
             dtype,
             in_powers=self._in_powers or dtype == torch.float8_e8m0fnu,
         )
-        if not scales.isfinite().all():
-            raise CheckpointError(
-                f"{weight.name} has weights that are not finite in rows {rows.start} to {rows.stop - 1}, which no fp8 "
-                "block can hold. Export another checkpoint."
-            )
-        return numbers, scales
 
 
 def _exceptions(weights: Mapping[str, TargetTensor], modules: Sequence[str]) -> Iterator[str]:

@@ -95,9 +95,10 @@ class HfSource:
         """Fill `out` with bytes of a run (see TensorSource)."""
         self._files.read(run.file, run.start + start, out)
 
-    def checksum(self, run: ByteRun) -> int:
-        """Return the CRC-32 of a run."""
-        return self._files.part(run.file, run.start, run.size).crc32(0, run.size)
+    def checksum(self, name: str) -> int:
+        """Return the CRC-32 of the bytes of a tensor."""
+        tensor = self._tensors[name]
+        return self._files.part(tensor.file, tensor.start, tensor.num_bytes).crc32(0, tensor.num_bytes)
 
     def _fill_from_mxfp4(self, out: Tensor, name: str, where: Region) -> None:
         """Fill `out` expert by expert. The columns in `where` are rows of blocks, each stored contiguously."""
@@ -143,13 +144,12 @@ def source_checksums(folder: HfFolder, done: Iterable[RecordedTask]) -> dict[str
     checksums = {}
     for name, tensor in sorted(folder.tensors.items()):
         crc = joined(parts.get(name, ()), tensor.num_bytes)
-        if crc is None:
-            crc = source.checksum(ByteRun(tensor.file, tensor.start, tensor.num_bytes, tensor.dtype, 0))
-        checksums[name] = as_hex(crc)
+        checksums[name] = as_hex(source.checksum(name) if crc is None else crc)
     files = {
         name: {"bytes": size, "header_sha256": folder.headers[name]} for name, size in folder.files.items()
     }
-    return {"files": files, "config": folder.config, "tensors": checksums}
+    layouts = {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in sorted(folder.tensors.items())}
+    return {"files": files, "config": folder.config, "tensors": checksums, "layouts": layouts}
 
 
 def _is_one_run(tensor: HfTensor, where: Region) -> bool:

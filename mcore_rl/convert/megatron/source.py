@@ -57,10 +57,6 @@ class DistSource:
         """Fill `out` with bytes of a run (see TensorSource)."""
         self._files.read(run.file, run.start + start, out)
 
-    def checksum(self, run: ByteRun) -> int:
-        """Return the CRC-32 of a run."""
-        return self._files.part(run.file, run.start, run.size).crc32(0, run.size)
-
     def object_bytes(self, key: str, saved: FileRange) -> bytes:
         """Return the bytes of an object as torch.save wrote them; CheckpointError when they are damaged."""
         check_part(self._path, key, saved)

@@ -71,21 +71,19 @@ def test_it_is_said_why_logits_are_not_compared(tmp_path: Path, capsys: pytest.C
     assert "there is nothing to compare the logits with" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("value", "options"), [(float("nan"), []), (3.4e38, ["--dtype", "bf16"])])
 def test_weights_that_compute_nothing_finite_are_not_taken_for_another_model(
-    value: float, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = oracle("qwen3_moe")
     name = "model.layers.1.input_layernorm.weight"
     weight = theirs.tensors[name].clone()
-    weight[3] = value  # beyond what bf16 has
+    weight[3] = 3.3e38  # finite, and its product with an input is not
     source = write_hf(tmp_path / "hf", theirs.config, theirs.tensors | {name: weight})
-    arguments = ["convert", "import", str(source), str(tmp_path / "ckpt"), "--workers", "1", *options]
+    arguments = ["convert", "import", str(source), str(tmp_path / "ckpt"), "--workers", "1"]
     assert main(arguments) == 2
     assert f"{source} computes NaN or infinite values, first in its layer 1" in capsys.readouterr().err
     assert main([*arguments, "--no-check-logits"]) == 0
-    if not options:
-        assert main(["convert", "verify", str(source), str(tmp_path / "ckpt")]) == 0
+    assert main(["convert", "verify", str(source), str(tmp_path / "ckpt")]) == 0
 
 
 def test_the_text_model_in_a_model_of_images_is_compared(
