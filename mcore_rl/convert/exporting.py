@@ -12,15 +12,17 @@ from typing import Any, Literal
 
 import torch
 
+from mcore_rl.checksums import as_hex
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
-from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
+from mcore_rl.convert.copying.manifest import file_checksums, import_behind, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, common_dtype, tasks_of
 from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.convert.hf.blocks import Blocks, Quantization, WithReference, as_stored, blocks_like
 from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf
 from mcore_rl.convert.hf.model import MtpLayers, expert_layout, in_text_names
-from mcore_rl.convert.hf.quantization import FP8
+from mcore_rl.convert.hf.quantization import FP8, FP8_SCALE
 from mcore_rl.convert.hf.small_files import CARD, copy_files, small_files
+from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.convert.hf.text_files import (
     ModelText,
     has_tokenizer,
@@ -36,7 +38,7 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families import hf_config, score_config
 from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes
 from mcore_rl.families.shells import TEXT, shell_of
-from mcore_rl.families.weight_map import AxisRange, DuplicateTensor
+from mcore_rl.families.weight_map import AxisRange, DuplicateTensor, listed
 from mcore_rl.files import sizes_and_times
 from mcore_rl.folders.huggingface import read_config
 from mcore_rl.model.heads import SCORE_SHIFT
@@ -114,11 +116,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {dist_model.layout}",
             *notes,
-            *(
-                [f"{len(passing)} tensors that are not of the text model are copied from the reference"]
-                if passing
-                else []
-            ),
+            *_taken_notes(dist_model, reference, others, blocks),
             *([blocks.note] if blocks else []),
             *_padding_notes(dist_model),
             *_shift_notes(dist_model),
@@ -189,6 +187,43 @@ def _passing(reference: HfFolder | None, names: Sequence[str]) -> list[TargetTen
                 "it alone. Give an unquantized folder of the same model as --reference."
             )
     return targets
+
+
+def _taken_notes(
+    dist_model: DistModel, reference: HfFolder | None, others: Sequence[str], blocks: Blocks | None
+) -> list[str]:
+    """Return a note on the tensors `others`, outside of the text model, that an export takes from its reference.
+
+    Raises:
+        CheckpointError: These, or the scales of blocks, are not those of the folder that the model was imported from.
+    """
+    if reference is None or not (copied := [*others, *(blocks.copied if blocks else ())]):
+        return []
+    imported = import_behind(dist_model.folder.path)
+    shell, theirs = shell_of(reference.config or {}), shell_of(imported.get("config") or {})
+    recorded, layouts, source = imported.get("tensors", {}), imported.get("layouts", {}), HfSource(reference)
+    faults = []
+    if shell is not None and theirs is not None:
+        outside = {
+            name for name in recorded if shell.text_name(name) is None and not name.endswith(FP8_SCALE)
+        }
+        faults += [f"{name} is missing" for name in sorted(outside.difference(others))]
+        faults += [f"{name} was not there" for name in others if name not in outside]
+    # An import that had a tensor in fp8 says nothing of its values in another type.
+    for name in (name for name in copied if name in recorded and name + FP8_SCALE not in recorded):
+        layout = f"{reference.tensors[name].dtype} {reference.tensors[name].shape}"
+        if layouts.get(name, layout) != layout or as_hex(source.checksum(name)) != recorded[name]:
+            faults.append(f"{name} has other values, or another type or shape")
+    if faults:
+        raise CheckpointError(
+            f"--reference {reference.path} has other tensors than the folder that the model was imported from:\n"
+            f"{listed(faults)}\nName that folder, or another copy of it."
+        )
+    known = (
+        "as the import's manifest has them" if theirs else "compared with nothing: no import of them is known"
+    )
+    note = f"{len(others)} tensors that are not of the text model are copied from the reference, {known}"
+    return [note] if others else []
 
 
 def _source(dist_model: DistModel, reference: HfFolder | None, blocks: Blocks | None) -> TensorSource:

@@ -11,7 +11,7 @@ from mcore_rl.backend.saved_files.pickles import load_saved
 from mcore_rl.checkpoint.megatron_lm import hybrid_args, model_args
 from mcore_rl.checkpoint.read import EXTRA_STATE
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
-from mcore_rl.convert.copying.manifest import write_manifest
+from mcore_rl.convert.copying.manifest import import_behind, write_manifest
 from mcore_rl.convert.copying.plan import NUMBERED, TargetTensor, common_dtype, tasks_of
 from mcore_rl.convert.hf.small_files import copy_files, small_files
 from mcore_rl.convert.megatron.layouts import KeyLayout, KeyTranslation, is_stacked, refuse_singletons
@@ -158,6 +158,7 @@ def _finish(
         "kind": "relayout",
         "family": dist_model.model.family,
         "layout": {"keys": layout.keys, "layers": layout.layers},
+        "import": import_behind(dist_model.folder.path),
     }
     sources = {"metadata_sha256": dist_model.folder.digest, "files": dist_model.folder.files}
     write_manifest(folder, plan, description, sources, done)

@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mcore_rl import __version__
 from mcore_rl.backend.saved_files.archives import FilePart
 from mcore_rl.checksums import PartChecksum, as_hex, crc32_of, joined
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.conversion import RULES_VERSION, RecordedTask
 from mcore_rl.convert.copying.plan import TargetTensor
-from mcore_rl.errors import DamagedCheckpointError
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.files import foreign_files, write_atomically
-from mcore_rl.folders.checkpoint import MANIFEST, MARKER, read_marker
+from mcore_rl.folders.checkpoint import MANIFEST, MARKER, find_checkpoint, read_marker
+from mcore_rl.folders.huggingface import read_json
+from mcore_rl.processes.imports import checkpoint_of
 
 
 def foreign_to(kind: str, folder: Path) -> str | None:
@@ -43,6 +47,24 @@ def foreign_to(kind: str, folder: Path) -> str | None:
         return None
 
     return foreign_files(folder, recorded)
+
+
+def import_behind(checkpoint: Path) -> dict[str, Any]:
+    """Return the entry `sources` in the manifest of the import that a checkpoint began as, be it by way of relayouts
+    and runs; empty where that import is not there any more, or there was none.
+    """
+    path, seen = checkpoint, set[Path]()
+    while path not in seen:
+        seen.add(path)
+        manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else {}
+        if found := manifest["sources"] if manifest.get("kind") == "import" else manifest.get("import"):
+            return dict(found)
+        settings = read_marker(path).settings if (path / MARKER).is_file() else {}
+        if load := settings.get("checkpoint", {}).get("load"):
+            model = ModelConfig.model_validate(settings["model"])
+            with suppress(CheckpointError):
+                path = find_checkpoint(checkpoint_of(load, model, Path(settings["run_dir"])))
+    return {}
 
 
 def write_manifest(

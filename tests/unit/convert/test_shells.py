@@ -1,7 +1,10 @@
 """A text model inside of a model of images: its weights are converted, all other tensors pass byte for byte."""
 
 import json
+import shutil
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,28 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_rl.checks.model import checked_model_from_hf
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert.exporting import ExportOptions, plan_export
+from mcore_rl.convert.megatron.layouts import KeyLayout
 from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.folders.checkpoint import read_marker, write_marker
+from mcore_rl.folders.imports import ModelImport
 from mcore_rl.parallel.mesh import Mesh
-from tests.conversion import assert_same, differing, exported, imported, read_dist, read_hf, write_hf
+from tests.conversion import (
+    ONE_FILE,
+    assert_same,
+    differing,
+    exported,
+    imported,
+    read_dist,
+    read_hf,
+    write_hf,
+)
 from tests.hf_models import TOLERANCE, Oracle, Tensors, oracle, random_tokens, randomize
 from tests.hf_weights import to_global
 from tests.unit.convert.test_fp8 import model as fp8_model
 from tests.unit.convert.test_int4 import model as int4_model
+from tests.unit.convert.test_layouts import relaid
 from tests.unit.model.test_logits_equal_transformers import logits_of
 
 TEXT: dict[str, Any] = {
@@ -289,3 +307,145 @@ def test_a_tensor_that_belongs_to_no_part_is_refused(tmp_path: Path) -> None:
     source = write_hf(tmp_path / "hf", config, tensors | {"audio_tower.weight": torch.ones(3)})
     with pytest.raises(CheckpointError, match=r"audio_tower.weight \(3,\) belongs to nothing"):
         imported(source, tmp_path / "ckpt")
+
+
+def edited(tensors: Tensors, name: str, change: Callable[[Tensor], Tensor]) -> Tensors:
+    return tensors | {name: change(tensors[name])}
+
+
+VISION_BIAS, VISION_NORM = "model.visual.blocks.0.attn.qkv.bias", "model.visual.blocks.1.norm1.weight"
+OTHER_REFERENCES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "one doubled": (lambda t: edited(t, VISION_NORM, lambda x: 2 * x), f"{VISION_NORM} has other values"),
+    "one bit flipped": (
+        lambda t: edited(
+            t, VISION_NORM, lambda x: (x.view(torch.int32) ^ (torch.arange(len(x)) == 7)).view(x.dtype)
+        ),
+        f"{VISION_NORM} has other values",
+    ),
+    "two exchanged": (
+        lambda t: t | {VISION_NORM: t["model.visual.blocks.0.norm1.weight"].clone()},
+        f"{VISION_NORM} has other values",
+    ),
+    "one of another shape": (
+        lambda t: edited(t, VISION_BIAS, lambda x: x.view(2, -1)),
+        f"{VISION_BIAS} has other values, or another type or shape",
+    ),
+    "one of another type": (
+        lambda t: edited(t, VISION_BIAS, lambda x: x.view(torch.int32)),
+        f"{VISION_BIAS} has other values, or another type or shape",
+    ),
+    "one missing": (lambda t: {n: x for n, x in t.items() if n != VISION_BIAS}, f"{VISION_BIAS} is missing"),
+    "one more": (
+        lambda t: t | {"model.visual.blocks.7.norm1.weight": torch.ones(16)},
+        "blocks.7.norm1.weight was not there",
+    ),
+    "one renamed": (
+        lambda t: {n.replace("blocks.1.norm1", "blocks.1.norm9"): x for n, x in t.items()},
+        r"(?s)norm1.weight is missing\n.*norm9.weight was not there",
+    ),
+}
+"""Name: the tensors of a reference by those of the folder that was imported, and the message."""
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensors, Path, Path]:
+    """A model of images: its tensors, its folder, and the import."""
+    theirs, folder = whole("qwen3_vl"), tmp_path_factory.mktemp("images")
+    source = write_hf(folder / "hf", theirs.config, theirs.tensors)
+    return theirs.tensors, source, imported(source, folder / "ckpt")
+
+
+@pytest.mark.parametrize("case", OTHER_REFERENCES)
+def test_a_reference_with_other_tensors_than_the_folder_that_was_imported_is_refused(
+    case: str, images: tuple[Tensors, Path, Path], tmp_path: Path
+) -> None:
+    tensors, _, checkpoint = images
+    change, message = OTHER_REFERENCES[case]
+    other = write_hf(tmp_path / "other", whole("qwen3_vl").config, change(tensors))
+    with pytest.raises(CheckpointError, match=message):
+        exported(checkpoint, tmp_path / "out", reference=other)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.converting").exists()
+
+
+def trained(checkpoint: Path, load: Path, run_dir: Path) -> Path:
+    """Write a checkpoint with the weights of `checkpoint`, as a run that has begun from `load` does."""
+    folder = run_dir / "checkpoints/iter_0000005"
+    shutil.copytree(checkpoint, folder)
+    (folder / "manifest.json").unlink()
+    marker = read_marker(folder)
+    files = {name: size for name, size in marker.files.items() if name != "manifest.json"}
+    settings = {"checkpoint": {"load": str(load)}, "model": marker.model, "run_dir": str(run_dir)}
+    write_marker(folder, replace(marker, step=5, program="sft", files=files, settings=settings))
+    return folder
+
+
+WAYS: dict[str, Callable[[Path, Path, Path], Path]] = {
+    "a relayout": lambda _, checkpoint, folder: relaid(
+        checkpoint, folder / "new", KeyLayout("local", "each")
+    ),
+    "a run": lambda _, checkpoint, folder: trained(checkpoint, checkpoint, folder / "a"),
+    "a run from the folder of imports": lambda _, checkpoint, folder: trained(
+        checkpoint, checkpoint.parent, folder / "a"
+    ),
+    "a run from a run": lambda _, checkpoint, folder: trained(
+        checkpoint, trained(checkpoint, checkpoint, folder / "a").parents[1], folder / "b"
+    ),
+    "a run from a relayout": lambda _, checkpoint, folder: trained(
+        checkpoint, relaid(checkpoint, folder / "new", KeyLayout("te", "each")), folder / "a"
+    ),
+    "a relayout of a run": lambda _, checkpoint, folder: relaid(
+        trained(checkpoint, checkpoint, folder / "a"), folder / "new", KeyLayout("te", "each")
+    ),
+    "a run from a Hugging Face folder": lambda source, checkpoint, folder: trained_from(
+        source, checkpoint, folder
+    ),
+}
+
+
+def trained_from(source: Path, checkpoint: Path, folder: Path) -> Path:
+    """Write a checkpoint of a run that has begun from a Hugging Face folder, which was imported next to the run."""
+    made = ModelImport(source, ModelConfig.model_validate(read_marker(checkpoint).model), folder / "imports")
+    shutil.copytree(checkpoint.parent, made.path)
+    return trained(checkpoint, source, folder / "run")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_import_is_found_behind_relayouts_and_runs(
+    way: str, images: tuple[Tensors, Path, Path], tmp_path: Path
+) -> None:
+    tensors, source, checkpoint = images
+    later = WAYS[way](source, checkpoint, tmp_path)
+    other = write_hf(
+        tmp_path / "other", whole("qwen3_vl").config, OTHER_REFERENCES["one doubled"][0](tensors)
+    )
+    with pytest.raises(CheckpointError, match=f"{VISION_NORM} has other values"):
+        exported(later, tmp_path / "out", reference=other)
+    assert_same(read_hf(exported(later, tmp_path / "out", reference=source)), tensors)
+
+
+def notes(checkpoint: Path, reference: Path, folder: Path) -> str:
+    return "\n".join(plan_export(checkpoint, folder, ExportOptions(reference=reference), ONE_FILE).notes)
+
+
+def test_it_is_said_whether_the_tensors_of_a_reference_could_be_compared(
+    images: tuple[Tensors, Path, Path], tmp_path: Path
+) -> None:
+    tensors, source, checkpoint = images
+    resharded = write_hf(tmp_path / "resharded", whole("qwen3_vl").config, tensors, shards=4)
+    assert "as the import's manifest has them" in notes(checkpoint, resharded, tmp_path / "out")
+    gone = trained(checkpoint, tmp_path / "gone", tmp_path / "a")
+    assert "compared with nothing" in notes(gone, source, tmp_path / "out")
+    itself = trained(checkpoint, tmp_path / "b", tmp_path / "b")
+    assert "compared with nothing" in notes(itself, source, tmp_path / "out")
+    # Of the text model alone, whose folder has no tensors of images.
+    text = imported(exported(checkpoint, tmp_path / "text"), tmp_path / "again")
+    assert "compared with nothing" in notes(text, source, tmp_path / "out")
+
+
+def test_the_scales_of_another_reference_are_refused(tmp_path: Path) -> None:
+    config, stored, _ = int4_model()
+    checkpoint = imported(write_hf(tmp_path / "hf", config, stored), tmp_path / "ckpt")
+    name = next(name for name in stored if name.endswith("_scale"))
+    other = write_hf(tmp_path / "other", config, edited(stored, name, lambda x: x / 2))
+    with pytest.raises(CheckpointError, match=f"{name} has other values"):
+        exported(checkpoint, tmp_path / "out", reference=other, quantize="int4")
