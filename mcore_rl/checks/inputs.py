@@ -1,6 +1,7 @@
 """The files that a run reads, and checks that they exist."""
 
 import difflib
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -56,7 +57,7 @@ def contents_of_inputs(inputs: Inputs) -> dict[str, dict[str, str]]:
     """Return field -> path -> size and CRC-32 of each file that decides which data a step reads: text, tokenizer,
     template.
 
-    Only the size of a .bin is recorded: reading it may take hours, and the .idx next to it changes with it.
+    A .bin is not read, which may take hours: its CRC-32 is that of PREFIX.json, and data without it has its size alone.
     """
     contents: dict[str, dict[str, str]] = {}
     for name, path, _ in inputs:
@@ -72,7 +73,13 @@ def contents_of_inputs(inputs: Inputs) -> dict[str, dict[str, str]]:
 
 def _content(file: Path) -> str:
     size = f"{file.stat().st_size} bytes"
-    return size if file.suffix == ".bin" else f"{size}, CRC-32 {crc32_of(file)}"
+    if file.suffix != ".bin":
+        return f"{size}, CRC-32 {crc32_of(file)}"
+    try:
+        crc = json.loads(file.with_suffix(".json").read_bytes())["bin_crc32"]
+    except (OSError, ValueError, LookupError, TypeError):
+        crc = ""
+    return f"{size}, CRC-32 {crc}" if crc else size
 
 
 def inputs_of(config: RunConfig) -> Inputs:

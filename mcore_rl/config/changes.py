@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -50,6 +51,9 @@ NOT_COMPARED = (
 BEFORE_FIELDS = {"data.shuffle": "whole"}
 """Values that stand in for fields missing from a recorded config, where earlier versions behaved differently from
 today's default."""
+Contents = Mapping[str, Mapping[str, str]]
+"""Field -> path -> content of each file that the field names (checks/inputs.py)."""
+NO_FILE = "no file"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +63,13 @@ class ConfigChange:
     key: str
     before: Any
     now: Any
+    is_moved: bool = False
+    """Whether both are paths of the same contents."""
 
     @property
     def breaks_exactness(self) -> bool:
         """Whether the change prevents an exact resume."""
-        return _is_in(self.key, EXACT) and not _is_in(self.key, EVALUATED)
+        return not self.is_moved and _is_in(self.key, EXACT) and not _is_in(self.key, EVALUATED)
 
     def is_allowed(self, allowed: tuple[str, ...]) -> bool:
         """Return whether `allowed` names the field or a section that contains it."""
@@ -105,16 +111,39 @@ def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") ->
     ]
 
 
-def content_changes(
-    before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
-) -> list[ConfigChange]:
-    """Return the fields that name a file with different content than recorded; both map field -> path -> content."""
-    return [
-        ConfigChange(key=key, before=f"{path} with {there[path]}", now=f"{path} with {content}")
-        for key, there in before.items()
-        for path, content in now.get(key, {}).items()
-        if there.get(path, content) != content
+def with_contents(changes: Sequence[ConfigChange], before: Contents, now: Contents) -> list[ConfigChange]:
+    """Return the changes of a config, moved where both paths have the same contents, and the fields whose files have
+    other contents than recorded, or are more or fewer.
+    """
+    changed = {change.key for change in changes}
+    return [replace(change, is_moved=_is_moved(change, before, now)) for change in changes] + [
+        ConfigChange(key=key, before=f"{path} with {there}", now=f"{path} with {here}")
+        for key in sorted(before.keys() & now.keys())
+        for path in sorted({*before[key], *now[key]})
+        for there, here in [(before[key].get(path, NO_FILE), now[key].get(path, NO_FILE))]
+        # An earlier version recorded less of a content: its beginning. Other paths are a change of the config already.
+        if not here.startswith(there) and not (key in changed and NO_FILE in (there, here))
     ]
+
+
+def _is_moved(change: ConfigChange, before: Contents, now: Contents) -> bool:
+    """Return whether both values of a field name files with the same checksums, in the same order."""
+
+    def files(named: str | Sequence[str], recorded: Mapping[str, str]) -> list[list[tuple[str, str]]]:
+        # Of a folder those within it, of a prefix of data PREFIX.bin and PREFIX.idx.
+        return [
+            [(file[len(path) :], content) for file, content in recorded.items() if is_part(file, path)]
+            for path in (str(Path(name)) for name in ([named] if isinstance(named, str) else named))
+        ]
+
+    def is_part(file: str, path: str) -> bool:
+        return file.startswith(path) and file[len(path) :][:1] in ("", "/", ".")
+
+    if not before.get(change.key) or not now.get(change.key):
+        return False
+    found = files(change.before, before[change.key])
+    is_known = all(parts and all("CRC-32" in content for _, content in parts) for parts in found)
+    return is_known and found == files(change.now, now[change.key])
 
 
 def as_recorded(before: Mapping[str, Any], kind: type[AnySection]) -> AnySection | Mapping[str, Any]:

@@ -194,21 +194,18 @@ def _taken_notes(
 ) -> list[str]:
     """Return a note on the tensors `others`, outside of the text model, that an export takes from its reference.
 
-    Raises:
-        CheckpointError: These, or the scales of blocks, are not those of the folder that the model was imported from.
+    Raises CheckpointError if these, or scales of blocks, are not those of the folder that the model was imported from.
     """
     if reference is None or not (copied := [*others, *(blocks.copied if blocks else ())]):
         return []
-    imported = import_behind(dist_model.folder.path)
+    imported, source = import_behind(dist_model.folder.path), HfSource(reference)
+    recorded, layouts = imported.get("tensors", {}), imported.get("layouts", {})
     shell, theirs = shell_of(reference.config or {}), shell_of(imported.get("config") or {})
-    recorded, layouts, source = imported.get("tensors", {}), imported.get("layouts", {}), HfSource(reference)
     faults = []
     if shell is not None and theirs is not None:
-        outside = {
-            name for name in recorded if shell.text_name(name) is None and not name.endswith(FP8_SCALE)
-        }
-        faults += [f"{name} is missing" for name in sorted(outside.difference(others))]
-        faults += [f"{name} was not there" for name in others if name not in outside]
+        names = [name for name in recorded if shell.text_name(name) is None and not name.endswith(FP8_SCALE)]
+        faults += [f"{name} is missing" for name in names if name not in others]
+        faults += [f"{name} was not there" for name in others if name not in names]
     # An import that had a tensor in fp8 says nothing of its values in another type.
     for name in (name for name in copied if name in recorded and name + FP8_SCALE not in recorded):
         layout = f"{reference.tensors[name].dtype} {reference.tensors[name].shape}"
@@ -219,9 +216,7 @@ def _taken_notes(
             f"--reference {reference.path} has other tensors than the folder that the model was imported from:\n"
             f"{listed(faults)}\nName that folder, or another copy of it."
         )
-    known = (
-        "as the import's manifest has them" if theirs else "compared with nothing: no import of them is known"
-    )
+    known = "as they were imported" if theirs else "compared with nothing, as no import of them is known"
     note = f"{len(others)} tensors that are not of the text model are copied from the reference, {known}"
     return [note] if others else []
 

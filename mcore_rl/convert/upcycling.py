@@ -26,7 +26,7 @@ from mcore_rl.convert.copying.source import ByteRun
 from mcore_rl.convert.exporting import DTYPE_KEYS, QUANTIZATION_KEYS, usual_dtype, write_index
 from mcore_rl.convert.hf.model import HfModel, check_copies, open_hf_model
 from mcore_rl.convert.hf.small_files import copy_files, small_files
-from mcore_rl.convert.hf.source import source_checksums
+from mcore_rl.convert.hf.source import HfSource, source_checksums
 from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.errors import ConfigError
@@ -119,27 +119,28 @@ def plan_upcycle(source: Path, folder: Path, options: UpcycleOptions, settings: 
     )
 
 
-class UpcycledSource:
+class UpcycledSource(HfSource):
     """The tensors of a dense model, and the tensors made from them: scaled slices with noise, and routers."""
 
     def __init__(
         self, found: HfModel, made: Mapping[str, MadeTensor], router_std: float, options: UpcycleOptions
     ) -> None:
         """`made` describes, by name, each tensor that is not a copy of a dense tensor."""
-        self._source, self._made = found.source(), made
+        super().__init__(found.folder, found.fp8_block)
+        self._made = made
         self._router_std, self._options = router_std, options
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
         """Copy a region to `out` (see TensorSource); for a made tensor, `where` is a region of the dense tensor."""
         part = self._made.get(name)
         if part is None:
-            self._source.fill(out, name, where)
+            super().fill(out, name, where)
             return
         if part.dense is None:
             out.copy_(self._router(name, where[1].stop)[slice(*where[0])].view(out.shape))
             return
         values_RC = torch.empty(sizes(where))
-        self._source.fill(values_RC, part.dense, where)
+        super().fill(values_RC, part.dense, where)
         values_RC *= part.scale
         if self._options.noise:
             # Chunks begin at the same rows in every run, for any number of workers.
@@ -151,15 +152,11 @@ class UpcycledSource:
         """Let the disk begin to read a region (see TensorSource)."""
         dense = self._made[name].dense if name in self._made else name
         if dense is not None:
-            self._source.prefetch(dense, where)
+            super().prefetch(dense, where)
 
     def run(self, name: str, where: Region) -> ByteRun | None:
         """Return where a region of the dense model is stored (see TensorSource)."""
-        return None if name in self._made else self._source.run(name, where)
-
-    def read(self, run: ByteRun, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a run (see TensorSource)."""
-        self._source.read(run, start, out)
+        return None if name in self._made else super().run(name, where)
 
     def _router(self, name: str, hidden: int) -> Tensor:
         """Return a router `[experts, hidden]` in float32: a random row for each copy, the same for all its slices."""

@@ -14,6 +14,7 @@ from mcore_rl.checksums import PartChecksum, as_hex, crc32_of, joined
 from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, InputFile
 from mcore_rl.data.index_file import read_index
 from mcore_rl.data.tokenizer import Tokenizer
+from mcore_rl.errors import DataError
 from mcore_rl.files import flush_to_disk, move_into_place, with_ending, write_atomically
 
 MIN_SHARD_BYTES = 256 << 10
@@ -164,7 +165,12 @@ def merge_shards(
     for shard in shards:
         if reports[shard.index].documents:
             _append(builder, str(shard.prefix(folder)))
-            size = with_ending(shard.prefix(folder), ".bin").stat().st_size
+            written = with_ending(shard.prefix(folder), ".bin")
+            if crc32_of(written) != reports[shard.index].bin_crc32:
+                raise DataError(
+                    f"{written} is not as it was written. Delete {folder}, and run the command again."
+                )
+            size = written.stat().st_size
             parts.append(PartChecksum(position, size, int(reports[shard.index].bin_crc32, 16)))
             position += size
     builder.finalize(str(with_ending(merged, ".idx")))

@@ -14,7 +14,7 @@ import torch
 from mcore_rl.checkpoint.read import CRITIC, StoredCheckpoint, inspect
 from mcore_rl.checkpoint.weights import load_weights, refuse_other_adapters
 from mcore_rl.checkpoint.write import SavePlan, ShardPlanner, WrittenFiles, finish
-from mcore_rl.config.changes import ConfigChange, config_changes, content_changes, kind_of_config, listing
+from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing, with_contents
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, TrainingError
 from mcore_rl.files import checkpoint_errors_explained, room_at
 from mcore_rl.folders.checkpoint import (
@@ -338,8 +338,7 @@ class Checkpoints:
         config, marker = self._state.config, stored.marker
         assert marker is not None
         if marker.program == kind_of_config(config):
-            changes = config_changes(marker.settings, config)
-            changes += content_changes(marker.inputs, self._inputs)
+            changes = with_contents(config_changes(marker.settings, config), marker.inputs, self._inputs)
         else:
             changes = config_changes(marker.model, config.model, "model.")
         if marker.numerics != NUMERICS:

@@ -18,6 +18,7 @@ from examples.reward import brevity
 from examples.task import count_ones
 from mcore_rl.api import is_done, read_metrics
 from mcore_rl.families import family_of
+from mcore_rl.folders.checkpoint import read_marker
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
 from mcore_rl.rl.rewards.interface import RewardInput
@@ -135,6 +136,8 @@ def test_an_rl_run_uses_and_records_all_of_them(
     for name in ("advantage", "environment", "family", "loss", "reward", "task"):
         digest = hashlib.sha256((ROOT / f"examples/{name}.py").read_bytes()).hexdigest()
         assert [found for key, found in recorded.items() if key.startswith(f"examples.{name}:")] == [digest]
+    # A resume compares them with those of its checkpoint.
+    assert read_marker(tmp_path / "rl/checkpoints/iter_0000004").inputs["code"] == recorded
 
 
 def test_a_training_from_python_learns(tmp_path: Path) -> None:

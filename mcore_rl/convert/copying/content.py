@@ -60,8 +60,7 @@ class ChunkBytes:
                 elements = self._scratch.tensor((min(BLOCK_BYTES, run.size - start),), torch.uint8)
                 block = as_bytes(elements)
                 self._source.read(run, start, block)
-                if not is_finite(elements.view(run.dtype)):
-                    raise _not_finite(self.chunk, self._source)
+                refuse_not_finite(elements.view(run.dtype), self.chunk, self._source)
                 crc = crc32(block, crc)
                 yield block
             parts.append(PartChecksum(sum(part.size for part in parts), run.size, crc))
@@ -74,7 +73,9 @@ class ChunkBytes:
 
     def _computed(self) -> memoryview:
         """Return the bytes of a chunk that is cast, dequantized, or put together from strided regions."""
-        data = as_bytes(fill_finite(self.chunk, self._source, self._scratch))
+        elements = fill(self.chunk, self._source, self._scratch)
+        refuse_not_finite(elements, self.chunk, self._source)
+        data = as_bytes(elements)
         runs = ((copy.source, self._source.run(copy.source, copy.where)) for copy in self.chunk.copies)
         self.sources = tuple(
             (name, PartChecksum(run.tensor_start, run.size, _checksum(self._source, run)))
@@ -98,14 +99,6 @@ def fill(chunk: Chunk, source: TensorSource, scratch: ScratchMemory | None = Non
     return elements
 
 
-def fill_finite(chunk: Chunk, source: TensorSource, scratch: ScratchMemory | None = None) -> Tensor:
-    """Return the elements of a chunk as `fill` does. Raises CheckpointError unless all are finite."""
-    elements = fill(chunk, source, scratch)
-    if not is_finite(elements):
-        raise _not_finite(chunk, source)
-    return elements
-
-
 def is_finite(elements: Tensor) -> bool:
     """Return whether no element is infinite or NaN; elements of a byte pass, because their scales do not."""
     if not elements.is_floating_point() or elements.element_size() == 1:
@@ -114,20 +107,24 @@ def is_finite(elements: Tensor) -> bool:
     return bool(elements.sum().isfinite()) or bool(elements.isfinite().all())
 
 
-def _not_finite(chunk: Chunk, source: TensorSource) -> CheckpointError:
-    """Return the error for a chunk with elements that are not finite, with the tensor that they come from."""
-    dtype, name, faults, largest = chunk.target.dtype, chunk.target.name, 0, 0.0
+def refuse_not_finite(elements: Tensor, chunk: Chunk, source: TensorSource) -> None:
+    """Raise a CheckpointError where elements of a chunk are infinite or NaN, with the tensor that they come from."""
+    if is_finite(elements):
+        return
+    name, count, largest = chunk.target.name, int((~elements.isfinite()).sum()), math.nan
     for copy in chunk.copies:
         exact = torch.empty(sizes(copy.where), dtype=torch.float64)
         source.fill(exact, copy.source, copy.where)
-        if faults := int((~exact.to(dtype).isfinite()).sum()):
-            name, largest = copy.source, float(exact.abs().max())
+        if faults := int((~exact.to(elements.dtype).isfinite()).sum()):
+            name, count, largest = copy.source, faults, float(exact.abs().max())
             break
-    remedy = "Take another copy of the weights, or an earlier checkpoint."
-    if math.isfinite(largest):
-        remedy = f"The largest is {largest:.6g}: choose a type that holds it, --dtype fp32."
-    return CheckpointError(
-        f"{name} has {faults} values that are infinite or NaN as {dtype}, with which a model computes nothing. {remedy}"
+    raise CheckpointError(
+        f"{name} has {count} values that are infinite or NaN as {elements.dtype}: a model computes nothing with them. "
+        + (
+            f"The largest is {largest:.6g}: choose a type that holds it, --dtype fp32."
+            if math.isfinite(largest)
+            else "Take another copy of the weights, or an earlier checkpoint."
+        )
     )
 
 

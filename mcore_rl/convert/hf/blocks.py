@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mcore_rl.convert.copying.content import fill_finite
+from mcore_rl.convert.copying.content import fill, refuse_not_finite
 from mcore_rl.convert.copying.plan import TargetTensor, chunk_at
 from mcore_rl.convert.copying.source import ByteRun, TensorSource
 from mcore_rl.convert.hf.folder import HfFolder
@@ -206,7 +206,10 @@ class WithBlocks(WithReference, ABC):
 
     def _weights(self, weight: TargetTensor, rows: AxisRange) -> Tensor:
         """Return rows of a weight of the checkpoint `[rows, columns]`, in the type that it has without blocks."""
-        return fill_finite(chunk_at(weight, (rows, AxisRange(0, weight.shape[1]))), self._source)
+        chunk = chunk_at(weight, (rows, AxisRange(0, weight.shape[1])))
+        weights = fill(chunk, self._source)
+        refuse_not_finite(weights, chunk, self._source)
+        return weights
 
     def _scales(self, name: str, rows: AxisRange) -> Tensor:
         """Return rows of scales of the reference, fp32 `[rows, column blocks]`."""

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing
+from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
+from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing, with_contents
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.folders.checkpoint import complete_in, read_marker
@@ -38,4 +39,5 @@ def changes_since_done(config: RunConfig) -> list[ConfigChange]:
         raise CheckpointError(
             f"{config.run_dir} has a finished run of {marker.program}, and this is {kind}. Choose another run_dir."
         )
-    return config_changes(marker.settings, config)
+    inputs = contents_of_inputs(inputs_of(config))
+    return with_contents(config_changes(marker.settings, config), marker.inputs, inputs)

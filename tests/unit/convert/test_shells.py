@@ -432,7 +432,7 @@ def test_it_is_said_whether_the_tensors_of_a_reference_could_be_compared(
 ) -> None:
     tensors, source, checkpoint = images
     resharded = write_hf(tmp_path / "resharded", whole("qwen3_vl").config, tensors, shards=4)
-    assert "as the import's manifest has them" in notes(checkpoint, resharded, tmp_path / "out")
+    assert "as they were imported" in notes(checkpoint, resharded, tmp_path / "out")
     gone = trained(checkpoint, tmp_path / "gone", tmp_path / "a")
     assert "compared with nothing" in notes(gone, source, tmp_path / "out")
     itself = trained(checkpoint, tmp_path / "b", tmp_path / "b")

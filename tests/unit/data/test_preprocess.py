@@ -18,7 +18,10 @@ import sentencepiece
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from rich.console import Console
 
-from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
+from mcore_rl.config.changes import with_contents
+from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.preprocess import ENDINGS, PreprocessOptions, preprocess
 from mcore_rl.errors import DataError
@@ -172,6 +175,38 @@ def test_a_run_killed_while_it_moved_its_files_is_ended_by_the_next(options, cor
     run(options)
     assert files(options.output) == files(whole.output)
     assert not partial.exists()
+
+
+def test_a_part_that_was_damaged_before_the_run_went_on_is_not_joined(options, corpus, tmp_path):
+    with_bad_line = tmp_path / "bad.jsonl"
+    with_bad_line.write_bytes(corpus.read_bytes()[:20_000])
+    options = replace(options, inputs=(with_bad_line,))
+    shard = stop_before_the_end(options) / "shard-000000.bin"
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(
+        DataError, match=r"shard-000000\.bin is not as it was written\. Delete .*data\.v1\.partial"
+    ):
+        run(options)
+    shutil.rmtree(shard.parent)
+    run(options)
+
+
+def test_data_made_anew_with_the_same_lengths_is_other_data_to_a_run(options, corpus, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_bytes(corpus.read_bytes()[:20_000].replace(b" 1984 ", b" 1985 "))
+    options, config = (
+        replace(options, inputs=(text,)),
+        PretrainConfig(data=DataConfig(train=(str(options.output),))),
+    )
+    run(options)
+    before, index = contents_of_inputs(inputs_of(config)), files(options.output)[".idx"]
+    text.write_bytes(corpus.read_bytes()[:20_000])
+    run(replace(options, overwrite=True))
+    assert files(options.output)[".idx"] == index
+    (change,) = with_contents([], before, contents_of_inputs(inputs_of(config)))
+    assert change.breaks_exactness and f"{options.output}.bin with " in str(change)
 
 
 def test_an_existing_dataset_is_kept_unless_overwriting_is_asked_for(options, reference, corpus, tmp_path):
