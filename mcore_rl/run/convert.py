@@ -25,7 +25,7 @@ from mcore_rl.convert.peft import plan_adapter_export
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.convert.upcycling import UpcycleOptions, plan_upcycle
 from mcore_rl.convert.verify import compare
-from mcore_rl.data.tokenizer import digest_of_folder, load_tokenizer
+from mcore_rl.data.tokenizer import digest_of_folder
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families.shells import text_config
 from mcore_rl.files import is_event_log, refuse_overlap
@@ -183,16 +183,18 @@ def _text(args: argparse.Namespace, run: Path | None) -> ModelText | None:
         )
         return ModelText(tokenizer=TokenizerConfig(kind=kind, path=args.tokenizer), chat_template=template)
     in_reference = args.reference is not None and has_tokenizer(args.reference)
+    theirs = digest_of_folder(args.reference) if in_reference else None
+    own = find_checkpoint(args.paths[0])  # an import has the tokenizer of its source
     if trained is not None and trained.tokenizer.path is not None:
         if in_reference and not Path(trained.tokenizer.path).exists():
             return None
-        theirs = digest_of_folder(args.reference) if in_reference else None
-        is_comparable = trained.tokenizer.kind == "huggingface" and theirs is not None
-        if is_comparable and load_tokenizer(trained.tokenizer).digest != theirs:
-            raise ConfigError(
-                f"--reference {args.reference} has another tokenizer than {trained.tokenizer.path}, with which "
-                f"{run} was trained. Name the one that the model should have: --tokenizer FOLDER."
-            )
+        own = Path(trained.tokenizer.path)
+    if theirs is not None and digest_of_folder(own) not in (None, theirs):
+        raise ConfigError(
+            f"--reference {args.reference} has another tokenizer than {own}, that of the model. Name the one that the "
+            "output should have: --tokenizer FOLDER."
+        )
+    if trained is not None and trained.tokenizer.path is not None:
         return ModelText(tokenizer=trained.tokenizer, chat_template=template)
     if in_reference or args.action == "plan":
         return None

@@ -88,7 +88,10 @@ def open_run(
         fence = folder.claim()
         platform, changed_layers = keep_layers(config.platform, platform, folder)
         state = set_up(config, platform)
-        inputs = on_rank_zero(lambda: {**contents_of_inputs(inputs_of(config)), "code": extensions}) | orders
+        inputs = {
+            **on_rank_zero(lambda: contents_of_inputs(inputs_of(config)) | {"code": extensions}),
+            **orders,
+        }
         checkpoints = Checkpoints(state, folder.checkpoints, fence, inputs)
         resumption = checkpoints.resume()
         adapters = _adapters(config.lora, config.model, state, is_new=not saved_steps(folder.checkpoints))

@@ -16,8 +16,9 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
+from mcore_rl.errors import CheckpointError
 from mcore_rl.run.cli import main
-from tests.conversion import imported, saved
+from tests.conversion import exported, imported, saved
 from tests.hf_models import oracle
 
 VOCAB = 420
@@ -240,3 +241,26 @@ def test_a_reference_with_another_tokenizer_than_the_runs_is_refused(
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     # Its chat template, which the output has, ends a turn with <|im_end|>.
     assert generation == {"eos_token_id": [2, 0], "temperature": 0.6}
+
+
+def test_a_reference_with_another_tokenizer_than_the_imports_is_refused(
+    tmp_path: Path, chat_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved("llama", tmp_path / "hf", vocab_size=VOCAB)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    arguments = ["convert", "export", str(checkpoint), str(tmp_path / "out"), "--reference", str(source)]
+    (source / "tokenizer.json").write_bytes((chat_folder / "tokenizer.json").read_bytes())
+    assert main(arguments) == 2
+    assert f"has another tokenizer than {checkpoint}, that of the model" in capsys.readouterr().err
+    assert main([*arguments, "--tokenizer", str(source)]) == 0
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "generation_config.json", "manifest.json"])
+def test_a_small_file_of_an_import_that_has_changed_is_not_exported(name: str, tmp_path: Path) -> None:
+    """A file of another length is refused by every reader of the checkpoint; here the length is the same."""
+    checkpoint = imported(saved("llama", tmp_path / "hf"), tmp_path / "ckpt")
+    content = bytearray((checkpoint / name).read_bytes())
+    content[content.index(b":")] ^= 1
+    (checkpoint / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} is not the file that was written"):
+        exported(checkpoint, tmp_path / "out")

@@ -373,9 +373,12 @@ def trained(checkpoint: Path, load: Path, run_dir: Path) -> Path:
     shutil.copytree(checkpoint, folder)
     (folder / "manifest.json").unlink()
     marker = read_marker(folder)
-    files = {name: size for name, size in marker.files.items() if name != "manifest.json"}
+    files, crc32 = (
+        {name: value for name, value in recorded.items() if name != "manifest.json"}
+        for recorded in (marker.files, marker.crc32)
+    )
     settings = {"checkpoint": {"load": str(load)}, "model": marker.model, "run_dir": str(run_dir)}
-    write_marker(folder, replace(marker, step=5, program="sft", files=files, settings=settings))
+    write_marker(folder, replace(marker, step=5, program="sft", files=files, crc32=crc32, settings=settings))
     return folder
 
 
