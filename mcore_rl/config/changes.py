@@ -132,12 +132,13 @@ def _is_moved(change: ConfigChange, before: Contents, now: Contents) -> bool:
     def files(named: str | Sequence[str], recorded: Mapping[str, str]) -> list[list[tuple[str, str]]]:
         # Of a folder those within it, of a prefix of data PREFIX.bin and PREFIX.idx.
         return [
-            [(file[len(path) :], content) for file, content in recorded.items() if is_part(file, path)]
+            [
+                (file[len(path) :], content)
+                for file, content in recorded.items()
+                if file.startswith(path) and file[len(path) :][:1] in ("", "/", ".")
+            ]
             for path in (str(Path(name)) for name in ([named] if isinstance(named, str) else named))
         ]
-
-    def is_part(file: str, path: str) -> bool:
-        return file.startswith(path) and file[len(path) :][:1] in ("", "/", ".")
 
     if not before.get(change.key) or not now.get(change.key):
         return False

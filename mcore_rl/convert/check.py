@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from mcore_rl.backend.saved_files.archives import FilePart, FileRange
+from mcore_rl.backend.saved_files.archives import FileRange
 from mcore_rl.backend.saved_files.pickles import load_metadata
 from mcore_rl.checkpoint.integrity import check_part
 from mcore_rl.checksums import as_hex, crc32_of
-from mcore_rl.convert.hf.folder import HfFolder, open_hf
+from mcore_rl.convert.hf.folder import open_hf
+from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.data.index_file import read_index
 from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, DataError
@@ -258,19 +259,13 @@ def _checked_by_manifest(
         hf = open_hf(file)
     except CheckpointError as error:
         return _damaged(file, str(error))
-    faults = list(_tensor_faults(hf, file, tensors))
+    source = HfSource(hf)
+    faults = [
+        name for name in hf.tensors if as_hex(source.checksum(name)) != tensors.get(name, {}).get("crc32")
+    ]
     if faults or entry is not None:
         return _damaged(file, f"not the bytes that were written: {_some(faults or ['its header'])}")
     return _sound(file, f"each of its {len(hf.tensors)} tensors as written (CRC-32)")
-
-
-def _tensor_faults(hf: HfFolder, file: Path, tensors: dict[str, dict[str, object]]) -> Iterator[str]:
-    """Yield the tensors of a safetensors file with other bytes than the manifest's."""
-    with file.open("rb") as opened:
-        for name, tensor in hf.tensors.items():
-            crc = FilePart(opened.fileno(), tensor.start, tensor.num_bytes).crc32(0, tensor.num_bytes)
-            if as_hex(crc) != tensors.get(name, {}).get("crc32"):
-                yield name
 
 
 def _plan_dataset(prefix: str) -> CheckPlan:

@@ -12,6 +12,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.plan import TargetTensor, chunk_at, chunks_of, common_dtype
 from mcore_rl.convert.copying.source import TensorSource
+from mcore_rl.convert.hf.blocks import as_stored
 from mcore_rl.convert.hf.folder import HfFolder, open_hf
 from mcore_rl.convert.hf.model import HfModel, MtpLayers, open_hf_model
 from mcore_rl.convert.hf.source import HfSource
@@ -158,15 +159,7 @@ def _config_differences(one: ModelConfig | None, other: ModelConfig | None) -> I
 
 def _as_stored(folder: HfFolder) -> ComparedCheckpoint:
     """Return a folder's tensors as they are stored, for any model, quantized or not."""
-    targets = {
-        name: TargetTensor(
-            name=name,
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            copies=(RegionCopy(whole(tensor.shape), name, whole(tensor.shape)),),
-        )
-        for name, tensor in folder.tensors.items()
-    }
+    targets = {name: as_stored(folder, name) for name in folder.tensors}
     return ComparedCheckpoint(path=folder.path, targets=targets, source=HfSource(folder))
 
 

@@ -60,6 +60,7 @@ def files_under(folder: Path) -> None:
     write_pair(folder / "a", b"tokens of a")
     write_pair(folder / "b", b"tokens of b")
     write_pair(folder / "ab", b"tokens of ab")
+    write_pair(folder / "plain", b"tokens", sidecar=False)
     for name, text in {
         "chats/1.jsonl": "{1}",
         "chats/2.jsonl": "{2}",
@@ -196,6 +197,20 @@ CASES: dict[str, tuple[RunConfig, Callable[[], object], RunConfig, set[str], set
         pretraining("there/a"),
         {"data.train"},
         set(),
+    ),
+    "data of another tool elsewhere": (
+        pretraining("here/plain"),
+        lambda: write_pair(Path("there/plain"), b"tokens", sidecar=False),
+        pretraining("there/plain"),
+        {"data.train"},
+        set(),
+    ),
+    "data that moved away from data of a like name": (
+        pretraining("here/a", "here/ab"),
+        lambda: write_pair(Path("there/a"), b"tokens of a"),
+        pretraining("there/a", "here/ab"),
+        set(),
+        {"data.train"},
     ),
     "two exchanged": (pretraining(), lambda: None, pretraining("here/b", "here/a"), {"data.train"}, set()),
     "one twice": (pretraining(), lambda: None, pretraining("here/a", "here/a"), {"data.train"}, set()),
