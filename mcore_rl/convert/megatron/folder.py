@@ -137,7 +137,7 @@ def check_files(folder: DistFolder) -> None:
         check_files(folder.base)
     if folder.marker is None:
         return
-    archives: dict[str, list[FileRange]] = {name: [] for name in (*folder.files, *folder.marker.crc32)}
+    archives: dict[str, list[FileRange]] = {name: [] for name in (*folder.files, *folder.marker.files)}
     parts = (part.saved for tensor in folder.own_tensors.values() for part in tensor.parts)
     for saved in (*parts, *folder.objects.values()):
         archives[saved.file].append(saved)
