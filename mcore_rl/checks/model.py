@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from math import isqrt
 from operator import attrgetter
+from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import FAMILIES, family_of, model_from_hf
+from mcore_rl.families import FAMILIES, family_of, hf_config, model_from_hf
 from mcore_rl.families.family import OPTIONAL_SETTINGS, Family
 from mcore_rl.families.hf_config import LLAMA3_CONSTANTS, HfConfig
+from mcore_rl.families.same_model import model_changes
+from mcore_rl.families.weight_map import listed
 
 MAX_DIVISOR = 10_000
 """Largest divisor to try for a message, so that a misspelt width of 10^18 is refused at once too."""
@@ -25,6 +28,23 @@ def checked_model_from_hf(config: HfConfig, family: str | None = None) -> ModelC
     if violations := list(model_violations(model)):
         raise ConfigError("config.json describes a model that Megatron cannot run:\n" + "\n".join(violations))
     return model
+
+
+def checked_hf_config(model: ModelConfig) -> dict[str, Any]:
+    """Return a config.json as `hf_config` does. Raises ConfigError unless it is read back as the same model."""
+    written = hf_config(model)
+    try:
+        changes = model_changes(model.model_dump(mode="json"), model_from_hf(written, model.family))
+        # In transformers' models, biases of the choice of experts are zero where a folder has none.
+        faults = [str(change) for change in changes if change.key != "model.moe.expert_bias"]
+    except ConfigError as error:
+        faults = [str(error)]
+    if faults:
+        raise ConfigError(
+            f"transformers' {written['architectures'][0]} cannot be this model, which can neither be exported nor "
+            f"served: its config.json would be another model's.\n{listed(faults)}"
+        )
+    return written
 
 
 def model_violations(model: ModelConfig) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from mcore_rl.checks.model import checked_hf_config
 from mcore_rl.checksums import as_hex
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, import_behind, write_manifest
@@ -35,7 +36,7 @@ from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.convert.megatron.adapters import MergedSource
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families import hf_config, score_config
+from mcore_rl.families import score_config
 from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes
 from mcore_rl.families.shells import TEXT, shell_of
 from mcore_rl.families.weight_map import AxisRange, DuplicateTensor, listed
@@ -296,7 +297,7 @@ def _config(
     """
     dtype = usual_dtype(targets)
     if options.reference is None:
-        config = hf_config(dist_model.model) | special | {"dtype": dtype}
+        config = checked_hf_config(dist_model.model) | special | {"dtype": dtype}
         return _json(config), ["config.json is made from the checkpoint's settings"]
     raw, config = (options.reference / "config.json").read_bytes(), read_config(options.reference)
     changed = []

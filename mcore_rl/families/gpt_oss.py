@@ -13,6 +13,10 @@ from mcore_rl.families.weight_map import HfRows, WeightRule
 LIMIT, ALPHA = 7.0, 1.702
 """Limit to which the experts' activations are clamped, and slope of their sigmoid, which is built into Megatron."""
 
+UNSCALED = {"rope_type": "default", "factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
+"""Settings of unscaled positions. Without settings, transformers has the YaRN of the published models; vLLM runs YaRN
+whatever the type is, which changes nothing with the factor 1."""
+
 
 class GptOss(Family):
     """gpt-oss: every layer has experts, with a clamped GELU approximated by a sigmoid."""
@@ -81,15 +85,18 @@ class GptOss(Family):
         """Return the family's keys of config.json."""
         window = model.sliding_window
         first = "sliding_attention" if window else "full_attention"
-        return {
+        unscaled = {"rope_scaling": UNSCALED | {"original_max_position_embeddings": model.max_position}}
+        return (unscaled if model.rope.scaling == "none" else {}) | {
             "attention_bias": True,
             "intermediate_size": model.moe.ffn_hidden_size,
             "num_local_experts": model.moe.num_experts,
             "num_experts_per_tok": model.moe.top_k,
             "router_aux_loss_coef": model.moe.aux_loss_coeff,
-            "sliding_window": window,
+            # Without windows: transformers cannot run null, and vLLM has a window whatever `layer_types` are.
+            "sliding_window": model.max_position if window is None else window,
             "layer_types": ["full_attention" if i % 2 else first for i in range(model.num_layers)],
             "swiglu_limit": LIMIT,
+            "swiglu_alpha": ALPHA,
         }
 
 

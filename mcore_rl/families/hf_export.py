@@ -105,7 +105,7 @@ def _rope_to_hf(model: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": rope.original_length,
             "beta_fast": rope.beta_fast,
             "beta_slow": rope.beta_slow,
-            **({} if rope.truncate else {"truncate": False}),
+            "truncate": rope.truncate,
             **temperatures,
         }
     return written

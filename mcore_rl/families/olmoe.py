@@ -3,9 +3,8 @@
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig, common, either, needed, refusal
+from mcore_rl.families.hf_config import HfConfig, common, either, needed, refusal, require
 
 
 class Olmoe(Family):
@@ -24,6 +23,8 @@ class Olmoe(Family):
         if config.get("clip_qkv") is not None:
             raise refusal(config, "clip_qkv", "does not clip queries, keys and values")
         arguments = common(config)
+        # Norms are as wide as the hidden size in transformers.
+        require(config, {"head_dim": arguments["hidden_size"] // (arguments["num_heads"] or 1)})
         moe = {
             "num_experts": either(config, "num_experts", "num_local_experts"),
             "top_k": needed(config, "num_experts_per_tok"),
@@ -34,13 +35,7 @@ class Olmoe(Family):
         return arguments | {"moe": moe}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json. Raises ConfigError if the heads do not fill the hidden size."""
-        if model.num_heads * model.head_dim != model.hidden_size:
-            raise ConfigError(
-                f"model.num_heads={model.num_heads} x model.head_dim={model.head_dim} is not "
-                f"model.hidden_size={model.hidden_size}: transformers' olmoe has no other heads. Such a model cannot "
-                "be exported; train one whose heads fill the hidden size."
-            )
+        """Return the family's keys of config.json."""
         return {
             "attention_bias": False,
             "clip_qkv": None,

@@ -55,7 +55,7 @@ def _in_use(model: ModelConfig, family: Family) -> dict[str, Any]:
         f"model.{name}": "on" if is_on else "off" for name, is_on in switches.items()
     }
     settings["model.moe.shared_ffn_hidden_size"] = each
-    if (moe.num_groups or 1) == 1:
+    if moe.num_groups == moe.top_groups:  # all groups, or none
         settings["model.moe.num_groups"] = None
     if model.rope.factor == 1:
         settings["model.rope.scaling"] = "none"
@@ -76,7 +76,7 @@ def _unused(model: ModelConfig, family: Family) -> Iterator[str]:
         yield "ffn_hidden_size"
     if not model.moe.shared_experts:
         yield "moe.shared_ffn_hidden_size"
-    if (model.moe.num_groups or 1) == 1:
+    if model.moe.num_groups == model.moe.top_groups:
         yield "moe.top_groups"
     if model.indexer.top_k is None:
         yield "indexer"

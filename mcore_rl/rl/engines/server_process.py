@@ -14,11 +14,11 @@ from typing import NamedTuple
 import psutil
 
 import mcore_rl
+from mcore_rl.checks.model import checked_hf_config
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import VLLM_RANKS, ServedConfig, VllmConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.families import hf_config
 from mcore_rl.processes.launcher import environment_variable, free_port, start_server
 from mcore_rl.processes.process_tree import END_TREE
 from mcore_rl.rl.engines.served_routes import FLAG
@@ -71,7 +71,7 @@ def model_folder(model: ModelConfig, dtype: str, folder: Path) -> Path:
     path = folder / "model"
     path.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
-        hf_config(model) | {"torch_dtype": dtype},
+        checked_hf_config(model) | {"torch_dtype": dtype},
         indent=1,
     )
     (path / "config.json").write_text(text, encoding="utf-8")
