@@ -39,6 +39,8 @@ LAYERS = Kind(
 NUMBER = Kind(
     "a number", lambda value: _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 )
+SIZE = Kind("a whole number other than 0", lambda value: _is_whole(value) and value != 0)
+FACTOR = Kind("a number other than 0", lambda value: NUMBER.includes(value) and value != 0)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 LIST = Kind("a list", lambda value: isinstance(value, list))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
@@ -46,19 +48,20 @@ KINDS = {
     name: kind
     for kind, names in (
         (LAYERS, "num_hidden_layers"),
-        (WHOLE, "hidden_size num_attention_heads num_key_value_heads head_dim vocab_size"),
-        (WHOLE, "intermediate_size moe_intermediate_size shared_expert_intermediate_size"),
-        (WHOLE, "max_position_embeddings original_max_position_embeddings sliding_window rotary_dim"),
-        (WHOLE, "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
+        # Where null stands for a default, 0 does not.
+        (SIZE, "num_key_value_heads head_dim rotary_dim q_lora_rank n_group topk_group decoder_sparse_step"),
+        (FACTOR, "rope_theta partial_rotary_factor routed_scaling_factor attention_factor"),
+        (WHOLE, "hidden_size num_attention_heads vocab_size intermediate_size moe_intermediate_size"),
+        (WHOLE, "shared_expert_intermediate_size max_position_embeddings original_max_position_embeddings"),
+        (WHOLE, "sliding_window kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
         (WHOLE, "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok"),
-        (WHOLE, "experts_per_token n_group topk_group first_k_dense_replace decoder_sparse_step"),
+        (WHOLE, "experts_per_token first_k_dense_replace"),
         (WHOLE, "num_mtp_layers num_nextn_predict_layers mtp_num_hidden_layers max_window_layers"),
         (WHOLE, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
         (WHOLE, "linear_conv_kernel_dim full_attention_interval"),
         (WHOLE, "index_topk index_n_heads index_head_dim index_topk_freq index_skip_topk_offset"),
-        (NUMBER, "rms_norm_eps attention_dropout initializer_range routed_scaling_factor"),
-        (NUMBER, "router_aux_loss_coef aux_loss_alpha rope_theta partial_rotary_factor factor"),
-        (NUMBER, "attention_factor beta_fast beta_slow mscale mscale_all_dim residual_dropout"),
+        (NUMBER, "rms_norm_eps attention_dropout initializer_range router_aux_loss_coef aux_loss_alpha"),
+        (NUMBER, "factor beta_fast beta_slow mscale mscale_all_dim residual_dropout"),
         (FLAG, "tie_word_embeddings attention_bias mlp_bias qkv_bias use_qk_norm norm_topk_prob seq_aux"),
         (FLAG, "use_sliding_window truncate attn_output_gate mtp_use_dedicated_embeddings"),
         (FLAG, "rope_interleave indexer_rope_interleave"),

@@ -46,12 +46,14 @@ class Shell:
 
 
 LANGUAGE_MODEL, VISUAL = {"model.language_model.": "model."}, ("model.visual.",)
+QWEN3_VL_DEFAULTS = {"rope_theta": 500000.0}
 SHELLS: dict[str, Shell] = {
     "qwen3_vl": Shell(
         text_types={"qwen3_vl_text": "qwen3"},
         prefixes=LANGUAGE_MODEL,
         passing=VISUAL,
         is_tied=False,
+        defaults=QWEN3_VL_DEFAULTS,
     ),
     "qwen3_vl_moe": Shell(
         text_types={"qwen3_vl_moe_text": "qwen3_moe"},
@@ -59,6 +61,7 @@ SHELLS: dict[str, Shell] = {
         passing=VISUAL,
         is_tied=False,
         fixed={"norm_topk_prob": True},
+        defaults=QWEN3_VL_DEFAULTS,
         has_transposed_experts=True,
     ),
     "glm4v_moe": Shell(
@@ -118,8 +121,12 @@ def text_config(config: HfConfig) -> HfConfig:
     tied = config.get("tie_word_embeddings", shell.is_tied)
     if tied is None:
         needed(config, "tie_word_embeddings")
+    check_types(inner, {"rope_parameters": OBJECT, "rope_scaling": OBJECT})
+    defaults = dict(shell.defaults)
+    if any("rope_theta" in (inner.get(name) or {}) for name in ("rope_parameters", "rope_scaling")):
+        defaults.pop("rope_theta", None)
     return {
-        **shell.defaults,
+        **defaults,
         **inner,
         **shell.fixed,
         "model_type": shell.text_types[kind],
