@@ -4,7 +4,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -27,7 +27,7 @@ from mcore_rl.folders.huggingface import (
     unfinished_download,
 )
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_FILES = (
     "adapter_config.json",
     ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
@@ -99,6 +99,9 @@ def open_hf(path: Path) -> HfFolder:
     if adapter := [name for name in ADAPTER_FILES if (folder / name).exists()]:
         raise CheckpointError(_adapter_fault(folder, adapter[0]))
     stamps = sizes_and_times(folder / name for name in (*files, "config.json"))
+    config = read_config(folder) if (folder / "config.json").is_file() else None
+    if path.is_dir():
+        _refuse_other_weights(path, files, config or {})
     tensors: dict[str, HfTensor] = {}
     sizes, headers = {}, {}
     for name in files:
@@ -111,8 +114,19 @@ def open_hf(path: Path) -> HfFolder:
             tensors[tensor_name] = tensor
     if path.is_dir() and (path / INDEX).is_file():
         _check_index(path, tensors)
-    config = read_config(folder) if (folder / "config.json").is_file() else None
     return HfFolder(path=folder, config=config, tensors=tensors, files=sizes, headers=headers, stamps=stamps)
+
+
+def _refuse_other_weights(folder: Path, files: Sequence[str], config: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError if transformers loads other files of a folder than `files`."""
+    named = str(config.get("transformers_weights") or SINGLE)
+    order = (named, SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+    loaded = next((name for name in order if (folder / name).is_file()), INDEX)
+    if loaded != INDEX and files != [loaded]:
+        raise CheckpointError(
+            f"{folder} has more than one set of weights: transformers loads {loaded} alone, the other files are\n"
+            f"{listed(sorted({*files} - {loaded}))}\nMove those away that are not the model's."
+        )
 
 
 def _adapter_fault(folder: Path, name: str) -> str:
