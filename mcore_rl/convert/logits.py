@@ -2,7 +2,8 @@
 
 This is the only part of the conversion that builds a model and starts a process group, with a single rank. The model is
 empty: the weights of a module are read when its forward begins and dropped when it ends, so that only one layer's
-weights are in memory at a time.
+weights are in memory at a time. Transformers loads folders of at most LOGITS_BYTES itself, without the conversion's
+reading, unless they are quantized or have no index.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +22,14 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.plan import TargetTensor, chunk_at
-from mcore_rl.convert.hf.model import HfModel, MtpLayers
+from mcore_rl.convert.hf.folder import INDEX, SINGLE
+from mcore_rl.convert.hf.model import QUANTIZATION, HfModel, MtpLayers, with_quantization
 from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.convert.megatron.layouts import KeyTranslation, refuse_singletons
 from mcore_rl.convert.megatron.model import DistModel
 from mcore_rl.convert.megatron.source import DistSource
-from mcore_rl.convert.verify import open_model
-from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.convert.verify import LOGITS_BYTES, open_model
+from mcore_rl.errors import CheckpointError, ConfigError, McoreRlError
 from mcore_rl.families import weight_map
 from mcore_rl.families.regions import (
     RegionCopy,
@@ -37,7 +39,7 @@ from mcore_rl.families.regions import (
     whole,
 )
 from mcore_rl.families.shells import text_config
-from mcore_rl.families.weight_map import AxisRange
+from mcore_rl.families.weight_map import AxisRange, listed
 from mcore_rl.folders.huggingface import is_hf
 from mcore_rl.model.build import build_uninitialized, unwrap
 from mcore_rl.model.global_tensors import LocalShard, local_shards
@@ -47,9 +49,12 @@ from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 
 NUM_SEQUENCES, SEQUENCE_LENGTH = 2, 32
 """Size of the batch of random tokens."""
+NUM_ROUNDED = 5
+"""Number of further copies of the batch, in which the numbers between layers change by one unit in the last place."""
+ROUNDING = 4.0
+"""Difference of a sequence's logits that rounding explains, relative to the largest difference among its copies.
+Megatron's models and transformers' differ by at most 1.3 times as much, in all families, with 3 to 24 layers."""
 EXPERT_BIAS = "e_score_correction_bias"
-TOLERANCE = 2e-5
-"""Difference of logits explained by rounding in fp32, relative to the largest logit, or to 1 if that is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +62,11 @@ class OutputDistance:
     """The largest differences between the outputs of two models."""
 
     logits: float
-    """Largest difference of a logit."""
+    """Largest difference of a logit, in the sequence where it exceeds the tolerance most or comes closest to it."""
     layers: float
     """Largest difference of a layer's output, relative to the largest output of that layer."""
-    largest_logit: float
-
-    @property
-    def tolerance(self) -> float:
-        """Difference of logits explained by rounding."""
-        return TOLERANCE * max(1.0, self.largest_logit)
+    tolerance: float
+    """Difference of that sequence's logits explained by rounding."""
 
     @property
     def is_small(self) -> bool:
@@ -99,7 +100,7 @@ def largest_distance(
         CheckpointError: The models have different sizes, or either computes a value that is not finite.
         ConfigError: Transformers does not have the model.
     """
-    outputs = []
+    outputs: list[list[Tensor]] = []
     for path in (one, other):
         known = reference or next((folder for folder in (one, other) if is_hf(folder)), None)
         found = open_model(path, known, mtp)
@@ -108,15 +109,22 @@ def largest_distance(
             found.model.vocab_size,
             (NUM_SEQUENCES, SEQUENCE_LENGTH),
             generator=torch.Generator().manual_seed(0),
-        )
-        outputs.append(
-            _in_transformers(found, tokens_BS, dtype)
-            if isinstance(found, HfModel)
-            else _in_megatron(found, tokens_BS)
-        )
+        ).repeat(1 if outputs else 1 + NUM_ROUNDED, 1)
+        try:
+            outputs.append(
+                _in_transformers(found, tokens_BS, dtype)
+                if isinstance(found, HfModel)
+                else _in_megatron(found, tokens_BS)
+            )
+        except Exception as error:
+            if isinstance(error, McoreRlError) or isinstance(found, DistModel):
+                raise
+            reason = f"{type(error).__name__}: {error}. To convert it all the same: --no-check-logits."
+            raise CheckpointError(f"transformers cannot run {path}: {reason}") from error
         _refuse_not_finite(path, outputs[-1])
         progress.event("ran", path=str(path), layers=len(outputs[-1]) - 1)
-    (*hidden, logits), (*other_hidden, other_logits) = outputs
+    clean = [[output[:NUM_SEQUENCES] for output in side] for side in outputs]
+    (*hidden, logits), (*other_hidden, other_logits) = clean
     if len(hidden) != len(other_hidden) or logits.shape != other_logits.shape:
         raise CheckpointError(
             f"{one} has {len(hidden)} layers and {logits.shape[-1]} tokens, {other} {len(other_hidden)} and "
@@ -125,7 +133,12 @@ def largest_distance(
     apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(hidden, other_hidden, strict=True)]
     for layer, distance in enumerate(apart):
         progress.event("layer", layer=layer, relative_distance=distance)
-    return OutputDistance(float((logits - other_logits).abs().max()), max(apart), float(logits.abs().max()))
+    copies = outputs[0][-1].split(NUM_SEQUENCES)[1:]
+    # Apart for each sequence: where rounding chooses another expert, it explains much in that sequence alone.
+    allowed_B = ROUNDING * torch.stack([(copy - logits).abs().amax((1, 2)) for copy in copies]).amax(0)
+    found_B = (logits - other_logits).abs().amax((1, 2))
+    worst = int((found_B - allowed_B).argmax())
+    return OutputDistance(float(found_B[worst]), max(apart), float(allowed_B[worst]))
 
 
 def _refuse_not_finite(path: Path, outputs: Sequence[Tensor]) -> None:
@@ -145,45 +158,62 @@ def is_in_transformers(model_type: object) -> bool:
 
 
 def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
-    """Run transformers' model, in which only the current module has weights, rounded to `dtype`.
+    """Run transformers' model with weights rounded to `dtype`: a whole small one, or one layer after the other.
 
     Returns each layer's output `[B, S, D]`, and last the logits `[B, S, V]`.
     """
-    text = text_config(found.folder.config or {})
-    model_type = text.get("model_type")
+    path, whole_config = found.folder.path, found.folder.config or {}
+    text, model_type = text_config(whole_config), whole_config.get("model_type")
     if not is_in_transformers(model_type):
         raise ConfigError(
-            f"{found.folder.path} has model_type {model_type!r}, which transformers does not have: there is nothing to "
-            "compare the logits with. Leave out --check-logits or --logits."
+            f"{path} has model_type {model_type!r}, which transformers does not have: there is nothing to compare the "
+            "logits with. Leave out --check-logits or --logits."
         )
-    if text is found.folder.config:
-        config = transformers.AutoConfig.from_pretrained(found.folder.path)
-    else:  # within a model of images, under the names of the text model's own class
-        config = transformers.AutoConfig.for_model(**text)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    is_scored = found.model.head == "score"
+    is_scored, is_text = found.model.head == "score", text is whole_config
+    is_small = sum(found.folder.files.values()) <= LOGITS_BYTES
+    is_found = found.folder.files.keys() == {SINGLE} or (path / INDEX).is_file()
+    is_whole = is_small and is_found and not with_quantization(whole_config).get(QUANTIZATION)
     kind = transformers.AutoModelForSequenceClassification if is_scored else transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    _restore_wavelengths(model, config)
+    if is_whole:
+        kind = kind if is_text else transformers.AutoModelForImageTextToText
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        report_options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, report = kind.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager", **report_options
+        )
+        if lacking := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
+            raise CheckpointError(f"transformers lacks tensors of {path} in their shapes:\n{listed(lacking)}")
+        for parameter in model.parameters() if dtype is not None else ():  # biases of experts are buffers
+            parameter.copy_(parameter.to(dtype))
+    else:
+        # In a model of images, the class of the text model.
+        config = transformers.AutoConfig.for_model(**text)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        _restore_wavelengths(model, config)
+        load = partial(_load_hf, found, _copies_of_modules(found), found.source(), dtype)
+        names = {module: name for name, module in model.named_modules()}
     model.eval()
-    load = partial(_load_hf, found, _copies_of_modules(found), found.source(), dtype)
-    names = {module: name for name, module in model.named_modules()}
+    decoder = getattr(model.model, "language_model", model.model)
     head = model.score if is_scored else model.lm_head
-    units = [model.model.embed_tokens, *model.model.layers, model.model.norm, head]
+    units = [decoder.embed_tokens, *decoder.layers, decoder.norm, head]
 
     def enter(module: nn.Module) -> None:
-        module.to_empty(device="cpu")
-        for name, tensor in module.state_dict(prefix=f"{names[module]}.").items():
-            load(name, tensor)
+        if not is_whole:
+            module.to_empty(device="cpu")
+            for name, tensor in module.state_dict(prefix=f"{names[module]}.").items():
+                load(name, tensor)
 
     def leave(module: nn.Module) -> None:
-        module.to("meta")
+        if not is_whole:
+            module.to("meta")
 
     with _outputs_of(units, enter, leave) as outputs:
         # Call the inner model: a model with scores would only return the scores of the last tokens.
-        hidden = model.model(tokens_BS, use_cache=False).last_hidden_state
+        hidden = model.model(input_ids=tokens_BS, use_cache=False).last_hidden_state
         logits: Tensor = head(hidden)
     # Leave out the outputs of the embedding at the beginning, and of the last norm and the head at the end.
     return [*outputs[1:-2], logits]
@@ -301,12 +331,18 @@ def _outputs_of(
 ) -> Iterator[list[Tensor]]:
     """Collect the output of each unit, in order; `enter` and `leave` are called around its forward."""
     outputs: list[Tensor] = []
+    generator = torch.Generator().manual_seed(0)
 
     def before(module: nn.Module, _: Any) -> None:
         enter(module)
 
     def after(module: nn.Module, _: Any, output: Any) -> None:
-        outputs.append((output[0] if isinstance(output, tuple) else output).clone())
+        tensor = output[0] if isinstance(output, tuple) else output
+        axis = 0 if tensor.shape[1] == SEQUENCE_LENGTH else 1  # in transformers and in Megatron
+        rows = tensor.narrow(axis, NUM_SEQUENCES, tensor.shape[axis] - NUM_SEQUENCES)
+        up_or_down = torch.randint(0, 2, rows.shape, generator=generator) * 2 - 1
+        rows.mul_(1 + torch.finfo(torch.float32).eps * up_or_down)
+        outputs.append(tensor.clone())
         leave(module)
 
     hooks = [unit.register_forward_pre_hook(before) for unit in units]

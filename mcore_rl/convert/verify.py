@@ -29,6 +29,8 @@ from mcore_rl.families.regions import (
 from mcore_rl.folders.huggingface import is_hf
 from mcore_rl.obs.progress import ByteProgress
 
+LOGITS_BYTES = 2 << 30
+"""Largest model whose logits are compared by default, as transformers loads it: at most a minute on two cores."""
 SAME = "the same values"
 
 

@@ -24,10 +24,9 @@ from mcore_rl.convert.megatron.model import open_dist_model
 from mcore_rl.convert.peft import plan_adapter_export
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.convert.upcycling import UpcycleOptions, plan_upcycle
-from mcore_rl.convert.verify import compare
+from mcore_rl.convert.verify import LOGITS_BYTES, compare
 from mcore_rl.data.tokenizer import digest_of_folder
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.families.shells import text_config
 from mcore_rl.files import is_event_log, refuse_overlap
 from mcore_rl.folders.checkpoint import find_checkpoint
 from mcore_rl.folders.huggingface import is_hf, read_config
@@ -35,8 +34,6 @@ from mcore_rl.folders.model import cached_or_given, read_run, run_of_checkpoint
 from mcore_rl.obs.progress import ByteProgress, readable_bytes
 from mcore_rl.run.commands.checkpoints import convert_arguments
 
-LOGITS_BYTES = 2 << 30
-"""Largest import for which logits are compared by default: at most a minute on two cores."""
 MAX_LINES = 100
 """Largest number of differences to list."""
 OF_EACH = {"workers", "max_ram", "overwrite", "log"}
@@ -121,7 +118,7 @@ def _wants_logits(args: argparse.Namespace, conversion: Conversion, progress: By
             "(--check-logits compares them)"
         )
         return False
-    model_type = text_config(read_config(args.paths[0])).get("model_type")
+    model_type = read_config(args.paths[0]).get("model_type")
     if args.family is not None or not _logits().is_in_transformers(model_type):
         progress.message(f"logits are not compared: transformers has no {model_type!r}")
         return False

@@ -11,8 +11,9 @@ from torch import Tensor
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert import logits
 from mcore_rl.convert.hf.model import open_hf_model
-from mcore_rl.convert.logits import largest_distance
+from mcore_rl.convert.verify import LOGITS_BYTES
 from mcore_rl.plan.weights import weights_by_stage
 from tests.conversion import (
     assert_same,
@@ -193,11 +194,13 @@ def test_the_planned_weights_are_what_ranks_hold(mesh: str) -> None:
             assert num_bytes == 4 * saved, (name, stage)
 
 
-def apart(one: Path, other: Path) -> float:
+def apart(one: Path, other: Path, largest_whole: int = LOGITS_BYTES) -> float:
     """On a rank: `convert verify --logits`."""
-    with quiet() as progress:
-        distance = largest_distance(one, other, None, progress)
-    assert distance.is_small == (distance.logits <= TOLERANCE * max(1.0, distance.largest_logit))
+    with quiet() as progress, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(logits, "LOGITS_BYTES", largest_whole)
+        distance = logits.largest_distance(one, other, None, progress)
+    assert distance.is_small == (distance.logits <= distance.tolerance)
+    assert TOLERANCE / 20 < distance.tolerance < 10 * TOLERANCE
     return distance.logits
 
 
@@ -205,10 +208,10 @@ def apart(one: Path, other: Path) -> float:
 def test_verify_runs_both_models_a_layer_at_a_time(case: str, tmp_path: Path) -> None:
     source = saved(case, tmp_path / "hf")
     checkpoint = imported(source, tmp_path / "ckpt")
-    assert run_ranks(apart, 1, source, checkpoint)[0] <= TOLERANCE
+    assert run_ranks(apart, 1, source, checkpoint, 0)[0] <= TOLERANCE
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
-    assert run_ranks(apart, 1, source, checkpoint)[0] > 50 * TOLERANCE
+    assert run_ranks(apart, 1, source, checkpoint, 0)[0] > 50 * TOLERANCE
 
 
 def test_verify_compares_the_logits_of_models_that_have_mtp_layers(tmp_path: Path) -> None:
