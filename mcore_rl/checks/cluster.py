@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig, ContainerConfig, NoContainer, NodeConfig
@@ -11,6 +12,21 @@ from mcore_rl.config.model import ModelConfig
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RESERVED = {
+    "*_proxy MCORE_RL_CACHE": "",
+    "[a-z]*": "begins with a small letter, as the job script's own variables do. Take it out",
+    "PYTHONPATH": "would hide the job's copy of the code. Add to it in python.setup: "
+    '"export PYTHONPATH=$PYTHONPATH:/shared/rewards"',
+    "PYTHONHOME PYTHONSAFEPATH PYTHONUSERBASE PYTHONPLATLIBDIR": "would change what Python imports. Take it out",
+    "PATH LD_PRELOAD LD_AUDIT": "would change srun and the job's other commands. Export it in python.setup",
+    "BASH* ENV SHELLOPTS IFS SECONDS RANDOM UID EUID PPID": "is the job script's shell's. Take it out",
+    "SLURM* SRUN_* SBATCH_*": "is Slurm's. Take it out, and set a field of [slurm], as slurm.options",
+    "TMPDIR": "is set by the job. Set paths.scratch",
+    "TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR": "is set by the job. Set paths.cache",
+    "MASTER_* NUM_NODES RANK *_RANK WORLD_SIZE *_WORLD_SIZE TORCHELASTIC_* MCORE_RL_* SERVER_HOSTS SERVER_PORT "
+    "SERVER_URLS": "is set by the job. Take it out",
+}
+"""Patterns of names of environment variables, and why a cluster may not set them; the first that matches counts."""
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
@@ -90,11 +106,14 @@ def _environment(environment: Mapping[str, str]) -> Iterator[str]:
             yield f'environment names "{name}", which is no name of a variable. Use letters, digits and _.'
         if "\n" in value:
             yield f"environment.{name} has several lines. Use one."
-        if name == "PYTHONPATH":
-            yield (
-                "environment.PYTHONPATH would hide the job's copy of the code. Add to it in python.setup: "
-                '"export PYTHONPATH=$PYTHONPATH:/shared/rewards".'
-            )
+        if reason := why_reserved(name):
+            yield f"environment.{name} {reason}."
+
+
+def why_reserved(name: str) -> str:
+    """Return why a cluster may not set the environment variable `name`, with the remedy; empty if it may."""
+    matches = (why for names, why in RESERVED.items() if any(fnmatchcase(name, one) for one in names.split()))
+    return next(matches, "")
 
 
 @dataclass(frozen=True, slots=True)

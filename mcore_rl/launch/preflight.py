@@ -1,13 +1,12 @@
 """Checks of a job before it is submitted."""
 
 import os
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.checks.cluster import placement
+from mcore_rl.checks.cluster import NAME, placement, why_reserved
 from mcore_rl.checks.inputs import absent, has_checkpoints, inputs_of
 from mcore_rl.checks.programs import program_of
 from mcore_rl.checks.run import refuse
@@ -24,8 +23,6 @@ from mcore_rl.planner.estimate import Estimate, estimate
 from mcore_rl.planner.place import place_of
 from mcore_rl.planner.search import search
 from mcore_rl.planner.text import mesh_text, nearest_text, span_text
-
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,9 +141,11 @@ def environment_file_violations(cluster: ClusterConfig, run_dir: Path) -> Iterat
         yield f"{name} lies in the run's folder, which people copy and share. Move it, to your home for example."
     for number, line in enumerate(lines, start=1):
         variable, equals, _ = line.partition("=")
-        if line and not line.startswith("#") and not (equals and VARIABLE.fullmatch(variable)):
+        if line and not line.startswith("#") and not (equals and NAME.fullmatch(variable)):
             # The line is not shown: it may hold a key.
             yield f"{name}: line {number} is not NAME=value. Correct it; a comment begins with #."
+        elif reason := why_reserved(variable):
+            yield f"{name}: line {number} sets {variable}, which {reason}."
 
 
 def folder_violations(run_dir: Path) -> Iterator[str]:

@@ -629,3 +629,55 @@ exit 1"""
     srun.write_text(srun.read_text().replace("exit $status", f"{words}\nexit $status"))
     machines.attempt()
     assert machines.ends == [("crash", "requeue", "rank 0 on n2: Read-only file system")]
+
+
+WAYS = {
+    "a module that sets PYTHONPATH": {"setup": ("export PYTHONPATH={other}:$PYTHONPATH",)},
+    "an image that sets PYTHONPATH": {"python": "env PYTHONPATH={other} {python}"},
+    "an option of Python": {"python": "{python} -I"},
+    "the working folder": {
+        "setup": ("unset PYTHONSAFEPATH", "PYTHONPATH=.:$PYTHONPATH"),
+        "work_dir": "{other}",
+    },
+}
+
+
+def other_code(machines):
+    """A folder with a package of the same name, whose programs leave the file `trained` in the run's folder."""
+    leaves = f"open({str(machines.run / 'trained')!r}, 'w')"
+    package = machines.folder / "other/mcore_rl"
+    (package / "processes").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for path in ("processes/rank_process.py", "processes/torchrun.py", "../m.py"):
+        (package / path).write_text(leaves)
+    return package.parent
+
+
+@pytest.mark.parametrize("starter", ["srun", "torchrun", "once"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_that_would_run_other_code_than_its_copy_ends_with_both_paths(way, starter, machines):
+    other = other_code(machines)
+    text = json.dumps({"python": "{python}"} | WAYS[way])
+    fields = json.loads(text.replace("{other}", str(other)).replace("{python}", sys.executable))
+    done = machines.attempt(starter=starter, is_training=starter != "once", code_dir=str(ROOT), **fields)
+    assert done.returncode == STATUS["refused"] and not (machines.run / "trained").exists()
+    ((why, then, cause),) = machines.ends
+    assert (why, then) == ("refused", "2") and f"not from the copy of the code of this job, {ROOT}" in cause
+    if way != "an option of Python":  # which takes what is installed, if anything is
+        assert f"mcore_rl is imported from {other}, " in cause
+
+
+def test_neither_the_submitting_shell_nor_a_file_of_keys_changes_which_code_a_job_runs(machines, monkeypatch):
+    """The file is edited after the launch has checked it."""
+    other = other_code(machines)
+    (machines.folder / "m.py").write_text(f"open({str(machines.run / 'DONE')!r}, 'w')")
+    keys = machines.folder / "keys"
+    keys.write_text(f"PYTHONPATH={other}\nPYTHONSAFEPATH=\nMASTER_ADDR=elsewhere\nOMP_NUM_THREADS=3\n")
+    for name in ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE"):
+        monkeypatch.setenv(name, str(other))
+    setup = ('echo "$MASTER_ADDR $OMP_NUM_THREADS" >$MCORE_RL_FAILURES/../said',)
+    machines.attempt(
+        code_dir=str(ROOT), python=sys.executable, environment_file=str(keys), setup=setup, hosts="n1"
+    )
+    assert machines.ends == [("finished", "0", "")] and not (machines.run / "trained").exists()
+    assert (machines.run / "logs/7.0/said").read_text() == "n1 3\n"

@@ -6,9 +6,11 @@ import subprocess
 
 import pytest
 
+from mcore_rl.checks.cluster import why_reserved
 from mcore_rl.errors import HUNG_STATUS, ConfigError
 from mcore_rl.launch.job import MEANING, STATUS, TEMPLATE, TEMPLATES, Component, JobScript, render, seconds_of
 from mcore_rl.processes.failures import FAILURES, Order, note_failure, rank_death, rank_failure
+from mcore_rl.processes.launcher import OF_RANKS
 
 JOB = {
     "name": "moe",
@@ -68,6 +70,32 @@ def test_words_reach_the_program_as_they_are():
     script = render(JobScript(**JOB, environment={"NCCL_DEBUG": "a 'b' $c"}))
     assert "'data.train=['\"'\"'a b'\"'\"']'\n" in script
     assert "export NCCL_DEBUG='a '\"'\"'b'\"'\"' $c'\n" in script
+
+
+def test_a_cluster_may_set_no_variable_of_the_script_or_of_the_launcher_but_the_two_that_are_defaults():
+    """All names that the script with every option assigns, and those by which a rank knows its place."""
+    server = Component(name="server", nodes=1, command="serve", ports=2, program_arguments=("urls={urls}",))
+    fields = {"scratch": "/a", "cache": "/b", "code_dir": "/c", "bind": True, "node_check": False}
+    script = render(JobScript(**JOB, **fields, components=(server,)))
+    script += render(JobScript(**JOB, **fields, spares=1, setup=("true",), array="0-3", array_field="a"))
+    assigned = re.findall(r"^ *((?:export )?[A-Za-z_]+=.*|export .*)", script, re.MULTILINE)
+    names = {
+        name for line in assigned for name in re.findall(r"(?:^|^export | )([A-Za-z_]+)=", line)
+    } | OF_RANKS
+    assert names > {
+        "PYTHONPATH",
+        "PYTHONSAFEPATH",
+        "TMPDIR",
+        "TRITON_CACHE_DIR",
+        "SERVER_PORT",
+        "run",
+        "RANK",
+    }
+    assert {name for name in names if not why_reserved(name)} == {"OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
+    allowed = (
+        "NCCL_DEBUG CUDA_DEVICE_MAX_CONNECTIONS LD_LIBRARY_PATH WANDB_API_KEY https_proxy MCORE_RL_CACHE"
+    )
+    assert not any(map(why_reserved, allowed.split()))
 
 
 def test_the_script_reads_headline_and_status_of_the_first_cause_whatever_is_in_them(tmp_path):

@@ -424,6 +424,40 @@ def test_a_file_of_keys_that_is_not_safe_is_refused(
     assert message in shown and "secret" not in shown and slurm.submitted == []
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("PYTHONPATH", 'Add to it in python.setup: "export PYTHONPATH=$PYTHONPATH:/shared/rewards".'),
+        ("PYTHONHOME", "would change what Python imports. Take it out."),
+        ("LD_PRELOAD", "Export it in python.setup."),
+        ("PATH", "Export it in python.setup."),
+        ("SLURM_MPI_TYPE", "set a field of [slurm], as slurm.options."),
+        ("MASTER_ADDR", "is set by the job. Take it out."),
+        ("LOCAL_RANK", "is set by the job. Take it out."),
+        ("MCORE_RL_FAILURES", "is set by the job. Take it out."),
+        ("TMPDIR", "Set paths.scratch."),
+        ("TRITON_CACHE_DIR", "Set paths.cache."),
+        ("BASH_ENV", "is the job script's shell's. Take it out."),
+        ("run", "begins with a small letter, as the job script's own variables do. Take it out."),
+    ],
+)
+def test_a_variable_that_the_job_needs_is_refused_by_both_doors_before_anything_is_submitted(
+    name, remedy, home, slurm, capsys, tmp_path
+):
+    keys = tmp_path / "keys.env"
+    keys.write_text(f"HF_TOKEN=secret\n{name}=secret\n")
+    keys.chmod(0o600)
+    assert launch(DATA, cluster=with_keys(tmp_path, keys)) == 2
+    by_file = capsys.readouterr().err
+    (tmp_path / "table.toml").write_text(f'extends = "{CPU}"\nenvironment = {{ {name} = "secret" }}\n')
+    assert launch(DATA, cluster=tmp_path / "table.toml") == 2
+    by_table = capsys.readouterr().err
+    assert f'keys.env": line 2 sets {name}, which ' in by_file and f"environment.{name} " in by_table
+    for shown in (by_file, by_table):
+        assert remedy in shown and "secret" not in shown
+    assert slurm.submitted == [] and not (home / "runs").exists()
+
+
 def test_a_run_whose_fence_names_a_live_job_is_refused(home, slurm, capsys):
     run = home / "runs/tiny_moe"
     run.mkdir(parents=True)
