@@ -32,6 +32,10 @@ class Asked:
     max_tokens: int
     temperature: float
     top_k: int
+    top_p: float
+    min_p: float
+    logprobs: str
+    """Of the logits as they are (raw), divided by the temperature (tempered), and cut besides (processed)."""
     stops: frozenset[int]
     never: frozenset[int]
     """Ids with a logit bias that forbids them."""
@@ -75,9 +79,10 @@ class TableAnswers:
             tokens.append(token)
             if token in asked.stops:
                 break
+        kept = asked.top_k if asked.logprobs == "processed" and asked.top_k else self.vocab
         return Answer(
             tokens=tuple(tokens),
-            logprobs=(-math.log(self.vocab),) * len(tokens),
+            logprobs=(-math.log(kept),) * len(tokens),
             experts=self.experts_of((*asked.prompt, *tokens)[:-1]),
         )
 
@@ -128,6 +133,10 @@ class FakeServer:
     host: str = "127.0.0.1"
     port: int = 0
     software: str = "0.32.0"
+    logprobs_mode: str = "raw_logprobs"
+    """vLLM's --logprobs-mode, and its default."""
+    returns_original: bool = False
+    """SGLang's SGLANG_RETURN_ORIGINAL_LOGPROB: logprobs at temperature 1."""
     routes_dtype: str | None = None
     """Dtype of routes; None: vLLM's for few experts, or SGLang's."""
     dense_layers: int | None = None
@@ -176,6 +185,12 @@ class FakeServer:
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
         return [body for called, body in self.calls if called == path]
+
+    def rollouts(self) -> list[dict[str, Any]]:
+        """Requests for completions but those of the probe."""
+        bodies = self.bodies("/inference/v1/generate" if self.kind == "vllm" else "/generate")
+        names = [str(body.get("request_id") or body.get("rid") or "probe-") for body in bodies]
+        return [body for body, name in zip(bodies, names, strict=True) if not name.startswith("probe-")]
 
     def fault_of(self, path: str) -> str | None:
         with self.lock:
@@ -315,6 +330,7 @@ class FakeServer:
             "sglang": ("input_ids", "sampling_seed", "max_new_tokens"),
         }
         ids, seed, max_tokens = names[self.kind]
+        sglangs = "raw" if self.returns_original else "tempered"
         wants_prompt = "prompt_logprobs" in parameters or body.get("logprob_start_len") == 0
         asked = Asked(
             prompt=tuple(body[ids]),
@@ -322,6 +338,9 @@ class FakeServer:
             max_tokens=parameters[max_tokens],
             temperature=parameters.get("temperature", 1.0),
             top_k=max(parameters.get("top_k", 0), 0),
+            top_p=parameters.get("top_p", 1.0),
+            min_p=parameters.get("min_p", 0.0),
+            logprobs=self.logprobs_mode.removesuffix("_logprobs") if self.kind == "vllm" else sglangs,
             stops=frozenset(parameters.get("stop_token_ids", ())),
             never=frozenset(int(token) for token in parameters.get("logit_bias", {})),
             salt=body.get("cache_salt") or body.get("extra_key") or "",
@@ -432,6 +451,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", "--model-path", required=True)
+    parser.add_argument("--logprobs-mode", default=FakeServer.logprobs_mode)
     parser.add_argument("--die", action="store_true")
     arguments, others = parser.parse_known_args()
     with open(f"{arguments.model}/config.json") as file:
@@ -440,7 +460,8 @@ def main() -> None:
     sys.stdout.flush()
     if arguments.die:
         raise SystemExit("no memory left for the model")
-    with FakeServer(TableAnswers(vocab), host=arguments.host, port=arguments.port) as server:
+    settings = {"host": arguments.host, "port": arguments.port, "logprobs_mode": arguments.logprobs_mode}
+    with FakeServer(TableAnswers(vocab), **settings) as server:
         server.ended.wait()
 
 

@@ -26,6 +26,24 @@ ONE_AT_A_TIME = threading.Lock()
 """Megatron's modules are not made for threads."""
 
 
+def reported_logprobs(logits_SV: Tensor, tokens: Sequence[int], asked: Asked) -> list[float]:
+    """Logprobs of sampled tokens as servers report them, in vLLM's order: temperature, min-p, top-k, top-p."""
+    if asked.logprobs != "raw" and asked.temperature:
+        logits_SV = logits_SV / asked.temperature
+    if asked.logprobs == "processed":
+        probabilities_SV = logits_SV.softmax(-1)
+        lowest_S1 = asked.min_p * probabilities_SV.amax(-1, keepdim=True)
+        logits_SV = logits_SV.masked_fill(probabilities_SV < lowest_S1, -torch.inf)
+        if asked.top_k:
+            lowest_S1 = logits_SV.topk(asked.top_k).values[:, -1:]
+            logits_SV = logits_SV.masked_fill(logits_SV < lowest_S1, -torch.inf)
+        best_SV, order_SV = logits_SV.softmax(-1).sort(-1, descending=True)
+        is_out_SV = best_SV.cumsum(-1) - best_SV >= asked.top_p
+        logits_SV = logits_SV.masked_fill(is_out_SV.gather(1, order_SV.argsort(-1)), -torch.inf)
+    logprobs_SV = logits_SV.log_softmax(-1)
+    return logprobs_SV.gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
+
+
 class ModelAnswers:
     """The native engine on one rank. An update whose files lack a tensor leaves that tensor as it was."""
 
@@ -38,9 +56,10 @@ class ModelAnswers:
         """Tensor that an update leaves as it was."""
 
     def complete(self, asked: Asked) -> Answer:
+        cut = Cut(temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p)
         sampling = Sampling(
             max_new_tokens=asked.max_tokens,
-            cut=Cut(temperature=asked.temperature, top_k=asked.top_k),
+            cut=cut,
             stop_tokens=asked.stops,
             vocab_size=self.model.vocab_size - len(asked.never),
             with_routes=self.model.is_moe,
@@ -49,15 +68,26 @@ class ModelAnswers:
             group = self.engine.generate([prompt_of(asked.prompt)], sampling, [[asked.seed]])[0]
         one = group.completions[0]
         experts = None if one.experts_TLK is None else one.experts_TLK.numpy().astype(np.int64)
-        return Answer(tokens=one.tokens_T, logprobs=one.logprobs_T, experts=experts)
+        logits_SV = self._logits((*asked.prompt, *one.tokens_T))[len(asked.prompt) - 1 :]
+        if asked.never and asked.logprobs != "raw":
+            logits_SV[:, sorted(asked.never)] = -torch.inf
+        return Answer(
+            tokens=one.tokens_T,
+            logprobs=tuple(reported_logprobs(logits_SV, one.tokens_T, asked)),
+            experts=experts,
+        )
 
     def score(self, tokens: Sequence[int]) -> list[float]:
+        logprobs_SV = self._logits(tokens).log_softmax(-1)
+        return logprobs_SV.gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).tolist()
+
+    def _logits(self, tokens: Sequence[int]) -> Tensor:
+        """Float64 `[tokens - 1, V]`: those that predict tokens 1, 2, ..."""
         tokens_1S = torch.tensor([tokens])
         positions_1S = torch.arange(len(tokens))[None]
         with ONE_AT_A_TIME, torch.no_grad(), evaluating(self.chunks), without_capacity(self.chunks):
             logits_1SV = unwrap(self.chunks[0])(tokens_1S, positions_1S, None)
-        logprobs_SV = logits_1SV[0, :-1, : self.model.vocab_size].double().log_softmax(-1)
-        return logprobs_SV.gather(1, tokens_1S[0, 1:, None]).squeeze(1).tolist()
+        return logits_1SV[0, :-1, : self.model.vocab_size].double()
 
     def load(self, update: Mapping[str, Any]) -> None:
         found = load_file(Path(update["path"]))

@@ -100,7 +100,7 @@ def test_losses_through_servers_are_those_of_the_native_engine(
             assert_emitted("rl of adapters through servers", tmp_path / "served")
         assert f"{servers[0].url} is left out: reset of the caches" in run.stdout
         # Each has computed a part of the completions.
-        assert min(len(server.bodies("/inference/v1/generate")) for server in servers) > 10
+        assert min(len(server.rollouts()) for server in servers) > 10
         status = json.loads((tmp_path / "served/servers/status.json").read_text())
         assert status["version"] == 4 and [one["is_serving"] for one in status["servers"]] == [True, True]
 
@@ -144,7 +144,7 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
         )
         assert run.returncode == 0, run.stderr
         assert not any("update" in path for server in servers for path in server.paths())
-        assert min(len(server.bodies("/inference/v1/generate")) for server in servers) > 10
+        assert min(len(server.rollouts()) for server in servers) > 10
         assert [len(server.adapters) for server in servers] == [1, 1]
         found = computed(tmp_path / "served", NAMES)
         assert found.keys() == wanted.keys()

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.probe import probe_sequences
-from tests.fake_server import FakeServer, TableAnswers
+from tests.fake_server import Answer, Asked, FakeServer, TableAnswers
 from tests.generating import ragged_prompts
 from tests.hf_models import VOCAB, oracle
 from tests.parallel.served import (
@@ -27,6 +28,7 @@ from tests.parallel.served import (
 )
 from tests.ranks import run_ranks
 from tests.served_adapters import with_adapter
+from tests.served_model import reported_logprobs
 
 
 def test_every_rank_of_a_replica_has_its_completions_with_the_routes_of_its_layers(tmp_path: Path) -> None:
@@ -51,9 +53,7 @@ def test_every_rank_of_a_replica_has_its_completions_with_the_routes_of_its_laye
         )
         prompts, sampling = ragged_prompts(5, VOCAB), Sampling(max_new_tokens=6, with_routes=True)
         ranks = run_ranks(served_completions, 4, config, prompts, sampling)
-        asked = [
-            body for body in server.bodies("/inference/v1/generate") if "seed" in body["sampling_params"]
-        ]
+        asked = server.rollouts()
     assert len(asked) == 2 * len(prompts), "a completion is asked for once, not by each rank"
     assert sorted((replica, layers) for replica, layers, _, _ in ranks) == [
         (0, (0, 1)),
@@ -101,10 +101,19 @@ class TransformersAnswers(TableAnswers):
         found.finish()
         return found
 
+    def complete(self, asked: Asked) -> Answer:
+        """The table's tokens."""
+        answer, start = super().complete(asked), len(asked.prompt) - 1
+        logits_SV = self._logits((*asked.prompt, *answer.tokens))[start:]
+        return replace(answer, logprobs=tuple(reported_logprobs(logits_SV, answer.tokens, asked)))
+
     def score(self, tokens: Sequence[int]) -> list[float]:
-        with self.lock, torch.no_grad():
-            logprobs_SV = self.model(torch.tensor([tokens])).logits[0, :-1].double().log_softmax(-1)
+        logprobs_SV = self._logits(tokens).log_softmax(-1)
         return logprobs_SV.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+    def _logits(self, tokens: Sequence[int]) -> Tensor:
+        with self.lock, torch.no_grad():
+            return self.model(torch.tensor([tokens])).logits[0, :-1].double()
 
 
 @pytest.mark.matrix()

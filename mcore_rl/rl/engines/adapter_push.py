@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -17,10 +18,11 @@ from mcore_rl.convert.peft import write_served_adapter
 from mcore_rl.model.adapters import adapters_off
 from mcore_rl.model.global_tensors import gathered, local_shards
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.probe import Probe, ProbeReference
+from mcore_rl.rl.engines.probe import ProbeReference
 from mcore_rl.rl.engines.probe_difference import ProbeDifference, difference_of
 from mcore_rl.rl.engines.server_api import ServerApi, ServerError
-from mcore_rl.rl.engines.weight_push import PushReport, Sender, Stopwatch, told_to_all
+from mcore_rl.rl.engines.weight_push import PushReport, Sender, Stopwatch, WeightPush
+from mcore_rl.rl.sampling import Cut
 
 SEEN = 0.1
 """Fraction of the probe's limit above which adapters must change at least a digit of a server's logprobs."""
@@ -41,8 +43,8 @@ class ServedAdapters:
         """Name of the loaded adapter, by the server's address."""
 
 
-class AdapterPush:
-    """Sends the current adapters of the modules to servers. Created and called on all ranks of the world.
+class AdapterPush(WeightPush):
+    """Sends the current adapters of the modules to servers, in place of weights.
 
     A server's prefix cache distinguishes adapters only by name, so each push uses a new name. The former adapter is
     unloaded after the new adapter has been probed. Base weights are not sent: the servers have loaded the base model,
@@ -51,29 +53,19 @@ class AdapterPush:
 
     def __init__(
         self,
-        servers: Sequence[ServerApi],
-        chunks: Sequence[nn.Module],
-        mesh: Mesh,
-        model: ModelConfig,
+        *of_policy: *tuple[Sequence[ServerApi], Sequence[nn.Module], Mesh, ModelConfig, ServedConfig, Cut],
         lora: LoraConfig,
-        engine: ServedConfig,
         served: ServedAdapters | None,
     ) -> None:
         """Prepare pushes.
 
         Args:
-            servers: All servers that get the adapters; only rank 0 of the world sends them requests.
-            chunks: This rank's chunks of the policy.
-            mesh: The mesh over which the policy is sharded.
-            model: The model's config.
+            of_policy: The arguments of `WeightPush`.
             lora: The section `lora`.
-            engine: The engine's config.
             served: Folder and names of the adapters, on rank 0; None on all other ranks.
         """
-        self._servers, self._chunks, self._mesh = list(servers), list(chunks), mesh
-        self._model, self._lora, self._served = model, lora, served
-        self._probe = Probe(chunks, mesh, model, engine.dtype)
-        self._tolerance = None if engine.probe_tolerance == "auto" else engine.probe_tolerance
+        super().__init__(*of_policy)
+        self._lora, self._served = lora, served
 
     def push(self, version: int) -> PushReport:
         """Collective over the world: send the current adapters to all servers, and probe the servers.
@@ -88,24 +80,26 @@ class AdapterPush:
         shards = [shard for shard in local_shards(self._chunks) if ".adapter." in shard.key]
         tensors = gathered(shards, self._mesh)
         watch.lap("gather")
-        report = None
+        sender, differences, fields = None, dict[str, ProbeDifference](), dict[str, Any]()
         if self._served is not None:
-            report = self._sent(self._served, version, tensors, ours, base_NT, watch)
-        return told_to_all(report, self._mesh)
+            sender = Sender(self._servers)
+            fields = self._sent(sender, self._served, version, tensors, ours, base_NT, differences, watch)
+        return self._report(sender, ours, differences, watch, version=version, **fields)
 
     def _sent(
         self,
+        sender: Sender,
         served: ServedAdapters,
         version: int,
         tensors: dict[str, Tensor],
         ours: ProbeReference,
         base_NT: Tensor,
+        differences: dict[str, ProbeDifference],
         watch: Stopwatch,
-    ) -> PushReport:
-        """Send the adapters to the servers and probe them, on rank 0."""
+    ) -> dict[str, Any]:
+        """Send the adapters to the servers and probe them, on rank 0. Returns fields of the report."""
         name = f"policy-{version:06d}-{secrets.token_hex(4)}"
-        folder, num_bytes, sender = served.path / name, 0, Sender(self._servers)
-        differences: dict[str, ProbeDifference] = {}
+        folder, num_bytes = served.path / name, 0
         is_seen = ours.limit.of(difference_of(ours.logprobs_NT, base_NT)) > SEEN * ours.limit.limit
         try:
             num_bytes = write_served_adapter(folder, tensors, self._lora, self._model)
@@ -125,27 +119,12 @@ class AdapterPush:
             "probe", lambda server: self._compare(server, name, ours, differences, is_seen=is_seen)
         )
         sender.everywhere("unloading", lambda server: _unload(server, served.names.get(server.url)))
-        watch.lap("probe")
-        sender.close()
         # The adapters of a failed server are unknown: it is restarted, or keeps a name that no request uses.
         served.names = dict.fromkeys([server.url for server in sender.living], name)
         for former in served.path.iterdir():
             if former.name != name:
                 shutil.rmtree(former)
-        living = tuple(server.url for server in sender.living)
-        return PushReport(
-            version=version,
-            living=living,
-            failed=sender.failed,
-            differences=differences,
-            probe=max((ours.limit.of(differences[url]) for url in living), default=0.0),
-            limit=ours.limit,
-            num_unreached_experts=self._probe.num_unreached,
-            num_bytes=num_bytes,
-            largest_bucket_bytes=num_bytes,
-            adapter=name,
-            seconds=watch.seconds,
-        )
+        return {"num_bytes": num_bytes, "largest_bucket_bytes": num_bytes, "adapter": name}
 
     def _compare(
         self,

@@ -14,7 +14,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.processes.launcher import environment_variable
-from mcore_rl.rl.engines.base import Capabilities, Engine, QuietEngine, Sampling
+from mcore_rl.rl.engines.base import Capabilities, Engine, QuietEngine, Sampling, cut_of
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.engines.served import ServedEngine
@@ -23,7 +23,6 @@ from mcore_rl.rl.engines.server_fleet import ServerFleet
 from mcore_rl.rl.engines.server_process import ServerCommand, ServerProcess, served_length, server_command
 from mcore_rl.rl.engines.sglang_api import SglangApi
 from mcore_rl.rl.engines.vllm_api import VllmApi, logprobs_mode
-from mcore_rl.rl.sampling import Cut
 
 Decode = Callable[[Sequence[int]], str]
 VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -71,6 +70,7 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
         config.model,
         decode,
         engine,
+        cut=cut_of(config.rl.rollout),
         capabilities=Capabilities(
             max_tokens=served_length(config.longest_sample, config.model, engine),
             routes=config.wants_engine_routes,
@@ -153,15 +153,12 @@ def refused_sampling(rl: RlConfig, sampling: Sampling) -> str | None:
 
     None if it can.
     """
-    rollout = rl.rollout
-    started = Cut(
-        temperature=rollout.temperature, top_k=rollout.top_k or 0, top_p=rollout.top_p, min_p=rollout.min_p
-    )
+    started = cut_of(rl.rollout)
     if rl.engine.kind == "sglang" or sampling.cut.temperature == 0.0:
         return None
-    wanted = logprobs_mode(sampling)
+    wanted = logprobs_mode(sampling.cut)
     is_any = sampling.cut.is_open and sampling.cut.temperature == 1.0
-    if is_any or wanted == logprobs_mode(Sampling(max_new_tokens=1, cut=started)):
+    if is_any or wanted == logprobs_mode(started):
         return None
     return (
         f"a completion is asked for at {sampling.cut}, and the servers report the logprobs of {started}: a server has "

@@ -40,6 +40,8 @@ from mcore_rl.rl.passes.heads import LogprobHead
 from mcore_rl.rl.passes.policy_routes import layout_of
 
 SEQUENCE_TOKENS = 24
+PROMPT_TOKENS = 8
+"""Number of tokens of a sequence that a server completes to a sequence of as many tokens."""
 FEWEST, MOST = 6, 96
 """Minimum and maximum number of sequences. In fp32 the probe starts with the minimum and doubles it until every expert
 of every layer is reached, up to the maximum; in lower precision it uses the maximum."""
@@ -103,7 +105,7 @@ class Probe:
             tolerance: Replaces the limit and disables the comparison of experts; None: keep both.
         """
         while True:
-            logprobs_NT, experts_NTLK = self._pass()
+            logprobs_NT, experts_NTLK = self._pass(self.sequences)
             self.num_unreached = self._unreached(experts_NTLK)
             if not self.num_unreached or len(self.sequences) >= MOST:
                 break
@@ -113,7 +115,7 @@ class Probe:
                 logprobs_NT=logprobs_NT, experts_NTLK=None, limit=probe_limit(None, tolerance)
             )
         with _rounding(self._chunks, self._rounded_to):
-            rounded_NT, _ = self._pass()
+            rounded_NT, _ = self._pass(self.sequences)
         rounding_nats = float((rounded_NT - logprobs_NT).abs().mean())
         return ProbeReference(
             logprobs_NT=logprobs_NT,
@@ -121,12 +123,12 @@ class Probe:
             limit=probe_limit(rounding_nats, tolerance),
         )
 
-    def logprobs(self) -> Tensor:
-        """Collective over the world: return only the logprobs `[N, T - 1]` of `reference`."""
-        return self._pass()[0]
+    def logprobs(self, sequences: Sequence[Sequence[int]] | None = None, temperature: float = 1.0) -> Tensor:
+        """Collective over the world: return only the logprobs `[N, T - 1]`, of other sequences than the probe's too."""
+        return self._pass(sequences or self.sequences, temperature)[0]
 
     @torch.no_grad()
-    def _pass(self) -> tuple[Tensor, Tensor]:
+    def _pass(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Collective over the world: return the logprobs `[N, T - 1]` and the experts `[N, T - 1, L, K]`."""
         mesh, model = self._mesh, self._model
         samples = {
@@ -136,13 +138,13 @@ class Probe:
                 rollout_logprobs_C=torch.zeros(len(tokens) - 1),
                 is_trained=True,
             )
-            for index, tokens in enumerate(self.sequences)
+            for index, tokens in enumerate(sequences)
         }
         limits = self._limits()
         rows = [list(samples)[start : start + PACKED] for start in range(0, len(samples), PACKED)]
         rows += [[]] * (-len(rows) % limits.microbatch_multiple)
         microbatches = [make_microbatch(samples, row, limits, mesh.cp, self._device) for row in rows]
-        head = _FullLogits(LogprobHead(mesh, model.vocab_size, temperature=1.0, chunk_tokens=1024))
+        head = _FullLogits(LogprobHead(mesh, model.vocab_size, temperature=temperature, chunk_tokens=1024))
         shape = len(samples), SEQUENCE_TOKENS - 1
         # int32: NCCL has no 16-bit integers, and 8 bits are too few.
         experts_NTLK = torch.full(

@@ -21,6 +21,7 @@ from mcore_rl.rl.engines.server_api import (
     finite_logprobs,
     version_spans,
 )
+from mcore_rl.rl.sampling import Cut
 
 MODEL = "policy"
 """Name under which the server serves the model (--served-model-name)."""
@@ -202,13 +203,12 @@ class VllmApi:
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
 
-def logprobs_mode(sampling: Sampling) -> LogprobsMode | None:
+def logprobs_mode(cut: Cut) -> LogprobsMode | None:
     """Return the --logprobs-mode that gives logprobs at the sampling temperature before top-k, top-p and min-p.
 
     `processed_logprobs` are at the temperature and after the cut, `raw_logprobs` at temperature 1 and before the cut.
     None if neither mode gives them.
     """
-    cut = sampling.cut
     if cut.is_open:
         return "processed_logprobs"
     return "raw_logprobs" if cut.temperature == 1.0 else None

@@ -1,18 +1,19 @@
 """Push of the trainer's weights to its servers after an update, verified by the probe."""
 
+import secrets
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mcore_rl.config.model import ModelConfig
@@ -20,15 +21,17 @@ from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.model.adapters import adapters_in, merge_loss
 from mcore_rl.model.hf_stream import iter_hf_weights
+from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.probe import Probe, ProbeReference
-from mcore_rl.rl.engines.probe_difference import ProbeDifference, ProbeLimit
-from mcore_rl.rl.engines.server_api import ServerApi, ServerError
+from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.probe import DTYPES, PACKED, PROMPT_TOKENS, SEQUENCE_TOKENS, Probe, ProbeReference
+from mcore_rl.rl.engines.probe_difference import ProbeDifference, ProbeLimit, difference_of
+from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError
+from mcore_rl.rl.engines.vllm_api import logprobs_mode
 from mcore_rl.rl.engines.weight_transport import BroadcastTransport, FileTransport
+from mcore_rl.rl.sampling import Cut
 
 SHARED_MEMORY = Path("/dev/shm")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Types to which a server rounds fp32 weights, by `rl.engine.dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +78,7 @@ class WeightPush:
         mesh: Mesh,
         model: ModelConfig,
         engine: ServedConfig,
+        cut: Cut,
     ) -> None:
         """Create the push.
 
@@ -84,9 +88,10 @@ class WeightPush:
             mesh: The mesh over which the policy is sharded.
             model: The model's config.
             engine: The engine's config.
+            cut: The rollouts' temperature and cut.
         """
         self._servers, self._chunks, self._mesh = list(servers), list(chunks), mesh
-        self._model, self._engine = model, engine
+        self._model, self._engine, self._cut = model, engine, cut
         self._probe = Probe(chunks, mesh, model, engine.dtype)
         self._device = next(chunks[0].parameters()).device
         own, served = next(chunks[0].parameters()).dtype, DTYPES.get(engine.dtype, torch.float32)
@@ -133,25 +138,64 @@ class WeightPush:
             sender.everywhere("resume", lambda server: server.resume())
             watch.lap("finish")
             sender.everywhere("probe", lambda server: self._compare(server, ours, differences))
-            watch.lap("probe")
+        sizes = {"num_bytes": num_bytes, "largest_bucket_bytes": largest}
+        return self._report(sender, ours, differences, watch, version=version, merge_loss=lost, **sizes)
+
+    def _report(
+        self,
+        sender: "Sender | None",
+        ours: ProbeReference,
+        differences: Mapping[str, ProbeDifference],
+        watch: "Stopwatch",
+        **fields: Any,
+    ) -> PushReport:
+        """Collective over the world: return the report, with the other `fields` of PushReport from rank 0, after a look
+        at the logprobs of what servers sample: training needs those at the sampling temperature, before the cut.
+        """
+        ask, cut = partial(self._complete, adapter=fields.get("adapter")), self._cut
+        served = on_rank_zero(lambda: sender.everywhere("completions", ask) if sender else {})
+        texts = [(index % PACKED, one.tokens_T) for index, one in enumerate(chain(*served.values()))]
+        sequences = [(*self._probe.sequences[index][:PROMPT_TOKENS], *tokens_T) for index, tokens_T in texts]
+        trained_NC = self._probe.logprobs(sequences, cut.temperature)[:, PROMPT_TOKENS - 1 :]
+
+        def report() -> PushReport:
+            assert sender is not None
+            # A temperature below 1 magnifies what rounding does to logits.
+            limit = replace(ours.limit, limit=ours.limit.limit / min(1.0, cut.temperature))
+            for (url, ones), trained_PC in zip(served.items(), trained_NC.split(PACKED), strict=False):
+                if excess := limit.excess(difference_of(trained_PC, [one.logprobs_T for one in ones])):
+                    sender.failed[url] = (
+                        f"{url} has the trainer's weights, but its logprobs are not those at the sampling temperature, "
+                        f"before top_k, top_p and min_p ({cut}): {excess}. Start vLLM with --logprobs-mode "
+                        f"{logprobs_mode(cut)}, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+                    )
             sender.close()
-        report = None
-        if sender is not None:
-            living = tuple(server.url for server in sender.living)
-            report = PushReport(
-                version=version,
+            watch.lap("probe")
+            living = tuple(server.url for server in sender.living if server.url not in sender.failed)
+            return PushReport(
                 living=living,
                 failed=sender.failed,
                 differences=differences,
                 probe=max((ours.limit.of(differences[url]) for url in living), default=0.0),
                 limit=ours.limit,
                 num_unreached_experts=self._probe.num_unreached,
-                num_bytes=num_bytes,
-                largest_bucket_bytes=largest,
-                merge_loss=lost,
                 seconds=watch.seconds,
+                **fields,
             )
-        return told_to_all(report, self._mesh)
+
+        return on_rank_zero(report)
+
+    def _complete(self, server: ServerApi, adapter: str | None) -> list[ServedCompletion]:
+        """Return a server's completions of PACKED prompts of the probe to SEQUENCE_TOKENS tokens, as in rollouts."""
+        sampling = Sampling(max_new_tokens=SEQUENCE_TOKENS - PROMPT_TOKENS, cut=self._cut)
+        salt = secrets.token_hex(8)
+
+        def complete(index: int) -> ServedCompletion:
+            prompt_T, name = self._probe.sequences[index][:PROMPT_TOKENS], f"probe-{salt}-{index}"
+            return server.generate(prompt_T, sampling, index, salt=salt, request_id=name, adapter=adapter)
+
+        with ThreadPoolExecutor(PACKED) as pool:
+            return list(pool.map(complete, range(PACKED)))
 
     def _transport(self, sender: "Sender") -> FileTransport | BroadcastTransport:
         """Return the transport to the servers that are living now."""
@@ -184,14 +228,6 @@ class WeightPush:
 def transport_folder(engine: ServedConfig) -> Path:
     """Return the folder for weights on their way to servers."""
     return Path(engine.transport_dir) if engine.transport_dir else SHARED_MEMORY
-
-
-def told_to_all(report: PushReport | None, mesh: Mesh) -> PushReport:
-    """Collective over the world: return the report of rank 0 on every rank."""
-    box = [report]
-    dist.broadcast_object_list(box, src=0, group=mesh.world.group, device=torch.device("cpu"))
-    assert box[0] is not None
-    return box[0]
 
 
 class Sender:

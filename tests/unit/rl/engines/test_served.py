@@ -74,7 +74,11 @@ def served(
     with ExitStack() as stack:
         servers = [
             stack.enter_context(
-                FakeServer(ModelAnswers(loaded(model, before, mesh), mesh, model, before), kind)
+                FakeServer(
+                    ModelAnswers(loaded(model, before, mesh), mesh, model, before),
+                    kind,
+                    logprobs_mode="processed_logprobs",
+                )
             )
             for _ in range(2)
         ]
@@ -97,6 +101,7 @@ def served(
             model,
             spelled,
             config,
+            cut=EIGHT.cut,
             capabilities=Capabilities(max_tokens=64, routes=True, seeded=True),
             refusal=lambda sampling: None,
             may_miss_routes=may_miss_routes,
@@ -126,7 +131,7 @@ def test_completions_are_the_native_engines_and_keep_the_contract(
                 assert other.versions == one.versions
                 assert one.experts_TLK is not None and other.experts_TLK is not None
                 assert torch.equal(other.experts_TLK, one.experts_TLK)
-        assert min(ours.asked(GENERATE[kind])) > 2
+        assert min(len(server.rollouts()) for server in ours.servers) > 2
         contract.check_all(ours.engine, VOCAB)
 
 
@@ -161,12 +166,7 @@ def test_servers_that_all_fail_end_with_the_reasons(one_rank: Mesh, tmp_path: Pa
             server.faults = [(GENERATE["vllm"], "always status_500")]
         with pytest.raises(EngineError, match=r"rl\.engine\.attempts=3 attempts.*status 500.*status 500"):
             ours.completion((1, 2))
-        assert sum(ours.asked(GENERATE["vllm"])) - 2 * len(_probes(ours)) == 3
-
-
-def _probes(ours: Served) -> list[object]:
-    bodies = ours.servers[0].bodies(GENERATE["vllm"])
-    return [body for body in bodies if "prompt_logprobs" in body["sampling_params"]]
+        assert sum(len(server.rollouts()) for server in ours.servers) == 3
 
 
 def test_a_refusal_and_an_id_that_would_end_a_server_are_not_sent_again(
@@ -331,9 +331,7 @@ def test_what_another_run_has_left_in_a_servers_caches_is_not_read(
     """A resumed run has other weights of a version too, and a reset does not reach every tier of a cache."""
 
     def salts(ours: Served) -> set[str]:
-        found = {
-            body[field] for server in ours.servers for body in server.bodies(GENERATE[kind]) if field in body
-        }
+        found = {body[field] for server in ours.servers for body in server.rollouts()}
         for server in ours.servers:
             server.calls.clear()
         return found

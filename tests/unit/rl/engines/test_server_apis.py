@@ -304,7 +304,7 @@ def test_rows_that_a_server_left_out_are_marked_where_they_may_be_missing(left_o
 def test_the_mode_of_logprobs_is_the_one_before_the_cut_at_the_temperature(
     cut: Cut, mode: str | None
 ) -> None:
-    assert logprobs_mode(Sampling(max_new_tokens=1, cut=cut)) == mode
+    assert logprobs_mode(cut) == mode
 
 
 def test_an_adapter_is_loaded_asked_for_by_its_name_and_forgotten(server: FakeServer) -> None:

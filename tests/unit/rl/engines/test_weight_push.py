@@ -20,16 +20,21 @@ from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.hf_stream import bucket_of, iter_hf_weights
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.probe import Probe
 from mcore_rl.rl.engines.probe_difference import ProbeDifference, difference_of, probe_limit
-from mcore_rl.rl.engines.server_api import ServerError
+from mcore_rl.rl.engines.server_api import ServedCompletion, ServerError
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
+from mcore_rl.rl.sampling import Cut
+from mcore_rl.rl.types import VersionSpan
 from tests.hf_weights import to_global
 from tests.sections import engine_config
 from tests.tiny_models import TINY
 
 MODEL = TINY["qwen3_moe"]
 TIED = MODEL.model_copy(update={"tied_embeddings": True})
+SAMPLED = Cut(temperature=0.7)
+COMPLETING = Lock()
 Tensors = dict[str, Tensor]
 Precision = Literal["fp32", "bf16"]
 UPDATE = ["pause", "start", *["load"] * (3 + MODEL.num_layers), "finish 7", "reset", "resume", "probe"]
@@ -40,13 +45,18 @@ class ModelServer:
     """Has weights by Hugging Face's names, and computes logprobs by a model of its own, whose head is its own too."""
 
     def __init__(
-        self, url: str, weights: Tensors, logprobs: Callable[[Tensors, Sequence[int]], list[float]]
+        self, url: str, weights: Tensors, logits: Callable[[Tensors, Sequence[Sequence[int]]], Tensor]
     ) -> None:
         self.url, self.weights = url, dict(weights)
+        self.samples: Callable[[Tensor, Cut], Tensor] = lambda logits_V, cut: cut_off(logits_V, cut)
+        self.reports: Callable[[Tensor, Tensor, Cut], Tensor] = lambda logits_CV, tokens_C, cut: of_tokens(
+            logits_CV / cut.temperature, tokens_C
+        )
+        """Logprobs that it reports of sampled tokens, from the logits that predict them."""
         self.calls: list[str] = []
         self.takes: Callable[[str], bool] = lambda name: True
         self.fails_at: str | None = None
-        self._logprobs = logprobs
+        self._logits = logits
 
     def _call(self, name: str) -> None:
         if name != self.calls[-1:] or name == "load":
@@ -78,7 +88,51 @@ class ModelServer:
     def prompt_logprobs(self, tokens_T: Sequence[int]) -> list[float]:
         if self.calls[-1] != "probe":
             self._call("probe")
-        return self._logprobs(self.weights, tokens_T)
+        logits_SV = self._logits(self.weights, [tokens_T])[0, :-1]
+        return of_tokens(logits_SV, torch.tensor(tokens_T[1:])).tolist()  # type: ignore[no-any-return]
+
+    def generate(
+        self,
+        prompt_T: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        *,
+        salt: str,
+        request_id: str,
+        adapter: None,
+    ) -> ServedCompletion:
+        assert salt and adapter is None and self.calls[-1] == "probe"
+        with COMPLETING:  # so that a change of the weights is loaded once a completion
+            generator, tokens_T, cut = torch.Generator().manual_seed(seed), list(prompt_T), sampling.cut
+            for _ in range(sampling.max_new_tokens):
+                probabilities_V = self.samples(self._logits(self.weights, [tokens_T])[0, -1], cut).softmax(-1)
+                tokens_T.append(int(torch.multinomial(probabilities_V, 1, generator=generator)))
+            tokens_C = torch.tensor(tokens_T[len(prompt_T) :])
+            logits_CV = self._logits(self.weights, [tokens_T])[0, len(prompt_T) - 1 : -1]
+        return ServedCompletion(
+            tokens_T=tuple(tokens_C.tolist()),
+            logprobs_T=tuple(self.reports(logits_CV, tokens_C, cut).tolist()),
+            finish="length",
+            versions=(VersionSpan(7, 0, len(tokens_C)),),
+            experts_TLK=None,
+        )
+
+
+def of_tokens(logits_CV: Tensor, tokens_C: Tensor) -> Tensor:
+    return logits_CV.log_softmax(-1).gather(1, tokens_C[:, None])[:, 0]
+
+
+def cut_off(logits_V: Tensor, cut: Cut, *, divides: bool = True) -> Tensor:
+    """Logits `[..., V]` in vLLM's order: temperature, min-p, top-k, top-p."""
+    tempered_V = logits_V / cut.temperature if divides else logits_V
+    probabilities_V = tempered_V.softmax(-1)
+    is_out_V = probabilities_V < cut.min_p * probabilities_V.amax(-1, keepdim=True)
+    order_V = tempered_V.argsort(-1, descending=True).argsort(-1)
+    is_out_V |= order_V >= (cut.top_k or tempered_V.shape[-1])
+    kept_V = tempered_V.masked_fill(is_out_V, -math.inf).softmax(-1)
+    sorted_V = kept_V.sort(-1, descending=True).values
+    before_V = (sorted_V.cumsum(-1) - sorted_V).gather(-1, order_V)
+    return tempered_V.masked_fill(is_out_V | (before_V >= cut.top_p), -math.inf)
 
 
 def built(model: ModelConfig, mesh: Mesh, seed: int, precision: Precision = "fp32") -> list[nn.Module]:
@@ -126,13 +180,14 @@ class Served:
         self._lock = Lock()
 
     def server(self, url: str = "http://a:1") -> ModelServer:
-        return ModelServer(url, self.old, self.logprobs)
+        return ModelServer(url, self.old, self.logits_of)
 
-    def logprobs(self, weights: Tensors, tokens_T: Sequence[int]) -> list[float]:
-        return self.logprobs_of(weights, [tokens_T])[0]
+    def logprobs_of(self, weights: Tensors, tokens_NT: Sequence[Sequence[int]]) -> list[list[float]]:
+        logprobs_NSV = self.logits_of(weights, tokens_NT)[:, :-1].log_softmax(-1)
+        return logprobs_NSV.gather(2, torch.tensor(tokens_NT)[:, 1:, None])[..., 0].tolist()  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def logprobs_of(self, weights: Tensors, tokens_NT: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logits_of(self, weights: Tensors, tokens_NT: Sequence[Sequence[int]]) -> Tensor:
         ids_NS = torch.tensor(tokens_NT)
         positions_NS = torch.arange(ids_NS.shape[1]).expand_as(ids_NS)
         with self._lock:  # servers are asked at the same time, and have one model
@@ -140,12 +195,11 @@ class Served:
                 copy_in(self._modules, to_global(weights, self._servers_model))
                 self._loaded = {name: id(tensor) for name, tensor in weights.items()}
             logits_NSV = self._modules[0].eval()(ids_NS, positions_NS, attention_mask=None)
-        logprobs_NSV = logits_NSV[:, :-1, : self.model.vocab_size].double().log_softmax(-1)
-        return logprobs_NSV.gather(2, ids_NS[:, 1:, None])[..., 0].tolist()  # type: ignore[no-any-return]
+        return logits_NSV[..., : self.model.vocab_size].double()
 
-    def push(self, *servers: ModelServer, **engine: Any) -> PushReport:
+    def push(self, *servers: ModelServer, cut: Cut = SAMPLED, **engine: Any) -> PushReport:
         config = engine_config(kind="vllm", urls=tuple(server.url for server in servers), **engine)
-        return WeightPush(servers, self.chunks, self.mesh, self.model, config).push(7)
+        return WeightPush(servers, self.chunks, self.mesh, self.model, config, cut).push(7)
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +264,84 @@ def test_a_server_that_does_not_have_the_weights_fails_although_it_says_otherwis
         in report.failed["http://broken:2"]
     )
     assert report.probe < 2e-5 < 2e-4 < report.differences["http://broken:2"].largest
+
+
+NUCLEUS, TOP = Cut(top_p=0.8), Cut(top_k=5)
+REPORTS: dict[str, tuple[Cut, Callable[[Tensor, Tensor, Cut], Tensor]]] = {
+    "raw_logprobs": (SAMPLED, lambda z, y, cut: of_tokens(z, y)),
+    "raw_logprobs at a high temperature": (Cut(temperature=1.5), lambda z, y, cut: of_tokens(z, y)),
+    "processed_logprobs with top-p": (NUCLEUS, lambda z, y, cut: of_tokens(cut_off(z, cut), y)),
+    "processed_logprobs with top-k": (TOP, lambda z, y, cut: of_tokens(cut_off(z, cut), y)),
+    "processed_logprobs with min-p": (Cut(min_p=0.2), lambda z, y, cut: of_tokens(cut_off(z, cut), y)),
+    "top-p before the temperature": (
+        Cut(temperature=0.7, top_p=0.8),
+        lambda z, y, cut: of_tokens(cut_off(z, cut, divides=False) / cut.temperature, y),
+    ),
+    "top-k only of two cuts": (Cut(top_k=5, top_p=0.8), lambda z, y, cut: of_tokens(cut_off(z, TOP), y)),
+    "the temperature twice": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature**2, y)),
+    "the inverse temperature": (SAMPLED, lambda z, y, cut: of_tokens(z * cut.temperature, y)),
+    "the temperature in bf16": (
+        SAMPLED,
+        lambda z, y, cut: of_tokens(z / float(torch.tensor(0.7).bfloat16()), y),
+    ),
+    "logprobs divided by the temperature": (SAMPLED, lambda z, y, cut: of_tokens(z, y) / cut.temperature),
+    "one token late": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, y).roll(1)),
+    "of the next position": (SAMPLED, lambda z, y, cut: of_tokens(z.roll(-1, 0) / cut.temperature, y)),
+    "of the likeliest token": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, z.argmax(-1))),
+    "sums so far": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, y).cumsum(0)),
+    "a mean": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, y).mean().expand(len(y))),
+    "to the base of 2": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, y) / math.log(2)),
+    "rounded to bf16": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, y).bfloat16().double()),
+    "rounded to three digits": (
+        SAMPLED,
+        lambda z, y, cut: of_tokens(z / cut.temperature, y).round(decimals=3),
+    ),
+    "a wrong first one": (
+        SAMPLED,
+        lambda z, y, cut: of_tokens(z / cut.temperature, y) - 1e-3 * torch.eye(len(y))[0],
+    ),
+    "with a penalty of repetition": (
+        SAMPLED,
+        lambda z, y, cut: of_tokens(z / cut.temperature - 0.1 * torch.bincount(y, minlength=z.shape[1]), y),
+    ),
+    "a temperature of its own": (Cut(), lambda z, y, cut: of_tokens(z / 0.95, y)),
+}
+
+
+@pytest.mark.parametrize("fault", REPORTS)
+def test_a_server_that_has_the_weights_and_reports_other_logprobs_of_what_it_samples_fails(
+    fault: str, served: Served
+) -> None:
+    """Its logprobs of a prompt, which are at temperature 1 in every mode, are right."""
+    sound, broken = served.server("http://sound:1"), served.server("http://broken:2")
+    cut, broken.reports = REPORTS[fault]
+    report = served.push(sound, broken, cut=cut)
+    assert report.living == ("http://sound:1",) and report.differences["http://broken:2"].largest < 2e-5
+    message = report.failed["http://broken:2"]
+    assert "has the trainer's weights, but its logprobs are not those at the sampling temperature" in message
+    mode = "processed_logprobs" if cut.is_open else "raw_logprobs" if cut.temperature == 1 else "None"
+    assert f"Start vLLM with --logprobs-mode {mode}" in message
+
+
+UNSEEN: dict[str, tuple[Cut, Callable[[Tensor, Cut], Tensor]]] = {
+    "top-p": (NUCLEUS, lambda logits_V, cut: logits_V),
+    "the temperature": (SAMPLED, lambda logits_V, cut: logits_V),
+}
+
+
+@pytest.mark.parametrize("ignored", UNSEEN)
+def test_a_server_that_samples_otherwise_and_reports_right_logprobs_is_not_found(
+    ignored: str, served: Served
+) -> None:
+    """What the probe does not see, as docs/weight_updates.md has it."""
+    server = served.server()
+    cut, server.samples = UNSEEN[ignored]
+    assert served.push(server, cut=cut).living == ("http://a:1",)
+
+
+@pytest.mark.parametrize("cut", [Cut(), NUCLEUS, Cut(temperature=0.1), Cut(temperature=2.0)], ids=str)
+def test_a_sound_server_is_accepted_at_every_temperature(cut: Cut, served: Served) -> None:
+    assert served.push(served.server(), cut=cut).living == ("http://a:1",)
 
 
 def test_a_tied_output_is_sent_and_the_probe_finds_the_one_that_is_left_old(tied: Served) -> None:
