@@ -80,7 +80,12 @@ def test_losses_through_servers_are_those_of_the_native_engine(
     zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(FakeServer(ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros)))
+            stack.enter_context(
+                FakeServer(
+                    ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros),
+                    logprobs_mode="processed_logprobs",
+                )
+            )
             for _ in range(2)
         ]
         servers[0].faults = [
@@ -110,6 +115,23 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         assert result["eval/reward"] == pytest.approx(wanted[4]["eval/reward"], abs=1e-6)
 
 
+def test_a_server_with_vllms_default_logprobs_ends_a_run_at_another_temperature_before_its_first_rollout(
+    rl_file: Path,  # noqa: F811
+    tmp_path: Path,
+    mesh: Mesh,
+) -> None:
+    model = load_config(RlRunConfig, rl_file, SMALL).model
+    zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
+    with FakeServer(ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros)) as server:
+        words = ("rl.engine.kind=vllm", f'rl.engine.urls=["{server.url}"]', "rl.rollout.temperature=0.7")
+        run = run_main("mcore_rl.run.programs.rl", [rl_file, *SMALL, *words])
+        assert run.returncode == 2 and server.rollouts() == [], run.stderr
+        assert "Start vLLM with --logprobs-mode processed_logprobs" in run.stderr
+        server.logprobs_mode = "processed_logprobs"
+        run = run_main("mcore_rl.run.programs.rl", [rl_file, *SMALL, *words, "train.steps=2"])
+        assert run.returncode == 0 and server.rollouts(), run.stderr
+
+
 def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engine(
     rl_file: Path,  # noqa: F811
     tmp_path: Path,
@@ -133,7 +155,12 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
     }
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(FakeServer(ModelAnswers(loaded(model, weights, mesh), mesh, model, weights)))
+            stack.enter_context(
+                FakeServer(
+                    ModelAnswers(loaded(model, weights, mesh), mesh, model, weights),
+                    logprobs_mode="processed_logprobs",
+                )
+            )
             for _ in range(2)
         ]
 
@@ -171,6 +198,7 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
                     ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros),
                     kind,
                     software=software[kind],
+                    logprobs_mode="processed_logprobs",
                 )
             )
             for _ in range(2)

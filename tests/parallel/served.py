@@ -22,7 +22,7 @@ from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.rl.engines import weight_push
 from mcore_rl.rl.engines.adapter_push import AdapterPush, ServedAdapters
-from mcore_rl.rl.engines.base import Sampling, cut_of
+from mcore_rl.rl.engines.base import Sampling, sampling_of
 from mcore_rl.rl.engines.make import make_engine, server_apis
 from mcore_rl.rl.engines.probe import Probe, ProbeReference
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
@@ -82,8 +82,12 @@ def pushed(
                 yield bucket
 
     weight_push.iter_hf_weights = watched
-    report = WeightPush(apis, chunks, mesh, config.model, engine, cut_of(config.rl.rollout)).push(7)
+    report = WeightPush(apis, chunks, mesh, config.model, engine, sampling_in(config)).push(7)
     return report, live.most, Probe(chunks, mesh, config.model, "bf16").reference()
+
+
+def sampling_in(config: RlRunConfig) -> Sampling:
+    return sampling_of(config.rl.rollout, (), vocab_size=config.model.vocab_size, with_routes=False)
 
 
 def adapters_on_a_full_disk(config: RlRunConfig, tensors: Tensors) -> PushReport:
@@ -93,7 +97,7 @@ def adapters_on_a_full_disk(config: RlRunConfig, tensors: Tensors) -> PushReport
     api: Any = SimpleNamespace(url=engine.urls[0])
     served = ServedAdapters(Path(engine.transport_dir))
     push = AdapterPush(
-        [api], chunks, mesh, config.model, engine, cut_of(config.rl.rollout), lora=config.lora, served=served
+        [api], chunks, mesh, config.model, engine, sampling_in(config), lora=config.lora, served=served
     )
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     report = push.push(1)
@@ -113,7 +117,7 @@ def adapters_pushed_twice(
     apis = [server_apis(engine, config.model)(url) for url in engine.urls] if is_first else []
     served = ServedAdapters(Path(engine.transport_dir)) if is_first else None
     push = AdapterPush(
-        apis, chunks, mesh, config.model, engine, cut_of(config.rl.rollout), lora=config.lora, served=served
+        apis, chunks, mesh, config.model, engine, sampling_in(config), lora=config.lora, served=served
     )
     found = []
     for version, size in enumerate(sizes):
@@ -136,7 +140,7 @@ def pushed_adapters(config: RlRunConfig, tensors: Tensors) -> PushReport:
             shard.data.detach().copy_(0.1 * whole[shard.where])
     engine = config.rl.engine
     apis = [server_apis(engine, config.model)(url) for url in engine.urls] if mesh.world.rank == 0 else []
-    return WeightPush(apis, chunks, mesh, config.model, engine, cut_of(config.rl.rollout)).push(7)
+    return WeightPush(apis, chunks, mesh, config.model, engine, sampling_in(config)).push(7)
 
 
 def _with_adapters(config: RlRunConfig, tensors: Tensors) -> tuple[Mesh, list[nn.Module]]:

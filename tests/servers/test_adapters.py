@@ -20,7 +20,6 @@ from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.make import server_apis
 from mcore_rl.rl.engines.server_api import ServerApi, ServerError
 from mcore_rl.rl.engines.server_process import ServerProcess, server_command
-from mcore_rl.rl.sampling import Cut
 from tests.servers.conftest import Figures
 from tests.servers.vllm_server import SHAPE, Trainer, random_prompts, until_healthy
 
@@ -89,7 +88,14 @@ def test_a_server_samples_with_the_adapters_of_each_update_by_name(
     served, engine = ServedAdapters(tmp_path), config.served
     assert engine is not None
     push = AdapterPush(
-        [api], trainer.chunks, mesh, config.model, engine, Cut(), lora=config.lora, served=served
+        [api],
+        trainer.chunks,
+        mesh,
+        config.model,
+        engine,
+        Sampling(max_new_tokens=1),
+        lora=config.lora,
+        served=served,
     )
     prompts = random_prompts(8, 24, config.model.vocab_size)
     sampling, names, found = Sampling(max_new_tokens=48), list[str](), list[dict[str, float]]()

@@ -206,7 +206,9 @@ class Trainer:
         """Give the weights to servers as the next version."""
         self.version += 1
         config = engine_config(kind="vllm", urls=tuple(api.url for api in apis), **engine)
-        return WeightPush(apis, self.chunks, self.mesh, self.model, config, Cut()).push(self.version)
+        return WeightPush(apis, self.chunks, self.mesh, self.model, config, Sampling(max_new_tokens=1)).push(
+            self.version
+        )
 
     @torch.no_grad()
     def logprobs(
@@ -288,7 +290,7 @@ def served_engine(
         trainer.model,
         decode,
         config,
-        cut=Cut(),
+        sampling=Sampling(max_new_tokens=1),
         capabilities=Capabilities(max_tokens=MAX_TOKENS, routes=False, seeded=False),
         refusal=lambda sampling: None,
     )

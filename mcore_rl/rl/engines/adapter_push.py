@@ -18,11 +18,11 @@ from mcore_rl.convert.peft import write_served_adapter
 from mcore_rl.model.adapters import adapters_off
 from mcore_rl.model.global_tensors import gathered, local_shards
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.probe import ProbeReference
 from mcore_rl.rl.engines.probe_difference import ProbeDifference, difference_of
 from mcore_rl.rl.engines.server_api import ServerApi, ServerError
 from mcore_rl.rl.engines.weight_push import PushReport, Sender, Stopwatch, WeightPush
-from mcore_rl.rl.sampling import Cut
 
 SEEN = 0.1
 """Fraction of the probe's limit above which adapters must change at least a digit of a server's logprobs."""
@@ -53,7 +53,9 @@ class AdapterPush(WeightPush):
 
     def __init__(
         self,
-        *of_policy: *tuple[Sequence[ServerApi], Sequence[nn.Module], Mesh, ModelConfig, ServedConfig, Cut],
+        *of_policy: *tuple[
+            Sequence[ServerApi], Sequence[nn.Module], Mesh, ModelConfig, ServedConfig, Sampling
+        ],
         lora: LoraConfig,
         served: ServedAdapters | None,
     ) -> None:
@@ -116,7 +118,7 @@ class AdapterPush(WeightPush):
         sender.everywhere("resume", lambda server: server.resume())
         watch.lap("finish")
         sender.everywhere(
-            "probe", lambda server: self._compare(server, name, ours, differences, is_seen=is_seen)
+            "probe", lambda server: self._compare_adapted(server, name, ours, differences, is_seen=is_seen)
         )
         sender.everywhere("unloading", lambda server: _unload(server, served.names.get(server.url)))
         # The adapters of a failed server are unknown: it is restarted, or keeps a name that no request uses.
@@ -126,7 +128,7 @@ class AdapterPush(WeightPush):
                 shutil.rmtree(former)
         return {"num_bytes": num_bytes, "largest_bucket_bytes": num_bytes, "adapter": name}
 
-    def _compare(
+    def _compare_adapted(
         self,
         server: ServerApi,
         name: str,

@@ -46,18 +46,13 @@ def sampling_of(
     """Return the sampling of a config. Completions end at the tokens `end_ids` and have ids below `vocab_size`."""
     return Sampling(
         max_new_tokens=config.max_new_tokens,
-        cut=cut_of(config),
+        cut=Cut(
+            temperature=config.temperature, top_k=config.top_k or 0, top_p=config.top_p, min_p=config.min_p
+        ),
         stop_tokens=frozenset(end_ids),
         stop_strings=config.stop_strings,
         vocab_size=vocab_size,
         with_routes=with_routes,
-    )
-
-
-def cut_of(config: RolloutConfig) -> Cut:
-    """Return the temperature of a config's rollouts, and the tokens that they may draw."""
-    return Cut(
-        temperature=config.temperature, top_k=config.top_k or 0, top_p=config.top_p, min_p=config.min_p
     )
 
 

@@ -11,10 +11,11 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import InProcessConfig, ServedConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.processes.launcher import environment_variable
-from mcore_rl.rl.engines.base import Capabilities, Engine, QuietEngine, Sampling, cut_of
+from mcore_rl.rl.engines.base import Capabilities, Engine, QuietEngine, Sampling, sampling_of
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.engines.served import ServedEngine
@@ -43,8 +44,9 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
 
     `update_weights` must be called before the first request.
     """
-    engine, folder = config.served, servers_folder(config.run_dir)
+    engine, folder, tokenizer = config.served, servers_folder(config.run_dir), config.data.tokenizer
     assert engine is not None
+    vocab_size = config.model.vocab_size if tokenizer.kind == "none" else load_tokenizer(tokenizer).vocab_size
     api_at = server_apis(engine, config.model)
     on_gpu = next(chunks[0].parameters()).is_cuda
     fleet = None
@@ -70,7 +72,7 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
         config.model,
         decode,
         engine,
-        cut=cut_of(config.rl.rollout),
+        sampling=sampling_of(config.rl.rollout, (), vocab_size=vocab_size, with_routes=False),
         capabilities=Capabilities(
             max_tokens=served_length(config.longest_sample, config.model, engine),
             routes=config.wants_engine_routes,
@@ -153,7 +155,7 @@ def refused_sampling(rl: RlConfig, sampling: Sampling) -> str | None:
 
     None if it can.
     """
-    started = cut_of(rl.rollout)
+    started = sampling_of(rl.rollout, (), vocab_size=0, with_routes=False).cut
     if rl.engine.kind == "sglang" or sampling.cut.temperature == 0.0:
         return None
     wanted = logprobs_mode(sampling.cut)

@@ -26,6 +26,7 @@ from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.parallel.schedule import HeadOutput, Routing, run_pass
 from mcore_rl.parallel.vocab import Logits
 from mcore_rl.replay.layouts import LocalTokens, local_tokens
+from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import evaluating, without_capacity
 from mcore_rl.rl.engines.probe_difference import (
     FEWEST_TOKENS,
@@ -47,6 +48,7 @@ FEWEST, MOST = 6, 96
 of every layer is reached, up to the maximum; in lower precision it uses the maximum."""
 PACKED = 6
 """Number of sequences per microbatch."""
+PLAIN = Sampling(max_new_tokens=1)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -123,12 +125,12 @@ class Probe:
             limit=probe_limit(rounding_nats, tolerance),
         )
 
-    def logprobs(self, sequences: Sequence[Sequence[int]] | None = None, temperature: float = 1.0) -> Tensor:
+    def logprobs(self, sequences: Sequence[Sequence[int]] = (), sampling: Sampling = PLAIN) -> Tensor:
         """Collective over the world: return only the logprobs `[N, T - 1]`, of other sequences than the probe's too."""
-        return self._pass(sequences or self.sequences, temperature)[0]
+        return self._pass(sequences or self.sequences, sampling)[0]
 
     @torch.no_grad()
-    def _pass(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def _pass(self, sequences: Sequence[Sequence[int]], sampling: Sampling = PLAIN) -> tuple[Tensor, Tensor]:
         """Collective over the world: return the logprobs `[N, T - 1]` and the experts `[N, T - 1, L, K]`."""
         mesh, model = self._mesh, self._model
         samples = {
@@ -144,7 +146,8 @@ class Probe:
         rows = [list(samples)[start : start + PACKED] for start in range(0, len(samples), PACKED)]
         rows += [[]] * (-len(rows) % limits.microbatch_multiple)
         microbatches = [make_microbatch(samples, row, limits, mesh.cp, self._device) for row in rows]
-        head = _FullLogits(LogprobHead(mesh, model.vocab_size, temperature=temperature, chunk_tokens=1024))
+        vocab_size, temperature = sampling.vocab_size or model.vocab_size, sampling.cut.temperature
+        head = _FullLogits(LogprobHead(mesh, vocab_size, temperature=temperature, chunk_tokens=1024))
         shape = len(samples), SEQUENCE_TOKENS - 1
         # int32: NCCL has no 16-bit integers, and 8 bits are too few.
         experts_NTLK = torch.full(

@@ -30,7 +30,6 @@ from mcore_rl.rl.engines.served_routes import pick_layers, without_recomputed
 from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError
 from mcore_rl.rl.engines.server_fleet import ServerFleet
 from mcore_rl.rl.engines.weight_push import WeightPush, transport_folder
-from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import BYTE_EXPERTS, Completion, Group, Prompt, VersionSpan
 
 MOST_MERGE_LOSS = 0.1
@@ -73,7 +72,7 @@ class ServedEngine:
         decode: Callable[[Sequence[int]], str],
         config: ServedConfig,
         *,
-        cut: Cut,
+        sampling: Sampling,
         capabilities: Capabilities,
         refusal: Callable[[Sampling], str | None],
         imposes_routes: bool = True,
@@ -90,7 +89,7 @@ class ServedEngine:
             model: The model's config.
             decode: Function that converts token ids to text.
             config: The config section of the engine.
-            cut: The rollouts' temperature and cut, with which each update compares the servers' logprobs.
+            sampling: The rollouts' sampling, with which each update compares the servers' logprobs.
             capabilities: Capabilities of the servers.
             refusal: Function that returns why the servers' logprobs would be wrong under a sampling; None if correct.
             imposes_routes: Whether routes will be replayed (R3), rather than only compared with the trainer's.
@@ -100,7 +99,8 @@ class ServedEngine:
         """
         self.decode, self.policy_version, self.capabilities = decode, 0, capabilities
         self._api_at, self._fleet, self._chunks = api_at, fleet, list(chunks)
-        self._mesh, self._model, self._config, self._refusal, self._cut = mesh, model, config, refusal, cut
+        self._mesh, self._model, self._config, self._refusal = mesh, model, config, refusal
+        self._sampling = sampling
         self._imposes_routes, self._may_miss_routes = imposes_routes, may_miss_routes
         self._layers = list(routed_layers(chunks))
         # A new salt for each start: another run, or this run before a resume, may have had different weights of the
@@ -457,7 +457,7 @@ class ServedEngine:
         return self._push[1]
 
     def _new_push(self, apis: Sequence[ServerApi]) -> WeightPush | AdapterPush:
-        of_policy = (apis, self._chunks, self._mesh, self._model, self._config, self._cut)
+        of_policy = (apis, self._chunks, self._mesh, self._model, self._config, self._sampling)
         if self._adapters is None:
             return WeightPush(*of_policy)
         if self._fleet is not None and self._served_adapters is None:

@@ -29,7 +29,6 @@ from mcore_rl.rl.engines.probe_difference import ProbeDifference, ProbeLimit, di
 from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError
 from mcore_rl.rl.engines.vllm_api import logprobs_mode
 from mcore_rl.rl.engines.weight_transport import BroadcastTransport, FileTransport
-from mcore_rl.rl.sampling import Cut
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -78,7 +77,7 @@ class WeightPush:
         mesh: Mesh,
         model: ModelConfig,
         engine: ServedConfig,
-        cut: Cut,
+        sampling: Sampling,
     ) -> None:
         """Create the push.
 
@@ -88,10 +87,11 @@ class WeightPush:
             mesh: The mesh over which the policy is sharded.
             model: The model's config.
             engine: The engine's config.
-            cut: The rollouts' temperature and cut.
+            sampling: The rollouts' sampling.
         """
         self._servers, self._chunks, self._mesh = list(servers), list(chunks), mesh
-        self._model, self._engine, self._cut = model, engine, cut
+        self._model, self._engine = model, engine
+        self._sampling = replace(sampling, max_new_tokens=SEQUENCE_TOKENS - PROMPT_TOKENS)
         self._probe = Probe(chunks, mesh, model, engine.dtype)
         self._device = next(chunks[0].parameters()).device
         own, served = next(chunks[0].parameters()).dtype, DTYPES.get(engine.dtype, torch.float32)
@@ -152,11 +152,11 @@ class WeightPush:
         """Collective over the world: return the report, with the other `fields` of PushReport from rank 0, after a look
         at the logprobs of what servers sample: training needs those at the sampling temperature, before the cut.
         """
-        ask, cut = partial(self._complete, adapter=fields.get("adapter")), self._cut
+        ask, cut = partial(self._complete, adapter=fields.get("adapter")), self._sampling.cut
         served = on_rank_zero(lambda: sender.everywhere("completions", ask) if sender else {})
         texts = [(index % PACKED, one.tokens_T) for index, one in enumerate(chain(*served.values()))]
         sequences = [(*self._probe.sequences[index][:PROMPT_TOKENS], *tokens_T) for index, tokens_T in texts]
-        trained_NC = self._probe.logprobs(sequences, cut.temperature)[:, PROMPT_TOKENS - 1 :]
+        trained_NC = self._probe.logprobs(sequences, self._sampling)[:, PROMPT_TOKENS - 1 :]
 
         def report() -> PushReport:
             assert sender is not None
@@ -166,8 +166,8 @@ class WeightPush:
                 if excess := limit.excess(difference_of(trained_PC, [one.logprobs_T for one in ones])):
                     sender.failed[url] = (
                         f"{url} has the trainer's weights, but its logprobs are not those at the sampling temperature, "
-                        f"before top_k, top_p and min_p ({cut}): {excess}. Start vLLM with --logprobs-mode "
-                        f"{logprobs_mode(cut)}, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+                        f"before top_k, top_p and min_p ({cut}), of the tokenizer's ids: {excess}. Start vLLM with "
+                        f"--logprobs-mode {logprobs_mode(cut)}, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
                     )
             sender.close()
             watch.lap("probe")
@@ -187,8 +187,7 @@ class WeightPush:
 
     def _complete(self, server: ServerApi, adapter: str | None) -> list[ServedCompletion]:
         """Return a server's completions of PACKED prompts of the probe to SEQUENCE_TOKENS tokens, as in rollouts."""
-        sampling = Sampling(max_new_tokens=SEQUENCE_TOKENS - PROMPT_TOKENS, cut=self._cut)
-        salt = secrets.token_hex(8)
+        sampling, salt = self._sampling, secrets.token_hex(8)
 
         def complete(index: int) -> ServedCompletion:
             prompt_T, name = self._probe.sequences[index][:PROMPT_TOKENS], f"probe-{salt}-{index}"

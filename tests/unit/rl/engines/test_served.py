@@ -101,7 +101,7 @@ def served(
             model,
             spelled,
             config,
-            cut=EIGHT.cut,
+            sampling=EIGHT,
             capabilities=Capabilities(max_tokens=64, routes=True, seeded=True),
             refusal=lambda sampling: None,
             may_miss_routes=may_miss_routes,

@@ -199,7 +199,8 @@ class Served:
 
     def push(self, *servers: ModelServer, cut: Cut = SAMPLED, **engine: Any) -> PushReport:
         config = engine_config(kind="vllm", urls=tuple(server.url for server in servers), **engine)
-        return WeightPush(servers, self.chunks, self.mesh, self.model, config, cut).push(7)
+        sampling = Sampling(max_new_tokens=5, cut=cut)
+        return WeightPush(servers, self.chunks, self.mesh, self.model, config, sampling).push(7)
 
 
 @pytest.fixture(scope="module")
