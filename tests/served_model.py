@@ -22,8 +22,8 @@ from tests.generating import engine_on, loaded, prompt_of
 from tests.hf_weights import to_global
 from tests.served_adapters import with_adapter
 
-ONE_AT_A_TIME = threading.Lock()
-"""Megatron's modules are not made for threads."""
+ONE_AT_A_TIME = threading.RLock()
+"""Megatron's modules are not made for threads, and an update comes between two completions."""
 
 
 def reported_logprobs(logits_SV: Tensor, tokens: Sequence[int], asked: Asked) -> list[float]:
@@ -66,9 +66,9 @@ class ModelAnswers:
         )
         with ONE_AT_A_TIME:
             group = self.engine.generate([prompt_of(asked.prompt)], sampling, [[asked.seed]])[0]
-        one = group.completions[0]
+            one = group.completions[0]
+            logits_SV = self._logits((*asked.prompt, *one.tokens_T))[len(asked.prompt) - 1 :]
         experts = None if one.experts_TLK is None else one.experts_TLK.numpy().astype(np.int64)
-        logits_SV = self._logits((*asked.prompt, *one.tokens_T))[len(asked.prompt) - 1 :]
         if asked.never and asked.logprobs != "raw":
             logits_SV[:, sorted(asked.never)] = -torch.inf
         return Answer(

@@ -112,9 +112,8 @@ def _environment(environment: Mapping[str, str]) -> Iterator[str]:
 
 def why_reserved(name: str) -> str:
     """Return why a cluster may not set the environment variable `name`, with the remedy; empty if it may."""
-    return next(
-        (why for names, why in RESERVED.items() if any(fnmatchcase(name, one) for one in names.split())), ""
-    )
+    whys = (why for names, why in RESERVED.items() if any(fnmatchcase(name, one) for one in names.split()))
+    return next(whys, "")
 
 
 @dataclass(frozen=True, slots=True)

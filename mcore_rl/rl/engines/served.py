@@ -98,9 +98,8 @@ class ServedEngine:
                 get whole weights.
         """
         self.decode, self.policy_version, self.capabilities = decode, 0, capabilities
-        self._api_at, self._fleet, self._chunks = api_at, fleet, list(chunks)
+        self._api_at, self._fleet, self._chunks, self._sampling = api_at, fleet, list(chunks), sampling
         self._mesh, self._model, self._config, self._refusal = mesh, model, config, refusal
-        self._sampling = sampling
         self._imposes_routes, self._may_miss_routes = imposes_routes, may_miss_routes
         self._layers = list(routed_layers(chunks))
         # A new salt for each start: another run, or this run before a resume, may have had different weights of the

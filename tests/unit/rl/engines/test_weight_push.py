@@ -197,9 +197,11 @@ class Served:
             logits_NSV = self._modules[0].eval()(ids_NS, positions_NS, attention_mask=None)
         return logits_NSV[..., : self.model.vocab_size].double()
 
-    def push(self, *servers: ModelServer, cut: Cut = SAMPLED, **engine: Any) -> PushReport:
+    def push(
+        self, *servers: ModelServer, cut: Cut = SAMPLED, ids: int | None = None, **engine: Any
+    ) -> PushReport:
         config = engine_config(kind="vllm", urls=tuple(server.url for server in servers), **engine)
-        sampling = Sampling(max_new_tokens=5, cut=cut)
+        sampling = Sampling(max_new_tokens=5, cut=cut, vocab_size=ids)
         return WeightPush(servers, self.chunks, self.mesh, self.model, config, sampling).push(7)
 
 
@@ -322,6 +324,16 @@ def test_a_server_that_has_the_weights_and_reports_other_logprobs_of_what_it_sam
     assert "has the trainer's weights, but its logprobs are not those at the sampling temperature" in message
     mode = "processed_logprobs" if cut.is_open else "raw_logprobs" if cut.temperature == 1 else "None"
     assert f"Start vLLM with --logprobs-mode {mode}" in message
+
+
+def test_a_server_that_counts_ids_beyond_the_tokenizers_vocabulary_fails(served: Served) -> None:
+    """As raw_logprobs do, also at temperature 1; training gives such ids no probability."""
+    sound, broken = served.server("http://sound:1"), served.server("http://broken:2")
+    ids = MODEL.vocab_size - 10
+    for server in (sound, broken):
+        server.samples = lambda logits_V, cut: logits_V[:ids]
+    sound.reports = lambda logits_CV, tokens_C, cut: of_tokens(logits_CV[:, :ids], tokens_C)
+    assert served.push(sound, broken, cut=Cut(), ids=ids).living == ("http://sound:1",)
 
 
 UNSEEN: dict[str, tuple[Cut, Callable[[Tensor, Cut], Tensor]]] = {
