@@ -53,6 +53,24 @@ def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(c
     assert cluster.job(again)["ExitCode"] == f"{STATUS['stopped']}:0"
 
 
+def test_a_job_whose_python_would_import_other_code_than_its_copy_ends_at_once(cluster: Cluster) -> None:
+    """A line of the set-up, as a module's, puts another checkout first; a file that changed after launch does not."""
+    other = cluster.shared / "checkout"
+    (other / "mcore_rl").mkdir(parents=True)
+    (other / "mcore_rl/__init__.py").touch()
+    (cluster.shared / "keys.env").write_text(f"PYTHONPATH={other}\n")
+    keys = {"environment_file": str(cluster.shared / "keys.env")}
+    right = job(cluster, "own_code", "train.steps=2", **ONE_RANK, **keys)
+    wrong = job(cluster, "other_code", **ONE_RANK, setup=(f"export PYTHONPATH={other}:$PYTHONPATH",))
+    first, second = submit(cluster, right), submit(cluster, wrong)
+    assert cluster.until_state(second, ENDED, 120) == "FAILED"
+    assert cluster.job(second)["ExitCode"] == f"{STATUS['refused']}:0"
+    assert ends(Path(wrong.run_dir)) == [("refused", "2")] and not losses(Path(wrong.run_dir))
+    log = Path(wrong.run_dir, f"logs/{second}.log").read_text()
+    assert f"imported from {other}, and not from the copy of the code of this job, {cluster.code}" in log
+    assert cluster.until_state(first, ENDED, 240) == "COMPLETED" and len(losses(Path(right.run_dir))) == 2
+
+
 def gets_on(cluster: Cluster, run_dir: Path) -> None:
     """A step is reported that was not reported before."""
     reached = max(losses(run_dir))

@@ -357,6 +357,17 @@ def test_a_sound_server_is_accepted_at_every_temperature(cut: Cut, served: Serve
     assert served.push(served.server(), cut=cut).living == ("http://a:1",)
 
 
+def test_in_bf16_rounding_at_a_low_temperature_is_accepted_and_raw_logprobs_are_not(one_rank: Mesh) -> None:
+    """Measured over weights and both directions: a sound server 0.67 of the limit at most, a raw one 2.7 at least."""
+    served = Served(MODEL, one_rank, servers_precision="bf16")
+    randomize(served.chunks, seed=13)  # at temperature 0.3 these are beyond the limit of temperature 1
+    for temperature in (0.3, 0.7):
+        sound, broken = served.server("http://sound:1"), served.server("http://broken:2")
+        broken.reports = lambda logits_CV, tokens_C, cut: of_tokens(logits_CV, tokens_C)
+        report = served.push(sound, broken, cut=Cut(temperature=temperature), dtype="bf16")
+        assert report.living == ("http://sound:1",), report.failed
+
+
 def test_a_tied_output_is_sent_and_the_probe_finds_the_one_that_is_left_old(tied: Served) -> None:
     sound, broken = tied.server("http://sound:1"), tied.server("http://broken:2")
     broken.takes = lambda name: name != "lm_head.weight"
