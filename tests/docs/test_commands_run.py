@@ -80,6 +80,7 @@ def warm() -> Iterator[Path]:
 def quickstart(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `make quickstart` leaves: that of .ci/run, or a small one."""
     if made := os.environ.get("QUICKSTART"):
+        assert (Path(made) / "report.html").exists(), f"the quickstart in {made} has not ended"
         return Path(made)
     folder = tmp_path_factory.mktemp("quickstart")
     steps = ("--steps", str(QUICKSTART_STEPS))
