@@ -14,6 +14,7 @@ STEP = {
     "rl/rollouts/prompts.py": "the prompts at the cursor",
     "rl/rollouts/tasks.py": "the recipe's problems are made by a task",
     "data/chat.py": "a problem as a conversation",
+    "data/labels.py": "keys of a turn that are null or empty are absent",
     "data/tokenizer.py": "text to tokens, and back for the reward",
     "rl/types.py": "the records of prompts and completions",
     "rl/engines/base.py": "what an engine is asked, and where completions end",
