@@ -656,13 +656,17 @@ def other_code(machines):
 @pytest.mark.parametrize("starter", ["srun", "torchrun", "once"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_job_that_would_run_other_code_than_its_copy_ends_with_both_paths(way, starter, machines):
-    other = other_code(machines)
+    other, copy = other_code(machines), machines.folder / "copy"
+    (copy / "mcore_rl").mkdir(
+        parents=True
+    )  # another folder than the checkout, which may be what is installed
+    (copy / "mcore_rl/__init__.py").touch()
     text = json.dumps({"python": "{python}"} | WAYS[way])
     fields = json.loads(text.replace("{other}", str(other)).replace("{python}", sys.executable))
-    done = machines.attempt(starter=starter, is_training=starter != "once", code_dir=str(ROOT), **fields)
+    done = machines.attempt(starter=starter, is_training=starter != "once", code_dir=str(copy), **fields)
     assert done.returncode == STATUS["refused"] and not (machines.run / "trained").exists()
     ((why, then, cause),) = machines.ends
-    assert (why, then) == ("refused", "2") and f"not from the copy of the code of this job, {ROOT}" in cause
+    assert (why, then) == ("refused", "2") and f"not from the copy of the code of this job, {copy}" in cause
     if way != "an option of Python":  # which takes what is installed, if anything is
         assert f"mcore_rl is imported from {other}, " in cause
 
