@@ -35,7 +35,7 @@ class Asked:
     top_p: float
     min_p: float
     logprobs: str
-    """Of the logits as they are (raw), divided by the temperature (tempered), and cut besides (processed)."""
+    """Logprobs from logits as they are (raw), divided by the temperature (tempered), and cut too (processed)."""
     stops: frozenset[int]
     never: frozenset[int]
     """Ids with a logit bias that forbids them."""

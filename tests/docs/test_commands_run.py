@@ -78,7 +78,7 @@ def warm() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def quickstart(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make quickstart` leaves: that of .ci/run, or a small one."""
+    """A finished quickstart: the one that .ci/run has made, or a small one."""
     if made := os.environ.get("QUICKSTART"):
         assert (Path(made) / "report.html").exists(), f"the quickstart in {made} has not ended"
         return Path(made)

@@ -135,7 +135,7 @@ def with_settings(model: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_the_same_model_with_every_setting(family: str, tmp_path: Path) -> None:
-    """What its config class makes of the file, defaults included, is the model, or there is no file."""
+    """Its config class reads the file as the model, with its own defaults, or no file is written."""
     refused = {name for name, families in NOT_IN_TRANSFORMERS.items() if family in families}
     for name, changes in SETTINGS.items():
         model = with_settings(TINY[family], changes)

@@ -346,7 +346,7 @@ UNSEEN: dict[str, tuple[Cut, Callable[[Tensor, Cut], Tensor]]] = {
 def test_a_server_that_samples_otherwise_and_reports_right_logprobs_is_not_found(
     ignored: str, served: Served
 ) -> None:
-    """What the probe does not see, as docs/weight_updates.md has it."""
+    """The probe does not see such a server, as docs/weight_updates.md says."""
     server = served.server()
     cut, server.samples = UNSEEN[ignored]
     assert served.push(server, cut=cut).living == ("http://a:1",)
