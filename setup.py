@@ -15,7 +15,7 @@ VERSION = next(
 
 REQUIRES = [
     "torch>=2.6",
-    # 0.16 is the last line of releases for Python 3.11; 0.19 needs 3.12. mcore_rl/backend/patches/table.py
+    # 0.16 is the last line of releases for Python 3.11; 0.19 needs 3.12. mcore_rl/megatron/patches/table.py
     # holds what differs and refuses other versions.
     'megatron-core>=0.16.1,<0.17; python_version < "3.12"',
     'megatron-core>=0.19,<0.20; python_version >= "3.12"',
@@ -83,7 +83,7 @@ EXTRAS = {
 
 
 class WithLaunchFiles(build_py):
-    """Copies recipes, clusters and templates into the package, where `mcore_rl.files.shipped` finds them."""
+    """Copies recipes, clusters and templates into the package, where `mcore_rl.storage.files.shipped` finds them."""
 
     def run(self) -> None:
         """Build, then copy; an editable install reads them in the repository."""
@@ -116,12 +116,12 @@ setup(
     packages=find_packages(include=["mcore_rl", "mcore_rl.*"]),
     package_data={
         "mcore_rl": ["py.typed"],
-        "mcore_rl.backend.cpu": ["compiled.cpp", "compiled_attention.cpp", "compiled_products.h"],
+        "mcore_rl.megatron.cpu": ["compiled.cpp", "compiled_attention.cpp", "compiled_products.h"],
         "mcore_rl.report": ["page/*", "page/vendor/*"],
     },
     cmdclass={"build_py": WithLaunchFiles},
     python_requires=">=3.11",
     install_requires=REQUIRES,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["mcore-rl = mcore_rl.run.console:main"]},
+    entry_points={"console_scripts": ["mcore-rl = mcore_rl.cli.console:main"]},
 )

@@ -14,7 +14,7 @@ import random
 from pathlib import Path
 
 from bench.rl_folder import program, write_tokenizer
-from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 
 RESULTS = Path(__file__).parent / "results" / "calculator.json"
 CALLS = 0.3

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import torch
 
-from mcore_rl.backend.patches.versions import megatron_version
-from mcore_rl.obs.attempts import cpu_name
+from mcore_rl.megatron.patches.versions import megatron_version
+from mcore_rl.metrics.attempts import cpu_name
 
 CONTENDED = 1.3
 """Contention above which a row is never quoted."""

@@ -43,16 +43,16 @@ from bench.clock import (
     ratio_over_rounds,
     write_results,
 )
-from mcore_rl import checksums
+from mcore_rl.cli.commands.checkpoints import num_bytes
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.families import hf_config, weight_map
-from mcore_rl.folders.checkpoint import MANIFEST
-from mcore_rl.obs.progress import ByteProgress
-from mcore_rl.run.commands.checkpoints import num_bytes
+from mcore_rl.metrics.progress import ByteProgress
+from mcore_rl.storage import checksums
+from mcore_rl.storage.checkpoint import MANIFEST
 
 GIB = 2**30
 SHARD_BYTES = 2 * GIB

@@ -118,7 +118,7 @@ def run_program(name: str, *words: object, environment: Mapping[str, str] | None
         SystemExit: the program failed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mcore_rl.run.programs.rl", "mcore_rl.run.programs.sft", "torch._dynamo"])
+    context.set_forkserver_preload(["mcore_rl.programs.rl", "mcore_rl.programs.sft", "torch._dynamo"])
     process = context.Process(
         target=_program, args=(name, [str(word) for word in words], dict(environment or {}))
     )
@@ -131,4 +131,4 @@ def run_program(name: str, *words: object, environment: Mapping[str, str] | None
 def _program(name: str, words: Sequence[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        sys.exit(importlib.import_module(f"mcore_rl.run.{name}").main(words))
+        sys.exit(importlib.import_module(f"mcore_rl.cli.{name}").main(words))

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.rl_folder import WARM_UP_STEPS, program, write_inputs
-from mcore_rl.files import with_ending
-from mcore_rl.run.study.table import interval, read_run
+from mcore_rl.cli.study.table import interval, read_run
+from mcore_rl.storage.files import with_ending
 
 ARMS = {
     "grpo": ["rl.loss.kind=grpo"],

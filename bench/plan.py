@@ -1,6 +1,6 @@
 """Predicted against published training steps: `python -m bench.plan` prints a row for each run, and the errors.
 
-The first prediction of a published run is with the rates of planner/rates.py, which were fitted to all of them; the
+The first prediction of a published run is with the rates of planning/rates.py, which were fitted to all of them; the
 second with rates that are fitted anew to the runs of the other families, as for a model of which no run is known.
 
 A published figure is in tokens/s for each GPU (TOKENS), or in model TFLOP/s (TFLOPS), which are made tokens by this
@@ -19,13 +19,13 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.files import shipped
-from mcore_rl.plan.device import DEVICES
-from mcore_rl.plan.flops import train_flops_per_token
-from mcore_rl.planner.parts import Workload
-from mcore_rl.planner.rates import Rates
-from mcore_rl.planner.rollout import Engine, Lengths, forward_seconds, generation
-from mcore_rl.planner.step import step, tokens_per_s
+from mcore_rl.planning.device import DEVICES
+from mcore_rl.planning.flops import train_flops_per_token
+from mcore_rl.planning.parts import Workload
+from mcore_rl.planning.rates import Rates
+from mcore_rl.planning.rollout import Engine, Lengths, forward_seconds, generation
+from mcore_rl.planning.step import step, tokens_per_s
+from mcore_rl.storage.files import shipped
 
 RECIPES = shipped("recipes")
 LENGTH = 4096
@@ -255,7 +255,7 @@ RL_RUNS = (
                 completions=512, updates=1, tokens=745, longest=1536, engine_tp=32, seconds=154.0,
                 mesh={"ep": 16, "pp": 16, "pp_layout": "balanced"}),
 )  # fmt: skip
-"""Steps of reinforcement learning, of which planner/rollout.py gives a lower bound."""
+"""Steps of reinforcement learning, of which planning/rollout.py gives a lower bound."""
 
 
 def errors(runs: tuple[Published, ...]) -> list[float]:

@@ -30,15 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from bench.clock import Clock, Peaks, circumstances, circumstances_line, contention, write_results
-from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
+from mcore_rl.megatron.platform import start
+from mcore_rl.megatron.routers import replayed_routers
+from mcore_rl.megatron.schedule import Routing, free_routing, run_pass
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel.routers import replayed_routers
-from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
 from mcore_rl.replay import router_hooks as route_hooks
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
@@ -403,7 +403,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="of which the median is taken")
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    from mcore_rl.parallel.mesh import destroy_mesh
+    from mcore_rl.megatron.mesh import destroy_mesh
 
     rows = {}
     for name, model in MODELS.items():

@@ -11,8 +11,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.folders.run_config import load_run_config
-from mcore_rl.run.programs.rollouts import load_prompts
+from mcore_rl.programs.rollouts import load_prompts
+from mcore_rl.storage.run_config import load_run_config
 
 VOCAB = 512
 WARM_STEPS, WARM_UP_STEPS, WARM_EXAMPLES = 300, 30, 10_000
@@ -216,5 +216,5 @@ def _write_examples(path: Path) -> None:
 def program(folder: Path, words: Sequence[str]) -> None:
     """Run `mcore-rl words...` in the folder; its output goes to a log file beside the configs."""
     with (folder / f"{words[0]}.log").open("w") as log:
-        command = [sys.executable, "-m", "mcore_rl.run.cli", *words]
+        command = [sys.executable, "-m", "mcore_rl.cli.cli", *words]
         subprocess.run(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, check=True)

@@ -16,10 +16,12 @@ import psutil
 import torch
 
 from bench.turns import Turns
-from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.folders.run_config import load_run_config
+from mcore_rl.megatron import platform as platforms
+from mcore_rl.programs.open_run import open_run
+from mcore_rl.programs.rl import reference_passes
+from mcore_rl.programs.rollouts import load_prompts, open_rollouts
 from mcore_rl.rl.passes.batch import Minibatch
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.failures import FailureReport
@@ -27,9 +29,7 @@ from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.rl.update.token_advantages import Advantages
-from mcore_rl.run.programs.open_run import open_run
-from mcore_rl.run.programs.rl import reference_passes
-from mcore_rl.run.programs.rollouts import load_prompts, open_rollouts
+from mcore_rl.storage.run_config import load_run_config
 
 
 @cache

@@ -35,7 +35,7 @@ from typing import Any
 
 from bench.learning import ROOT, UPDATES, cell, commit, rows_of
 from bench.rl_folder import program
-from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 
 COLUMNS = 5
 """Evaluations after the first one."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.digits import UPDATES, run_program, write_inputs
-from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 
 SHAPE = ["model.head_dim=32"]
 KINDS, ENGINES = ("grpo", "gspo"), ("native", "vllm")

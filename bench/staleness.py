@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.digits import UPDATES, run_program, write_inputs
 from bench.learning import cell, commit
-from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 
 LOSSES = {
     "grpo": ["rl.loss.kind=grpo", "rl.loss.importance_sampling=truncate"],

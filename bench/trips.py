@@ -29,8 +29,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; the machine may b
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import mcore_rl
+from mcore_rl.programs import rl
 from mcore_rl.rl.trainer import RlTrainer
-from mcore_rl.run.programs import rl
 
 PACKAGE = Path(mcore_rl.__file__).parent
 RECIPE = PACKAGE.parent / "launch" / "recipes" / "tiny_moe" / "grpo.toml"

@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.platform import start, stop
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl.engine import NativeConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.packing import PackingLimits
-from mcore_rl.parallel.schedule import run_pass
+from mcore_rl.megatron.platform import start, stop
+from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.rl.engines.base import Sampling

@@ -6,7 +6,7 @@ It returns a loss for every token; weights, sums and the division by the world's
 import torch
 
 from mcore_rl.config.rl.loss import OwnLoss
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens, TokenLoss
 
 

@@ -11,6 +11,8 @@ from mcore_rl.checks.inputs import absent_inputs, has_checkpoints, inputs_of
 from mcore_rl.checks.log import absent_packages
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
+from mcore_rl.cli import cli
+from mcore_rl.cli.log_folders import next_log_dir
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.toml import toml_value
@@ -24,16 +26,14 @@ from mcore_rl.errors import (
     RoutingError,
     TrainingError,
 )
-from mcore_rl.files import create_atomically
-from mcore_rl.folders.run_config import load_run_config
-from mcore_rl.obs.jsonl import FILE_NAME, NewRecords, read_records
-from mcore_rl.plan.local import local_memory_violations
-from mcore_rl.plan.training import training_of
-from mcore_rl.processes.imports import ensure_imported
-from mcore_rl.processes.launcher import launch_local, under_launcher
-from mcore_rl.processes.rank_guard import rank_guard
-from mcore_rl.run import cli
-from mcore_rl.run.log_folders import next_log_dir
+from mcore_rl.metrics.jsonl import FILE_NAME, NewRecords, read_records
+from mcore_rl.planning.local import local_memory_violations
+from mcore_rl.planning.training import training_of
+from mcore_rl.storage.files import create_atomically
+from mcore_rl.storage.run_config import load_run_config
+from mcore_rl.workers.imports import ensure_imported
+from mcore_rl.workers.launcher import launch_local, under_launcher
+from mcore_rl.workers.rank_guard import rank_guard
 
 __all__ = [
     "CheckpointError",

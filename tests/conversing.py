@@ -13,7 +13,6 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -25,8 +24,9 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.chat import Chat, load_chat
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
-from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
-from mcore_rl.parallel.routers import routed_layers
+from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
+from mcore_rl.megatron.routers import routed_layers
 from mcore_rl.rl.engines.base import Engine, Sampling, sampling_of
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.environments.conversations import Conversations

@@ -18,7 +18,7 @@ from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.convert.peft import AdapterLayout, plan_adapter_export
 from mcore_rl.convert.verify import Difference, compare
-from mcore_rl.obs.progress import ByteProgress
+from mcore_rl.metrics.progress import ByteProgress
 from tests.hf_models import Tensors, oracle
 
 ONE_FILE = CopySettings(workers=1)

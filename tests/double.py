@@ -16,16 +16,16 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 from torch import Tensor, nn
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
+from mcore_rl.megatron.mesh import build_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.inputs import localize
 from mcore_rl.model.layers import experts_grouped
-from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from tests.parallel.parity import Tensors, assembled, config_of, random_weights
 from tests.ranks import run_ranks
 

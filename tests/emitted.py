@@ -1,14 +1,14 @@
 """Which test run emits which metrics of the table, so that a row which nothing emits fails a test.
 
 A run of tests/e2e that exists anyway calls `assert_emitted`, and tests/unit/rl/test_reward.py asserts the scores of an
-environment; tests/unit/obs/test_emitted.py asserts that the runs and ONLY_ON_CUDA together cover the table.
+environment; tests/unit/metrics/test_emitted.py asserts that the runs and ONLY_ON_CUDA together cover the table.
 """
 
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mcore_rl.obs.jsonl import read_records
-from mcore_rl.obs.metric_table import METRICS, row_name
+from mcore_rl.metrics.jsonl import read_records
+from mcore_rl.metrics.metric_table import METRICS, row_name
 
 EMITTED_BY: dict[str, tuple[str, ...]] = {
     "pretrain": (

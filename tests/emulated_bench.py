@@ -3,10 +3,10 @@
 from typing import Any
 
 from bench.gpu import steps
-from mcore_rl.backend import platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron import platform
+from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 
 
 def run(*names: str) -> dict[str, Any]:

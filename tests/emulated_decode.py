@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mcore_rl.backend import platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.megatron import platform
+from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.model.build import build_model
-from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.sampling import Cut, running_sums

@@ -1,10 +1,10 @@
 """The logits of every family on an emulated GPU; apart from emulated_runs.py, which needs no transformers."""
 
 from bench.gpu import steps
-from mcore_rl.backend import platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+from mcore_rl.megatron import platform
+from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 
 
 def families() -> dict[str, float]:

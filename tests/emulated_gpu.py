@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from mcore_rl.backend.patches import torch_standins as cpu
+from mcore_rl.megatron.patches import torch_standins as cpu
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 GIB = 2**30

@@ -105,7 +105,7 @@ class EmulatedPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _fused_adam() -> Any:
-    from mcore_rl.backend.adam import FusedAdam
+    from mcore_rl.megatron.adam import FusedAdam
 
     class ApexAdam(FusedAdam):
         """The interface of apex's, which Megatron calls with further options."""

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.backend import platform
-from mcore_rl.backend.transfer import Ahead, to_device
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
+from mcore_rl.megatron import platform
+from mcore_rl.megatron.mesh import destroy_mesh
+from mcore_rl.megatron.schedule import run_pass
+from mcore_rl.megatron.transfer import Ahead, to_device
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.storage import RouteStorage

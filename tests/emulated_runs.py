@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from mcore_rl.backend import platform
-from mcore_rl.backend.patches.table import FOUND, INSTALLED
+from mcore_rl.megatron import platform
+from mcore_rl.megatron.patches.table import FOUND, INSTALLED
 
 # isort: split
 from megatron.core.transformer.moe import fused_a2a
 
+from mcore_rl.cli.machine import doctor
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
+from mcore_rl.megatron.mesh import build_mesh, destroy_mesh
 from mcore_rl.model.transformer_config import transformer_config
-from mcore_rl.parallel.mesh import build_mesh, destroy_mesh
-from mcore_rl.run.machine import doctor
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.step import train_step

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from mcore_rl.backend import platform
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.megatron import platform
+from mcore_rl.megatron.mesh import destroy_mesh
 from tests.parallel import (
     checkpointing,
     parity,

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from mcore_rl.config.changes import kind_of_config
 from mcore_rl.config.run import RunConfig
-from mcore_rl.folders.checkpoint import Marker, write_marker
+from mcore_rl.storage.checkpoint import Marker, write_marker
 
 C = TypeVar("C", bound=RunConfig)
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from mcore_rl.processes.launcher import free_port
+from mcore_rl.workers.launcher import free_port
 from tests.ranks import forkserver
 
 TIMEOUT_S = 600.0
-CLI = "mcore_rl.run.cli"
+CLI = "mcore_rl.cli.cli"
 
 
 def run_main(module: str, words: Sequence[object], num_ranks: int = 1) -> "subprocess.CompletedProcess[str]":

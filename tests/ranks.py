@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from mcore_rl.processes.launcher import free_port
+from mcore_rl.workers.launcher import free_port
 
 TIMEOUT_S = 300.0
 
@@ -47,7 +47,7 @@ def forkserver(*first: str) -> ForkServerContext:
     already stays as it is.
     """
     context = multiprocessing.get_context("forkserver")
-    modules = ["mcore_rl.run.programs.rl", "torch._dynamo", "pytest"]
+    modules = ["mcore_rl.programs.rl", "torch._dynamo", "pytest"]
     context.set_forkserver_preload([*first, *modules])
     return context
 
@@ -83,8 +83,8 @@ def _run_rank(sender: Connection, rank: int, num_ranks: int, port: int, work: by
     import torch
 
     torch.set_num_threads(1)
-    from mcore_rl.backend.platform import start, stop
     from mcore_rl.config.run import PlatformConfig
+    from mcore_rl.megatron.platform import start, stop
 
     try:
         function, args = pickle.loads(work)

@@ -26,7 +26,7 @@ from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.convert.megatron.layouts import KeyLayout
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.errors import McoreRlError
-from mcore_rl.folders.checkpoint import read_marker, write_marker
+from mcore_rl.storage.checkpoint import read_marker, write_marker
 from tests.conversion import exported, imported, quiet, saved
 
 KILL_EVERY = 6

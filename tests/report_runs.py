@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from mcore_rl.backend.platform import Platform
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import LogConfig, PretrainConfig, RunConfig, TrainConfig
 from mcore_rl.config.sft import SFTConfig
-from mcore_rl.obs.attempts import add_attempt, this_run_attempt
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.obs.sinks import open_log
+from mcore_rl.megatron.platform import Platform
+from mcore_rl.metrics.attempts import add_attempt, this_run_attempt
+from mcore_rl.metrics.metrics import Metric
+from mcore_rl.metrics.sinks import open_log
 from mcore_rl.rl.rollouts.samples import write_samples
 
 LAYERS, EXPERTS = 3, 6

@@ -5,7 +5,7 @@ import math
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families import weight_map
-from mcore_rl.plan.weights import layers_by_stage
+from mcore_rl.planning.weights import layers_by_stage
 
 CUT_BY_TP = (
     "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight",

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.cli.commands.table import COMMANDS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import SectionDoc, describe_sections
 from mcore_rl.config.megatron_names import ARGUMENTS, Argument
@@ -25,8 +26,7 @@ from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.config.section import Section
 from mcore_rl.errors import EXIT_STATUSES
 from mcore_rl.launch.job import MEANING
-from mcore_rl.obs.metric_table import METRICS
-from mcore_rl.run.commands.table import COMMANDS
+from mcore_rl.metrics.metric_table import METRICS
 
 DOCS = Path(__file__).parents[1] / "docs"
 MARK = r"fields of (?P<name>\w+)(?: beyond (?P<other>\w+))?|statuses|metrics|commands|flags of speed|flags not offered"

@@ -2,7 +2,7 @@
 
 import sys
 
-from mcore_rl.run.cli import main
+from mcore_rl.cli.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["inspect", *sys.argv[1:]]))

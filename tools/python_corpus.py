@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.errors import DataError, McoreRlError
-from mcore_rl.files import write_atomically
+from mcore_rl.storage.files import write_atomically
 
 EXAMPLE = """example:
   python tools/python_corpus.py --output data/python --max-mb 8"""

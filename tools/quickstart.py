@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = "tiny_moe"
 VOCAB_SIZE = 2048
 STEPS = 100
-CLI = ("-m", "mcore_rl.run.cli")
+CLI = ("-m", "mcore_rl.cli.cli")
 EXAMPLE = """example:
   python tools/quickstart.py --steps 300
   python tools/quickstart.py --only pretrain

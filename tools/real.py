@@ -21,9 +21,9 @@ from rich.console import Console
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import REFUSED_STATUS
-from mcore_rl.folders.run_config import load_run_config
-from mcore_rl.plan.memory import GIB, memory_of_fullest_rank
-from mcore_rl.plan.training import training_of
+from mcore_rl.planning.memory import GIB, memory_of_fullest_rank
+from mcore_rl.planning.training import training_of
+from mcore_rl.storage.run_config import load_run_config
 from tools.quickstart import CLI, ROOT, Stage, run_to_status
 
 EXPERTS, TOP_K, GRANULARITY, NOISE, CUT_FRACTION = 4, 2, 2, 0.02, 0.6
@@ -60,7 +60,7 @@ print(tokenizer.decode(tokens, skip_special_tokens=True))
 """Program of transformers that continues a prompt."""
 PROCESS = """
 import resource
-import mcore_rl.run.programs.rl
+import mcore_rl.programs.rl
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 """Prints the bytes of a rank's process without a model, which no plan counts."""

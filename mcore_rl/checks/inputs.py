@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mcore_rl.checksums import crc32_of
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.extension import JUDGE_PART
@@ -18,7 +17,8 @@ from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
-from mcore_rl.files import data_files
+from mcore_rl.storage.checksums import crc32_of
+from mcore_rl.storage.files import data_files
 
 OF_TEXT = ("data.", "rl.prompts.", "rl.eval.", "rl.ptx.")
 """Prefixes of the fields that name files of text, tokenizers or templates."""

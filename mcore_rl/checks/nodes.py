@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.files import write_atomically
+from mcore_rl.storage.files import write_atomically
 
 REPORT = "report.txt"
 """File of the first node's report on all nodes."""
@@ -19,7 +19,7 @@ MEMORY_PART = 0.02
 """Relative difference in memory size that is ignored: firmware reserves more on some nodes."""
 
 Findings = Mapping[str, Any]
-"""Findings of a node, as `mcore_rl.run.machine.doctor.examine` returns them."""
+"""Findings of a node, as `mcore_rl.cli.machine.doctor.examine` returns them."""
 
 
 def answer(folder: Path, host: str, found: Findings) -> None:

@@ -16,7 +16,7 @@ from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.config.trainings import TRAININGS
-from mcore_rl.folders.run_config import load_run_config
+from mcore_rl.storage.run_config import load_run_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.files import shipped
+from mcore_rl.storage.files import shipped
 
 RECIPES = shipped("recipes")
 CLUSTERS = shipped("clusters")

@@ -1,10 +1,10 @@
 """The trainings by name, separate from their configs, which are slow to import."""
 
 TRAININGS = {
-    "pretrain": "mcore_rl.run.programs.pretrain",
-    "sft": "mcore_rl.run.programs.sft",
-    "rm": "mcore_rl.run.programs.rm",
-    "dpo": "mcore_rl.run.programs.dpo",
-    "rl": "mcore_rl.run.programs.rl",
+    "pretrain": "mcore_rl.programs.pretrain",
+    "sft": "mcore_rl.programs.sft",
+    "rm": "mcore_rl.programs.rm",
+    "dpo": "mcore_rl.programs.dpo",
+    "rl": "mcore_rl.programs.rl",
 }
 """Module of each training, in which `main(argv)` runs a single rank."""

@@ -7,17 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from mcore_rl.backend.saved_files.archives import FileRange
-from mcore_rl.backend.saved_files.pickles import load_metadata
-from mcore_rl.checkpoint.integrity import check_part
-from mcore_rl.checksums import as_hex, crc32_of
 from mcore_rl.convert.hf.folder import open_hf
 from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.data.index_file import read_index
 from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, DataError
-from mcore_rl.files import with_ending
-from mcore_rl.folders.checkpoint import (
+from mcore_rl.storage.checkpoint import (
     COMMON,
     FORMAT_FILE,
     MANIFEST,
@@ -27,7 +22,12 @@ from mcore_rl.folders.checkpoint import (
     length_fault,
     read_marker,
 )
-from mcore_rl.folders.huggingface import is_hf, read_json
+from mcore_rl.storage.checkpoints.integrity import check_part
+from mcore_rl.storage.checksums import as_hex, crc32_of
+from mcore_rl.storage.files import with_ending
+from mcore_rl.storage.foreign.archives import FileRange
+from mcore_rl.storage.foreign.pickles import load_metadata
+from mcore_rl.storage.huggingface import is_hf, read_json
 
 AS_WRITTEN = "as written (CRC-32)"
 NOTHING_RECORDED = "nothing was recorded when it was written"

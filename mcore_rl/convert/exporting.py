@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 
 from mcore_rl.checks.model import checked_hf_config
-from mcore_rl.checksums import as_hex
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, import_behind, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, common_dtype, tasks_of
@@ -40,9 +39,10 @@ from mcore_rl.families import score_config
 from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes
 from mcore_rl.families.shells import TEXT, shell_of
 from mcore_rl.families.weight_map import AxisRange, DuplicateTensor, listed
-from mcore_rl.files import sizes_and_times
-from mcore_rl.folders.huggingface import read_config
 from mcore_rl.model.heads import SCORE_SHIFT
+from mcore_rl.storage.checksums import as_hex
+from mcore_rl.storage.files import sizes_and_times
+from mcore_rl.storage.huggingface import read_config
 
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Keys of config.json for the number of MTP layers."""

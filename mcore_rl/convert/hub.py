@@ -13,8 +13,8 @@ from mcore_rl.convert.hf.small_files import QUANTIZATION_FILES
 from mcore_rl.convert.hf.text_files import TOKENIZER_FILES
 from mcore_rl.data.end_tokens import GENERATION_CONFIG
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.obs.loggers import optional_package
-from mcore_rl.obs.progress import readable_bytes
+from mcore_rl.metrics.loggers import optional_package
+from mcore_rl.metrics.progress import readable_bytes
 
 STALE_FILES = (
     *("model*.safetensors", INDEX, GENERATION_CONFIG),

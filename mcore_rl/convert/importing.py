@@ -33,8 +33,8 @@ from mcore_rl.convert.megatron.writer import (
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.regions import RegionCopy, copies_into_megatron
 from mcore_rl.families.weight_map import WeightMap
-from mcore_rl.files import sizes_and_times
-from mcore_rl.folders.checkpoint import checkpoints_in, name_latest, path_of_step, step_of
+from mcore_rl.storage.checkpoint import checkpoints_in, name_latest, path_of_step, step_of
+from mcore_rl.storage.files import sizes_and_times
 
 OutputDtype = Literal["keep", "bf16", "fp32"]
 OUTPUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checkpoint.read import CRITIC
 from mcore_rl.convert.hf.folder import open_hf
 from mcore_rl.convert.megatron.folder import OPTIMIZER, open_dist
 from mcore_rl.families.weight_map import Shape
-from mcore_rl.folders.huggingface import is_hf
-from mcore_rl.obs.progress import readable_bytes
+from mcore_rl.metrics.progress import readable_bytes
+from mcore_rl.storage.checkpoints.read import CRITIC
+from mcore_rl.storage.huggingface import is_hf
 
 NOT_READ = (
     "names, shapes and sizes; the tensors are not read (mcore-rl check compares them with their checksums)"

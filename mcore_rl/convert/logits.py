@@ -17,7 +17,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.copying.content import fill
@@ -40,12 +39,13 @@ from mcore_rl.families.regions import (
 )
 from mcore_rl.families.shells import text_config
 from mcore_rl.families.weight_map import AxisRange, listed
-from mcore_rl.folders.huggingface import is_hf
+from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
+from mcore_rl.metrics.progress import ByteProgress
 from mcore_rl.model.build import build_uninitialized, unwrap
 from mcore_rl.model.global_tensors import LocalShard, local_shards
 from mcore_rl.model.heads import SCORE_SHIFT
-from mcore_rl.obs.progress import ByteProgress
-from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.storage.huggingface import is_hf
 
 NUM_SEQUENCES, SEQUENCE_LENGTH = 2, 32
 """Size of the batch of random tokens."""

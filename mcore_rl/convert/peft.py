@@ -31,8 +31,8 @@ from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.packed_rows import packed_rows
 from mcore_rl.families.regions import RegionCopy
 from mcore_rl.families.weight_map import AxisRange, Region, WeightBlock, WeightMap, listed
-from mcore_rl.folders.huggingface import read_json
 from mcore_rl.model.adapters import target_of
+from mcore_rl.storage.huggingface import read_json
 
 AdapterLayout = Literal["each", "fused"]
 """Modules of experts: a module for each expert, or as in peft's `target_parameters` a single module per layer."""

@@ -7,9 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.backend.saved_files.pickles import load_saved
-from mcore_rl.checkpoint.megatron_lm import hybrid_args, model_args
-from mcore_rl.checkpoint.read import EXTRA_STATE
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import import_behind, write_manifest
 from mcore_rl.convert.copying.plan import NUMBERED, TargetTensor, common_dtype, tasks_of
@@ -28,7 +25,10 @@ from mcore_rl.convert.megatron.writer import (
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.regions import RegionCopy, whole
 from mcore_rl.families.weight_map import AxisRange, Shape, listed
-from mcore_rl.folders.checkpoint import COMMON, name_latest, path_of_step
+from mcore_rl.storage.checkpoint import COMMON, name_latest, path_of_step
+from mcore_rl.storage.checkpoints.megatron_lm import hybrid_args, model_args
+from mcore_rl.storage.checkpoints.read import EXTRA_STATE
+from mcore_rl.storage.foreign.pickles import load_saved
 
 
 def plan_relayout(

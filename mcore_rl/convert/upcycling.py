@@ -34,7 +34,7 @@ from mcore_rl.families import FAMILIES, weight_map
 from mcore_rl.families.hf_export import common_to_hf
 from mcore_rl.families.regions import RegionCopy, sizes, whole
 from mcore_rl.families.weight_map import AxisRange, Region
-from mcore_rl.files import sizes_and_times
+from mcore_rl.storage.files import sizes_and_times
 
 UPCYCLED = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
 """Dense family -> family of its mixture, which differs only in the MLP."""

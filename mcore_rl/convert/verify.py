@@ -26,8 +26,8 @@ from mcore_rl.families.regions import (
     copies_into_megatron,
     whole,
 )
-from mcore_rl.folders.huggingface import is_hf
-from mcore_rl.obs.progress import ByteProgress
+from mcore_rl.metrics.progress import ByteProgress
+from mcore_rl.storage.huggingface import is_hf
 
 LOGITS_BYTES = 2 << 30
 """Largest model whose logits are compared by default, as transformers loads it: at most a minute on two cores."""

@@ -6,7 +6,7 @@ from mcore_rl.data.index_file import IndexFile, first_outside
 from mcore_rl.data.sidecar import Sidecar
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.files import with_ending
+from mcore_rl.storage.files import with_ending
 
 
 def check_sidecar(index: IndexFile, sidecar: Sidecar) -> None:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Literal
 from mcore_rl.data.labels import refuse_labels
 from mcore_rl.data.records import HUB, is_compressed, is_table, load_hub, opened, read_rows
 from mcore_rl.errors import DataError
-from mcore_rl.files import PACKED, with_ending
+from mcore_rl.storage.files import PACKED, with_ending
 
 BOM = b"\xef\xbb\xbf"
 ZIP = b"PK\x03\x04"

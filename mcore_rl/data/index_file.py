@@ -16,7 +16,7 @@ import numpy
 from numpy.typing import NDArray
 
 from mcore_rl.errors import DataError
-from mcore_rl.files import with_ending
+from mcore_rl.storage.files import with_ending
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

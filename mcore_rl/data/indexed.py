@@ -25,8 +25,8 @@ from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.data.token_ranges import write_range
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.files import disk_errors_explained, make_folder, room_at, sole_writer
-from mcore_rl.parallel.agree import on_rank_zero
+from mcore_rl.megatron.agree import on_rank_zero
+from mcore_rl.storage.files import disk_errors_explained, make_folder, room_at, sole_writer
 
 SPLITS = ("train", "valid", "test")
 NO_TOKEN = -1

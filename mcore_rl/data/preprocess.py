@@ -21,7 +21,6 @@ from typing import Any
 
 from rich.console import Console
 
-from mcore_rl.checksums import crc32_of
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat, InputFile, find_input_files
 from mcore_rl.data.shards import Shard, ShardReport, finished_shards, merge_shards, plan_shards, token_dtype
@@ -29,7 +28,9 @@ from mcore_rl.data.sidecar import Sidecar, SourceFile, sidecar_from
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.data.workers import tokenizing
 from mcore_rl.errors import DataError
-from mcore_rl.files import (
+from mcore_rl.metrics.progress import ByteProgress
+from mcore_rl.storage.checksums import crc32_of
+from mcore_rl.storage.files import (
     disk_errors_explained,
     is_event_log,
     make_folder,
@@ -40,7 +41,6 @@ from mcore_rl.files import (
     with_ending,
     write_atomically,
 )
-from mcore_rl.obs.progress import ByteProgress
 
 PLAN_VERSION = 4
 """Version of plan.json and of the shards' markers: an unfinished run of another version is not resumed."""

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 from mcore_rl.data.packages import required_package
 from mcore_rl.errors import DataError
-from mcore_rl.files import DATA_ENDINGS, data_files
+from mcore_rl.storage.files import DATA_ENDINGS, data_files
 
 T = TypeVar("T")
 SPLITS = ("train", "valid", "val", "dev", "test", "eval")

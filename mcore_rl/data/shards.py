@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from mcore_rl.checksums import PartChecksum, as_hex, crc32_of, joined
 from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, InputFile
 from mcore_rl.data.index_file import read_index
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.files import flush_to_disk, move_into_place, with_ending, write_atomically
+from mcore_rl.storage.checksums import PartChecksum, as_hex, crc32_of, joined
+from mcore_rl.storage.files import flush_to_disk, move_into_place, with_ending, write_atomically
 
 MIN_SHARD_BYTES = 256 << 10
 MAX_SHARD_BYTES = 32 << 20

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from mcore_rl.errors import DataError
-from mcore_rl.files import with_ending
+from mcore_rl.storage.files import with_ending
 
 SIDECAR_VERSION = 1
 LATER_FIELDS = {"bin_crc32", "idx_crc32"}

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy
 
 from mcore_rl.data.index_file import DTYPES, HEADER, MAGIC, IndexFile
-from mcore_rl.files import with_ending, write_atomically
+from mcore_rl.storage.files import with_ending, write_atomically
 
 CODES = {name: code for code, name in DTYPES.items()}
 

@@ -12,10 +12,16 @@ from typing import Literal
 import sentencepiece
 
 from mcore_rl import __version__
-from mcore_rl.checksums import crc32_of
 from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, InputFile, find_input_files
 from mcore_rl.errors import DataError
-from mcore_rl.files import disk_errors_explained, make_folder, refuse_replacing, with_ending, write_atomically
+from mcore_rl.storage.checksums import crc32_of
+from mcore_rl.storage.files import (
+    disk_errors_explained,
+    make_folder,
+    refuse_replacing,
+    with_ending,
+    write_atomically,
+)
 
 UNKNOWN_ID, BOS_ID, EOD_ID, PAD_ID = 0, 1, 2, 3
 LONGEST_LINE_BYTES = 1 << 20

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mcore_rl.backend.platform import Platform, stop
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks, without_other_groups
+from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks, without_other_groups
+from mcore_rl.megatron.platform import Platform, stop
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.speed import planned_flags
 from mcore_rl.fake_world.groups import fake_platform, fake_rank
 from mcore_rl.fake_world.meta import on_meta
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.routers import routers
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import routers
-from mcore_rl.plan.training import ModelOnRanks, Training
-from mcore_rl.planner.exact import RankBytes
+from mcore_rl.planning.exact import RankBytes
+from mcore_rl.planning.training import ModelOnRanks, Training
 from mcore_rl.train.optimizer import build_optimizer, initialize_moments
 from mcore_rl.train.setup import freeze, wrap_for_data_parallelism
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.fake_world.groups import fake_rank
-from mcore_rl.parallel.schedule import HeadOutput, run_pass
-from mcore_rl.plan.schedule import Kind, Pass
-from mcore_rl.planner.messages import Compute, Message, Post, StageEvent, Wait
+from mcore_rl.megatron.schedule import HeadOutput, run_pass
+from mcore_rl.planning.messages import Compute, Message, Post, StageEvent, Wait
+from mcore_rl.planning.schedule import Kind, Pass
 
 WIDTH = 8
 NOTHING = -1.0

@@ -21,8 +21,8 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.fake_world.groups import fake_platform, fake_rank
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_uninitialized
-from mcore_rl.plan.activations import LayerActivations
-from mcore_rl.planner.exact import LayerSaved
+from mcore_rl.planning.activations import LayerActivations
+from mcore_rl.planning.exact import LayerSaved
 
 POSITIONS = 64
 """Positions of the counted microbatch on each tensor-parallel rank."""

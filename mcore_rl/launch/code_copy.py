@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mcore_rl
 from mcore_rl.errors import ConfigError
-from mcore_rl.files import shipped
+from mcore_rl.storage.files import shipped
 
 PACKAGE = "mcore_rl"
 CHECKOUT = (PACKAGE, "launch")

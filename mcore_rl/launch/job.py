@@ -37,7 +37,7 @@ import jinja2
 from mcore_rl.checks.cluster import seconds_of
 from mcore_rl.config.cluster import ContainerConfig, NoContainer
 from mcore_rl.errors import HUNG_STATUS, ConfigError
-from mcore_rl.files import NOT_WRITER, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, shipped
+from mcore_rl.storage.files import NOT_WRITER, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, shipped
 
 TEMPLATES = shipped("templates")
 TEMPLATE = "job.sbatch.j2"
@@ -109,7 +109,7 @@ class JobScript:
     program: str
     """Name in PROGRAMS of checks/programs.py, or another name for a program that is not a training (convert)."""
     module: str
-    """Module for `python -m`: PROGRAMS[program].module, or mcore_rl.run.cli."""
+    """Module for `python -m`: PROGRAMS[program].module, or mcore_rl.cli.cli."""
     arguments: tuple[str, ...]
     """Arguments of the program: a config and fields. The script adds `run_dir=` and `train.hang_s=` for a training."""
     run_dir: str
@@ -169,9 +169,9 @@ class JobScript:
     """Absolute path of a file of NAME=value lines, which the job reads when it starts; empty for none."""
 
     bind: bool = False
-    """Whether each rank is bound to the cores near its GPU: see mcore_rl/processes/binding.py."""
+    """Whether each rank is bound to the cores near its GPU: see mcore_rl/workers/binding.py."""
     node_check: bool = True
-    """Whether mcore_rl.run.machine.node_check runs on all nodes first."""
+    """Whether mcore_rl.cli.machine.node_check runs on all nodes first."""
     gpus_per_node: int = 0
     """Number of GPUs that the check must find; 0 skips them."""
     gpu_memory_gib: float = 0.0

@@ -154,7 +154,7 @@ def plan_conversion(
     job = JobScript(
         name=options.name or _name("convert", run_dir),
         program="convert",
-        module="mcore_rl.run.cli",
+        module="mcore_rl.cli.cli",
         arguments=_conversion(stage),
         run_dir=str(run_dir),
         is_training=False,
@@ -180,7 +180,7 @@ def plan_check(
     job = JobScript(
         name=options.name or _name("check", run_dir.parent),
         program="doctor",
-        module="mcore_rl.run.cli",
+        module="mcore_rl.cli.cli",
         arguments=("doctor", "--nodes", str(folder / FOUND)),
         run_dir=str(run_dir),
         nodes=nodes,
@@ -320,7 +320,7 @@ def _servers(
             )
         ports = max(1, cluster.node.gpus // size)
         words = shlex.join(["serve", str(folder / "config.toml"), "--count", str(ports)])
-        command = f'exec {{python}} -m mcore_rl.run.cli {words} --port "$SERVER_PORT"'
+        command = f'exec {{python}} -m mcore_rl.cli.cli {words} --port "$SERVER_PORT"'
         # A launch lies in <run_dir>/launch/<n>.
         arguments = ("rl.engine.urls=[{urls}]", *_shared_transport(served, folder.parents[1]))
     if not command:

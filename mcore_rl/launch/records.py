@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from mcore_rl.files import write_atomically
+from mcore_rl.storage.files import write_atomically
 
 FOLDER = "launch"
 RECORD = "submission.json"

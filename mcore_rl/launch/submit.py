@@ -22,8 +22,6 @@ from mcore_rl.config.load import files_of, kind_of, load_config
 from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingStage
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, McoreRlError
-from mcore_rl.files import sole_writer
-from mcore_rl.folders.run_config import load_run_config
 from mcore_rl.launch import slurm
 from mcore_rl.launch.arguments import PIPELINE
 from mcore_rl.launch.code_copy import Code, copy_code, refuse_changes, this_code
@@ -39,6 +37,8 @@ from mcore_rl.launch.planning import (
 )
 from mcore_rl.launch.preflight import Allowances, in_use_violations
 from mcore_rl.launch.records import LOCK, SCRIPT, Submission, done, record
+from mcore_rl.storage.files import sole_writer
+from mcore_rl.storage.run_config import load_run_config
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system without locks, as a Lustre that is mounted with `noflock`."""

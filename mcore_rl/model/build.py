@@ -12,16 +12,16 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from mcore_rl.backend.platform import Platform
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.megatron.mesh import Axis, Mesh, is_first_chunk, is_last_chunk
+from mcore_rl.megatron.platform import Platform
+from mcore_rl.megatron.vocab import DeferredLogits, cross_entropy, exclude_padding
 from mcore_rl.model.heads import ScoreModel
 from mcore_rl.model.layers.indexed import IndexedBlock
 from mcore_rl.model.mtp_loss import postprocessed_with_mtp
 from mcore_rl.model.spec import block_spec, mtp_spec, output_layer
 from mcore_rl.model.transformer_config import transformer_config
-from mcore_rl.parallel.mesh import Axis, Mesh, is_first_chunk, is_last_chunk
-from mcore_rl.parallel.vocab import DeferredLogits, cross_entropy, exclude_padding
 
 
 class LanguageModel(GPTModel):

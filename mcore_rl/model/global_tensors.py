@@ -9,8 +9,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from torch import Tensor, nn
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.build import unwrap
-from mcore_rl.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

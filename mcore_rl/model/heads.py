@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from mcore_rl.parallel.mesh import layer_groups
+from mcore_rl.megatron.mesh import layer_groups
 
 SCORE_WEIGHT, SCORE_SHIFT = "score.weight", "score.shift"
 """Keys of the head's tensors in checkpoints; a checkpoint without SCORE_WEIGHT has another head."""

@@ -18,9 +18,9 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
 from mcore_rl.families.regions import copies_into_megatron, cut, overlap, sizes, whole
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap, listed
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import merged_shards
 from mcore_rl.model.global_tensors import LocalShard, local_shards
-from mcore_rl.parallel.mesh import Mesh
 
 MESSAGE_BYTES = 16 << 20
 """Largest size in bytes of a message between two ranks, unless a single element is larger."""

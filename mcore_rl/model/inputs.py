@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.transfer import to_device
 from mcore_rl.data.batch import Microbatch
+from mcore_rl.megatron.mesh import Axis
+from mcore_rl.megatron.sequence import zigzag, zigzag_spans
+from mcore_rl.megatron.transfer import to_device
 from mcore_rl.model.layers.packed import PackedParams, packed_params
-from mcore_rl.parallel.mesh import Axis
-from mcore_rl.parallel.sequence import zigzag, zigzag_spans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from mcore_rl.backend.patches.router_losses import take_loss_sums
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import routers
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.patches.router_losses import take_loss_sums
+from mcore_rl.megatron.routers import routers
+from mcore_rl.metrics.metrics import Metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ExpertLoads:
 class RouterLoad:
     """Hooks on the routers of this rank's chunks that count their decisions, without waiting for the device.
 
-    The routers themselves record their losses (backend/patches/router_losses.py).
+    The routers themselves record their losses (megatron/patches/router_losses.py).
 
     A forward pass counts if it records gradients. A training token therefore counts once, even with recomputation,
     because the first pass then records none. Evaluation and padding do not count.

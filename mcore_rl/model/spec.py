@@ -26,8 +26,8 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from mcore_rl.backend.patches.versions import with_moe_layer
 from mcore_rl.config.model import LayerKind, Mixer
+from mcore_rl.megatron.patches.versions import with_moe_layer
 from mcore_rl.model.layers.cpu.provider import CpuSpecProvider
 from mcore_rl.model.layers.delta import DeltaSubmodules, GatedDeltaNet
 from mcore_rl.model.layers.full_norm import FullKeyNorm, FullQueryNorm

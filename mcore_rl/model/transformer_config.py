@@ -9,8 +9,6 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from mcore_rl.backend.patches.versions import has_module
-from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
@@ -18,7 +16,9 @@ from mcore_rl.config.speed import Kernel, Machine, SpeedFlags, speed_flags
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 from mcore_rl.families.family import Family, yarn
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.patches.versions import has_module
+from mcore_rl.megatron.platform import Platform
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,

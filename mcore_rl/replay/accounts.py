@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.metrics.metrics import Metric
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.backend.transfer import to_device
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.parallel.mesh import Axis, Mesh
-from mcore_rl.parallel.routers import routed_layers
+from mcore_rl.megatron.mesh import Axis, Mesh
+from mcore_rl.megatron.routers import routed_layers
+from mcore_rl.megatron.transfer import to_device
 from mcore_rl.replay.exchange import NO_POSITIONS, NeededPositions, OfferedRoutes, SharedRows, exchange
 from mcore_rl.replay.layouts import LocalTokens, MicrobatchLayout, local_tokens
 from mcore_rl.replay.storage import RouteStorage

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 
 CHECKSUM_BYTES = 8
 PositionRange = tuple[int, int]

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.errors import RoutingError
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.agree import refuse_anywhere
-from mcore_rl.parallel.mesh import Axis, Mesh
+from mcore_rl.megatron.agree import refuse_anywhere
+from mcore_rl.megatron.mesh import Axis, Mesh
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.checksums import expert_hashes, route_checksums, token_hashes
 from mcore_rl.replay.exchange import OfferedRoutes, SharedRows

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.sequence import zigzag_spans
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.sequence import zigzag_spans
 
 
 @dataclass(frozen=True, slots=True)

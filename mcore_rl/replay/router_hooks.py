@@ -18,8 +18,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.parallel.routers import replayed_routers
-from mcore_rl.parallel.vocab import Logits, last_tensor
+from mcore_rl.megatron.routers import replayed_routers
+from mcore_rl.megatron.vocab import Logits, last_tensor
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 

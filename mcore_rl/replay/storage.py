@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.transfer import to_device
+from mcore_rl.megatron.transfer import to_device
 
 Store = Literal["device", "pinned"]
 

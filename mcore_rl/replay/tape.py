@@ -21,12 +21,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from mcore_rl.backend.transfer import Ahead, to_device
 from mcore_rl.errors import RoutingError
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.agree import refuse_anywhere
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import Routing
+from mcore_rl.megatron.agree import refuse_anywhere
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.schedule import Routing
+from mcore_rl.megatron.transfer import Ahead, to_device
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.replay.accounts import LayerAccount, RouteAccounts, RouteTotals, changed_choices, world_totals
 from mcore_rl.replay.cache import RouteLocations, RoutingCache
 from mcore_rl.replay.checksums import expert_hashes, route_checksums, token_hashes

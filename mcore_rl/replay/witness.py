@@ -22,13 +22,13 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from mcore_rl.backend.transfer import to_device
 from mcore_rl.errors import RoutingError
-from mcore_rl.parallel.agree import refuse_anywhere
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import best_in_groups, own_group_score, replayed_routers
-from mcore_rl.parallel.schedule import Routing
-from mcore_rl.parallel.vocab import Logits, last_tensor
+from mcore_rl.megatron.agree import refuse_anywhere
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.routers import best_in_groups, own_group_score, replayed_routers
+from mcore_rl.megatron.schedule import Routing
+from mcore_rl.megatron.transfer import to_device
+from mcore_rl.megatron.vocab import Logits, last_tensor
 from mcore_rl.replay.checksums import expert_hashes, token_hashes
 from mcore_rl.replay.layouts import MicrobatchLayout
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.evaluation import evaluation_conditions
-from mcore_rl.obs.intervals import wilson
+from mcore_rl.metrics.intervals import wilson
 from mcore_rl.report.runs import RunRecord
 
 ACCURACY, NUM_PROMPTS = "eval/accuracy", "eval/prompts"

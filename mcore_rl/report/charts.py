@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from mcore_rl.obs.intervals import wilson
-from mcore_rl.obs.metric_table import row_of
+from mcore_rl.metrics.intervals import wilson
+from mcore_rl.metrics.metric_table import row_of
 from mcore_rl.report.accuracies import ACCURACY, NUM_PROMPTS, by_conditions, own_conditions
 from mcore_rl.report.figures import LAYER_MAPS, Band, Figure, Line
 from mcore_rl.report.runs import RunRecord, Series

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.files import NOT_WRITER
 from mcore_rl.report.runs import RunRecord
+from mcore_rl.storage.files import NOT_WRITER
 
 PYTHON_WARNING = re.compile(r"^(?P<place>\S+:\d+): (?P<kind>\w*Warning): (?P<text>.*)$")
 MAX_LOG_BYTES = 20 << 20

@@ -13,13 +13,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mcore_rl import __version__
-from mcore_rl.files import has_mark, refuse_replacing, write_atomically
 from mcore_rl.report import charts, summary
 from mcore_rl.report.charts import Chart
 from mcore_rl.report.figures import EXPERTS, LEARNING, SPEED
 from mcore_rl.report.notices import Notice, notices
 from mcore_rl.report.runs import STAGES, RunRecord, Stage, read_runs
 from mcore_rl.report.samples import SHADES, SampledStep, before_and_after, last_traced
+from mcore_rl.storage.files import has_mark, refuse_replacing, write_atomically
 
 LIVE = "live.js"
 SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "lines.js", "maps.js", "bars.js", "page.js")

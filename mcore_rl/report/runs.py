@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcore_rl.errors import DataError
-from mcore_rl.obs.attempts_file import RunAttempt, read_attempts
-from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.metrics.attempts_file import RunAttempt, read_attempts
+from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 
 Stage = Literal["pretrain", "sft", "rm", "dpo", "rl"]
 STAGES: dict[Stage, str] = {

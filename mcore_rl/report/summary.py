@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.toml import toml_value
-from mcore_rl.obs.attempts_file import RunAttempt
-from mcore_rl.planner.finished import Planned, plan_of_run
+from mcore_rl.metrics.attempts_file import RunAttempt
+from mcore_rl.planning.finished import Planned, plan_of_run
 from mcore_rl.report.accuracies import Accuracy, accuracies, by_conditions
 from mcore_rl.report.runs import RunRecord, Series
 
@@ -89,7 +89,7 @@ def provenance(run: RunRecord) -> list[Detail]:
 def command_text(attempt: RunAttempt) -> str:
     """Return the command as a shell would read it; a rank's module becomes the command that starts such ranks."""
     words = attempt.command
-    if words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith("mcore_rl.run."):
+    if words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith("mcore_rl.cli."):
         words = ["mcore-rl", words[2].rpartition(".")[2], *words[3:]]
     return shlex.join(words)
 

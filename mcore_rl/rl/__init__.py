@@ -1,3 +1,3 @@
 """Reinforcement learning: rollouts, rewards, advantages and objectives."""
 
-import mcore_rl.backend.patches.table  # noqa: F401  # first: Megatron is patched before it is imported
+import mcore_rl.megatron.patches.table  # noqa: F401  # first: Megatron is patched before it is imported

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mcore_rl.parallel.mesh import Axis
-from mcore_rl.parallel.vocab import logprobs_and_entropy
+from mcore_rl.megatron.mesh import Axis
+from mcore_rl.megatron.vocab import logprobs_and_entropy
 
 BLOCK = 256
 """Number of tokens per block of probabilities: a draw finds its block first, then the token in the block."""

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.megatron.schedule import MAX
+from mcore_rl.metrics.jsonl import FILE_NAME, read_records
+from mcore_rl.metrics.metrics import Metric, reduced
+from mcore_rl.metrics.peak import peak_flops
+from mcore_rl.metrics.performance import memory_metrics, speed_metrics
 from mcore_rl.model.router_load import RouterLoad
-from mcore_rl.obs.jsonl import FILE_NAME, read_records
-from mcore_rl.obs.metrics import Metric, reduced
-from mcore_rl.obs.peak import peak_flops
-from mcore_rl.obs.performance import memory_metrics, speed_metrics
-from mcore_rl.parallel.schedule import MAX
-from mcore_rl.plan.flops import train_flops_by_length
+from mcore_rl.planning.flops import train_flops_by_length
 from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
 from mcore_rl.rl.passes.batch import Minibatch
 from mcore_rl.rl.passes.policy_routes import RefusedCompletionsError

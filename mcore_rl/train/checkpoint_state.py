@@ -7,8 +7,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
-from mcore_rl.checkpoint.read import CRITIC, OWN_ENTRY, StoredCheckpoint, read
-from mcore_rl.checkpoint.weights import (
+from mcore_rl.errors import CheckpointError
+from mcore_rl.model.build import settle_weights
+from mcore_rl.storage.checkpoints.read import CRITIC, OWN_ENTRY, StoredCheckpoint, read
+from mcore_rl.storage.checkpoints.weights import (
     common_state,
     put_weights,
     sharding_metadata,
@@ -16,9 +18,7 @@ from mcore_rl.checkpoint.weights import (
     weights_state,
     without_absent_extras,
 )
-from mcore_rl.checkpoint.write import describe_mesh
-from mcore_rl.errors import CheckpointError
-from mcore_rl.model.build import settle_weights
+from mcore_rl.storage.checkpoints.write import describe_mesh
 from mcore_rl.train.optimizer import initialize_moments, saved_groups, settle_loaded_step
 from mcore_rl.train.random_states import random_states, reseed, restore_random_states
 from mcore_rl.train.state import Progress, TrainState

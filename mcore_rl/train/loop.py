@@ -9,16 +9,15 @@ from mcore_rl.config.speed import run_flags
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.data.loader import BatchSource, SampleDataset
 from mcore_rl.errors import TrainingError
+from mcore_rl.megatron.schedule import Head
+from mcore_rl.metrics.metrics import Metric
+from mcore_rl.metrics.peak import peak_flops
+from mcore_rl.metrics.performance import memory_metrics, speed_metrics
+from mcore_rl.metrics.sinks import Log
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.router_load import RouterLoad
 from mcore_rl.model.transformer_config import machine_of
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.obs.peak import peak_flops
-from mcore_rl.obs.performance import memory_metrics, speed_metrics
-from mcore_rl.obs.sinks import Log
-from mcore_rl.parallel.schedule import Head
-from mcore_rl.plan.flops import train_flops_per_token
-from mcore_rl.processes.watchdog import Watchdog
+from mcore_rl.planning.flops import train_flops_per_token
 from mcore_rl.train.batch_size import global_batch_at
 from mcore_rl.train.garbage import TimedGarbage
 from mcore_rl.train.mtp_metrics import take_mtp_losses
@@ -27,11 +26,12 @@ from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, evaluate, refuse_no_gradient, train_step
 from mcore_rl.train.stop import StopRequest
+from mcore_rl.workers.watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run on this rank, set up at the step where training begins; made by mcore_rl.run.programs.open_run."""
+    """A run on this rank, set up at the step where training begins; made by mcore_rl.programs.open_run."""
 
     state: TrainState
     folder: RunFolder

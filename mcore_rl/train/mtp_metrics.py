@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import unwrap
-from mcore_rl.obs.metrics import Metric
 from mcore_rl.train.state import TrainState
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from mcore_rl.megatron.schedule import HeadOutput
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.parallel.schedule import HeadOutput
 
 
 class NextTokenHead:

@@ -12,9 +12,9 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
-from mcore_rl.backend.platform import Platform
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.platform import Platform
 
 STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
 EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")

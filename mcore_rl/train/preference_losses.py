@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mcore_rl.config.dpo import DPOKind, DPOSection
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import HeadOutput, ReadsDeferredLogits, signal_of
-from mcore_rl.parallel.vocab import Logits
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.schedule import HeadOutput, ReadsDeferredLogits, signal_of
+from mcore_rl.megatron.vocab import Logits
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.train.preferences import AnswerLogprobHead, PreferenceMicrobatch
 
 LARGEST_LOGPROB = -(2.0**-24)

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_rl.backend.transfer import to_device
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits
 from mcore_rl.data.preference_batches import PackedPreferences, PreferenceOrder, pack_groups, plan_batch
 from mcore_rl.data.preferences import Preferences
+from mcore_rl.megatron.mesh import Axis, Mesh
+from mcore_rl.megatron.schedule import Head, HeadOutput, ReadsDeferredLogits, run_pass
+from mcore_rl.megatron.sequence import zigzag_spans
+from mcore_rl.megatron.transfer import to_device
+from mcore_rl.megatron.vocab import IGNORED_TARGET, Logits, logprobs_and_entropy
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import PackedMicrobatch, localize
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.mesh import Axis, Mesh
-from mcore_rl.parallel.schedule import Head, HeadOutput, ReadsDeferredLogits, run_pass
-from mcore_rl.parallel.sequence import zigzag_spans
-from mcore_rl.parallel.vocab import IGNORED_TARGET, Logits, logprobs_and_entropy
 from mcore_rl.train.batch_size import global_batch_at
 from mcore_rl.train.loop import GivenDataTrainer, Run
 from mcore_rl.train.state import TrainState

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from mcore_rl.parallel.mesh import seed_ranks
+from mcore_rl.megatron.mesh import seed_ranks
 
 SEED_DISTANCE = 1_000_003
 """Distance between the seeds of two steps; larger than the seeds' range over ranks, so that no seeds coincide."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.data.preferences import Preferences
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.files import checkpoint_errors_explained, write_atomically
-from mcore_rl.folders.checkpoint import MARKER, METADATA, find_checkpoint, saved_steps
-from mcore_rl.processes.imports import checkpoint_of
+from mcore_rl.storage.checkpoint import MARKER, METADATA, find_checkpoint, saved_steps
+from mcore_rl.storage.files import checkpoint_errors_explained, write_atomically
 from mcore_rl.train.run_folder import RunFolder
+from mcore_rl.workers.imports import checkpoint_of
 
 RECORD = "reference.json"
 """File in the run's folder that names the reference; a resumed run keeps this reference."""

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mcore_rl.config.rm import RewardModelConfig, RewardModelSection
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.schedule import HeadOutput, signal_of
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.heads import ScoreLayer
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import HeadOutput, signal_of
 from mcore_rl.train.loop import Run
 from mcore_rl.train.preferences import (
     PreferenceMicrobatch,

@@ -1,8 +1,8 @@
 """Folder of a run, which has a single writer at a time.
 
 config.toml, metrics.jsonl ...      files of the training
-run.json                            every start: see obs/attempts_file.py
-checkpoints/                        complete checkpoints: see folders/checkpoint.py
+run.json                            every start: see metrics/attempts_file.py
+checkpoints/                        complete checkpoints: see storage/checkpoint.py
 writer.json                         the attempt that may write to the folder (the fence)
 STOP                                request, by anybody, to finish the step, save and end
 DONE                                record that all steps are done
@@ -15,16 +15,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.files import (
+from mcore_rl.megatron.agree import on_rank_zero
+from mcore_rl.storage.files import (
     checkpoint_errors_explained,
     create_atomically,
     is_run,
     rename_all,
     write_atomically,
 )
-from mcore_rl.parallel.agree import on_rank_zero
-from mcore_rl.processes.attempt import Attempt, this_attempt
-from mcore_rl.processes.failures import note_writer
+from mcore_rl.workers.attempt import Attempt, this_attempt
+from mcore_rl.workers.failures import note_writer
 
 REPLACED = ("config.toml", "metrics.jsonl", "run.json")
 """Files that a run replaces from its start."""

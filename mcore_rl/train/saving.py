@@ -11,13 +11,13 @@ from types import MappingProxyType
 
 import torch
 
-from mcore_rl.checkpoint.read import CRITIC, StoredCheckpoint, inspect
-from mcore_rl.checkpoint.weights import load_weights, refuse_other_adapters
-from mcore_rl.checkpoint.write import SavePlan, ShardPlanner, WrittenFiles, finish
 from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing, with_contents
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, TrainingError
-from mcore_rl.files import checkpoint_errors_explained, room_at
-from mcore_rl.folders.checkpoint import (
+from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, refuse_anywhere, world_max
+from mcore_rl.metrics.attempts_file import NUMERICS
+from mcore_rl.metrics.metrics import Metric
+from mcore_rl.model.build import settle_weights
+from mcore_rl.storage.checkpoint import (
     WRITING,
     Marker,
     check,
@@ -31,16 +31,16 @@ from mcore_rl.folders.checkpoint import (
     step_back,
     superseded,
 )
-from mcore_rl.model.build import settle_weights
-from mcore_rl.obs.attempts_file import NUMERICS
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, refuse_anywhere, world_max
-from mcore_rl.processes.forked_call import ForkedCall, ForkedCallError
-from mcore_rl.processes.imports import checkpoint_of
+from mcore_rl.storage.checkpoints.read import CRITIC, StoredCheckpoint, inspect
+from mcore_rl.storage.checkpoints.weights import load_weights, refuse_other_adapters
+from mcore_rl.storage.checkpoints.write import SavePlan, ShardPlanner, WrittenFiles, finish
+from mcore_rl.storage.files import checkpoint_errors_explained, room_at
 from mcore_rl.train.checkpoint_state import full_state, load_full_state
 from mcore_rl.train.offload import all_present
 from mcore_rl.train.run_folder import Fence
 from mcore_rl.train.state import TrainState
+from mcore_rl.workers.forked_call import ForkedCall, ForkedCallError
+from mcore_rl.workers.imports import checkpoint_of
 
 MIB = 2**20
 WAIT_S = 0.05

@@ -14,21 +14,21 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
-from mcore_rl.backend.platform import Platform
-from mcore_rl.checkpoint.weights import weights_state
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.optim import State
 from mcore_rl.config.run import RunConfig, TrainConfig
 from mcore_rl.config.section import Store
 from mcore_rl.config.speed import SpeedFlags, run_flags
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.agree import world_max
+from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.megatron.platform import Platform
+from mcore_rl.megatron.routers import routers
+from mcore_rl.metrics.performance import Timers
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.model.transformer_config import machine_of
-from mcore_rl.obs.performance import Timers
-from mcore_rl.parallel.agree import world_max
-from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
-from mcore_rl.parallel.routers import routers
+from mcore_rl.storage.checkpoints.weights import weights_state
 from mcore_rl.train.offload import Residence
 from mcore_rl.train.optimizer import build_optimizer, build_schedule
 from mcore_rl.train.state import Progress, TrainState

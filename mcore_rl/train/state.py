@@ -6,10 +6,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mcore_rl.backend.platform import Platform
 from mcore_rl.config.run import RunConfig
-from mcore_rl.obs.performance import Timers
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import Platform
+from mcore_rl.metrics.performance import Timers
 from mcore_rl.train.offload import Residence
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.errors import TrainingError
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import routers
-from mcore_rl.parallel.schedule import MAX, SIGNAL, Head, PassInput, Routing, free_routing, run_pass
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.routers import routers
+from mcore_rl.megatron.schedule import MAX, SIGNAL, Head, PassInput, Routing, free_routing, run_pass
 from mcore_rl.train.state import TrainState
 
 Input = TypeVar("Input", bound=PassInput)

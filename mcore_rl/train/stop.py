@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_rl.parallel.agree import world_max
-from mcore_rl.processes.launcher import STOPPING, TRAINING, note_stage
+from mcore_rl.megatron.agree import world_max
+from mcore_rl.workers.launcher import STOPPING, TRAINING, note_stage
 
 BEFORE_TRAINING = (signal.SIGTERM, signal.SIGUSR1)
 SIGNALS = (*BEFORE_TRAINING, signal.SIGINT)

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from pathlib import Path
 
-from mcore_rl.run import cli
-from mcore_rl.run.commands.table import COMMANDS
+from mcore_rl.cli import cli
+from mcore_rl.cli.commands.table import COMMANDS
 from tests.ranks import forkserver
 
 CLIENT = """#!{python} -IS
@@ -38,12 +38,12 @@ sys.exit(status[0] if status else 255)
 
 @contextmanager
 def warm_commands(folder: Path) -> Iterator[Path]:
-    """Make the executables `mcore-rl`, and `python` for `python -m mcore_rl.run.cli`, in a folder; they work inside."""
+    """Make the executables `mcore-rl`, and `python` for `python -m mcore_rl.cli.cli`, in a folder; they work inside."""
     address = folder / "socket"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(address))
     listener.listen()
-    for name, command in (("mcore-rl", []), ("python", ["-m", "mcore_rl.run.cli"])):
+    for name, command in (("mcore-rl", []), ("python", ["-m", "mcore_rl.cli.cli"])):
         text = CLIENT.format(python=sys.executable, address=str(address), command=command)
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.processes.launcher import launch_local
+from mcore_rl.workers.launcher import launch_local
 
 MODULE = "tests.e2e.signalled"
 

@@ -18,12 +18,12 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from mcore_rl.processes.launcher import rank_of_launcher
+from mcore_rl.programs import open_run
 from mcore_rl.rl.engines.native.decoder import Decoder
 from mcore_rl.rl.models import critic
 from mcore_rl.rl.update import learner
-from mcore_rl.run.programs import open_run
 from mcore_rl.train import loop, saving
+from mcore_rl.workers.launcher import rank_of_launcher
 
 CALLED_IN: dict[str, tuple[Any, str]] = {
     "start": (open_run, "set_up"),
@@ -74,7 +74,7 @@ HOWS: dict[str, Callable[[], None]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mcore_rl.run.PROGRAM` until it is stopped."""
+    """Run `mcore_rl.cli.PROGRAM` until it is stopped."""
     program, when, *words = argv
     how, phase, count = when.rsplit(".", 2)
     owner, function = CALLED_IN[phase]
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         return whole(*args, **kwargs)
 
     with mock.patch.object(owner, function, stop_and_call):
-        return int(importlib.import_module(f"mcore_rl.run.programs.{program}").main(words))
+        return int(importlib.import_module(f"mcore_rl.programs.{program}").main(words))
 
 
 if __name__ == "__main__":

@@ -64,22 +64,20 @@ def test_damaged_data_is_refused(
     copy = tmp_path / "copy"
     shutil.copytree(corpus, copy)
     damage(copy)
-    result = run_main("mcore_rl.run.programs.pretrain", [config_file, *ALONE, f"data.train=['{copy}/train']"])
+    result = run_main("mcore_rl.programs.pretrain", [config_file, *ALONE, f"data.train=['{copy}/train']"])
     assert result.returncode == 2
     assert "DataError" in result.stderr and f"{copy}/train" in result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(config_file: Path) -> None:
-    result = run_main("mcore_rl.run.programs.pretrain", [config_file, *ALONE, "model.vocab_size=100"])
+    result = run_main("mcore_rl.programs.pretrain", [config_file, *ALONE, "model.vocab_size=100"])
     assert result.returncode == 2
     assert "100" in result.stderr and "model.vocab_size" in result.stderr
 
 
 def test_a_checkpoint_of_another_model_is_refused(config_file: Path, trained: Path, tmp_path: Path) -> None:
     load = [f"run_dir={tmp_path}/other", f"checkpoint.load={trained}/checkpoints"]
-    result = run_main(
-        "mcore_rl.run.programs.pretrain", [config_file, *ALONE, *load, "model.moe.num_experts=8"]
-    )
+    result = run_main("mcore_rl.programs.pretrain", [config_file, *ALONE, *load, "model.moe.num_experts=8"])
     assert result.returncode == 2
     assert "CheckpointError" in result.stderr and "num_experts" in result.stderr

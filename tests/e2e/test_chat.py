@@ -124,17 +124,17 @@ def succeed(module: str, *words: object) -> str:
 def test_a_chat_model_ends_its_turns_and_is_as_good_in_rl_eval_and_generate(tmp_path: Path) -> None:
     """No completion is truncated, and the greedy accuracy on the held-out prompts is one number in all three."""
     make_chat_files(tmp_path)
-    succeed("mcore_rl.run.programs.sft", tmp_path / "sft.toml")
-    log = succeed("mcore_rl.run.programs.rl", tmp_path / "rl.toml")
+    succeed("mcore_rl.programs.sft", tmp_path / "sft.toml")
+    log = succeed("mcore_rl.programs.rl", tmp_path / "rl.toml")
     assert "a completion ends at '<|im_end|>'" in log
     metrics = read_metrics(tmp_path / "rl")
     assert metrics["rollout/truncated_fraction"] and not any(metrics["rollout/truncated_fraction"].values())
-    evaluated = json.loads(succeed("mcore_rl.run.evaluate", tmp_path / "rl.toml"))
+    evaluated = json.loads(succeed("mcore_rl.cli.evaluate", tmp_path / "rl.toml"))
     correct = 0
     for line in (tmp_path / "held_out.jsonl").read_text().splitlines():
         prompt = json.loads(line)
         words = ["--run", tmp_path / "rl", "--chat", "--prompt", prompt["prompt"], "--tokens", 8]
-        answer = succeed("mcore_rl.run.cli", "generate", *words, "--temperature", 0)
+        answer = succeed("mcore_rl.cli.cli", "generate", *words, "--temperature", 0)
         correct += answer == prompt["answer"] + "\n"
     assert 0.5 <= correct / 4 < 1.0
     assert evaluated["eval/accuracy"] == metrics["eval/accuracy"][2] == correct / 4
@@ -152,7 +152,7 @@ def test_fine_tuning_warns_of_a_template_that_trains_on_no_end(tmp_path: Path) -
     )
     for words, is_warned in (([], False), ([f"data.chat_template={tmp_path}/unended.jinja"], True)):
         log = succeed(
-            "mcore_rl.run.programs.sft",
+            "mcore_rl.programs.sft",
             tmp_path / "sft.toml",
             "train.steps=1",
             "run_dir=" + str(tmp_path / str(is_warned)),

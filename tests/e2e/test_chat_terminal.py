@@ -24,7 +24,7 @@ class Terminal:
     def __init__(self, words: list[str]) -> None:
         self._pid, self._descriptor = pty.fork()
         if not self._pid:
-            os.execv(sys.executable, [sys.executable, "-m", "mcore_rl.run.cli", *words])
+            os.execv(sys.executable, [sys.executable, "-m", "mcore_rl.cli.cli", *words])
 
     def type(self, keys: bytes) -> None:
         """Press keys."""

@@ -37,7 +37,7 @@ def test_a_run_with_turns_replays_their_routes_shows_them_and_is_bit_equal_after
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "rl"
-    done = run_main("mcore_rl.run.programs.rl", [rl_file, *WORDS])
+    done = run_main("mcore_rl.programs.rl", [rl_file, *WORDS])
     assert done.returncode == 0, done.stderr
     wanted = computed(run_dir)
     metrics = read_metrics(run_dir)
@@ -60,7 +60,7 @@ def test_a_run_with_turns_replays_their_routes_shows_them_and_is_bit_equal_after
     shutil.rmtree(run_dir / "checkpoints/iter_0000008")
     (run_dir / "DONE").unlink()
     before = len((run_dir / "metrics.jsonl").read_text().splitlines())
-    resumed = run_main("mcore_rl.run.programs.rl", [rl_file, *WORDS])
+    resumed = run_main("mcore_rl.programs.rl", [rl_file, *WORDS])
     assert resumed.returncode == 0, resumed.stderr
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert len(lines) > before

@@ -18,11 +18,11 @@ from examples.reward import brevity
 from examples.task import count_ones
 from mcore_rl.api import is_done, read_metrics
 from mcore_rl.families import family_of
-from mcore_rl.folders.checkpoint import read_marker
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.types import Problem
+from mcore_rl.storage.checkpoint import read_marker
 from tests.e2e.conftest import Finished
 from tests.e2e.test_rl import rl_file  # noqa: F401  # a fixture
 from tests.forked import run_main

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.api import is_done, train
-from mcore_rl.obs.attempts_file import read_attempts
+from mcore_rl.metrics.attempts_file import read_attempts
 from tests.e2e.conftest import Finished, losses
 from tests.forked import run_main
 
@@ -22,7 +22,7 @@ def test_a_run_learns_saves_and_is_done_once(
     run_dir = tmp_path / "run"
     # As a user's shell starts it, with nothing in memory, but that it says what it imports, in launcher and ranks.
     python = [sys.executable, "-X", "importtime"]
-    words = [*python, "-m", "mcore_rl.run.cli", "pretrain", str(config_file), *SHORT]
+    words = [*python, "-m", "mcore_rl.cli.cli", "pretrain", str(config_file), *SHORT]
     first = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert first.returncode == 0, first.stderr
     imported = {line.rpartition("|")[2].strip() for line in first.stderr.splitlines()}
@@ -62,7 +62,7 @@ def test_python_is_called_with_each_step_and_its_error_ends_the_run(
 
 
 def test_torchrun_and_mcore_rl_run_the_same(config_file: Path, trained: Path, tmp_path: Path) -> None:
-    program = ["-m", "mcore_rl.run.programs.pretrain", config_file, f"run_dir={tmp_path}/torchrun"]
+    program = ["-m", "mcore_rl.programs.pretrain", config_file, f"run_dir={tmp_path}/torchrun"]
     theirs = run_main("torch.distributed.run", ["--standalone", "--nproc-per-node", "2", *program])
     assert theirs.returncode == 0, theirs.stderr
     assert losses(tmp_path / "torchrun") == losses(trained)
@@ -80,7 +80,7 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint_and_it_goes_on_alike(
     assert losses(interrupted) == losses(trained)
     starts = read_attempts(interrupted)
     assert [(start.step, start.mesh["world"]) for start in starts] == [(0, 2), (5, 2)]
-    assert starts[1].command[1:4] == ["-m", "mcore_rl.run.programs.pretrain", str(config_file)]
+    assert starts[1].command[1:4] == ["-m", "mcore_rl.programs.pretrain", str(config_file)]
 
 
 def test_the_report_of_a_run_is_written_by_its_command(

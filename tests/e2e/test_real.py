@@ -29,7 +29,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 def succeed(*words: object) -> str:
-    done = run_main("mcore_rl.run.cli", words)
+    done = run_main("mcore_rl.cli.cli", words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

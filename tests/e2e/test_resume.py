@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from mcore_rl.obs.jsonl import read_records
+from mcore_rl.metrics.jsonl import read_records
 from tests.e2e.conftest import Finished, losses
 from tests.emitted import assert_emitted
 from tests.forked import RunningCommand, run_main
@@ -31,7 +31,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
         "log.peak_tflops=0.1",
         f"data.test=['{corpus}/valid']",
     ]
-    straight = run_main("mcore_rl.run.programs.pretrain", [config_file, *fields], 2)
+    straight = run_main("mcore_rl.programs.pretrain", [config_file, *fields], 2)
     assert straight.returncode == 0, straight.stderr
     assert_emitted("pretrain", tmp_path / "run")
     run_dir = tmp_path / "broken"
@@ -48,7 +48,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
     assert stopped_at in (5, 9) and not (run_dir / "DONE").exists()
     assert (run_dir / f"checkpoints/iter_{stopped_at:07d}").exists()
 
-    last = run_main("mcore_rl.run.programs.pretrain", words, 2)
+    last = run_main("mcore_rl.programs.pretrain", words, 2)
     assert last.returncode == 0, last.stderr
     assert f"resumed from {run_dir}/checkpoints/iter_{stopped_at:07d}" in last.stdout
     assert (run_dir / "DONE").exists()
@@ -66,12 +66,12 @@ def test_on_one_rank_dropout_goes_on_with_the_numbers_of_the_run(config_file: Pa
         "checkpoint.interval=2",
         "checkpoint.asynchronous=false",
     ]
-    straight = run_main("mcore_rl.run.programs.pretrain", [config_file, *fields])
+    straight = run_main("mcore_rl.programs.pretrain", [config_file, *fields])
     assert straight.returncode == 0, straight.stderr
     words = [config_file, *fields, f"run_dir={tmp_path}/broken"]
     killed = run_main("tests.e2e.signalled", ["pretrain", "SIGKILL.step.4", *words])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    last = run_main("mcore_rl.run.programs.pretrain", words)
+    last = run_main("mcore_rl.programs.pretrain", words)
     assert "iter_0000002, step 2" in last.stdout, last.stderr
     assert losses(tmp_path / "broken") == losses(tmp_path / "run")
 
@@ -161,13 +161,13 @@ def test_a_longer_run_reads_on_in_the_order_of_the_shorter_one_or_is_refused(
     """126 sequences: steps of 8 begin the second epoch in 20 steps, and the third in 40."""
     data = [f"data.train=['{corpus}/valid']", f"data.shuffle={shuffle}"]
     words = [config_file, *ONE_RANK, *data]
-    short = run_main("mcore_rl.run.programs.pretrain", [*words, "train.steps=20"])
+    short = run_main("mcore_rl.programs.pretrain", [*words, "train.steps=20"])
     assert short.returncode == 0, short.stderr
     said = f"{corpus}/valid has 4,040 tokens to train on, 126 sequences; 100.00% of the run's, 1.27 epochs"
     assert said in short.stdout
     before = losses(tmp_path / "run")
     (tmp_path / "run/DONE").unlink()
-    longer = run_main("mcore_rl.run.programs.pretrain", [*words, "train.steps=40"])
+    longer = run_main("mcore_rl.programs.pretrain", [*words, "train.steps=40"])
     if shuffle == "whole":
         assert longer.returncode == 2
         change = (
@@ -177,11 +177,11 @@ def test_a_longer_run_reads_on_in_the_order_of_the_shorter_one_or_is_refused(
         assert change in longer.stderr.replace('\\\\"', '"')
         assert 'checkpoint.allow_changes=["data.shuffle"]' in longer.stderr
         accepted = ["train.steps=40", "checkpoint.allow_changes=['data.shuffle']"]
-        assert run_main("mcore_rl.run.programs.pretrain", [*words, *accepted]).returncode == 0
+        assert run_main("mcore_rl.programs.pretrain", [*words, *accepted]).returncode == 0
         return
     assert longer.returncode == 0, longer.stderr
     straight = run_main(
-        "mcore_rl.run.programs.pretrain", [*words, "train.steps=40", f"run_dir={tmp_path}/straight"]
+        "mcore_rl.programs.pretrain", [*words, "train.steps=40", f"run_dir={tmp_path}/straight"]
     )
     assert straight.returncode == 0, straight.stderr
     assert max(before) == 20 and before.items() <= losses(tmp_path / "straight").items()

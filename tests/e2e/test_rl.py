@@ -15,14 +15,14 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
-from mcore_rl.checkpoint.read import OWN_ENTRY
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.files import NOT_WRITER
-from mcore_rl.plan.memory import memory_of_fullest_rank
-from mcore_rl.plan.training import training_of
+from mcore_rl.planning.memory import memory_of_fullest_rank
+from mcore_rl.planning.training import training_of
 from mcore_rl.report.notices import notices
 from mcore_rl.report.runs import read_run
+from mcore_rl.storage.checkpoints.read import OWN_ENTRY
+from mcore_rl.storage.files import NOT_WRITER
 from tests.emitted import assert_emitted
 from tests.forked import CLI, run_main
 from tests.parallel.test_reward_model_runs import write_language_model
@@ -130,7 +130,7 @@ DELTA = (
 def test_gated_delta_nets_learn_under_replayed_routes(replay: str, rl_file: Path, tmp_path: Path) -> None:
     """Trainer and engine compute the rule in chunks and token by token."""
     words = [rl_file, *DELTA, f"replay.kind={replay}", "checkpoint.interval=none"]
-    found = run_main("mcore_rl.run.programs.rl", words, 2)
+    found = run_main("mcore_rl.programs.rl", words, 2)
     assert found.returncode == 0, found.stderr
     steps = computed(tmp_path / "rl", ("reward/mean", "rollout/mismatch_kl_nats"))
     rewards = [numbers["reward/mean"] for numbers in steps.values() if "reward/mean" in numbers]
@@ -164,7 +164,7 @@ def test_attention_over_chosen_keys_learns_and_training_chooses_the_keys_of_the_
 ) -> None:
     """Samples are longer than the three keys that a query attends to."""
     words = [rl_file, *INDEXED, f"replay.kind={replay}", "checkpoint.interval=none"]
-    found = run_main("mcore_rl.run.programs.rl", words, 2)
+    found = run_main("mcore_rl.programs.rl", words, 2)
     assert found.returncode == 0, found.stderr
     names = ("reward/mean", "rollout/mismatch_kl_nats", "routes/index_overlap")
     steps = computed(tmp_path / "rl", names)
@@ -197,7 +197,7 @@ def assert_traced(samples: Sequence[dict[str, Any]], updates: Sequence[dict[str,
 
 
 def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Path, tmp_path: Path) -> None:
-    straight = run_main("mcore_rl.run.programs.rl", [rl_file, "checkpoint.interval=none"], 2)
+    straight = run_main("mcore_rl.programs.rl", [rl_file, "checkpoint.interval=none"], 2)
     assert straight.returncode == 0, straight.stderr
     wanted = computed(tmp_path / "rl")
     rewards = [numbers["reward/mean"] for numbers in wanted.values() if "reward/mean" in numbers]
@@ -229,13 +229,13 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
     stopped = run_main("tests.e2e.signalled", ["rl", "SIGTERM.update.3", *words], 2)
     assert stopped.returncode == 0, "a clean stop is no failure"
     assert not (run_dir / "DONE").exists()
-    last = run_main("mcore_rl.run.programs.rl", words, 2)
+    last = run_main("mcore_rl.programs.rl", words, 2)
     assert last.returncode == 0, last.stderr
     assert f"resumed from {run_dir}/checkpoints/iter_" in last.stdout
     assert f"reference policy: {run_dir}/reference/step_" in last.stdout
     assert computed(run_dir) == wanted
 
-    evaluated = run_main("mcore_rl.run.evaluate", [rl_file, "mesh.tp=1", "mesh.ep=1"])
+    evaluated = run_main("mcore_rl.cli.evaluate", [rl_file, "mesh.tp=1", "mesh.ep=1"])
     assert evaluated.returncode == 0, evaluated.stderr
     result = json.loads(evaluated.stdout.splitlines()[-1])
     assert result["eval/reward"] == pytest.approx(wanted[16]["eval/reward"], abs=1e-6)
@@ -246,7 +246,7 @@ def test_low_rank_adapters_killed_are_bit_equal_in_the_end_and_evaluated(
 ) -> None:
     """Under replayed routes, with the policy without its adapters as the reference, which is refreshed once."""
     lora = ("lora.rank=8", "optim.lr=5e-3", "model.moe.balance=none", "replay.kind=r2", "train.steps=12")
-    straight = run_main("mcore_rl.run.programs.rl", [rl_file, *lora, "checkpoint.interval=none"], 2)
+    straight = run_main("mcore_rl.programs.rl", [rl_file, *lora, "checkpoint.interval=none"], 2)
     assert straight.returncode == 0, straight.stderr
     assert "adapters: 4 matrices of attention with " in straight.stdout
     wanted = computed(tmp_path / "rl")
@@ -254,20 +254,20 @@ def test_low_rank_adapters_killed_are_bit_equal_in_the_end_and_evaluated(
     words = [rl_file, *lora, f"run_dir={tmp_path / 'broken'}"]
     killed = run_main("tests.e2e.signalled", ["rl", "SIGKILL.update.10", *words], 2)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    last = run_main("mcore_rl.run.programs.rl", words, 2)
+    last = run_main("mcore_rl.programs.rl", words, 2)
     assert last.returncode == 0, last.stderr
     assert computed(tmp_path / "broken") == wanted
 
-    evaluated = run_main("mcore_rl.run.evaluate", [rl_file, *lora, "mesh.tp=1", "mesh.ep=1"])
+    evaluated = run_main("mcore_rl.cli.evaluate", [rl_file, *lora, "mesh.tp=1", "mesh.ep=1"])
     assert evaluated.returncode == 0, evaluated.stderr
     result = json.loads(evaluated.stdout.splitlines()[-1])
     assert result["eval/reward"] == pytest.approx(wanted[12]["eval/reward"], abs=1e-6)
     # A config without adapters takes those of the checkpoint, with its rank and scale.
     without = [rl_file, *lora[1:], "mesh.tp=1", "mesh.ep=1"]
-    evaluated = run_main("mcore_rl.run.evaluate", without)
+    evaluated = run_main("mcore_rl.cli.evaluate", without)
     assert evaluated.returncode == 0, evaluated.stderr
     assert json.loads(evaluated.stdout.splitlines()[-1])["eval/reward"] == result["eval/reward"]
-    refused = run_main("mcore_rl.run.evaluate", [rl_file, *lora, "lora.alpha=8", "mesh.tp=1", "mesh.ep=1"])
+    refused = run_main("mcore_rl.cli.evaluate", [rl_file, *lora, "lora.alpha=8", "mesh.tp=1", "mesh.ep=1"])
     assert refused.returncode != 0 and "lora.alpha is 32.0 there, 8.0 here" in refused.stderr
 
 
@@ -319,7 +319,7 @@ def reward_model(folder: Path) -> Path:
     path.write_text(CONFIG.format(folder=folder).partition("[train]")[0])
     words = [f"run_dir={folder / 'rm'}", f"data.train=['{folder / 'pairs.jsonl'}']", "data.seq_length=64"]
     words += ["model.head=score", "mesh.tp=1", "mesh.ep=1", "train.steps=2", "train.global_batch=8"]
-    trained = run_main("mcore_rl.run.programs.rm", [path, *words])
+    trained = run_main("mcore_rl.programs.rm", [path, *words])
     assert trained.returncode == 0, trained.stderr
     return folder / "rm"
 
@@ -331,7 +331,7 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     # Its scores are normalised by the moments of all before, which are part of what is resumed.
     scored = f"rl.reward.parts=['length', 'model:{reward_model(tmp_path)}']"
     ppo = (*PPO, *WITH_PPO, texts, scored, "rl.reward.normalize_models=true")
-    straight = run_main("mcore_rl.run.programs.rl", [rl_file, *ppo])
+    straight = run_main("mcore_rl.programs.rl", [rl_file, *ppo])
     assert straight.returncode == 0, straight.stderr
     assert "critic: layers of the policy, and a new head: all values start at 0" in straight.stdout
     assert straight.stdout.count("the critic warms up: weights are as before") == 2
@@ -356,7 +356,7 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert [path.name for path in (run_dir / "checkpoints").glob("iter_*")] == ["iter_0000002"], phase
     assert not (run_dir / "DONE").exists()
-    last = run_main("tests.waiting", ["mcore_rl.run.programs.rl", *words])
+    last = run_main("tests.waiting", ["mcore_rl.programs.rl", *words])
     assert last.returncode == 0, last.stderr
     assert "resumed from" in last.stdout and "critic: " not in last.stdout
     assert f"teacher: {run_dir}/teacher/step_0000000" in last.stdout
@@ -384,7 +384,7 @@ def test_two_replicas_generate_ahead_within_the_bound_and_resume_with_the_same_p
     run_dir = tmp_path / "rl"
     for steps in (8, 16):
         (run_dir / "DONE").unlink(missing_ok=True)
-        finished = run_main("mcore_rl.run.programs.rl", [rl_file, *AHEAD, f"train.steps={steps}"], 2)
+        finished = run_main("mcore_rl.programs.rl", [rl_file, *AHEAD, f"train.steps={steps}"], 2)
         assert finished.returncode == 0, finished.stderr
         # No rollout batch has enough tokens to measure a limit.
         common = torch.load(run_dir / f"checkpoints/iter_{steps:07d}/common.pt", weights_only=False)
@@ -443,7 +443,7 @@ def test_what_cannot_be_run_is_refused_with_a_remedy(case: str, rl_file: Path, t
     words, wanted = BAD[case]
     alone = ["mesh.tp=1", "mesh.ep=1", "rl.loss.reference_refresh_rollouts=none", "rl.loss.kl_coeff=0"]
     finished = run_main(
-        "mcore_rl.run.programs.rl", [rl_file, *alone, *[word.format(folder=tmp_path) for word in words]]
+        "mcore_rl.programs.rl", [rl_file, *alone, *[word.format(folder=tmp_path) for word in words]]
     )
     assert finished.returncode == 2, finished.stdout + finished.stderr
     assert wanted in finished.stderr
@@ -452,11 +452,11 @@ def test_what_cannot_be_run_is_refused_with_a_remedy(case: str, rl_file: Path, t
 
 STARTS = {
     "policy": (
-        "mcore_rl.run.programs.rl",
+        "mcore_rl.programs.rl",
         ["checkpoint.load={folder}/base", "checkpoint.load_optimizer=false"],
     ),
     "critic": (
-        "mcore_rl.run.programs.rl",
+        "mcore_rl.programs.rl",
         [
             "rl.advantage.critic.load={folder}/base",
             "rl.advantage.kind=gae",
@@ -464,7 +464,7 @@ STARTS = {
             "rl.rollout.group_size=8",
         ],
     ),
-    "evaluation": ("mcore_rl.run.evaluate", ["checkpoint.load={folder}/base"]),
+    "evaluation": ("mcore_rl.cli.evaluate", ["checkpoint.load={folder}/base"]),
 }
 
 
@@ -549,7 +549,7 @@ def test_engine_and_trainer_agree_bit_for_bit_with_batch_invariant_products(
     words = ["mesh.tp=1", "mesh.ep=1", "platform.batch_invariant=true", "rl.rollout.temperature=0.9"]
     words += ["train.steps=4", "train.eval_interval=none", "rl.engine.step_tokens=24", "rl.engine.slots=5"]
     words += ["rl.rollout.prompts_per_step=2", "train.global_batch=8"]
-    finished = run_main("mcore_rl.run.programs.rl", [rl_file, *words, "replay.observe_rollout=true"])
+    finished = run_main("mcore_rl.programs.rl", [rl_file, *words, "replay.observe_rollout=true"])
     assert finished.returncode == 0, finished.stderr
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     measured = [record for record in records if "rollout/mismatch_max" in record]
@@ -588,7 +588,7 @@ def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
     ]
     words += ["rl.eval.temperature=1.0"]
     monkeypatch.chdir(tmp_path)
-    finished = run_main("mcore_rl.run.programs.rl", [rl_file, *words])
+    finished = run_main("mcore_rl.programs.rl", [rl_file, *words])
     assert finished.returncode == 0, finished.stderr
     assert_emitted("rl", tmp_path / "rl")
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
@@ -617,7 +617,7 @@ def test_a_reward_that_always_raises_is_refused_before_the_model_is_built(
     (tmp_path / "misspelt_reward.py").write_text("def score(record):\n    return len(record.completoin)\n")
     monkeypatch.chdir(tmp_path)
     words = ["mesh.tp=1", "mesh.ep=1", "rl.reward.parts=['length','misspelt_reward:score']"]
-    finished = run_main("mcore_rl.run.programs.rl", [rl_file, *words])
+    finished = run_main("mcore_rl.programs.rl", [rl_file, *words])
     assert finished.returncode == 2, finished.stdout
     assert (
         "has no attribute 'completoin'" in finished.stderr
@@ -642,7 +642,7 @@ def test_completions_without_a_score_leave_group_and_loss_and_a_batch_of_them_en
     monkeypatch.chdir(tmp_path)
     words = ["mesh.tp=1", "mesh.ep=1", "rl.reward.parts=['flaky_reward:score']", "train.steps=4"]
     words += ["train.eval_interval=none", "rl.reward.length_max_tokens=none", "rl.samples.interval=1"]
-    finished = run_main("mcore_rl.run.programs.rl", [rl_file, *words])
+    finished = run_main("mcore_rl.programs.rl", [rl_file, *words])
     assert finished.returncode == 2, finished.stdout
     assert "failed for 32 of 32 completions of this batch" in finished.stderr
     assert finished.stderr.count("ConnectionError: the service is gone") and "Traceback" in finished.stdout
@@ -671,7 +671,7 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
     words = ["mesh.tp=1", "mesh.dp=2", "train.steps=4", "train.eval_interval=none", "rl.advantage.kind=steps"]
     words += ["rl.reward.error_value=0.0", "rl.reward.max_failed_fraction=1"]
     words += [parts, "rl.samples.interval=1", "rl.reward.length_max_tokens=none"]
-    finished = run_main("mcore_rl.run.programs.rl", [rl_file, *words], 2)
+    finished = run_main("mcore_rl.programs.rl", [rl_file, *words], 2)
     assert finished.returncode == 0, finished.stderr
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if "reward/errors" in record][-1]
@@ -687,7 +687,7 @@ def test_r2_with_a_capacity_warns_and_logs_the_tokens_that_updates_drop(
 ) -> None:
     alone = ["mesh.tp=1", "mesh.ep=1", "train.steps=2", "train.eval_interval=2", "checkpoint.interval=2"]
     finished = run_main(
-        "mcore_rl.run.programs.rl",
+        "mcore_rl.programs.rl",
         [rl_file, *alone, "replay.kind=r2", "model.moe.capacity_factor=1.0", "rl.advantage.kind=remax"],
     )
     assert finished.returncode == 0, finished.stderr
@@ -726,7 +726,7 @@ def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Pat
     ]
     words = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "rl.rollout.dynamic_sampling=true", *parts]
     words += ["rl.rollout.top_p=0.9"]
-    finished = run_main("mcore_rl.run.programs.rl", [rl_file, *words, "rl.rollout.max_refills=1"])
+    finished = run_main("mcore_rl.programs.rl", [rl_file, *words, "rl.rollout.max_refills=1"])
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("nothing to train on in this update") == 4
     assert "warning: rl.rollout.top_p=0.9: tokens are sampled from" in finished.stdout
@@ -744,7 +744,7 @@ def test_a_run_that_the_balance_loss_alone_moves_warns_in_log_and_report(
     words = ["mesh.tp=1", "mesh.ep=1", "train.steps=11", "train.global_batch=32", "rl.loss.kl_coeff=0.0"]
     words += ["rl.reward.parts=['regex']", "rl.reward.regex_pattern=nothing", "checkpoint.interval=none"]
     words += ["rl.reward.length_max_tokens=none", "rl.loss.reference_refresh_rollouts=none"]
-    finished = run_main("mcore_rl.run.programs.rl", [rl_file, *words])
+    finished = run_main("mcore_rl.programs.rl", [rl_file, *words])
     assert finished.returncode == 0, finished.stderr
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     assert all(record["train/grad_norm"] > 0 for record in records if "train/grad_norm" in record)

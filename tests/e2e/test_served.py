@@ -13,17 +13,17 @@ import psutil
 import pytest
 import torch
 
-from mcore_rl.backend.platform import start
-from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import weight_map
+from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.hf_stream import iter_hf_weights
-from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.rl.rollouts.rollout import sample_seed
+from mcore_rl.storage.checkpoints.read import find_checkpoint
 from tests.conversion import read_dist
 from tests.e2e.test_resume import running, wait_for_step
 from tests.e2e.test_rl import COMPUTED, computed, rl_file  # noqa: F401  # a fixture
@@ -71,7 +71,7 @@ def test_losses_through_servers_are_those_of_the_native_engine(
     come to them added to the weights.
     """
     small = (*SMALL, *changes)
-    native = run_main("mcore_rl.run.programs.rl", [rl_file, *small])
+    native = run_main("mcore_rl.programs.rl", [rl_file, *small])
     assert native.returncode == 0, native.stderr
     wanted = computed(tmp_path / "rl", NAMES)
     assert len(wanted) == 5 and any(numbers.get("policy/loss") for numbers in wanted.values())
@@ -94,7 +94,7 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         ]
         urls = json.dumps([server.url for server in servers])
         engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", f"run_dir={tmp_path / 'served'}"]
-        run = run_main("mcore_rl.run.programs.rl", [rl_file, *small, *engine])
+        run = run_main("mcore_rl.programs.rl", [rl_file, *small, *engine])
         assert run.returncode == 0, run.stderr
         found = computed(tmp_path / "served", NAMES)
         assert found.keys() == wanted.keys()
@@ -109,7 +109,7 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         status = json.loads((tmp_path / "served/servers/status.json").read_text())
         assert status["version"] == 4 and [one["is_serving"] for one in status["servers"]] == [True, True]
 
-        evaluated = run_main("mcore_rl.run.evaluate", [rl_file, *small, *engine])
+        evaluated = run_main("mcore_rl.cli.evaluate", [rl_file, *small, *engine])
         assert evaluated.returncode == 0, evaluated.stderr
         result = json.loads(evaluated.stdout.splitlines()[-1])
         assert result["eval/reward"] == pytest.approx(wanted[4]["eval/reward"], abs=1e-6)
@@ -124,11 +124,11 @@ def test_a_server_with_vllms_default_logprobs_ends_a_run_at_another_temperature_
     zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
     with FakeServer(ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros)) as server:
         words = ("rl.engine.kind=vllm", f'rl.engine.urls=["{server.url}"]', "rl.rollout.temperature=0.7")
-        run = run_main("mcore_rl.run.programs.rl", [rl_file, *SMALL, *words])
+        run = run_main("mcore_rl.programs.rl", [rl_file, *SMALL, *words])
         assert run.returncode == 2 and server.rollouts() == [], run.stderr
         assert "Start vLLM with --logprobs-mode processed_logprobs" in run.stderr
         server.logprobs_mode = "processed_logprobs"
-        run = run_main("mcore_rl.run.programs.rl", [rl_file, *SMALL, *words, "train.steps=2"])
+        run = run_main("mcore_rl.programs.rl", [rl_file, *SMALL, *words, "train.steps=2"])
         assert run.returncode == 0 and server.rollouts(), run.stderr
 
 
@@ -139,7 +139,7 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
 ) -> None:
     """Two servers that have the base."""
     small = (*SMALL, "lora.rank=8", "optim.lr=1e-2", "model.moe.balance=none")
-    native = run_main("mcore_rl.run.programs.rl", [rl_file, *small])
+    native = run_main("mcore_rl.programs.rl", [rl_file, *small])
     assert native.returncode == 0, native.stderr
     wanted = computed(tmp_path / "rl", NAMES)
     saved = read_dist(find_checkpoint(tmp_path / "rl"))
@@ -166,9 +166,7 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
 
         urls = json.dumps([server.url for server in servers])
         engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", "rl.engine.lora=adapter"]
-        run = run_main(
-            "mcore_rl.run.programs.rl", [rl_file, *small, *engine, f"run_dir={tmp_path / 'served'}"]
-        )
+        run = run_main("mcore_rl.programs.rl", [rl_file, *small, *engine, f"run_dir={tmp_path / 'served'}"])
         assert run.returncode == 0, run.stderr
         assert not any("update" in path for server in servers for path in server.paths())
         assert min(len(server.rollouts()) for server in servers) > 10
@@ -228,7 +226,7 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
             "rl.reward.length_max_tokens=12",
             "rl.engine.requests=128",
         ]
-        run = run_main("mcore_rl.run.programs.rl", [rl_file, *SMALL, *words])
+        run = run_main("mcore_rl.programs.rl", [rl_file, *SMALL, *words])
     assert run.returncode == 0, run.stderr
     assert (
         "tokens that older weights sampled agree with the present weights'" in run.stdout

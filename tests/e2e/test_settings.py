@@ -6,7 +6,7 @@ from pathlib import Path
 from mcore_rl.config.load import load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError, TrainingError
-from mcore_rl.run.programs.pretrain import train
+from mcore_rl.programs.pretrain import train
 from tests.ranks import run_ranks
 
 

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from mcore_rl.checkpoint.read import find_checkpoint
+from mcore_rl.storage.checkpoints.read import find_checkpoint
 from tests.conversion import assert_adapters_alone_moved, read_dist
 from tests.e2e.conftest import Finished, losses
 from tests.emitted import assert_emitted
@@ -70,7 +70,7 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     """With dropout, on TP2 x EP2; the answers' loss falls, and the log says where the weights are from."""
     load = [f"checkpoint.load={trained}", "checkpoint.load_optimizer=false"]
 
-    straight = run_main("mcore_rl.run.programs.sft", [sft_file, f"run_dir={tmp_path}/straight", *load], 2)
+    straight = run_main("mcore_rl.programs.sft", [sft_file, f"run_dir={tmp_path}/straight", *load], 2)
     assert straight.returncode == 0, straight.stderr
     assert f"weights of {trained}/checkpoints/iter_0000012" in straight.stdout
     assert "120 conversations in" in straight.stdout
@@ -94,7 +94,7 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     )
     assert 'checkpoint.allow_changes=["data.train"]' in grown.stderr
     data.write_text(conversations)
-    last = run_main("mcore_rl.run.programs.sft", words, 2)
+    last = run_main("mcore_rl.programs.sft", words, 2)
     assert last.returncode == 0, last.stderr
     assert losses(tmp_path / "stopped") == wanted
 
@@ -134,7 +134,7 @@ def test_low_rank_adapters_learn_over_pretrained_weights_and_are_exported(
     """On TP2 x EP2; the base stays as it was, the answers' loss falls, and both exports are written."""
     load = [f"checkpoint.load={trained}", "checkpoint.load_optimizer=false", "model.attention_dropout=0"]
     lora = ["lora.rank=8", "optim.lr=1e-2", "model.hidden_dropout=0"]
-    tuned = run_main("mcore_rl.run.programs.sft", [sft_file, f"run_dir={tmp_path}/lora", *load, *lora], 2)
+    tuned = run_main("mcore_rl.programs.sft", [sft_file, f"run_dir={tmp_path}/lora", *load, *lora], 2)
     assert tuned.returncode == 0, tuned.stderr
     assert "iter_0000012, a checkpoint of pretrain, and new adapters; optimizer" in tuned.stdout
     assert "adapters: 4 matrices of attention with " in tuned.stdout
@@ -153,12 +153,12 @@ def test_low_rank_adapters_learn_over_pretrained_weights_and_are_exported(
     assert imported.returncode == 0, imported.stderr
     ask = ["generate", "--run", tmp_path / "lora", "--chat", "--prompt", "w9 w7 w3", "--tokens", 4]
     weights_of = ([], ["--checkpoint", tmp_path / "imported"], ["--checkpoint", trained])
-    ours, merged, of_base = (run_main("mcore_rl.run.cli", [*ask, *more]) for more in weights_of)
+    ours, merged, of_base = (run_main("mcore_rl.cli.cli", [*ask, *more]) for more in weights_of)
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout == merged.stdout != of_base.stdout
     again = ["train.steps=1", f"lora.load={tmp_path}/adapter", f"run_dir={tmp_path}/again"]
     again.append("checkpoint.weights=adapters")
-    resumed = run_main("mcore_rl.run.programs.sft", [sft_file, *load, *lora, *again], 2)
+    resumed = run_main("mcore_rl.programs.sft", [sft_file, *load, *lora, *again], 2)
     assert resumed.returncode == 0, resumed.stderr
     assert f"adapters of {tmp_path}/adapter" in resumed.stdout
     assert losses(tmp_path / "again")[1] < 0.8 * wanted[1]
@@ -166,5 +166,5 @@ def test_low_rank_adapters_learn_over_pretrained_weights_and_are_exported(
     assert {key for key in alone if not key.startswith("optimizer.")} == {
         key for key in alone if ".adapter." in key and not key.startswith("optimizer.")
     }
-    answer = run_main("mcore_rl.run.cli", ["generate", "--run", tmp_path / "again", *ask[3:]])
+    answer = run_main("mcore_rl.cli.cli", ["generate", "--run", tmp_path / "again", *ask[3:]])
     assert answer.returncode == 0 and answer.stdout != of_base.stdout, answer.stderr

@@ -8,8 +8,8 @@ import mlflow
 import pytest
 
 from mcore_rl.config.run import LogConfig
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.obs.sinks import open_log
+from mcore_rl.metrics.metrics import Metric
+from mcore_rl.metrics.sinks import open_log
 
 SAMPLE = {"problem": "p", "prompt": "12=", "completion": "21", "answer": "21", "reward": 1.0, "tokens": 2}
 

@@ -17,7 +17,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, PretrainConfig, TrainConfig
-from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints

@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mcore_rl.backend.platform import start
-from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch
+from mcore_rl.megatron.mesh import build_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
+from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.model import hf_stream
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.inputs import localize
-from mcore_rl.parallel.mesh import build_mesh, seed_ranks
-from mcore_rl.parallel.schedule import run_pass
+from mcore_rl.storage.checkpoints.weights import load_weights
 from tests.parallel.logits import LogitsHead
 
 

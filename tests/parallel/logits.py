@@ -4,16 +4,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch
+from mcore_rl.megatron.mesh import Axis, Mesh, build_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
+from mcore_rl.megatron.schedule import HeadOutput, run_pass
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.parallel.mesh import Axis, Mesh, build_mesh, seed_ranks
-from mcore_rl.parallel.schedule import HeadOutput, run_pass
 from tests.hf_weights import to_global
 
 Tensors = dict[str, Tensor]

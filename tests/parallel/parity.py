@@ -16,10 +16,10 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch
+from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step

@@ -2,8 +2,8 @@
 compiled layers of CPUs to them.
 """
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.run import RunConfig
+from mcore_rl.megatron.platform import start
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 

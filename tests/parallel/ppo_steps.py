@@ -10,14 +10,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoint.weights import save_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import RoutingError
+from mcore_rl.megatron.mesh import destroy_mesh
+from mcore_rl.megatron.schedule import free_routing
 from mcore_rl.model.build import settle_weights
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.parallel.schedule import free_routing
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.rl.models.critic import Critic, critic_routes
 from mcore_rl.rl.models.frozen_model import FrozenModel
@@ -29,6 +28,7 @@ from mcore_rl.rl.rewards.worker import Score
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Group
 from mcore_rl.rl.update.learner import Learner, policy_logprobs
+from mcore_rl.storage.checkpoints.weights import save_weights
 from mcore_rl.train.offload import all_present
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport

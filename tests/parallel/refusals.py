@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.megatron.platform import start
+from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.programs.open_run import open_run
+from mcore_rl.programs.rl import critic_passes
 from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.failures import FailureReport
@@ -24,8 +26,6 @@ from mcore_rl.rl.rollouts.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.types import Group, Prompt
 from mcore_rl.rl.update.learner import Learner, policy_logprobs
-from mcore_rl.run.programs.open_run import open_run
-from mcore_rl.run.programs.rl import critic_passes
 from tests.parallel.parity import Tensors, owned
 from tests.parallel.rl_steps import SIZE, begin, rollout_of
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mcore_rl.megatron.routers import replayed_routers
 from mcore_rl.model.build import unwrap
-from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.replay.router_hooks import ChunkMicrobatch, ChunkRouters, RouterHook
 from mcore_rl.train.state import TrainState
 

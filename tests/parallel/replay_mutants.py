@@ -214,13 +214,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="the schedule arms the first microbatch for all",
-        file="parallel/schedule.py",
+        file="megatron/schedule.py",
         old="with routing(chunk, index):",
         new="with routing(chunk, 0):",
     ),
     Mutant(
         name="the schedule does not arm the last microbatch",
-        file="parallel/schedule.py",
+        file="megatron/schedule.py",
         old="with routing(chunk, index):",
         new="with routing(chunk, index) if index + 1 < len(microbatches) else nullcontext():",
     ),

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.megatron.mesh import destroy_mesh
+from mcore_rl.megatron.routers import replayed_routers
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.parallel.routers import replayed_routers
 from tests.parallel.parity import Tensors
 from tests.parallel.replaying import Case, Run, opened, perturbed
 

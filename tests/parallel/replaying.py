@@ -14,10 +14,10 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.errors import RoutingError
+from mcore_rl.megatron.mesh import destroy_mesh
+from mcore_rl.megatron.schedule import HeadOutput, free_routing, run_pass
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.parallel.schedule import HeadOutput, free_routing, run_pass
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.exchange import OfferedRoutes
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan

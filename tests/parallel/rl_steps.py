@@ -14,11 +14,11 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.errors import TrainingError
+from mcore_rl.megatron.routers import replayed_routers, routers
+from mcore_rl.megatron.schedule import run_pass
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel.routers import replayed_routers, routers
-from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.measure.routing_split import RoutingSplits
 from mcore_rl.rl.models.reference import Reference, ReferencePass

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.rl.reward import RewardConfig
@@ -14,15 +13,16 @@ from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.errors import EngineError
-from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel.mesh import Mesh, build_mesh
+from mcore_rl.megatron.mesh import Mesh, build_mesh
+from mcore_rl.megatron.platform import start
+from mcore_rl.metrics.metrics import reduced
+from mcore_rl.programs.rollouts import make_flow
 from mcore_rl.rl.engines.base import Capabilities, Engine, QuietEngine, Sampling
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rollouts.prompts import TaskProblems, TaskPrompts
 from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts, runs_rewards
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
-from mcore_rl.run.programs.rollouts import make_flow
 from mcore_rl.train.state import Progress
 
 PROMPTS, SIZE = 4, 4

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import EngineError
+from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
+from mcore_rl.megatron.routers import routed_layers
 from mcore_rl.model import hf_stream
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.hf_stream import Bucket, iter_hf_weights
-from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
-from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.rl.engines import weight_push
 from mcore_rl.rl.engines.adapter_push import AdapterPush, ServedAdapters
 from mcore_rl.rl.engines.base import Sampling, sampling_of

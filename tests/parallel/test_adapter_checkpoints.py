@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.cli.cli import main
 from mcore_rl.config.lora import LoraConfig, Target
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -19,7 +19,7 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.convert.inspection import contents
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.layers import adapters
-from mcore_rl.run.cli import main
+from mcore_rl.storage.checkpoints.weights import load_weights
 from tests.conversion import adapter_of, assert_same, exported, read_dist, read_hf
 from tests.parallel.checkpointing import SMALL, SMALL_DEEPSEEK, config_of, opened, run
 from tests.parallel.parity import assembled, owned

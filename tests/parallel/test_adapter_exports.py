@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import CheckpointConfig, PretrainConfig
@@ -22,6 +21,7 @@ from mcore_rl.model.adapters import adapters_off, fill_adapters, merge_loss
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.hf_stream import iter_hf_weights
+from mcore_rl.storage.checkpoints.weights import load_weights
 from tests.conversion import ONE_FILE, adapter_of, exported, imported, read_hf, saved
 from tests.hf_models import VOCAB, oracle, random_tokens
 from tests.parallel.checkpointing import config_of, opened

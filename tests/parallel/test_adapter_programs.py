@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.checkpoint.weights import save_weights
 from mcore_rl.config.dpo import DPOConfig, DPOSection
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.folders.checkpoint import reference_to
 from mcore_rl.model.build import unwrap
 from mcore_rl.rl.models.reference import Reference
+from mcore_rl.storage.checkpoint import reference_to
+from mcore_rl.storage.checkpoints.weights import save_weights
 from tests.parallel import test_preferences, test_rl_updates
 from tests.parallel.parity import Tensors, batch, random_weights
 from tests.parallel.plain import set_up_plain

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.lora import LoraConfig, Target
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
+from mcore_rl.megatron.platform import start
 from mcore_rl.model import adapters
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.model.global_tensors import copy_in

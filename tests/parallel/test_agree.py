@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from mcore_rl.backend.platform import Platform, start
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError, DataError
-from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, world_max, world_union
+from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, world_max, world_union
+from mcore_rl.megatron.platform import Platform, start
 from tests.ranks import run_ranks
 
 

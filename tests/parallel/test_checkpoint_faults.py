@@ -11,11 +11,11 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from mcore_rl.checkpoint.weights import load_weights, save_weights, weights_state
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.storage.checkpoints.weights import load_weights, save_weights, weights_state
 from tests.parallel.checkpointing import SMALL, config_of, opened, run, stop_writers, stopped_writers
 from tests.parallel.plain import set_up_plain
 from tests.ranks import run_ranks

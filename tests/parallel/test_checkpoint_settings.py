@@ -14,9 +14,9 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.errors import CheckpointError, ConfigError, TrainingError
+from mcore_rl.megatron.schedule import HeadOutput
+from mcore_rl.metrics.attempts_file import NUMERICS
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.obs.attempts_file import NUMERICS
-from mcore_rl.parallel.schedule import HeadOutput
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.step import train_step
 from tests.parallel.checkpointing import SMALL, Run, config_of, opened, run

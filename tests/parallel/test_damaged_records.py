@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.obs.attempts_file import read_attempts
-from mcore_rl.obs.jsonl import FILE_NAME
-from mcore_rl.run.programs.open_run import open_run
+from mcore_rl.megatron.platform import start
+from mcore_rl.metrics.attempts_file import read_attempts
+from mcore_rl.metrics.jsonl import FILE_NAME
+from mcore_rl.programs.open_run import open_run
 from mcore_rl.train.loop import SupervisedTrainer
 from mcore_rl.train.objectives import NextTokenHead
 from tests.parallel.checkpointing import SMALL, config_of

@@ -14,8 +14,6 @@ import torch
 from tokenizers import models, pre_tokenizers
 from torch import Tensor
 
-from mcore_rl.backend import platform as platforms
-from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.config.dpo import DPOConfig, DPOSection
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
@@ -24,11 +22,13 @@ from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError
-from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+from mcore_rl.megatron import platform as platforms
+from mcore_rl.megatron.mesh import build_mesh, seed_ranks
+from mcore_rl.programs import dpo
+from mcore_rl.programs.rl import teacher_source
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.models.frozen_model import FrozenModel
-from mcore_rl.run.programs import dpo
-from mcore_rl.run.programs.rl import teacher_source
+from mcore_rl.storage.checkpoints.read import find_checkpoint
 from mcore_rl.train.preferences import PreferenceTrainer
 from tests.conversion import assert_adapters_alone_moved, exported, imported
 from tests.emitted import assert_emitted

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError, TrainingError
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import unwrap
-from mcore_rl.run.programs.open_run import open_run
+from mcore_rl.programs.open_run import open_run
 from mcore_rl.train import setup
 from mcore_rl.train.loop import SupervisedTrainer
 from mcore_rl.train.objectives import NextTokenHead

@@ -8,16 +8,16 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.mesh import build_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
+from mcore_rl.megatron.sequence import zigzag
 from mcore_rl.model.build import build_model
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.linear import ReplicatedLinear
 from mcore_rl.model.layers.packed import packed_params
-from mcore_rl.parallel.mesh import build_mesh, seed_ranks
-from mcore_rl.parallel.sequence import zigzag
 from tests.parallel.logits import unzigzag
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY

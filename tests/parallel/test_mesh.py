@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.parallel.mesh import build_mesh, destroy_mesh
+from mcore_rl.megatron.mesh import build_mesh, destroy_mesh
 from tests.ranks import run_ranks
 
 

@@ -16,9 +16,9 @@ from mcore_rl.data.batch import Microbatch
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.loader import BatchSource
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
+from mcore_rl.megatron.schedule import HeadOutput, run_pass
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.parallel.schedule import HeadOutput, run_pass
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import world_sums

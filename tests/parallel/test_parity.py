@@ -8,7 +8,7 @@ import pytest
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
-from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import (
     LENGTH,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 from mcore_rl.rl.objectives.losses import policy_loss
 from mcore_rl.rl.update.objective import policy_objective
 from tests.ranks import run_ranks

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.processes.failures import FAILURES
-from mcore_rl.processes.launcher import free_port, launch_local
-from mcore_rl.processes.signed_store import SECRET_FILE, write_secret
+from mcore_rl.workers.failures import FAILURES
+from mcore_rl.workers.launcher import free_port, launch_local
+from mcore_rl.workers.signed_store import SECRET_FILE, write_secret
 from tests.forked import begin_main, run_main
 from tests.ranks import TIMEOUT_S
 
@@ -20,8 +20,8 @@ ENDED_WITHIN_S = 60.0
 HEAD = """
 import os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
-from mcore_rl.processes.launcher import rank_of_launcher, world_size_of_launcher
-from mcore_rl.processes.rank_guard import rank_guard
+from mcore_rl.workers.launcher import rank_of_launcher, world_size_of_launcher
+from mcore_rl.workers.rank_guard import rank_guard
 from mcore_rl.errors import DataError
 
 rank = rank_of_launcher()
@@ -188,7 +188,7 @@ def test_a_rank_that_does_not_notice_the_death_of_another_hears_of_it(tmp_path):
     outcome = run_bare(
         tmp_path,
         """
-    from mcore_rl.processes.failures import note_failure, rank_death
+    from mcore_rl.workers.failures import note_failure, rank_death
     join()
     if rank == 1:
         note_failure(rank_death(1, signal.SIGKILL))
@@ -270,7 +270,7 @@ def test_the_first_cause_is_of_the_rank_that_met_an_error_which_all_raise(
     """Though the other rank is the first to end of it, in an error of its own words."""
     body = f"""
     from mcore_rl.errors import CheckpointError
-    from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
+    from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 
     def action():
         if rank == {failing}:

@@ -17,9 +17,7 @@ import torch
 from tokenizers import models, pre_tokenizers
 from torch import Tensor
 
-from mcore_rl.backend import platform as platforms
-from mcore_rl.checkpoint.read import find_checkpoint
-from mcore_rl.checkpoint.weights import load_weights, save_weights
+from mcore_rl.cli import evaluate
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
@@ -30,14 +28,16 @@ from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron import platform as platforms
+from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.metrics.jsonl import read_records
 from mcore_rl.model.build import build_model
 from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT
-from mcore_rl.obs.jsonl import read_records
-from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.programs import rm
+from mcore_rl.programs.rollouts import load_reward_models
 from mcore_rl.rl.rewards.from_model import RewardModels
-from mcore_rl.run import evaluate
-from mcore_rl.run.programs import rm
-from mcore_rl.run.programs.rollouts import load_reward_models
+from mcore_rl.storage.checkpoints.read import find_checkpoint
+from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
 from mcore_rl.train.reward_model import RewardModelTrainer
 from tests.conversion import assert_adapters_alone_moved, exported, imported, read_dist
 from tests.emitted import assert_emitted

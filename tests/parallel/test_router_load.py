@@ -6,9 +6,9 @@ import pytest
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
+from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.router_load import ExpertLoads, RouterLoad
-from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.train.objectives import NextTokenHead
 from tests.parallel.parity import LENGTH, SEQUENCES, Tensors, batch, config_of, random_weights
 from tests.parallel.plain import set_up_plain

@@ -7,10 +7,10 @@ import torch
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.megatron.mesh import destroy_mesh
+from mcore_rl.megatron.routers import routers
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.router_load import RouterLoad
-from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.parallel.routers import routers
 from mcore_rl.train.mtp_metrics import take_mtp_losses
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import (

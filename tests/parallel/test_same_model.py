@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.backend.platform import start
 from mcore_rl.checks.model import model_violations
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.families.same_model import model_changes
+from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
+from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.model.build import build_model
 from mcore_rl.model.inputs import localize
-from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
-from mcore_rl.parallel.schedule import run_pass
 from tests.parallel.logits import LogitsHead
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY, shallow

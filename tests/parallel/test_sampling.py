@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.parallel.mesh import build_mesh
+from mcore_rl.megatron.mesh import build_mesh
 from mcore_rl.rl.sampling import Cut, Drawn, draw, uniforms
 from tests.ranks import run_ranks
 

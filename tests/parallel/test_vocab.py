@@ -6,8 +6,8 @@ from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.parallel.mesh import Axis, build_mesh, destroy_mesh
-from mcore_rl.parallel.vocab import (
+from mcore_rl.megatron.mesh import Axis, build_mesh, destroy_mesh
+from mcore_rl.megatron.vocab import (
     IGNORED_TARGET,
     DeferredLogits,
     cross_entropy,

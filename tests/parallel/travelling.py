@@ -12,8 +12,8 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.errors import RoutingError
+from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan

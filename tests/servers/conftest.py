@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
 from tests.servers.vllm_server import MODELS, Trainer, VllmServer
 
 Figures = dict[str, Any]

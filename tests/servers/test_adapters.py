@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import hf_config
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.global_tensors import local_shards
-from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.adapter_push import AdapterPush, ServedAdapters
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.make import server_apis

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from tests.servers.conftest import Figures
 from tests.servers.vllm_server import MODELS, Trainer, VllmServer
 

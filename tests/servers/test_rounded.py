@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.weight_push import PushReport
 from tests.servers.conftest import Figures

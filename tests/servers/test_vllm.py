@@ -10,14 +10,14 @@ from time import sleep
 import pytest
 import torch
 
-from mcore_rl.checkpoint.weights import save_weights
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.chat import Conversation
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.types import Problem, Prompt
+from mcore_rl.storage.checkpoints.weights import save_weights
 from tests.conversing import END, chat_of, config_of, conversations_of, sampling, seeds_of, write_tokenizer
 from tests.generating import spelled
 from tests.servers.conftest import Figures
@@ -259,7 +259,7 @@ def test_generate_writes_what_the_native_engine_writes(
     trainer.randomize(seed=61)
     assert trainer.push(server.api).living
     save_weights(trainer.chunks, mesh, trainer.model, tmp_path / "checkpoints")
-    words = [sys.executable, "-m", "mcore_rl.run.cli", "generate", "--run", str(tmp_path), "--tokens", "24"]
+    words = [sys.executable, "-m", "mcore_rl.cli.cli", "generate", "--run", str(tmp_path), "--tokens", "24"]
     for prompt in ("the cat", "7 + 8"):
         native, served = (
             subprocess.run(

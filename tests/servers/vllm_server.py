@@ -23,16 +23,14 @@ from megatron.core.transformer.moe.router import Router
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mcore_rl.backend.platform import start
-from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import hf_config
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.hf_stream import iter_hf_weights
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.processes.launcher import free_port
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.make import refuse_version
@@ -42,6 +40,8 @@ from mcore_rl.rl.engines.server_fleet import ServerFleet
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.sampling import Cut
+from mcore_rl.storage.checksums import crc32_of
+from mcore_rl.workers.launcher import free_port
 from tests.double import doubled, in_double
 from tests.sections import engine_config
 

@@ -64,7 +64,7 @@ if (attempt / "n2").exists():
 def mcore_rl(cluster: Cluster, *words: object, within_s: float = 60) -> "subprocess.CompletedProcess[str]":
     """The command on the login node."""
     path = f"PYTHONPATH={cluster.code}"
-    return cluster.attempt("env", path, cluster.python, "-m", "mcore_rl.run.cli", *words, within_s=within_s)
+    return cluster.attempt("env", path, cluster.python, "-m", "mcore_rl.cli.cli", *words, within_s=within_s)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_a_pipeline_is_shown_submitted_attached_to_and_goes_on_when_its_failed_s
     assert (folder / "exported/model.safetensors").exists()
 
     assert list(losses(folder / "launched")) == list(range(1, 7)) and len(losses(folder / "tuned")) == 3
-    assert (folder / "launched/launch/0/code/mcore_rl/run/programs/pretrain.py").exists()
+    assert (folder / "launched/launch/0/code/mcore_rl/programs/pretrain.py").exists()
     script = (folder / "launched/launch/0/job.sbatch").read_text()
     assert script == shown.stdout.partition("\n#!/")[0]
 

@@ -115,7 +115,7 @@ def test_a_job_that_slurm_cannot_start_because_its_log_is_locked_says_so(cluster
     (Path(script.run_dir) / "logs").chmod(0o555)
     cluster.run("scontrol", "release", id_)
     assert cluster.until_state(id_, ENDED, 60) == "FAILED"
-    words = ("env", f"PYTHONPATH={cluster.code}", cluster.python, "-m", "mcore_rl.run.cli", "jobs", "locked")
+    words = ("env", f"PYTHONPATH={cluster.code}", cluster.python, "-m", "mcore_rl.cli.cli", "jobs", "locked")
     assert "Slurm could not open the job's log, whose folder was gone or could not be written" in cluster.run(
         *words
     )

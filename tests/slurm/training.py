@@ -70,9 +70,9 @@ TWO_RANKS = ("mesh.tp=2", "mesh.ep=2")
 STEPS = 60
 """Of a run that is interrupted, and of the one that is not, with which it is compared."""
 BEGIN_S = 180.0
-PROGRAM = "^[^ ]*python .*mcore_rl.run.programs.pretrain"
+PROGRAM = "^[^ ]*python .*mcore_rl.programs.pretrain"
 """torchrun and its ranks; srun has that name among its words too."""
-ABOVE_A_RANK = "^[^ ]*python (-u )?-m mcore_rl.processes.rank_process"
+ABOVE_A_RANK = "^[^ ]*python (-u )?-m mcore_rl.workers.rank_process"
 
 
 def make_corpus(folder: Path) -> None:
@@ -108,7 +108,7 @@ def job(cluster: Cluster, name: str, *overrides: str, **fields: Any) -> JobScrip
     values: dict[str, Any] = {
         "name": name,
         "program": "pretrain",
-        "module": "mcore_rl.run.programs.pretrain",
+        "module": "mcore_rl.programs.pretrain",
         "arguments": (str(cluster.shared / "data/pretrain.toml"), *overrides),
         "run_dir": str(cluster.shared / name),
         "work_dir": str(cluster.shared),

@@ -7,59 +7,59 @@ from pathlib import PurePosixPath
 
 FLOORS = (
     ("errors",),
-    ("files",),
-    ("checksums",),
+    ("storage.files",),
+    ("storage.checksums",),
     ("config",),
     ("families",),
-    ("folders",),
+    ("storage",),
     ("checks",),
-    ("plan",),
-    ("planner",),
-    ("launch", "processes"),
-    ("backend",),
-    ("obs",),
-    ("parallel",),
+    ("planning",),
+    ("launch", "workers"),
+    ("storage.foreign",),
+    ("megatron",),
+    ("metrics",),
     ("replay",),
     ("data",),
     ("model",),
-    ("checkpoint",),
+    ("storage.checkpoints",),
     ("convert", "train"),
     ("rl",),
     ("fake_world",),
     ("report",),
-    ("run",),
+    ("programs",),
+    ("cli",),
     ("api",),
     ("vllm_worker",),
 )
-"""From the bottom to the top; packages that share a floor do not import one another."""
+"""From the bottom to the top; rooms that share a floor do not import one another. A room is a package of mcore_rl, or a
+part of one that stands on another floor than the rest of it."""
 LIGHT = {
     "errors",
-    "files",
-    "checksums",
+    "storage.files",
+    "storage.checksums",
     "config",
     "families",
-    "folders",
+    "storage",
     "checks",
-    "plan",
-    "planner",
+    "planning",
     "launch",
     "report",
 }
-"""Packages that answer without torch: help pages, login nodes and the report import them."""
-REPORT_READS = {"errors", "files", "config", "plan", "planner", "obs", "report"}
-MEGATRON_PACKAGES = {
-    "backend",
-    "parallel",
+"""Rooms that answer without torch: help pages, login nodes and the report import them."""
+REPORT_READS = {"errors", "storage.files", "config", "planning", "metrics", "report"}
+MEGATRON_ROOMS = {
+    "megatron",
+    "storage.foreign",
     "replay",
     "data",
     "model",
-    "checkpoint",
+    "storage.checkpoints",
     "convert",
     "train",
     "rl",
     "fake_world",
 }
-COMPAT = "mcore_rl.backend.patches.table"
+COMPAT = "mcore_rl.megatron.patches.table"
 FRAGMENTS = {"Of", "What", "That", "See", "So"}
 HEAVY = {"torch", "megatron", "transformers", "numpy", "transformer_engine"}
 MUTATORS = {"append", "add", "update", "setdefault", "pop", "extend", "insert", "clear", "remove", "popitem"}
@@ -86,9 +86,9 @@ class Source:
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     @property
-    def package(self) -> str:
-        """The package or module directly under mcore_rl that it belongs to; "" for mcore_rl itself."""
-        return [*self.module.split("."), ""][1]
+    def room(self) -> str:
+        """The room that it belongs to; "" for mcore_rl itself."""
+        return room_of(self.module)
 
     def imports(self) -> Iterator[tuple[int, str]]:
         """Line and full dotted name of everything that is imported, wherever in the file."""
@@ -103,6 +103,15 @@ class Source:
         return (node for node in self.nodes if isinstance(node, Function))
 
 
+def room_of(name: str) -> str:
+    """The room of a dotted name: the longest of FLOORS that it begins with, or else its package; "" outside."""
+    root, _, inside = name.partition(".")
+    if root != "mcore_rl":
+        return ""
+    rooms = (room for floor in FLOORS for room in floor if f"{inside}.".startswith(f"{room}."))
+    return max(rooms, key=len, default=inside.split(".")[0])
+
+
 def parse(path: str, text: str) -> Source:
     """The source of `text`, as if it stood at `path`."""
     tree = ast.parse(text, filename=path)
@@ -111,37 +120,37 @@ def parse(path: str, text: str) -> Source:
 
 def imports_point_down(source: Source) -> Iterator[str]:
     """A package imports from its own and from lower floors only; `report` only from what needs no training."""
-    here = _floor(source.package)
+    here = _floor(source.room)
     for line, name in source.imports():
-        target = [*name.split("."), ""][1]
+        target = room_of(name)
         there = _floor(target)
-        if not name.startswith("mcore_rl.") or target == source.package or here is None or there is None:
+        if not name.startswith("mcore_rl.") or target == source.room or here is None or there is None:
             continue
         if there >= here:
-            yield f"{source.path}:{line}: {source.package} is not above {target}"
-        elif source.package == "report" and target not in REPORT_READS:
+            yield f"{source.path}:{line}: {source.room} is not above {target}"
+        elif source.room == "report" and target not in REPORT_READS:
             yield f"{source.path}:{line}: report reads finished runs and imports nothing of {target}"
 
 
 def packages_are_floors(source: Source) -> Iterator[str]:
     """Every package directly under mcore_rl is named in FLOORS."""
-    if source.package and _floor(source.package) is None:
-        yield f"{source.path}:1: {source.package} has no floor"
+    if source.room and _floor(source.room) is None:
+        yield f"{source.path}:1: {source.room} has no floor"
 
 
-def _floor(package: str) -> int | None:
-    return next((number for number, names in enumerate(FLOORS) if package in names), None)
+def _floor(room: str) -> int | None:
+    return next((number for number, names in enumerate(FLOORS) if room in names), None)
 
 
 def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
-    """`parallel_state` is process-global; everything but parallel/mesh.py is handed groups."""
+    """`parallel_state` is process-global; everything but megatron/mesh.py is handed groups."""
     for line, name in source.imports():
         asks = name.startswith(("megatron.core.parallel_state", "megatron.core.mpu"))
-        if asks and str(source.path) != "mcore_rl/parallel/mesh.py":
+        if asks and str(source.path) != "mcore_rl/megatron/mesh.py":
             yield f"{source.path}:{line}: imports {name}"
     # A patch stands in Megatron's place and has nobody to hand it a group.
-    if str(source.path) == "mcore_rl/parallel/mesh.py" or source.path.is_relative_to(
-        "mcore_rl/backend/patches"
+    if str(source.path) == "mcore_rl/megatron/mesh.py" or source.path.is_relative_to(
+        "mcore_rl/megatron/patches"
     ):
         return
     for node in source.nodes:
@@ -152,7 +161,7 @@ def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
 def compiled_layers_have_one_door(source: Source) -> Iterator[str]:
     """Code for CPUs alone is entered from the table of layers, and asked for by the platform, which chooses layers."""
     doors = {
-        "mcore_rl.backend.cpu": ("backend/cpu", "model/layers/cpu", "backend/platform.py"),
+        "mcore_rl.megatron.cpu": ("megatron/cpu", "model/layers/cpu", "megatron/platform.py"),
         "mcore_rl.model.layers.cpu": ("model/layers/cpu", "model/spec.py"),
     }
     for line, name in source.imports():
@@ -175,7 +184,7 @@ def engines_are_one_protocol(source: Source) -> Iterator[str]:
 def megatron_stays_in_its_packages(source: Source) -> Iterator[str]:
     """Programs, logs and configs do not know Megatron."""
     for line, name in source.imports():
-        if name.split(".")[0] == "megatron" and source.package not in MEGATRON_PACKAGES:
+        if name.split(".")[0] == "megatron" and source.room not in MEGATRON_ROOMS:
             yield f"{source.path}:{line}: imports {name}"
 
 
@@ -187,7 +196,7 @@ def imports_are_absolute(source: Source) -> Iterator[str]:
 
 
 def nothing_prints(source: Source) -> Iterator[str]:
-    """Output goes through obs, or is written to a stream on purpose."""
+    """Output goes through metrics, or is written to a stream on purpose."""
     for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield f"{source.path}:{node.lineno}: print"
@@ -202,9 +211,9 @@ def errors_are_caught_by_name(source: Source) -> Iterator[str]:
                 yield f"{source.path}:{node.lineno}: broad except"
 
 
-def the_environment_is_read_in_the_backend(source: Source) -> Iterator[str]:
+def the_environment_is_read_in_its_rooms(source: Source) -> Iterator[str]:
     """An environment variable is an argument that no caller sees."""
-    if source.package in ("backend", "launch", "processes"):
+    if source.room in ("megatron", "launch", "workers"):
         return
     for node in source.nodes:
         name = _dotted(node)
@@ -216,8 +225,8 @@ def the_environment_is_read_in_the_backend(source: Source) -> Iterator[str]:
 
 
 def only_files_renames(source: Source) -> Iterator[str]:
-    """A finished file gets its name in mcore_rl/files.py alone, which knows what has to be on the disk before."""
-    if source.module == "mcore_rl.files":
+    """A finished file gets its name in storage/files.py alone, which knows what has to be on the disk before."""
+    if source.module == "mcore_rl.storage.files":
         return
     for node in source.nodes:
         if isinstance(node, ast.Call) and _renames(node):
@@ -286,7 +295,7 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     imports_are_absolute,
     nothing_prints,
     errors_are_caught_by_name,
-    the_environment_is_read_in_the_backend,
+    the_environment_is_read_in_its_rooms,
     only_files_renames,
     module_globals_do_not_change,
     public_things_are_documented,
@@ -295,20 +304,16 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
 
 
 def patches_come_before_megatron(sources: Sequence[Source]) -> Iterator[str]:
-    """A package that uses Megatron imports the patches first in its `__init__.py`; in backend each file does.
-
-    What the patches are made of lies in backend and is imported by them: it imports Megatron inside functions only.
-    """
-    users = {source.package: source.path for source in sources if _uses_megatron(source)}
+    """A room that uses Megatron imports the patches first in its `__init__.py`; they import it in functions only."""
+    users = {source.room: source.path for source in sources if _uses_megatron(source)}
     for source in sources:
         at = [index for index, (_, name) in enumerate(source.imports()) if name.startswith(COMPAT)]
-        if source.package == "backend":
+        if source.module.startswith(COMPAT.rpartition(".")[0]):
             at_top = (node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom))
-            eager = any(_is_megatron(name) for node in at_top for name in _names(node))
-            if eager and not at and source.module != COMPAT:
-                yield f"{source.path}:1: uses Megatron without {COMPAT}"
-        elif source.module == f"mcore_rl.{source.package}" and source.package in users and 0 not in at:
-            yield f"{source.path}:1: {users[source.package]} uses Megatron: import {COMPAT} here, first"
+            if any(_is_megatron(name) for node in at_top for name in _names(node)):
+                yield f"{source.path}:1: imports Megatron before it is patched"
+        elif source.module == f"mcore_rl.{source.room}" and source.room in users and 0 not in at:
+            yield f"{source.path}:1: {users[source.room]} uses Megatron: import {COMPAT} here, first"
 
 
 def light_packages_stay_light(sources: Sequence[Source]) -> Iterator[str]:
@@ -316,7 +321,7 @@ def light_packages_stay_light(sources: Sequence[Source]) -> Iterator[str]:
     modules = {source.module: source for source in sources}
     graph = {name: _imported_modules(source, set(modules)) for name, source in modules.items()}
     for name, source in modules.items():
-        if source.package not in LIGHT:
+        if source.room not in LIGHT:
             continue
         reached, queue = {name}, [name]
         while queue:
@@ -354,7 +359,7 @@ def names_differ_on_a_floor(sources: Sequence[Source]) -> Iterator[str]:
     """
     first: dict[tuple[int, str], Source] = {}
     for source in sources:
-        floor = _floor(source.package)
+        floor = _floor(source.room)
         for line, name in _public_names(source):
             if floor is None or name == "main":
                 continue

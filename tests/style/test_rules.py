@@ -9,7 +9,7 @@ from tests.style.rules import parse
 @pytest.mark.parametrize(
     ("rule", "path", "text", "line"),
     [
-        (rules.imports_point_down, "config/a.py", "x = 1\nfrom mcore_rl.backend.platform import start", 2),
+        (rules.imports_point_down, "config/a.py", "x = 1\nfrom mcore_rl.megatron.platform import start", 2),
         (rules.imports_point_down, "data/a.py", "def f():\n    import mcore_rl.train.step", 2),
         (rules.imports_point_down, "convert/a.py", "import mcore_rl.train.step", 1),
         (rules.imports_point_down, "report/a.py", "import mcore_rl.train.step", 1),
@@ -32,7 +32,7 @@ from tests.style.rules import parse
             "from megatron.core.parallel_state import get_x",
             1,
         ),
-        (rules.compiled_layers_have_one_door, "rl/a.py", "from mcore_rl.backend.cpu import compiled", 1),
+        (rules.compiled_layers_have_one_door, "rl/a.py", "from mcore_rl.megatron.cpu import compiled", 1),
         (
             rules.compiled_layers_have_one_door,
             "model/build.py",
@@ -40,9 +40,9 @@ from tests.style.rules import parse
             2,
         ),
         (rules.engines_are_one_protocol, "rl/trainer.py", "if isinstance(engine, ServedEngine):\n    x()", 1),
-        (rules.engines_are_one_protocol, "run/a.py", "x = 1\nisinstance(x.y, base.AskingEngine | None)", 2),
-        (rules.megatron_stays_in_its_packages, "run/a.py", "import megatron.core", 1),
-        (rules.megatron_stays_in_its_packages, "obs/a.py", "from megatron.core import x", 1),
+        (rules.engines_are_one_protocol, "cli/a.py", "x = 1\nisinstance(x.y, base.AskingEngine | None)", 2),
+        (rules.megatron_stays_in_its_packages, "cli/a.py", "import megatron.core", 1),
+        (rules.megatron_stays_in_its_packages, "metrics/a.py", "from megatron.core import x", 1),
         (rules.imports_are_absolute, "train/a.py", "from .state import x", 1),
         (rules.nothing_prints, "train/a.py", "def f():\n    print(1)", 2),
         (rules.errors_are_caught_by_name, "train/a.py", "try:\n    f()\nexcept Exception:\n    pass", 3),
@@ -53,9 +53,9 @@ from tests.style.rules import parse
             "try:\n    f()\nexcept (OSError, BaseException) as error:\n    g(error)",
             3,
         ),
-        (rules.the_environment_is_read_in_the_backend, "train/a.py", "import os\nos.environ['A']", 2),
-        (rules.the_environment_is_read_in_the_backend, "train/a.py", "import os\nx = os.getenv('A')", 2),
-        (rules.the_environment_is_read_in_the_backend, "train/a.py", "from os import environ", 1),
+        (rules.the_environment_is_read_in_its_rooms, "train/a.py", "import os\nos.environ['A']", 2),
+        (rules.the_environment_is_read_in_its_rooms, "train/a.py", "import os\nx = os.getenv('A')", 2),
+        (rules.the_environment_is_read_in_its_rooms, "train/a.py", "from os import environ", 1),
         (rules.only_files_renames, "train/a.py", "import os\nos.replace(a, b)", 2),
         (rules.only_files_renames, "train/a.py", "from os import rename", 1),
         (rules.only_files_renames, "train/a.py", "scratch.with_suffix('.x').replace(path)", 1),
@@ -89,11 +89,11 @@ def test_an_offence_is_seen_at_its_line(rule, path, text, line):
     ("rule", "path", "text"),
     [
         (rules.imports_point_down, "train/a.py", "import mcore_rl.train.b, mcore_rl.errors\nimport torch"),
-        (rules.imports_point_down, "run/a.py", "from mcore_rl import __version__"),
+        (rules.imports_point_down, "cli/a.py", "from mcore_rl import __version__"),
         (rules.packages_are_floors, "errors.py", ""),
         (
             rules.only_the_mesh_asks_parallel_state,
-            "parallel/mesh.py",
+            "megatron/mesh.py",
             "from megatron.core import parallel_state",
         ),
         (rules.megatron_stays_in_its_packages, "model/a.py", "import megatron.core"),
@@ -107,9 +107,9 @@ def test_an_offence_is_seen_at_its_line(rule, path, text, line):
             "train/a.py",
             "try:\n    f()\nexcept (OSError, KeyError):\n    pass",
         ),
-        (rules.the_environment_is_read_in_the_backend, "backend/a.py", "import os\nos.environ['A']"),
+        (rules.the_environment_is_read_in_its_rooms, "megatron/a.py", "import os\nos.environ['A']"),
         (rules.only_files_renames, "train/a.py", "'a b'.replace(' ', '')\nreplace(x)\nself.replace(f)"),
-        (rules.only_files_renames, "files.py", "import os\nos.replace(a, b)"),
+        (rules.only_files_renames, "storage/files.py", "import os\nos.replace(a, b)"),
         (rules.engines_are_one_protocol, "rl/engines/base.py", "isinstance(engine, AskingEngine)"),
         (rules.engines_are_one_protocol, "rl/a.py", "isinstance(error, EngineError)"),
         (
@@ -132,14 +132,14 @@ def test_every_rule_is_shown_an_offence():
 
 def test_patches_must_come_before_megatron():
     user = parse("mcore_rl/model/build.py", "import megatron.core")
-    good = parse("mcore_rl/model/__init__.py", "import mcore_rl.backend.patches.table\nimport torch")
-    late = parse("mcore_rl/model/__init__.py", "import torch\nimport mcore_rl.backend.patches.table")
+    good = parse("mcore_rl/model/__init__.py", "import mcore_rl.megatron.patches.table\nimport torch")
+    late = parse("mcore_rl/model/__init__.py", "import torch\nimport mcore_rl.megatron.patches.table")
     assert list(rules.patches_come_before_megatron([user, good])) == []
     assert len(list(rules.patches_come_before_megatron([user, late]))) == 1
     assert list(rules.patches_come_before_megatron([late])) == []
-    careless = parse("mcore_rl/backend/platform.py", "import megatron.core")
+    careless = parse("mcore_rl/megatron/patches/part.py", "import megatron.core")
     assert len(list(rules.patches_come_before_megatron([careless]))) == 1
-    part = parse("mcore_rl/backend/part.py", "def replacement():\n    import megatron.core")
+    part = parse("mcore_rl/megatron/patches/part.py", "def replacement():\n    import megatron.core")
     assert list(rules.patches_come_before_megatron([part])) == []
 
 
@@ -158,10 +158,12 @@ def test_circles_of_imports_are_found_and_named():
 
 
 def test_light_packages_stay_light_also_by_way_of_others():
-    page = parse("mcore_rl/plan/page.py", "import mcore_rl.obs.table")
-    table = parse("mcore_rl/obs/table.py", "import torch")
+    page = parse("mcore_rl/planning/page.py", "import mcore_rl.metrics.table")
+    table = parse("mcore_rl/metrics/table.py", "import torch")
     assert len(list(rules.light_packages_stay_light([page, table]))) == 1
-    assert list(rules.light_packages_stay_light([page, parse("mcore_rl/obs/table.py", "import json")])) == []
+    assert (
+        list(rules.light_packages_stay_light([page, parse("mcore_rl/metrics/table.py", "import json")])) == []
+    )
     assert list(rules.light_packages_stay_light([table])) == []
 
 

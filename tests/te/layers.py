@@ -8,16 +8,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.backend.platform import start
-from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
 from mcore_rl.model import hf_stream
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in, local_shards
-from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
 from mcore_rl.train import setup
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints

@@ -8,7 +8,7 @@ compute by TransformerEngine beside layers, its Adam and the product of a router
 
 from dataclasses import replace
 
-from mcore_rl.backend.patches import found
+from mcore_rl.megatron.patches import found
 from tests.te.seeming import seeming_gpu
 
 
@@ -22,8 +22,8 @@ def _find() -> found.Found:
 MACHINE = _find()
 found.find_packages = lambda: MACHINE
 
-from mcore_rl.backend.patches import table  # noqa: E402  # it asks what is found
-from mcore_rl.backend.patches.versions import megatron_version  # noqa: E402
+from mcore_rl.megatron.patches import table  # noqa: E402  # it asks what is found
+from mcore_rl.megatron.patches.versions import megatron_version  # noqa: E402
 
 for patch in table.patches_for(megatron_version(), has_cuda=False, has_te=False, has_apex=False):
     if patch not in table.INSTALLED:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.cli.cli import parser_of, split_name
 from mcore_rl.config.load import kind_of
 from mcore_rl.config.recipes import config_file
-from mcore_rl.run.cli import parser_of, split_name
 from tests.documented import PAGES, ROOT, commands
 
 NEEDS_MORE = ("torchrun", "srun", "sbatch")
@@ -91,7 +91,7 @@ def test_a_command_is_one_and_its_config_can_run(command):
             )
     elif "-m" in rest:
         module, *words = rest[rest.index("-m") + 1 :]
-        if module.startswith("mcore_rl.run."):
+        if module.startswith("mcore_rl.cli."):
             config, *overrides = words
             checked(module.rpartition(".")[2], config, overrides, None)
         else:

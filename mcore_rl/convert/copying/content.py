@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mcore_rl.checksums import PartChecksum, crc32, joined
 from mcore_rl.convert.copying.plan import Chunk
 from mcore_rl.convert.copying.source import ByteRun, TensorSource, as_bytes
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.regions import RegionCopy, sizes
 from mcore_rl.families.weight_map import Shape
+from mcore_rl.storage.checksums import PartChecksum, crc32, joined
 
 BLOCK_BYTES = 512 << 10
 """Small enough that a block is still in the processor's cache when it is written."""

@@ -7,13 +7,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
-from mcore_rl.checksums import PartChecksum
 from mcore_rl.convert.copying.content import ChunkBytes
 from mcore_rl.convert.copying.plan import CopyTask, TargetTensor, digest
 from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.errors import CheckpointError
-from mcore_rl.files import sizes_and_times
-from mcore_rl.obs.progress import readable_bytes
+from mcore_rl.metrics.progress import readable_bytes
+from mcore_rl.storage.checksums import PartChecksum
+from mcore_rl.storage.files import sizes_and_times
 
 RULES_VERSION = 3
 """Counts the changes after which the same input gives other bytes."""

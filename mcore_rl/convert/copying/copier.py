@@ -18,7 +18,8 @@ from mcore_rl.convert.copying.manifest import foreign_to
 from mcore_rl.convert.copying.workers import CopyJob, run_tasks
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import listed
-from mcore_rl.files import (
+from mcore_rl.metrics.progress import ByteProgress, readable_bytes
+from mcore_rl.storage.files import (
     FULL,
     Stamps,
     delete_files,
@@ -32,7 +33,6 @@ from mcore_rl.files import (
     sole_writer,
     write_atomically,
 )
-from mcore_rl.obs.progress import ByteProgress, readable_bytes
 
 ORPHANS_S = 10.0
 """Seconds that the workers of a killed run may take to notice, after the chunk at hand."""

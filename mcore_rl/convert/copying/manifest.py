@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl import __version__
-from mcore_rl.backend.saved_files.archives import FilePart
-from mcore_rl.checksums import PartChecksum, as_hex, crc32_of, joined
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.conversion import RULES_VERSION, RecordedTask
 from mcore_rl.convert.copying.plan import TargetTensor
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
-from mcore_rl.files import foreign_files, write_atomically
-from mcore_rl.folders.checkpoint import MANIFEST, MARKER, find_checkpoint, read_marker
-from mcore_rl.folders.huggingface import read_json
-from mcore_rl.processes.imports import checkpoint_of
+from mcore_rl.storage.checkpoint import MANIFEST, MARKER, find_checkpoint, read_marker
+from mcore_rl.storage.checksums import PartChecksum, as_hex, crc32_of, joined
+from mcore_rl.storage.files import foreign_files, write_atomically
+from mcore_rl.storage.foreign.archives import FilePart
+from mcore_rl.storage.huggingface import read_json
+from mcore_rl.workers.imports import checkpoint_of
 
 
 def foreign_to(kind: str, folder: Path) -> str | None:

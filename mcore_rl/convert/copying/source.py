@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.saved_files.archives import FilePart
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import Region
+from mcore_rl.storage.foreign.archives import FilePart
 
 
 class ByteRun(NamedTuple):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checksums import PartChecksum
 from mcore_rl.convert.copying.content import ChunkBytes, ScratchMemory
 from mcore_rl.convert.copying.conversion import (
     ChunkRecord,
@@ -28,8 +27,9 @@ from mcore_rl.convert.copying.conversion import (
 from mcore_rl.convert.copying.plan import CopyTask
 from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.errors import CheckpointError, McoreRlError
-from mcore_rl.files import flush_to_disk, write_atomically
-from mcore_rl.obs.progress import ByteProgress
+from mcore_rl.metrics.progress import ByteProgress
+from mcore_rl.storage.checksums import PartChecksum
+from mcore_rl.storage.files import flush_to_disk, write_atomically
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

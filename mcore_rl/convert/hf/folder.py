@@ -14,8 +14,8 @@ import torch
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import Shape, listed
-from mcore_rl.files import sizes_and_times
-from mcore_rl.folders.huggingface import (
+from mcore_rl.storage.files import sizes_and_times
+from mcore_rl.storage.huggingface import (
     NOT_JSON,
     POINTER_REMEDY,
     hub_cache_fault,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from mcore_rl.convert.hf.folder import ADAPTER_FILES
 from mcore_rl.data.chat_template import MORE_TEMPLATES
-from mcore_rl.folders.checkpoint import FORMAT_FILE, MANIFEST, MARKER
-from mcore_rl.folders.huggingface import refuse_cut_off
+from mcore_rl.storage.checkpoint import FORMAT_FILE, MANIFEST, MARKER
+from mcore_rl.storage.huggingface import refuse_cut_off
 
 CARD = "README.md"
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")

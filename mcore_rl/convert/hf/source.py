@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.checksums import PartChecksum, as_hex, joined
 from mcore_rl.convert.copying.conversion import RecordedTask
 from mcore_rl.convert.copying.source import ByteRun, FileBytes, as_bytes
 from mcore_rl.convert.hf.folder import HfFolder, HfTensor
@@ -26,6 +25,7 @@ from mcore_rl.convert.hf.quantization import (
 )
 from mcore_rl.families.regions import sizes, whole
 from mcore_rl.families.weight_map import AxisRange, Region
+from mcore_rl.storage.checksums import PartChecksum, as_hex, joined
 
 
 class HfSource:

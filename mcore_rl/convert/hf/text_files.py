@@ -21,8 +21,8 @@ from mcore_rl.data.end_tokens import GENERATION_CONFIG, end_tokens
 from mcore_rl.data.tiktoken_file import TIKTOKEN_MODEL
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import CheckpointError
-from mcore_rl.obs.attempts_file import read_attempts
-from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.metrics.attempts_file import read_attempts
+from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (

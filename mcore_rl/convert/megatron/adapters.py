@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoint.read import ADAPTER
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.source import ByteRun
@@ -17,7 +16,8 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families.packed_rows import packed_rows
 from mcore_rl.families.regions import sizes
 from mcore_rl.families.weight_map import AxisRange, Region
-from mcore_rl.folders.model import lora_of
+from mcore_rl.storage.checkpoints.read import ADAPTER
+from mcore_rl.storage.model import lora_of
 
 WEIGHT = "weight"
 """Key suffix of a weight with an adapter; the keys of A and B end in "adapter.A" and "adapter.B" instead."""

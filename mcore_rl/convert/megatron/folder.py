@@ -7,14 +7,9 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from mcore_rl.backend.saved_files.archives import FileRange
-from mcore_rl.backend.saved_files.pickles import load_common, load_metadata
-from mcore_rl.checkpoint.integrity import check_descriptions, check_identity
-from mcore_rl.checkpoint.read import CRITIC, held_by_base
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, covered_otherwise_than_once
-from mcore_rl.files import sizes_and_times
-from mcore_rl.folders.checkpoint import (
+from mcore_rl.storage.checkpoint import (
     COMMON,
     FORMAT_FILE,
     MARKER,
@@ -25,7 +20,12 @@ from mcore_rl.folders.checkpoint import (
     find_checkpoint,
     step_of,
 )
-from mcore_rl.folders.huggingface import read_json, refuse_special_file
+from mcore_rl.storage.checkpoints.integrity import check_descriptions, check_identity
+from mcore_rl.storage.checkpoints.read import CRITIC, held_by_base
+from mcore_rl.storage.files import sizes_and_times
+from mcore_rl.storage.foreign.archives import FileRange
+from mcore_rl.storage.foreign.pickles import load_common, load_metadata
+from mcore_rl.storage.huggingface import read_json, refuse_special_file
 
 OPTIMIZER = ("optimizer.", "chained_")
 """Key prefixes of an optimizer's state: this program's, and Megatron-LM's for several optimizers."""

@@ -7,11 +7,11 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from mcore_rl.checkpoint.read import EXTRA_STATE, HYBRID_NORM
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap, listed
+from mcore_rl.storage.checkpoints.read import EXTRA_STATE, HYBRID_NORM
 
 KeyNames = Literal["te", "local"]
 """Names of TransformerEngine's layers, or of Megatron's local layers."""

@@ -7,8 +7,6 @@ from typing import Literal
 
 import torch
 
-from mcore_rl.checkpoint.megatron_lm import args_changes, read_args
-from mcore_rl.checkpoint.read import ADAPTER
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.extension import is_extension
 from mcore_rl.config.model import ModelConfig
@@ -23,7 +21,9 @@ from mcore_rl.families import weight_map
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.same_model import model_changes
 from mcore_rl.families.weight_map import Shape, WeightMap, listed
-from mcore_rl.folders.huggingface import read_config
+from mcore_rl.storage.checkpoints.megatron_lm import args_changes, read_args
+from mcore_rl.storage.checkpoints.read import ADAPTER
+from mcore_rl.storage.huggingface import read_config
 
 EMBEDDING, MTP = "embedding.word_embeddings.weight", "mtp."
 

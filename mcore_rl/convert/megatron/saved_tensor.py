@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from mcore_rl.backend.saved_files.archives import (
+from mcore_rl.convert.copying.content import ChunkBytes
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families.regions import sizes
+from mcore_rl.families.weight_map import Shape
+from mcore_rl.storage.checksums import crc32
+from mcore_rl.storage.foreign.archives import (
     HEADER_BYTES,
     SliceableBytes,
     archive_records,
     record_bytes,
     record_named,
 )
-from mcore_rl.backend.saved_files.pickles import MALFORMED, PLAIN, AllowListUnpickler
-from mcore_rl.checksums import crc32
-from mcore_rl.convert.copying.content import ChunkBytes
-from mcore_rl.errors import CheckpointError
-from mcore_rl.families.regions import sizes
-from mcore_rl.families.weight_map import Shape
+from mcore_rl.storage.foreign.pickles import MALFORMED, PLAIN, AllowListUnpickler
 
 STORAGES = {
     "FloatStorage": torch.float32,

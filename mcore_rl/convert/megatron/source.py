@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.saved_files.archives import FileRange
-from mcore_rl.checkpoint.integrity import check_part
 from mcore_rl.convert.copying.source import ByteRun, FileBytes, as_bytes
 from mcore_rl.convert.megatron.folder import DistFolder, DistPart
 from mcore_rl.convert.megatron.saved_tensor import SavedTensor, find_tensor
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.regions import sizes
 from mcore_rl.families.weight_map import AxisRange, Region
+from mcore_rl.storage.checkpoints.integrity import check_part
+from mcore_rl.storage.foreign.archives import FileRange
 
 MAX_PREFETCH_BYTES = 64 << 20
 """Largest number of bytes of a part to read ahead."""

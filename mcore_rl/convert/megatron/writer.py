@@ -21,12 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mcore_rl.backend.patches.versions import megatron_version
-from mcore_rl.backend.saved_files.archives import FileRange, recorded_crc32
-from mcore_rl.backend.saved_files.pickles import load_metadata
-from mcore_rl.checkpoint.megatron_lm import hybrid_args
-from mcore_rl.checkpoint.weights import common_state
-from mcore_rl.checkpoint.write import FORMAT
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.content import ChunkBytes
 from mcore_rl.convert.copying.conversion import RecordedTask, WrittenRange
@@ -35,8 +29,9 @@ from mcore_rl.convert.megatron.layouts import KeyLayout, extra_state_keys
 from mcore_rl.convert.megatron.saved_tensor import save
 from mcore_rl.families.regions import sizes
 from mcore_rl.families.weight_map import WeightMap
-from mcore_rl.files import flush_to_disk
-from mcore_rl.folders.checkpoint import (
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.patches.versions import megatron_version
+from mcore_rl.storage.checkpoint import (
     COMMON,
     FORMAT_FILE,
     MARKER,
@@ -44,7 +39,12 @@ from mcore_rl.folders.checkpoint import (
     Marker,
     write_marker,
 )
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.storage.checkpoints.megatron_lm import hybrid_args
+from mcore_rl.storage.checkpoints.weights import common_state
+from mcore_rl.storage.checkpoints.write import FORMAT
+from mcore_rl.storage.files import flush_to_disk
+from mcore_rl.storage.foreign.archives import FileRange, recorded_crc32
+from mcore_rl.storage.foreign.pickles import load_metadata
 
 ONE_RANK = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1, "vpp": 1}
 OBJECTS = "__objects_0.distcp"

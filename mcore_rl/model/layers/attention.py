@@ -21,12 +21,12 @@ from megatron.core.utils import divide
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mcore_rl.backend import batch_invariant
-from mcore_rl.backend.varlen import attend_packed, has_kernel, kernel_takes
+from mcore_rl.megatron import batch_invariant
+from mcore_rl.megatron.mesh import layer_groups
+from mcore_rl.megatron.varlen import attend_packed, has_kernel, kernel_takes
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
 from mcore_rl.model.layers.packed import PackedParams, SideBySide, gathered_order
 from mcore_rl.model.layers.sinks import with_sinks
-from mcore_rl.parallel.mesh import layer_groups
 
 
 @dataclass(slots=True)

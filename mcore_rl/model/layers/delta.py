@@ -25,8 +25,9 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from mcore_rl.backend.delta import delta_kernel, gated_delta_by
-from mcore_rl.backend.transfer import to_device
+from mcore_rl.megatron.delta import delta_kernel, gated_delta_by
+from mcore_rl.megatron.mesh import layer_groups
+from mcore_rl.megatron.transfer import to_device
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
 from mcore_rl.model.layers.delta_rule import (
     ChunkGrid,
@@ -37,7 +38,6 @@ from mcore_rl.model.layers.delta_rule import (
     gated_delta_step,
 )
 from mcore_rl.model.layers.packed import PackedParams, gathered_order
-from mcore_rl.parallel.mesh import layer_groups
 
 PARTS = ("query", "key", "value", "z", "beta", "alpha")
 """Parts of the input projection, in the order of its rows on each rank; checkpoints have a tensor for each part."""

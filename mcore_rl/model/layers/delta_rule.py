@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from mcore_rl.backend.transfer import to_device
+from mcore_rl.megatron.transfer import to_device
 
 CHUNK = 64
 """Largest number of positions in a chunk."""

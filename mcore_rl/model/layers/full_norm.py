@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mcore_rl.parallel.mesh import layer_groups
+from mcore_rl.megatron.mesh import layer_groups
 
 
 class FullQueryNorm(nn.Module):

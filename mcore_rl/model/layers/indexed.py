@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from mcore_rl.backend.transfer import to_device
+from mcore_rl.megatron.transfer import to_device
 from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention, visible_keys
 from mcore_rl.model.layers.cache import StepTokens
 from mcore_rl.model.layers.indexer import (

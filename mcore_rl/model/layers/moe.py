@@ -8,8 +8,8 @@ from megatron.core.transformer.moe import moe_layer, router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mcore_rl.megatron.routers import best_in_groups, own_group_score
 from mcore_rl.model.layers.experts import GroupedExperts
-from mcore_rl.parallel.routers import best_in_groups, own_group_score
 
 
 class Router(router.TopKRouter):

@@ -6,8 +6,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mcore_rl.backend.transfer import to_device
-from mcore_rl.backend.varlen import Bounds
+from mcore_rl.megatron.transfer import to_device
+from mcore_rl.megatron.varlen import Bounds
 
 SHORT = 64
 """Sequences up to this length are padded to a multiple of WIDTH_MULTIPLE, so that more of them share a batch."""

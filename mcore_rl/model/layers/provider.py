@@ -6,7 +6,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_rl.backend.patches.versions import as_experts_entry
+from mcore_rl.megatron.patches.versions import as_experts_entry
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.indexed import IndexedAttention

@@ -15,9 +15,9 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.convert.peft import write_served_adapter
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import adapters_off
 from mcore_rl.model.global_tensors import gathered, local_shards
-from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.probe import ProbeReference
 from mcore_rl.rl.engines.probe_difference import ProbeDifference, difference_of

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 from mcore_rl.config.rl.rollout import RolloutConfig
 from mcore_rl.data.growing_text import GrowingText
 from mcore_rl.errors import ConfigError, EngineError
-from mcore_rl.obs.metrics import Metric
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Group, Prompt
 

@@ -13,8 +13,7 @@ from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, EngineError
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.processes.launcher import environment_variable
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.base import Capabilities, Engine, QuietEngine, Sampling, sampling_of
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.native.engine import MegatronEngine
@@ -24,6 +23,7 @@ from mcore_rl.rl.engines.server_fleet import ServerFleet
 from mcore_rl.rl.engines.server_process import ServerCommand, ServerProcess, served_length, server_command
 from mcore_rl.rl.engines.sglang_api import SglangApi
 from mcore_rl.rl.engines.vllm_api import VllmApi, logprobs_mode
+from mcore_rl.workers.launcher import environment_variable
 
 Decode = Callable[[Sequence[int]], str]
 VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, padded
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.routers import replayed_routers
+from mcore_rl.megatron.schedule import HeadOutput, Routing, run_pass
+from mcore_rl.megatron.vocab import Logits
 from mcore_rl.model.layers.adapters import Adapter
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import replayed_routers
-from mcore_rl.parallel.schedule import HeadOutput, Routing, run_pass
-from mcore_rl.parallel.vocab import Logits
 from mcore_rl.replay.layouts import LocalTokens, local_tokens
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import evaluating, without_capacity

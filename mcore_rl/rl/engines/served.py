@@ -20,10 +20,10 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.errors import EngineError
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.agree import from_first_of_model, on_every_rank, on_rank_zero
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import routed_layers
+from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, on_rank_zero
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.routers import routed_layers
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.engines.adapter_push import AdapterPush, ServedAdapters
 from mcore_rl.rl.engines.base import Capabilities, Sampling, StopStrings, check_request
 from mcore_rl.rl.engines.served_routes import pick_layers, without_recomputed

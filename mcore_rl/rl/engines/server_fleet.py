@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.errors import EngineError
-from mcore_rl.files import write_atomically
 from mcore_rl.rl.engines.server_api import ServerApi, ServerError
 from mcore_rl.rl.engines.server_process import ServerProcess
+from mcore_rl.storage.files import write_atomically
 
 MAX_STARTS = 5
 """Maximum number of starts of each server in a run."""

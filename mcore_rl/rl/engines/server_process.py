@@ -19,12 +19,12 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import VLLM_RANKS, ServedConfig, VllmConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.processes.launcher import environment_variable, free_port, start_server
-from mcore_rl.processes.process_tree import END_TREE
 from mcore_rl.rl.engines.served_routes import FLAG
 from mcore_rl.rl.engines.vllm_api import MODEL
+from mcore_rl.workers.launcher import environment_variable, free_port, start_server
+from mcore_rl.workers.process_tree import END_TREE
 
-SUPERVISOR = "mcore_rl.processes.supervisor"
+SUPERVISOR = "mcore_rl.workers.supervisor"
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 """Python module that starts a server, by rl.engine.kind."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -19,10 +19,10 @@ from torch import nn
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import ServedConfig
 from mcore_rl.errors import EngineError
+from mcore_rl.megatron.agree import on_rank_zero
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import adapters_in, merge_loss
 from mcore_rl.model.hf_stream import iter_hf_weights
-from mcore_rl.parallel.agree import on_rank_zero
-from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.probe import DTYPES, PACKED, PROMPT_TOKENS, SEQUENCE_TOKENS, Probe, ProbeReference
 from mcore_rl.rl.engines.probe_difference import ProbeDifference, ProbeLimit, difference_of

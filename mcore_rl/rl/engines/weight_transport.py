@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mcore_rl.checksums import crc32_of
 from mcore_rl.errors import EngineError
 from mcore_rl.model.hf_stream import Bucket
+from mcore_rl.storage.checksums import crc32_of
 
 Load = Callable[[Callable[[str], Mapping[str, Any]]], None]
 """Function that makes all living servers load a bucket at the same time; its argument returns the description of the

@@ -18,8 +18,8 @@ from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.data.chat import Chat
 from mcore_rl.data.chat import Conversation as Messages
 from mcore_rl.errors import DataError
-from mcore_rl.parallel.agree import from_first_of_model, on_every_rank, world_max
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, world_max
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.base import Engine, Sampling, asking
 from mcore_rl.rl.environments.interface import Message
 from mcore_rl.rl.environments.processes import EnvironmentAnswer, EnvironmentCall, EnvironmentWorkers

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.obs.loggers import optional_package
+from mcore_rl.metrics.loggers import optional_package
 from mcore_rl.rl.environments.interface import Message
 from mcore_rl.rl.types import Problem
 

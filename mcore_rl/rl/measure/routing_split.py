@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.objectives.diagnostics import kl_estimate
 from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, log_difference
 from mcore_rl.rl.passes.batch import Advantages, Minibatch

@@ -9,17 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.critic import CriticConfig
 from mcore_rl.config.rl.loss import GrpoLoss
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.run import CheckpointConfig
+from mcore_rl.megatron.schedule import Routing, free_routing, run_pass
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.adapters import adapters_in
 from mcore_rl.model.build import settle_weights, unwrap
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
-from mcore_rl.plan.flops import train_flops_by_length
+from mcore_rl.planning.flops import train_flops_by_length
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.passes.batch import Advantages, Minibatch, PolicyMicrobatch
@@ -27,6 +26,7 @@ from mcore_rl.rl.passes.heads import ValueHead, ValueLossHead
 from mcore_rl.rl.passes.optional import Pass
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.storage.checkpoints.weights import load_weights
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, refuse_no_gradient
 

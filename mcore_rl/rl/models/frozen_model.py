@@ -7,19 +7,19 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from mcore_rl.backend.platform import Platform
-from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checks.lora import layer_violations
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.section import Store
-from mcore_rl.folders.checkpoint import check
-from mcore_rl.folders.model import stored_lora
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import Platform
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.types import WaitingBytes
+from mcore_rl.storage.checkpoint import check
+from mcore_rl.storage.checkpoints.weights import load_weights
+from mcore_rl.storage.model import stored_lora
 from mcore_rl.train.offload import WaitingMemory, store_on
 from mcore_rl.train.random_states import random_states, restore_random_states
 

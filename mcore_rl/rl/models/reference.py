@@ -11,18 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.config.section import Store
 from mcore_rl.errors import CheckpointError
-from mcore_rl.files import checkpoint_errors_explained
-from mcore_rl.folders.checkpoint import delete, saved_steps
+from mcore_rl.megatron.agree import on_rank_zero
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import settle_weights, unwrap
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.agree import on_rank_zero
-from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.objectives.diagnostics import kl_estimate
 from mcore_rl.rl.objectives.kl_control import next_kl_coeff
 from mcore_rl.rl.objectives.losses import Objective
@@ -32,6 +29,9 @@ from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import WaitingBytes
+from mcore_rl.storage.checkpoint import delete, saved_steps
+from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
+from mcore_rl.storage.files import checkpoint_errors_explained
 from mcore_rl.train.state import TrainState
 
 
@@ -68,7 +68,7 @@ class Reference:
             store: Where the copy is between passes: "device", or "host" (page-locked with CUDA).
             allowed: The config's `checkpoint.allow_changes`, for references that an earlier start of the run saved.
             shares_base: Whether policy and reference share all frozen weights, which are then not copied.
-            base: Entry `base` of the run's checkpoints (folders/checkpoint.py); saved references leave out the base's
+            base: Entry `base` of the run's checkpoints (storage/checkpoint.py); saved references leave out the base's
                 weights too.
         """
         self.chunks = list(chunks)

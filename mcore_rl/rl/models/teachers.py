@@ -8,8 +8,8 @@ import torch
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.distill import DistillConfig
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.schedule import run_pass
+from mcore_rl.megatron.schedule import run_pass
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.models.frozen_model import FrozenModel

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.config.rl.loss import Aggregation
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 
 
 class BatchTotals(NamedTuple):

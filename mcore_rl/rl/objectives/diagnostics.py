@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.objectives.aggregation import sequence_sums
 from mcore_rl.rl.objectives.policy_tokens import (
     LOG_RATIO_LIMIT,

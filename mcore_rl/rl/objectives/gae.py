@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 from mcore_rl.rl.objectives.advantages import ROUNDING, StepReward
 
 

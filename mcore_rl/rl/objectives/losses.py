@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.rl.loss import Clip, Correction
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 from mcore_rl.rl.objectives.aggregation import anchored_means
 from mcore_rl.rl.objectives.diagnostics import kl_estimate, router_shift_statistics, update_statistics
 from mcore_rl.rl.objectives.policy_tokens import (

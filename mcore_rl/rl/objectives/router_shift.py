@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import routed_layers
-from mcore_rl.parallel.schedule import Routing
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.routers import routed_layers
+from mcore_rl.megatron.schedule import Routing
 from mcore_rl.replay.layouts import MicrobatchLayout
 from mcore_rl.replay.storage import RouteStorage
 from mcore_rl.replay.witness import OnCall, RouterWatch

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_rl.backend.transfer import to_device
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.data.packing import PackingLimits, padded
+from mcore_rl.megatron.mesh import Axis
+from mcore_rl.megatron.sequence import zigzag_spans
+from mcore_rl.megatron.transfer import to_device
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import PackedMicrobatch, localize
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.mesh import Axis
-from mcore_rl.parallel.sequence import zigzag_spans
 from mcore_rl.rl.objectives.aggregation import BatchTotals
 
 

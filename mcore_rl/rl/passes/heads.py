@@ -5,10 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import MAX, Head, HeadOutput, ReadsDeferredLogits, signal_of
-from mcore_rl.parallel.vocab import (
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.schedule import MAX, Head, HeadOutput, ReadsDeferredLogits, signal_of
+from mcore_rl.megatron.vocab import (
     IGNORED_TARGET,
     Logits,
     TokenStatistics,
@@ -16,6 +15,7 @@ from mcore_rl.parallel.vocab import (
     reverse_kl,
     vocabulary_logprobs,
 )
+from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.rl.objectives.gae import clipped_value_loss
 from mcore_rl.rl.objectives.losses import Objective, policy_loss
 from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, PolicyTokens

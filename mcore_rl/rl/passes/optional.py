@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mcore_rl.megatron.schedule import Head
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.schedule import Head
 from mcore_rl.rl.objectives.losses import Objective
 from mcore_rl.rl.passes.batch import Advantages, Minibatch, PolicyMicrobatch
 from mcore_rl.rl.rollouts.rollout import Rollout

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.parallel.schedule import Routing, run_pass
+from mcore_rl.megatron.schedule import Routing, run_pass
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch

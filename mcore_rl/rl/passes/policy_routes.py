@@ -11,11 +11,11 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.advantage import GaeAdvantage
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.errors import RoutingError
+from mcore_rl.megatron.agree import MAX_PROBLEMS, world_union
+from mcore_rl.megatron.routers import unfuse_routers
+from mcore_rl.megatron.schedule import Routing, free_routing
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.agree import MAX_PROBLEMS, world_union
-from mcore_rl.parallel.routers import unfuse_routers
-from mcore_rl.parallel.schedule import Routing, free_routing
 from mcore_rl.replay.accounts import RouteTotals
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.disagreement import DisagreementLimit, StaleRoutes

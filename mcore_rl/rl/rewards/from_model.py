@@ -17,8 +17,8 @@ from mcore_rl.data.chat import Chat, Conversation, answered
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
 from mcore_rl.data.steps import read_steps, step_ends, step_tokens
 from mcore_rl.errors import DataError
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import run_pass
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.objectives.gae import Moments

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_rl.config.extension import choose
 from mcore_rl.config.rl.reward import ENVIRONMENT_PART, RewardConfig
-from mcore_rl.obs.metrics import Metric
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.objectives.advantages import ROUNDING, overlong_penalty
 from mcore_rl.rl.rewards import rules
 from mcore_rl.rl.rewards.code import code_function

@@ -15,13 +15,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mcore_rl.config.extension import JUDGE_PART, SERVED_PARTS, server_url
 from mcore_rl.config.rl.reward import JudgeConfig, RewardConfig, RewardServerConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.processes.launcher import environment_variable
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.server_api import ServerError
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.numbers import MINUS_SIGNS, rating
 from mcore_rl.rl.rewards.worker import Outcome, outcome_of
 from mcore_rl.rl.workers.failure import MAX_TEXT, FailedScore, cut
+from mcore_rl.workers.launcher import environment_variable
 
 Parsed = TypeVar("Parsed")
 COMPLETIONS_PATH = "/chat/completions"

@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import comb
 
 from mcore_rl.config.rl.rollout import EvalConfig
-from mcore_rl.obs.intervals import Z_95, wilson
-from mcore_rl.obs.metrics import Metric
+from mcore_rl.metrics.intervals import Z_95, wilson
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.rollouts.prompts import HELD_OUT_SEED
 from mcore_rl.rl.rollouts.rollout import GroupSummary, Rollouts, sample_seed
 from mcore_rl.rl.sampling import Cut

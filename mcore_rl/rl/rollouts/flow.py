@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 
 from mcore_rl.errors import McoreRlError
-from mcore_rl.parallel.agree import from_first_of_model, on_every_rank
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.agree import from_first_of_model, on_every_rank
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.rollouts.prompts import PromptSource, own_positions
 from mcore_rl.rl.types import Group, Prompt
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from mcore_rl.obs.metrics import Metric
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.rollouts.rollout import Rollouts, rewards_of
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Prompt

@@ -13,7 +13,7 @@ from mcore_rl.data.chat import Chat, Conversation, prompt_ids
 from mcore_rl.data.mixture import ShuffledSources, refuse_empty_sources
 from mcore_rl.data.records import SHOWN
 from mcore_rl.errors import DataError
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.rollouts.tasks import make_problem, read_problems
 from mcore_rl.rl.types import Problem, Prompt
 

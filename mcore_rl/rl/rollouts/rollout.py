@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.data.steps import step_tokens
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.agree import on_every_rank
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.agree import on_every_rank
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.engines.base import Engine, Sampling, asking
 from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on

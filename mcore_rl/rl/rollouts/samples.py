@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_rl.errors import escaped
-from mcore_rl.files import write_atomically
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion
+from mcore_rl.storage.files import write_atomically
 
 WIDTH = 60
 """Maximum number of characters of a text in the log."""

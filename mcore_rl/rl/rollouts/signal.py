@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mcore_rl.obs.metrics import Metric
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.objectives.advantages import constant_groups
 
 NUM_BATCHES = 10

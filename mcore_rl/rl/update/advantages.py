@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from mcore_rl.config.rl.advantage import AnyAdvantage, DiscountedAdvantage, DividedAdvantage
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.objectives.advantages import (
     Estimate,
     above_baseline,

@@ -13,8 +13,8 @@ from torch import Tensor
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
+from mcore_rl.megatron.schedule import Head
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.parallel.schedule import Head
 from mcore_rl.rl.objectives.aggregation import BatchTotals, loss_weights
 from mcore_rl.rl.passes.batch import (
     Advantages,

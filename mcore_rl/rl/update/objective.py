@@ -20,7 +20,7 @@ from mcore_rl.config.rl.loss import (
     RspoLoss,
 )
 from mcore_rl.errors import ConfigError
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 from mcore_rl.rl.objectives.advantages import (
     Estimate,
     group_centered,

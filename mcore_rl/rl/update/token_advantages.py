@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.config.rl.advantage import DiscountedAdvantage, GaeAdvantage
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.objectives.advantages import above_group_mean
 from mcore_rl.rl.objectives.gae import (
     generalized_advantages,

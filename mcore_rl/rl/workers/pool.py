@@ -20,8 +20,8 @@ from typing import Any, Self
 import psutil
 import torch
 
-from mcore_rl.processes.process_tree import END_TREE, REQUESTS, supervise
 from mcore_rl.rl.workers.failure import FailedScore
+from mcore_rl.workers.process_tree import END_TREE, REQUESTS, supervise
 
 GRACE_S = 1.0
 """Seconds after its timeout at which a worker that has not exited is killed."""

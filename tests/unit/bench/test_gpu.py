@@ -14,7 +14,7 @@ import torch
 
 from bench.gpu import steps
 from bench.gpu.__main__ import run_step
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from tests.emulated_machine import emulated
 
 REPOSITORY = Path(__file__).parents[3]

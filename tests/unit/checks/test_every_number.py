@@ -16,9 +16,9 @@ from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.section import alternatives
 from mcore_rl.errors import ConfigError
-from mcore_rl.plan.flops import train_flops_per_token
-from mcore_rl.plan.memory import memory_by_stage
-from mcore_rl.plan.training import training_of
+from mcore_rl.planning.flops import train_flops_per_token
+from mcore_rl.planning.memory import memory_by_stage
+from mcore_rl.planning.training import training_of
 
 BASES = {
     "pretrain": Path("tiny_moe/pretrain"),

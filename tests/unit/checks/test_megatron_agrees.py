@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-import mcore_rl.backend.patches.table  # noqa: F401
+import mcore_rl.megatron.patches.table  # noqa: F401
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallelConfig

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.cli import cli
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import load_config
 from mcore_rl.config.recipes import CLUSTERS, RECIPES, cluster_file, config_file, recipe_files, recipes
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.run import cli
 
 
 @pytest.fixture

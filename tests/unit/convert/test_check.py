@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from mcore_rl.checksums import crc32_of
-from mcore_rl.run.cli import main
+from mcore_rl.cli.cli import main
+from mcore_rl.storage.checksums import crc32_of
 from tests.conversion import exported, saved
 from tests.unit.convert.conftest import Converted
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_rl.cli.cli import main
 from mcore_rl.families.llama import Llama
 from mcore_rl.families.qwen3_moe import Qwen3Moe
 from mcore_rl.families.shells import SHELLS
-from mcore_rl.run.cli import main
 from tests.conversion import assert_same, read_hf, saved, write_hf
 from tests.hf_models import oracle
 from tests.unit.convert.test_fp8 import model as fp8_model

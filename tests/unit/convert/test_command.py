@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.run.cli import main
-from mcore_rl.run.commands.checkpoints import num_bytes
+from mcore_rl.cli.cli import main
+from mcore_rl.cli.commands.checkpoints import num_bytes
 from tests.conversion import assert_same, read_hf, saved
 
 
@@ -59,7 +59,7 @@ def test_arguments_that_an_action_does_not_take_are_refused_with_status_2(
 
 def test_no_command_that_compares_no_logits_imports_transformers(tmp_path: Path) -> None:
     code = (
-        "import sys, mcore_rl.run.cli as cli\n"
+        "import sys, mcore_rl.cli.cli as cli\n"
         "status = cli.main(sys.argv[1:])\n"
         "late = {name for name in ('transformers', 'mcore_rl.convert.logits') if name in sys.modules}\n"
         "sys.exit(f'{status} {late}' if status or late else 0)"

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_rl.cli.cli import main
 from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.convert.megatron.layouts import KeyLayout
 from mcore_rl.errors import CheckpointError
-from mcore_rl.run.cli import main
 from tests.conversion import differing, exported, imported, read_hf, with_mtp, write_hf
 from tests.hf_models import oracle
 from tests.unit.convert.conftest import Converted

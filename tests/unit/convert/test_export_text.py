@@ -12,12 +12,12 @@ import tokenizers
 import torch
 import transformers
 
+from mcore_rl.cli.cli import main
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.errors import CheckpointError
-from mcore_rl.run.cli import main
 from tests.conversion import exported, imported, saved
 from tests.hf_models import oracle
 

@@ -12,7 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from mcore_rl.run.cli import main
+from mcore_rl.cli.cli import main
 from tests.conversion import imported, saved
 
 TOKEN = "hf_secretOfThisTest"

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.backend.platform import start
-from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.cli.cli import main
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.megatron.layouts import KeyLayout
 from mcore_rl.convert.megatron.model import open_dist_model
 from mcore_rl.errors import CheckpointError
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_uninitialized
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.run.cli import main
+from mcore_rl.storage.checkpoints.weights import load_weights
 from tests.conversion import (
     assert_same,
     differing,

@@ -12,7 +12,7 @@ from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.convert.megatron.layouts import KeyLayout
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.errors import CheckpointError
-from mcore_rl.folders.checkpoint import read_marker, write_marker
+from mcore_rl.storage.checkpoint import read_marker, write_marker
 from tests.conversion import (
     ONE_FILE,
     assert_same,

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from mcore_rl.run.cli import main
+from mcore_rl.cli.cli import main
 from tests.conversion import assert_same, exported, read_hf
 
 GOLDEN = Path(__file__).parents[2] / "golden/megatron_core_0.15/iter_0000007"

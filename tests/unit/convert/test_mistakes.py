@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.folders.checkpoint import read_marker, write_marker
+from mcore_rl.storage.checkpoint import read_marker, write_marker
 from tests.conversion import differing, imported, saved, write_hf
 from tests.hf_models import Tensors, oracle
 from tests.unit.convert.conftest import Converted

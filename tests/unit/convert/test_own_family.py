@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.folders.checkpoint import check
-from mcore_rl.run.cli import main
+from mcore_rl.cli.cli import main
+from mcore_rl.storage.checkpoint import check
 from tests.conversion import assert_same, exported, read_hf, saved
 
 SOURCE = """

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.folders.checkpoint import MANIFEST
-from mcore_rl.run.cli import main
+from mcore_rl.cli.cli import main
+from mcore_rl.storage.checkpoint import MANIFEST
 from tests.conversion import imported, saved
 from tests.tiktoken_folders import write_tokenizer
 

@@ -10,14 +10,14 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from mcore_rl.backend.platform import start
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.families import FAMILIES, weight_map
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.plan.weights import weights_by_stage
+from mcore_rl.planning.weights import weights_by_stage
 from tests.conversion import assert_same, differing, exported, imported, read_dist, read_hf, write_hf
 from tests.double import TORCH, doubled, in_double
 from tests.hf_models import Oracle, Tensors, as_saved, oracle_of, random_tokens
@@ -31,7 +31,7 @@ from tests.unit.families.test_hf_config import (
 )
 from tests.unit.launch.test_published_sizes import PUBLISHED as OF_RECIPES
 from tests.unit.model.test_delta_nets import eager, our_gradients
-from tests.unit.plan.test_memory import saved_numbers
+from tests.unit.planning.test_memory import saved_numbers
 
 QWEN3_5: dict[str, Any] = {
     "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "full_attention_interval": 4,

@@ -19,7 +19,7 @@ from mcore_rl.convert.hf.folder import open_hf
 from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import weight_map
-from mcore_rl.folders.checkpoint import check
+from mcore_rl.storage.checkpoint import check
 from tests.conversion import (
     assert_same,
     differing,

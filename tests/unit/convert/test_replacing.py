@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.cli.cli import main
 from mcore_rl.convert.copying import copier
 from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.run.cli import main
 from tests.conversion import bytes_of, exported, imported, quiet, saved
 from tests.replacing import KILL_EVERY, Case, check, files_of, make_home, planned
 

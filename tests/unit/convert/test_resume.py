@@ -19,7 +19,7 @@ from mcore_rl.convert.copying import copier
 from mcore_rl.convert.copying.conversion import CopySettings, RecordedTask
 from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.errors import CheckpointError, ConfigError, DataError
-from mcore_rl.files import sole_writer
+from mcore_rl.storage.files import sole_writer
 from tests.conversion import ONE_FILE, bytes_of, exported, imported, quiet, read_hf, saved, write_hf
 from tests.hf_models import oracle
 from tests.replacing import Case, planned
@@ -141,7 +141,7 @@ def test_a_worker_that_is_killed_ends_the_conversion_with_a_remedy(tmp_path: Pat
 
 CTRL_C = """
 import os, signal, sys
-from mcore_rl.run.cli import main
+from mcore_rl.cli.cli import main
 os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))
 sys.exit(main(sys.argv[1:]))
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.convert.copying.conversion import CopySettings
-from mcore_rl.folders.checkpoint import check
+from mcore_rl.storage.checkpoint import check
 from tests.conversion import (
     assert_same,
     bytes_of,

@@ -8,14 +8,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from mcore_rl.backend.platform import start
-from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.exporting import ExportOptions, plan_export, score_padding
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import FAMILIES, hf_config, model_from_hf
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
 from tests.conversion import ONE_FILE, exported, imported
 from tests.hf_models import CASES, TOLERANCE, random_tokens, randomize
 from tests.tiny_models import TINY

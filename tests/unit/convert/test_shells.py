@@ -20,9 +20,9 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.megatron.layouts import KeyLayout
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.folders.checkpoint import read_marker, write_marker
-from mcore_rl.folders.imports import ModelImport
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.storage.checkpoint import read_marker, write_marker
+from mcore_rl.storage.imports import ModelImport
 from tests.conversion import (
     ONE_FILE,
     assert_same,

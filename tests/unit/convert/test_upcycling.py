@@ -8,10 +8,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from mcore_rl.cli.cli import main
 from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.upcycling import UpcycleOptions, plan_upcycle
-from mcore_rl.run.cli import main
 from tests.conversion import ONE_FILE, bytes_of, quiet, read_hf, saved
 from tests.hf_models import TOLERANCE, Tensors, oracle, random_tokens
 

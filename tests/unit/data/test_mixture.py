@@ -14,7 +14,7 @@ from mcore_rl.data.loader import BatchSource
 from mcore_rl.data.mixture import Mixture, ShuffledSources
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.run.programs.sft import packed_train
+from mcore_rl.programs.sft import packed_train
 from tests.unit.data.test_packed_sequences import lengths_of, packed_sequences
 
 

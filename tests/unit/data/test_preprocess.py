@@ -19,13 +19,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from rich.console import Console
 
 from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
+from mcore_rl.cli.cli import main
 from mcore_rl.config.changes import with_contents
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.preprocess import ENDINGS, PreprocessOptions, preprocess
 from mcore_rl.errors import DataError
-from mcore_rl.run.cli import main
 from tests.ranks import forkserver
 
 TOOL = Path(__file__).parents[3] / "tools" / "preprocess.py"

@@ -11,6 +11,7 @@ import pytest
 from backports import zstd
 
 from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
+from mcore_rl.cli.cli import main
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.sft import SFTConfig, SFTDataConfig
@@ -21,7 +22,6 @@ from mcore_rl.data.records import Record, read_records
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.rl.rollouts.tasks import read_problems
-from mcore_rl.run.cli import main
 
 
 def turn(role, content):

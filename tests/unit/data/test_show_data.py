@@ -9,10 +9,10 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
+from mcore_rl.cli.cli import main
 from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.run.cli import main
 from tests.unit.data.conftest import made_up_documents, write_jsonl
 
 LINES = [

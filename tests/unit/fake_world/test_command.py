@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from mcore_rl.run.cli import run
+from mcore_rl.cli.cli import run
 
 CPU = str(Path(__file__).parents[3] / "launch/clusters/example_cpu.toml")
 

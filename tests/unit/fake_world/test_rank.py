@@ -16,8 +16,8 @@ from mcore_rl.fake_world.groups import fake_platform, fake_rank
 from mcore_rl.fake_world.meta import on_meta
 from mcore_rl.fake_world.rank import buildable, bytes_of_rank, storage_bytes
 from mcore_rl.model.build import build_model
-from mcore_rl.plan.memory import memory_by_stage
-from mcore_rl.plan.training import training_of
+from mcore_rl.planning.memory import memory_by_stage
+from mcore_rl.planning.training import training_of
 from mcore_rl.rl.engines.native.decoder import Decoder
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY

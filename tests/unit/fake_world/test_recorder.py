@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.fake_world.recorder import record
-from mcore_rl.plan.schedule import chunks_in_flight, schedule
-from mcore_rl.planner.exact import EXACT, Exact, recorded_schedule
-from mcore_rl.planner.messages import (
+from mcore_rl.planning.exact import EXACT, Exact, recorded_schedule
+from mcore_rl.planning.messages import (
     Compute,
     Message,
     Post,
@@ -17,7 +16,8 @@ from mcore_rl.planner.messages import (
     passes_of,
     play,
 )
-from mcore_rl.planner.simulate import ChunkTimes, DeadlockError, simulate
+from mcore_rl.planning.schedule import chunks_in_flight, schedule
+from mcore_rl.planning.simulate import ChunkTimes, DeadlockError, simulate
 from tests.ranks import run_ranks
 
 SHAPES = (

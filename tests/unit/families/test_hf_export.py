@@ -13,7 +13,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import FAMILIES, hf_config, weight_map
 from mcore_rl.families.same_model import model_changes
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.server_process import model_folder
 from tests.hf_models import CASES, TOLERANCE, VOCAB, oracle, oracle_of, random_tokens
 from tests.hf_weights import to_global

@@ -10,8 +10,8 @@ from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import hf_config, model_from_hf, weight_map
-from mcore_rl.plan.flops import forward_flops_per_token
-from mcore_rl.plan.weights import layer_weights
+from mcore_rl.planning.flops import forward_flops_per_token
+from mcore_rl.planning.weights import layer_weights
 from tests.tiny_models import TINY
 
 SOURCE = '''

@@ -6,15 +6,15 @@ import itertools
 import pytest
 import torch
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.model import DeltaConfig, MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import FAMILIES, weight_map
 from mcore_rl.families.weight_map import AxisRange, Region, WeightMap, covered_otherwise_than_once
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
-from mcore_rl.parallel.mesh import Mesh
 from tests.tiny_models import TINY
 
 DEEPSEEK_V3 = ModelConfig(

@@ -3,9 +3,9 @@ import os
 
 import pytest
 
+from mcore_rl.cli.cli import main
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import dump_config, load_config
-from mcore_rl.run.cli import main
 from tests.unit.launch.conftest import ROOT
 
 

@@ -240,7 +240,7 @@ def test_a_conversion_that_succeeds_leaves_its_command_in_done(machines):
 
 
 def fails_on(host: str, headline: str = "ended", status: int = 139, prefix: str = "") -> str:
-    """A program whose rank on `host` writes a cause, as mcore_rl/processes/failures.py does, and ends."""
+    """A program whose rank on `host` writes a cause, as mcore_rl/workers/failures.py does, and ends."""
     cause = {
         "headline": headline,
         "rank": 1,
@@ -433,7 +433,7 @@ def test_on_a_disk_that_is_full_to_the_last_byte_cause_and_end_are_written(machi
     enter = [shutil.which("unshare"), "--map-root-user", "--mount"]
     mount = f"mount -t tmpfs -o size=4M tmpfs {machines.run} && mkdir {machines.run}/logs"
     fill = "dd if=/dev/zero of=$RUN/filled bs=4k 2>/dev/null"
-    module = "from mcore_rl.processes.failures import note_failure, rank_failure as f"
+    module = "from mcore_rl.workers.failures import note_failure, rank_failure as f"
     note = f'{sys.executable} -c \'{module}; note_failure(f(1, 2, "No space left on device", host="n1"))\''
     machines.program(f"[ $SLURMD_NODENAME = n1 ] || exit 1\n{fill}\nPYTHONPATH={ROOT} {note}\nexit 1")
     shown = f"tail -n 1 {machines.run}/attempts.jsonl"
@@ -616,7 +616,7 @@ def test_an_inherited_bash_env_serves_the_lines_of_setup(machines, monkeypatch):
 
 def test_a_cause_that_could_not_be_written_is_the_first_cause_all_the_same(machines):
     """As on a file system that has become read-only: a file stands where the folder of the causes was."""
-    module = "from mcore_rl.processes.failures import note_failure, rank_failure as f"
+    module = "from mcore_rl.workers.failures import note_failure, rank_failure as f"
     note = f'{sys.executable} -c \'{module}; note_failure(f(0, 1, "Read-only file system", host="n2"))\''
     machines.program(
         f"""rm -rf $MCORE_RL_FAILURES; touch $MCORE_RL_FAILURES
@@ -648,7 +648,7 @@ def other_code(machines):
     package = machines.folder / "other/mcore_rl"
     (package / "processes").mkdir(parents=True)
     (package / "__init__.py").touch()
-    for path in ("processes/rank_process.py", "processes/torchrun.py", "../m.py"):
+    for path in ("workers/rank_process.py", "workers/torchrun.py", "../m.py"):
         (package / path).write_text(leaves)
     return package.parent
 

@@ -2,10 +2,10 @@ import re
 import subprocess
 import sys
 
+from mcore_rl.cli.cli import parser_of
 from mcore_rl.config.load import load_config
 from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.config.recipes import recipe_files
-from mcore_rl.run.cli import parser_of
 from tests.unit.launch.conftest import ROOT
 
 PAGE = (ROOT / "docs/slurm.md").read_text()

@@ -31,7 +31,7 @@ def test_an_installed_package_has_its_templates_clusters_and_recipes_and_copies_
         sys.executable,
         "-P",
         "-m",
-        "mcore_rl.run.cli",
+        "mcore_rl.cli.cli",
         "launch",
         recipe,
         "--cluster",
@@ -43,6 +43,6 @@ def test_an_installed_package_has_its_templates_clusters_and_recipes_and_copies_
     assert (done.returncode, done.stdout) == (0, "101\n"), done.stderr
     copy = slurm.submitted[0].parent / "code"
     assert (copy / "mcore_rl/shipped/templates/job.sbatch.j2").exists() and (
-        copy / "mcore_rl/run/programs/pretrain.py"
+        copy / "mcore_rl/programs/pretrain.py"
     ).exists()
     assert "installed" in copy.with_name("commit.txt").read_text()

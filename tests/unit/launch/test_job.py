@@ -9,13 +9,13 @@ import pytest
 from mcore_rl.checks.cluster import why_reserved
 from mcore_rl.errors import HUNG_STATUS, ConfigError
 from mcore_rl.launch.job import MEANING, STATUS, TEMPLATE, TEMPLATES, Component, JobScript, render, seconds_of
-from mcore_rl.processes.failures import FAILURES, Order, note_failure, rank_death, rank_failure
-from mcore_rl.processes.launcher import OF_RANKS
+from mcore_rl.workers.failures import FAILURES, Order, note_failure, rank_death, rank_failure
+from mcore_rl.workers.launcher import OF_RANKS
 
 JOB = {
     "name": "moe",
     "program": "pretrain",
-    "module": "mcore_rl.run.programs.pretrain",
+    "module": "mcore_rl.programs.pretrain",
     "arguments": ("config.toml", "data.train=['a b']"),
     "run_dir": "/runs/moe",
     "work_dir": "/home",

@@ -3,9 +3,9 @@ import time
 
 import pytest
 
+from mcore_rl.cli.cli import main
 from mcore_rl.launch.job import STATUS
 from mcore_rl.launch.jobs import table
-from mcore_rl.run.cli import main
 
 
 class Run:

@@ -1,7 +1,7 @@
-from mcore_rl.folders.checkpoint import Marker, complete_in, path_of_step, step_of, write_marker
 from mcore_rl.launch.records import last_step, next_folder, submissions, writing_job
-from mcore_rl.processes.attempt import this_attempt
+from mcore_rl.storage.checkpoint import Marker, complete_in, path_of_step, step_of, write_marker
 from mcore_rl.train.run_folder import _text
+from mcore_rl.workers.attempt import this_attempt
 
 
 def test_the_newest_checkpoint_is_the_one_that_training_would_resume_from(tmp_path):

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.cli.cli import main
 from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.errors import ConfigError
 from mcore_rl.launch.code_copy import Code
@@ -18,7 +19,6 @@ from mcore_rl.launch.job import JobScript
 from mcore_rl.launch.planning import PlannedJob
 from mcore_rl.launch.preflight import Checked
 from mcore_rl.launch.submit import _submit
-from mcore_rl.run.cli import main
 from tests.conversion import saved
 from tests.unit.launch.conftest import ROOT
 
@@ -47,7 +47,7 @@ def test_a_launch_keeps_script_config_cluster_and_code_beside_the_run_and_prints
     assert config == load_config(PROGRAMS["pretrain"].config, RECIPE, written)
     script = (folder / "job.sbatch").read_text()
     assert str(folder / "config.toml") in script and str(folder / "code") in script
-    assert (folder / "code/mcore_rl/run/programs/pretrain.py").exists() and (folder / "cluster.toml").exists()
+    assert (folder / "code/mcore_rl/programs/pretrain.py").exists() and (folder / "cluster.toml").exists()
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
@@ -86,7 +86,7 @@ def test_a_check_runs_doctor_on_every_node_waits_and_shows_what_differs(home, sl
     script = slurm.submitted[0].read_text()
     assert "#SBATCH --nodes=2" in script and "#SBATCH --ntasks-per-node=1" in script
     assert "#SBATCH --time=00:15:00" in script
-    assert f"  doctor\n  --nodes\n  {found}\n" in script and "mcore_rl.run.cli" in script
+    assert f"  doctor\n  --nodes\n  {found}\n" in script and "mcore_rl.cli.cli" in script
     assert not (home / "runs/tiny_moe/launch").exists()
 
 
@@ -313,7 +313,7 @@ def small_job(home, folder):
 
 
 def test_of_two_launches_at_once_one_submits_and_keeps_its_files(home, slurm, monkeypatch):
-    monkeypatch.setattr("mcore_rl.files.LOCK_POLL_S", 0.002)
+    monkeypatch.setattr("mcore_rl.storage.files.LOCK_POLL_S", 0.002)
     monkeypatch.setattr("mcore_rl.launch.submit.render", lambda job: "script")
     slurm.says("squeue", "".join(f"{job}|N/A|PENDING||\n" for job in range(101, 201)))
     plan, code = small_job(home, "0")
@@ -484,7 +484,7 @@ def test_a_run_that_is_done_is_not_started_again(home, slurm, capsys):
 def test_the_program_is_known_by_the_configs_fields_or_its_name_or_is_chosen(home, slurm, capsys):
     (home / "mine.toml").write_text(f'extends = "{RECIPE}"\ndata.train = ["data/train"]\n')
     assert launch(recipe=home / "mine.toml") == 0
-    assert "mcore_rl.run.programs.pretrain" in slurm.submitted[-1].read_text()
+    assert "mcore_rl.programs.pretrain" in slurm.submitted[-1].read_text()
     (home / "any.toml").write_text(
         f'extends = "{RECIPE.with_name("model.toml")}"\ndata.train = ["data/train"]\n'
     )
@@ -498,7 +498,7 @@ def test_the_program_is_known_by_the_configs_fields_or_its_name_or_is_chosen(hom
         'data.tokenizer.path = "data"\n'
     )
     assert launch(recipe=home / "sft_long.toml") == 0
-    assert "mcore_rl.run.programs.sft" in slurm.submitted[-1].read_text()
+    assert "mcore_rl.programs.sft" in slurm.submitted[-1].read_text()
 
 
 PIPELINE = f"""
@@ -646,6 +646,6 @@ def test_a_login_node_is_answered_without_what_takes_seconds_to_import(command, 
         else ["launch", str(RECIPE), "--cluster", str(CPU), "--nodes", "1", DATA]
     )
     words += [] if command == "jobs" else ["--dry-run"]
-    code = f"import sys, mcore_rl.run.cli as cli; status = cli.main({words}); sys.exit(status or 9 * {HEAVY})"
+    code = f"import sys, mcore_rl.cli.cli as cli; status = cli.main({words}); sys.exit(status or 9 * {HEAVY})"
     done = subprocess.run([sys.executable, "-c", code], env={"PATH": str(slurm.bin), "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0

@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.backend.platform import start
-from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
-from mcore_rl.folders.checkpoint import reference_to
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.heads import ScoreLayer
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.plan.weights import weights_by_stage
+from mcore_rl.planning.weights import weights_by_stage
+from mcore_rl.storage.checkpoint import reference_to
+from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
 from tests.tiny_models import TINY
 
 MTP = TINY["deepseek_v3"].model_copy(update={"mtp_layers": 1})

@@ -7,15 +7,15 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
+from mcore_rl.megatron.routers import routers
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.build import build_model
 from mcore_rl.model.router_load import ExpertLoads, RouterLoad, load_entropy, load_max_over_mean
-from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
-from mcore_rl.parallel.routers import routers
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 
 
 @pytest.mark.parametrize("held", [None, (), (1,)])

@@ -14,11 +14,11 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.errors import ConfigError, RoutingError
+from mcore_rl.megatron.mesh import destroy_mesh
+from mcore_rl.megatron.routers import replayed_routers, routed_layers
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.parallel.routers import replayed_routers, routed_layers
-from mcore_rl.plan.routes import layer_bytes
+from mcore_rl.planning.routes import layer_bytes
 from mcore_rl.replay import from_rollouts
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import local_tokens

@@ -12,9 +12,9 @@ from torch import Tensor
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.errors import RoutingError
-from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.parallel.routers import replayed_routers
+from mcore_rl.megatron.mesh import destroy_mesh
+from mcore_rl.megatron.routers import replayed_routers
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.replay.disagreement import DisagreementLimit
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.rl.engines.served_routes import pick_layers

@@ -2,11 +2,11 @@ import json
 
 from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.plan.memory import memory_of_fullest_rank
-from mcore_rl.plan.training import training_of
+from mcore_rl.planning.memory import memory_of_fullest_rank
+from mcore_rl.planning.training import training_of
 from mcore_rl.report.runs import read_run
 from mcore_rl.report.summary import numbers, size
-from tests.unit.planner.test_search import RECIPES
+from tests.unit.planning.test_search import RECIPES
 
 
 def rows_of(folder, device):

@@ -13,8 +13,8 @@ from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.obs.intervals import wilson
-from mcore_rl.obs.metrics import Metric
+from mcore_rl.metrics.intervals import wilson
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.report import charts, summary
 from mcore_rl.report.figures import EXPERTS, LAYER_MAPS, LEARNING, SPEED, Band
 from mcore_rl.report.live import LiveServer
@@ -125,9 +125,7 @@ def test_what_was_run_is_told_with_the_command_a_user_gives(runs):
     provenance = {fact.name: fact.value for fact in summary.provenance(runs[0])}
     assert provenance["mesh"] == "world 2" and "2 ranks on" in provenance["machine"]
     assert "torch" in provenance["versions"]
-    attempt = replace(
-        runs[0].attempts[0], command=["python", "-m", "mcore_rl.run.programs.pretrain", "a b.toml"]
-    )
+    attempt = replace(runs[0].attempts[0], command=["python", "-m", "mcore_rl.programs.pretrain", "a b.toml"])
     assert summary.command_text(attempt) == "mcore-rl pretrain 'a b.toml'"
 
 

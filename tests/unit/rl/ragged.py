@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 from mcore_rl.rl.objectives.aggregation import BatchTotals, loss_weights
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
 

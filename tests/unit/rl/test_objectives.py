@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.rl.advantage import AnyAdvantage
 from mcore_rl.config.rl.loss import AnyLoss
 from mcore_rl.config.rl.prompts import PromptConfig
@@ -23,7 +22,8 @@ from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl.update import UpdateConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
-from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.megatron.mesh import destroy_mesh
+from mcore_rl.megatron.platform import start
 from mcore_rl.rl.models.reference import ReferencePass
 from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
 from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead

@@ -19,7 +19,7 @@ from mcore_rl.config.rl.reward import RewardConfig
 from mcore_rl.config.rl.rollout import RolloutConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.errors import ConfigError, TrainingError
-from mcore_rl.obs.metrics import reduced
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups
 from mcore_rl.rl.rewards.failures import FailureReport, refuse_failing_parts
 from mcore_rl.rl.rewards.interface import RewardInput, TextStep

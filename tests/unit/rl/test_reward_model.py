@@ -12,25 +12,25 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
-from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError
-from mcore_rl.folders.checkpoint import find_checkpoint, read_marker, write_marker
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.programs.rl import refuse_other_critic
+from mcore_rl.programs.rollouts import load_reward_models, reward_model_source
 from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels, RewardModelSource, whole_reader
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.worker import Outcome, Score
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
 from mcore_rl.rl.workers.failure import FailedScore
-from mcore_rl.run.programs.rl import refuse_other_critic
-from mcore_rl.run.programs.rollouts import load_reward_models, reward_model_source
+from mcore_rl.storage.checkpoint import find_checkpoint, read_marker, write_marker
+from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
 from tests.generating import prompt_of
 from tests.rounding import fp32_rounding
 from tests.tiny_models import TINY

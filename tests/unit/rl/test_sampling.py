@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.sampling import BLOCK, Cut, draw, uniforms
 
 VOCAB, PADDED = 700, 768  # several blocks, and ids that only pad

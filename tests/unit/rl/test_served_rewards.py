@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.config.rl.reward import JudgeConfig, RewardConfig, RewardServerConfig
 from mcore_rl.errors import ConfigError, TrainingError
-from mcore_rl.obs.metrics import reduced
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.rl.rewards.failures import refuse_failing_parts
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores

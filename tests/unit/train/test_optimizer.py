@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from mcore_rl.backend.adam import FusedAdam
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.adam import FusedAdam
 from mcore_rl.train.optimizer import build_optimizer, build_schedule, decays
 
 

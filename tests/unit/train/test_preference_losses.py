@@ -12,7 +12,7 @@ from mcore_rl.config.dpo import DPOSection
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.data.preference_batches import pack_groups
 from mcore_rl.data.preferences import Preferences
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 from mcore_rl.train.preference_losses import DPOHead
 from mcore_rl.train.preferences import AnswerLogprobHead, localize_preferences
 

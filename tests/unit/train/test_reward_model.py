@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.rm import RewardModelSection
-from mcore_rl.obs.metrics import reduced
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.train.reward_model import (
     NUM_BINS,
     StepRewardHead,

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.megatron.mesh import destroy_mesh
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.router_load import RouterLoad
-from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.train.mtp_metrics import take_mtp_losses
 from mcore_rl.train.setup import set_up
 from tests.hf_models import Tensors, oracle

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from mcore_rl.backend.cpu.attention import causal_attention
-from mcore_rl.backend.cpu.compiled import library
+from mcore_rl.megatron.cpu.attention import causal_attention
+from mcore_rl.megatron.cpu.compiled import library
 from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention
 from mcore_rl.model.layers.indexed import IndexedAttention
 from mcore_rl.model.layers.packed import PackedParams

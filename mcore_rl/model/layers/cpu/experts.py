@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from mcore_rl.backend.cpu.compiled import library
+from mcore_rl.megatron.cpu.compiled import library
 from mcore_rl.model.layers.experts import GroupedExperts
 
 BLOCK_ROWS = 512

@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from mcore_rl.backend.cpu.products import rounded_linear
+from mcore_rl.megatron.cpu.products import rounded_linear
 from mcore_rl.model.layers.output import OutputLayer
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.compiled import library
+from mcore_rl.megatron.cpu.compiled import library
 from mcore_rl.model.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_rl.backend.patches.versions import as_experts_entry
+from mcore_rl.megatron.patches.versions import as_experts_entry
 from mcore_rl.model.layers.cpu.attention import CompiledAttention, CompiledIndexedAttention
 from mcore_rl.model.layers.cpu.experts import CompiledExperts
 from mcore_rl.model.layers.cpu.linear import RoundedColumnLinear, RoundedOutputLayer, RoundedRowLinear

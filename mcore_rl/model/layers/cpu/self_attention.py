@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.compiled import library
+from mcore_rl.megatron.cpu.compiled import library
 from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm
 
 OF_INFERENCE = (

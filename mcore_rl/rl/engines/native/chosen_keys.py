@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.data.batch import Microbatch, PackedSpans
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.schedule import HeadOutput, ReadsDeferredLogits, run_pass
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.layers.indexed import IndexedLatentAttention
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import HeadOutput, ReadsDeferredLogits, run_pass
 from mcore_rl.rl.engines.native.scheduler import Draft, Step
 
 NUM_POSITIONS = 64

@@ -10,13 +10,13 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor, nn
 
 from mcore_rl.errors import EngineError
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.routers import replayed_routers
 from mcore_rl.model.build import MegatronModel, unwrap
 from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention
 from mcore_rl.model.layers.cache import LayerCache, StepTokens
 from mcore_rl.model.layers.delta import GatedDeltaNet
 from mcore_rl.model.layers.indexed import IndexedAttention, IndexedCache
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.rl.engines.native.scheduler import Copy
 from mcore_rl.rl.types import BYTE_EXPERTS
 

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_rl.backend import batch_invariant
-from mcore_rl.backend.transfer import to_device
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import InProcessConfig
 from mcore_rl.errors import ConfigError, EngineError
+from mcore_rl.megatron import batch_invariant
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.routers import routers
+from mcore_rl.megatron.transfer import to_device
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import settle_weights
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
 from mcore_rl.model.layers.indexed import IndexedLatentAttention
-from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import routers
 from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling, StopStrings, check_request
 from mcore_rl.rl.engines.native.chosen_keys import ChosenKeys, keeping_choices
 from mcore_rl.rl.engines.native.decoder import Decoder

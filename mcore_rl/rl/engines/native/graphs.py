@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.layers.cache import StepTokens
 from mcore_rl.model.layers.moe import MoELayer
-from mcore_rl.parallel.mesh import Mesh
 
 LEAST_KEYS = 128
 """Number of keys of the smallest bucket: smaller buckets would add graphs without making attention faster."""

@@ -8,11 +8,11 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention
 from mcore_rl.model.layers.cache import StepTokens
 from mcore_rl.model.layers.cpu.attention import CompiledAttention
 from mcore_rl.model.layers.packed import gathered_order, packed_params
-from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers import oracles
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.backend.cpu.compiled import library
-from mcore_rl.backend.platform import start
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.megatron.cpu.compiled import library
+from mcore_rl.megatron.mesh import Mesh, seed_ranks
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model
 from mcore_rl.model.layers.cpu import self_attention
 from mcore_rl.model.layers.cpu.attention import CompiledAttention
@@ -18,7 +19,6 @@ from mcore_rl.model.layers.cpu.experts import CompiledExperts, assign, swiglu_ex
 from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm, CompiledZeroCenteredRMSNorm
 from mcore_rl.model.layers.cpu.self_attention import split_heads
 from mcore_rl.model.layers.packed import packed_params
-from mcore_rl.parallel.mesh import Mesh, seed_ranks
 from tests.tiny_models import TINY
 
 FUSED = {

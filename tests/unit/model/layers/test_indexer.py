@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.megatron.mesh import Mesh, seed_ranks
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model
 from mcore_rl.model.layers import indexer
 from mcore_rl.model.layers.indexer import Indexed, Segment, blocks, choose, segments
 from mcore_rl.model.layers.packed import gathered_order, packed_params
 from mcore_rl.model.spec import choice_slots
-from mcore_rl.parallel.mesh import Mesh, seed_ranks
 from tests.tiny_models import TINY
 
 HEADS, WIDTH, TOPK = 3, 4, 5

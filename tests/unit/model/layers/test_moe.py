@@ -11,12 +11,12 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from mcore_rl.backend.patches.versions import megatron_version
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.patches.versions import megatron_version
 from mcore_rl.model.layers.cpu.experts import CompiledExperts
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.experts_sorted import sort_routes
 from mcore_rl.model.layers.moe import MoELayer
-from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 
 ROUTERS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.base import Capabilities, QuietEngine, asking
 from mcore_rl.rl.engines.make import make_engine
 from mcore_rl.rl.types import Group

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import EngineError
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import add_adapters
-from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.make import refuse_version, refused_sampling

@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mcore_rl.backend.platform import start
-from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.hf_stream import bucket_of, iter_hf_weights
-from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.probe import Probe
 from mcore_rl.rl.engines.probe_difference import ProbeDifference, difference_of, probe_limit
@@ -27,6 +26,7 @@ from mcore_rl.rl.engines.server_api import ServedCompletion, ServerError
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import VersionSpan
+from mcore_rl.storage.checksums import crc32_of
 from tests.hf_weights import to_global
 from tests.sections import engine_config
 from tests.tiny_models import TINY

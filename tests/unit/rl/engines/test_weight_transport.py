@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroupGloo
 
-from mcore_rl.checksums import crc32_of
 from mcore_rl.errors import EngineError
 from mcore_rl.model.hf_stream import Bucket
 from mcore_rl.rl.engines.weight_transport import BroadcastTransport, FileTransport
+from mcore_rl.storage.checksums import crc32_of
 
 Update = Callable[[str], Mapping[str, Any]]
 WORKERS = {"http://a:1": 1, "http://b:2": 2}

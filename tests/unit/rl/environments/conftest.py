@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from tests.conversing import chat_of, config_of, write_tokenizer
 from tests.generating import loaded

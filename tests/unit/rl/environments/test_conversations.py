@@ -14,8 +14,8 @@ from torch import nn
 
 from mcore_rl.data.chat import Conversation
 from mcore_rl.data.packing import PackingLimits
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import run_pass
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
 from mcore_rl.rl.environments.conversations import _Draft

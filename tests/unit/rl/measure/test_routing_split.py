@@ -5,7 +5,7 @@ from math import log
 import pytest
 import torch
 
-from mcore_rl.obs.metrics import Metric, reduced
+from mcore_rl.metrics.metrics import Metric, reduced
 from mcore_rl.rl.measure.routing_split import (
     RatioSums,
     RoutingSplit,

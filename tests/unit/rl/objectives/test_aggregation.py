@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import tensor
 
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 from mcore_rl.rl.objectives.aggregation import BatchTotals, anchored_means, loss_weights
 
 ALONE = Axis(None, 0, 1)

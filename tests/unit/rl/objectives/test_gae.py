@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import tensor
 
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.objectives.advantages import StepReward
 from mcore_rl.rl.objectives.gae import (
     Moments,

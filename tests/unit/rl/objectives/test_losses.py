@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import tensor
 
-from mcore_rl.obs.metrics import reduced
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
 from mcore_rl.rl.objectives.losses import policy_loss
 from mcore_rl.rl.update.objective import policy_objective

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_rl.data.packing import PackingLimits
-from mcore_rl.parallel.mesh import Axis
+from mcore_rl.megatron.mesh import Axis
 from mcore_rl.rl.passes.batch import SampleShape, TrainedSample, make_microbatch
 from mcore_rl.rl.update.token_advantages import at_positions
 

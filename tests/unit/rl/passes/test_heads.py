@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mcore_rl.data.packing import PackingLimits
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.passes.batch import make_microbatch
 from mcore_rl.rl.passes.heads import LogprobHead, MixedHead, PolicyHead
 from mcore_rl.rl.update.objective import policy_objective

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from mcore_rl.obs.metrics import reduced
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.rl.rollouts.evaluation import evaluation_interval, evaluation_metrics, pass_at_k
 from mcore_rl.rl.rollouts.rollout import GroupSummary, sample_seed
 from mcore_rl.rl.rollouts.samples import table_lines

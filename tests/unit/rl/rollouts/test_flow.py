@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.errors import EngineError
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.rollouts.flow import GroupFlow
 from mcore_rl.rl.rollouts.prompts import TaskProblems, TaskPrompts
 from mcore_rl.rl.types import Group, Prompt

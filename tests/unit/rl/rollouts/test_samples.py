@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.report.samples import before_and_after
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.rollouts.samples import gather_samples, write_samples

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mcore_rl.obs.metrics import reduced
+from mcore_rl.metrics.metrics import reduced
 from mcore_rl.rl.rollouts.signal import (
     NUM_BATCHES,
     LearningWarnings,

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.errors import EngineError
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.routers import routers
+from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.model.inputs import localize
 from mcore_rl.model.router_load import RouterLoad
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.routers import routers
-from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
 from mcore_rl.rl.rewards.interface import RewardInput

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from mcore_rl.backend.batch_invariant import InvariantProducts
 from mcore_rl.errors import ConfigError
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.megatron.batch_invariant import InvariantProducts
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.engines.native.graphs import Bucket, NextToken, StaticDecode

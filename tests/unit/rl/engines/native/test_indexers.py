@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.config.rl.engine import NativeConfig
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import run_pass
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native import chosen_keys
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating

@@ -1,0 +1,171 @@
+"""`mcore-rl <command>`. The modules of a command are imported only when it runs, so that help is quick."""
+
+import argparse
+import difflib
+import importlib
+import io
+import os
+import select
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from mcore_rl import __version__
+from mcore_rl.cli.commands.table import COMMAND_GROUPS, COMMANDS
+from mcore_rl.errors import (
+    INTERRUPTED_STATUS,
+    PIPE_CLOSED_STATUS,
+    REFUSED_STATUS,
+    ConfigError,
+    McoreRlError,
+    error_text,
+)
+from mcore_rl.storage.files import disk_error
+
+WIDTH = 80
+"""Width of the overview in columns."""
+ALL_FIELDS = "--help-all"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the console script.
+
+    Returns:
+        The exit status, explained by EXIT_STATUSES in errors.py; if ranks fail, the status of the first to fail.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    # Like standard error, show letters that the terminal's encoding lacks by their code.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return run(arguments)
+        finally:
+            sys.stdout.flush()  # now, where a missing reader is caught, and not at the interpreter's exit
+    except McoreRlError as error:
+        return _refused(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED_STATUS
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        _drop_output()
+        return PIPE_CLOSED_STATUS
+    except OSError as error:
+        explained = disk_error(error)
+        if explained is None:
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        return _refused(explained)
+
+
+def _refused(error: McoreRlError) -> int:
+    """Print an error for the user and return the status."""
+    sys.stderr.write(error_text(error) + "\n")
+    return REFUSED_STATUS
+
+
+def _drop_output() -> None:
+    """Send the rest of standard output nowhere: the interpreter's exit would fail again, with a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command that `arguments` begin with and return its exit status; raise McoreRlError for errors that the
+    user can fix.
+    """
+    if arguments[0] in ("-h", "--help"):
+        sys.stdout.write(overview())
+        return 0
+    if arguments[0] == "--version":
+        sys.stdout.write(f"mcore-rl {__version__}\n")
+        return 0
+    members = _members(arguments[0])
+    if members and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
+        sys.stdout.write(overview(members))
+        return 0
+    name, rest = split_name(arguments)
+    command = COMMANDS[name]
+    if command.config and ALL_FIELDS in rest:
+        sys.stdout.write(f"{parser_of(name).format_help()}\n{_fields_help(command.config)}\n")
+        return 0
+    args = parser_of(name).parse_intermixed_args([_as_field(word) for word in rest])
+    if command.program is not None:
+        return int(importlib.import_module("mcore_rl.cli.start_ranks").start_ranks(command, args))
+    return int(importlib.import_module(command.module).main(args))
+
+
+def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Split `arguments` into a command's name in COMMANDS, one or two words, and the remaining words."""
+    members = _members(arguments[0])
+    num_words = 2 if members else 1
+    name = " ".join(arguments[:num_words])
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        remedy = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(members or COMMANDS)}."
+        raise ConfigError(f"There is no command {name}. {remedy}")
+    return name, list(arguments[num_words:])
+
+
+def overview(names: Sequence[str] = ()) -> str:
+    """Return the help for all commands by group, or for `names`, the commands of one group."""
+    group = f" {names[0].split()[0]}" if names else ""
+    width = max(map(len, COMMANDS))
+    lines = [f"usage: mcore-rl{group} <command> ...", ""]
+    if not names:
+        lines += textwrap.wrap(
+            "Pretraining and reinforcement learning of Mixture-of-Experts models on Megatron-Core.", WIDTH
+        )
+    for title, members in {"": names}.items() if names else COMMAND_GROUPS.items():
+        lines += ["", f"{title}:"] if title else []
+        lines += [f"  {name:<{width}}  {COMMANDS[name].brief}" for name in members]
+    example = COMMANDS[names[0]].example if names else "mcore-rl rl tiny_moe/grpo rl.loss.kind=gspo -v"
+    lines += ["", f"`mcore-rl{group} <command> --help` explains a command. An example:", f"  {example}"]
+    return "\n".join(lines) + "\n"
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command; if it has a config, the help says how to see the config's fields."""
+    command = COMMANDS[name]
+    parser = argparse.ArgumentParser(
+        prog=f"mcore-rl {name}",
+        description=f"{textwrap.fill(command.summary, WIDTH)}\n\nexample:\n  {command.example}",
+        epilog="`mcore-rl fields KEY` explains a section or a field of CONFIG, as optim.lr."
+        if command.config
+        else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(parser)
+    if command.config:
+        parser.add_argument(ALL_FIELDS, action="store_true", help="show this, and every field of CONFIG")
+    return parser
+
+
+def _fields_help(kind: str) -> str:
+    return str(importlib.import_module("mcore_rl.cli.fields_help").fields_help(kind))
+
+
+def _as_field(word: str) -> str:
+    """Return `--mesh.tp=2` as `mesh.tp=2`; options have no dot in their names."""
+    option, equals, _ = word.partition("=")
+    return word.removeprefix("--") if equals and (option == "--run_dir" or "." in option) else word
+
+
+def _reader_is_gone() -> bool:
+    """Return whether standard output is a pipe and its reader, such as `head`, has ended."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are always reported
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _members(group: str) -> list[str]:
+    """Return the names of the commands in a group, such as `data`; empty if `group` is not a group."""
+    return [name for name in COMMANDS if name.startswith(f"{group} ")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Arguments of the commands that create, show and score data."""
+
+import argparse
+from pathlib import Path
+
+from mcore_rl.cli.commands.arguments import CONFIG_HELP, add_overrides, add_program
+from mcore_rl.launch.arguments import positive
+
+
+def tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a corpus and the tokenizer to train on it."""
+    parser.set_defaults(data_command="tokenizer")
+    _corpus(parser)
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE.model", help="the file to write")
+    parser.add_argument(
+        "--vocab-size", required=True, type=int, help="pieces, the 260 of bytes and special tokens included"
+    )
+    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="default bpe")
+    parser.add_argument(
+        "--character-coverage",
+        type=float,
+        default=0.9995,
+        help="fraction of characters that get a piece (default 0.9995)",
+    )
+    parser.add_argument(
+        "--max-mb", type=int, default=512, help="train on at most this much of the corpus (default 512)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=4, help="default 4; the digest of the file depends on it"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+
+
+def preprocess_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a corpus and the dataset to create from it."""
+    parser.set_defaults(data_command="preprocess")
+    _corpus(parser)
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="PREFIX", help="where to write, without an ending"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        type=Path,
+        help="a sentencepiece .model, or a folder with tokenizer.json or tiktoken.model",
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes (default 1)")
+    cuts = parser.add_mutually_exclusive_group()
+    cuts.add_argument(
+        "--split-blank-lines", action="store_true", help="plain text: blank lines separate documents"
+    )
+    cuts.add_argument(
+        "--document-separator",
+        metavar="LINE",
+        help="plain text: lines equal to this separate documents (default: one document a file)",
+    )
+    parser.add_argument(
+        "--max-bad", type=int, metavar="N", help="fail on more than N bad lines (default: report and go on)"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing dataset or another unfinished run"
+    )
+
+
+def show_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a training's config and the number of examples to show."""
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help=f"{CONFIG_HELP}; or a file of data, of which the first records are shown by their shape",
+    )
+    add_overrides(parser)
+    parser.add_argument("--num", type=positive, default=3, help="number of examples (default 3)")
+    add_program(parser)
+
+
+def problems_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare an RL config, a count, and an output file."""
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="an RL config, a file or the name of a recipe, whose rl.prompts.task is used",
+    )
+    add_overrides(parser)
+    parser.add_argument("--count", type=positive, default=10000, help="number of problems (default 10000)")
+    parser.add_argument(
+        "--preferences",
+        action="store_true",
+        help="write pairs for a reward model: the right answer and a wrong one",
+    )
+    parser.add_argument(
+        "--faults",
+        choices=("character", "any"),
+        default="character",
+        help="what is wrong in a pair's wrong answer: a character; or, each as often, a character replaced, left out, "
+        "added, or swapped with the next one, or all of it (default character)",
+    )
+    parser.add_argument(
+        "--cut-fraction",
+        type=probability,
+        default=0.0,
+        metavar="FRACTION",
+        help="give the responses a bad habit: in this fraction of them, drawn at random, the last character is "
+        "missing. A model that imitates them forgets it as often, and reinforcement learning has something to unlearn "
+        "(default 0)",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="the file to write, JSON lines")
+    parser.add_argument(
+        "--valid",
+        type=int,
+        default=0,
+        metavar="COUNT",
+        help="also write so many problems that are not in OUTPUT to the file beside it (pairs_valid.jsonl for "
+        "pairs.jsonl), to validate on (default 0)",
+    )
+
+
+def reward_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare an RL config, a number of prompts, and a completion to score."""
+    parser.add_argument("config", metavar="CONFIG", help="an RL config, a file or the name of a recipe")
+    add_overrides(parser)
+    parser.add_argument("--sample", type=positive, default=4, help="number of prompts (default 4)")
+    parser.add_argument(
+        "--completion",
+        metavar="TEXT",
+        help="the completion to score, in which {answer} stands for a reference answer: the prompt's own, then the "
+        "next prompt's (default: {answer} alone)",
+    )
+
+
+def _corpus(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "inputs", nargs="+", type=Path, help="files, or folders of files; their order is the documents' order"
+    )
+    parser.add_argument("--format", choices=("jsonl", "text"), help="default: by the files' endings")
+    parser.add_argument("--key", default="text", help="JSON lines: the field with the text (default 'text')")
+
+
+def probability(text: str) -> float:
+    """Return a number from 0 to 1; argparse refuses other values."""
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text}, wanted a number from 0 to 1")
+    return number

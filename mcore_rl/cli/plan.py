@@ -1,0 +1,357 @@
+"""`mcore-rl plan`: memory of a config on a cluster, meshes that fit, and seconds per step. It starts no rank."""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mcore_rl.checks.cluster import check_cluster, placement
+from mcore_rl.checks.programs import PROGRAMS, program_of
+from mcore_rl.checks.run import refuse
+from mcore_rl.cli.fit import fit
+from mcore_rl.config.cluster import ClusterConfig, RatesConfig
+from mcore_rl.config.kinds import READERS
+from mcore_rl.config.load import dump_config, kind_of, load_config
+from mcore_rl.config.recipes import config_file
+from mcore_rl.config.run import RunConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.metrics.attempts_file import read_attempts
+from mcore_rl.metrics.jsonl import FILE_NAME, read_records
+from mcore_rl.planning.calibrate import calibrated
+from mcore_rl.planning.estimate import Estimate, estimate, times_of
+from mcore_rl.planning.exact import (
+    EXACT,
+    Exact,
+    RecordedSchedule,
+    exact_lines,
+    layer_lines,
+    recorded_microbatches,
+    recorded_schedule,
+    schedule_lines,
+    summary,
+    uncounted_lines,
+)
+from mcore_rl.planning.gpus import parse_gpus
+from mcore_rl.planning.place import Place, place_of
+from mcore_rl.planning.ranks import view_of_rank
+from mcore_rl.planning.search import Search, search
+from mcore_rl.planning.simulate import simulate_mesh, timeline_svg
+from mcore_rl.planning.text import (
+    as_json,
+    calibration_lines,
+    estimate_lines,
+    nearest_text,
+    rank_lines,
+    search_lines,
+    world_header,
+    world_line,
+)
+from mcore_rl.planning.training import training_of
+from mcore_rl.storage.files import has_mark, refuse_replacing, write_atomically
+from mcore_rl.storage.model import HUB_NAME, find_model
+from mcore_rl.storage.run_config import load_run_config
+from mcore_rl.workers.without_gpus import run_without_gpus
+
+MAX_RANKS = 1_000_000
+"""Largest world to plan, because ranks are computed individually."""
+PLAN_MARK = "written by mcore-rl plan"
+"""Marks files of --json and --timeline, so that an earlier file is recognised."""
+DRAWN_GROUPS = 3
+"""Number of microbatches in a picture, as a multiple of the stages: warm-up, steady state and end."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the plan that the arguments ask for. Raises ConfigError, with the nearest meshes that fit, if the config
+    cannot run.
+    """
+    _check(args)
+    if args.lora_rank is not None:
+        args.overrides = [*args.overrides, f"lora.rank={args.lora_rank}"]
+    if args.calibrate is not None:
+        return _calibrate(args)
+    if args.config is None:
+        raise ConfigError("CONFIG is missing. Give a recipe or a file, or --calibrate RUN.")
+    if _is_model(args.config):
+        return _fit(args)
+    kind = args.program or kind_of(args.config, args.overrides)
+    if kind not in PROGRAMS:
+        raise ConfigError(
+            f"{args.config} is a config of {kind}, which trains nothing. Give it to {READERS[kind]}."
+        )
+    config = load_run_config(PROGRAMS[kind].config, args.config, args.overrides)
+    cluster = _cluster(args)
+    place = _place(cluster, args)
+    if args.world:
+        _write(_world_lines(config, place, *args.world))
+        return 0
+    if not args.nodes:
+        raise ConfigError(
+            "The number of nodes is missing. Give --nodes N, or --world 8..1024 for a table of sizes."
+        )
+    world_size = args.nodes * cluster.node.ranks_per_node
+    if world_size > MAX_RANKS:
+        raise ConfigError(f"--nodes {args.nodes} are {world_size} ranks; a plan is of at most {MAX_RANKS}.")
+    if args.search:
+        found = search(config, world_size, place)
+        shown = found.shortlist()
+        _write(search_lines(found, shown))
+        if not shown:
+            # Either the checks refuse the config, or all meshes need too much memory.
+            _check_on(config, world_size)
+            raise ConfigError(nearest_text(found))
+        return 0
+    plan = checked_estimate(config, world_size, place)
+    if args.rank is not None and args.rank >= world_size:
+        raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {world_size - 1}.")
+    exact = _exact(args, kind, plan) if args.exact else None
+    recorded = None
+    if exact is not None and exact.schedule:
+        recorded = recorded_schedule(exact.schedule, config.mesh, times_of(plan.training, place))
+    if args.rank is not None:
+        view = view_of_rank(config.model, config.mesh, args.rank, world_size, place.ranks_per_node)
+        _write(rank_lines(plan, view))
+    else:
+        _write(estimate_lines(plan))
+    if exact is not None:
+        _write(exact_lines(exact, plan.stages, config.platform))
+        _write(uncounted_lines(plan.stages))
+        _write(layer_lines(exact.layers, plan.training.layers))
+    if recorded is not None:
+        _write(schedule_lines(recorded, plan.num_microbatches, _unit(plan)))
+    if args.json:
+        values = (
+            {"comment": PLAN_MARK}
+            | as_json(plan)
+            | ({} if exact is None else {"exact": summary(exact, recorded)})
+        )
+        _write_file("--json", args.json, json.dumps(values, indent=1) + "\n")
+    if args.rank is not None:
+        return 0
+    if args.timeline:
+        _write_file("--timeline", args.timeline, _timeline(plan, recorded))
+    if not plan.fits:
+        raise ConfigError("It does not fit. " + nearest_text(search(config, world_size, place)))
+    return 0
+
+
+def _is_model(config: Path) -> bool:
+    """Return whether CONFIG is a model, a folder or ORGANIZATION/NAME of the hub, and neither a file nor a recipe.
+
+    Raises:
+        ConfigError: There is no such file and no such recipe, and the hub's cache on this machine has no such model.
+    """
+    if config.is_dir():
+        return True
+    try:
+        config_file(config)
+    except ConfigError as none:
+        if not HUB_NAME.fullmatch(str(config)):
+            raise
+        try:
+            find_model(str(config))
+        except ConfigError:
+            raise ConfigError(
+                f"{none} If it is a model of the hub, download what is read of it: `hf download {config} config.json`."
+            ) from None
+        return True
+    return False
+
+
+def _fit(args: argparse.Namespace) -> int:
+    """Print whether training the model in a folder fits."""
+    if args.gpus is None or args.nodes or args.world or args.search or args.exact or args.rank is not None:
+        raise ConfigError(
+            f"{args.config} is a model: `mcore-rl plan {args.config} --gpus 8xH100` says whether a training of the "
+            "model in it fits. Other questions are about a CONFIG, in which model.path may name the folder."
+        )
+    return fit(args.config, parse_gpus(args.gpus), args.program or "sft", args.overrides)
+
+
+def _cluster(args: argparse.Namespace) -> ClusterConfig:
+    """Return the cluster in the arguments; with --gpus, its number of nodes becomes --nodes."""
+    if args.gpus is None:
+        cluster = load_config(ClusterConfig, args.cluster)
+    else:
+        gpus = parse_gpus(args.gpus)
+        cluster = gpus.cluster()
+        args.nodes = args.nodes or gpus.nodes
+    check_cluster(cluster)
+    return cluster
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise a ConfigError for an output file that the other arguments do not produce, and for too large a world."""
+    if args.gpus is not None and (args.nodes or args.world or args.calibrate is not None):
+        raise ConfigError("--gpus names all GPUs. Give it without --nodes, --world and --calibrate.")
+    if args.lora_rank is not None and args.calibrate is not None:
+        raise ConfigError(
+            "--lora-rank is of a CONFIG, and --calibrate reads the config of a run. Leave it out."
+        )
+    of_one_plan = args.calibrate is None and not args.world and not args.search
+    for name, path, is_written, use in (
+        ("--output", args.output, args.calibrate is not None, "with --calibrate"),
+        ("--json", args.json, of_one_plan, "of one CONFIG on --nodes N"),
+        ("--timeline", args.timeline, of_one_plan and args.rank is None, "of one CONFIG on --nodes N"),
+    ):
+        if path is not None and not is_written:
+            raise ConfigError(f"{name} {path} is written only {use}. Leave it out.")
+    for path in (args.json, args.timeline):
+        if path is not None:
+            _refuse_replacing(
+                args,
+                path,
+                lambda path: None if has_mark(path, PLAN_MARK) else "is no output of `mcore-rl plan`",
+            )
+    if args.world and args.world[1] > MAX_RANKS:
+        raise ConfigError(f"--world has {args.world[1]} ranks; a plan is of at most {MAX_RANKS}.")
+
+
+def _refuse_replacing(args: argparse.Namespace, output: Path, foreign: Callable[[Path], str | None]) -> None:
+    read = (("CONFIG", args.config), ("--cluster", args.cluster), ("--calibrate", args.calibrate))
+    sources = [(name, Path(path)) for name, path in read if path is not None]
+    refuse_replacing(output, sources, overwrite=True, foreign=foreign)
+
+
+def _write_file(option: str, path: Path, content: str) -> None:
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path} cannot be written: {error.strerror}. Name another file."
+        ) from error
+
+
+def _place(cluster: ClusterConfig, args: argparse.Namespace) -> Place:
+    """Return the ranks of a cluster with the servers, completions and experts in the arguments."""
+    return place_of(
+        cluster,
+        server_nodes=args.server_nodes,
+        completion_tokens=args.completion_tokens,
+        imbalance=args.imbalance,
+    )
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Print the rates of a cluster from a finished run on it, and the run's predicted and measured step time."""
+    run_dir: Path = args.calibrate
+    attempts = read_attempts(run_dir)
+    if not attempts or not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"--calibrate {run_dir} is no folder of a run. Give the run_dir of a training.")
+    kind = kind_of(run_dir / "config.toml", ())
+    if kind not in PROGRAMS:
+        raise ConfigError(f"--calibrate {run_dir} is a run of {kind}, which trains nothing.")
+    config = load_config(PROGRAMS[kind].config, run_dir / "config.toml")
+    cluster = load_config(ClusterConfig, args.cluster)
+    check_cluster(cluster)
+    training = training_of(config, attempts[-1].machine.ranks)
+    plain = cluster.model_copy(update={"rates": RatesConfig()})
+    records = [record for record in read_records(run_dir / FILE_NAME) if "event" not in record]
+    place = place_of(plain, server_nodes=args.server_nodes, imbalance=args.imbalance)
+    rates = calibrated(training, place, records, str(run_dir))
+    found = cluster.model_copy(update={"rates": rates})
+    _write(calibration_lines(rates))
+    if args.output:
+        text = dump_config(found)
+
+        def edited(path: Path) -> str | None:
+            # People edit cluster files, so an earlier output is replaced only if its text is unchanged.
+            return None if path.read_bytes() == text.encode() else "has another text"
+
+        _refuse_replacing(args, args.output, edited)
+        _write_file("--output", args.output, text)
+        sys.stdout.write(f"{args.output}: the cluster with these rates; give it to --cluster\n")
+    return 0
+
+
+def checked_estimate(config: RunConfig, world_size: int, place: Place) -> Estimate:
+    """Return the estimate of a config that passes the checks, or raise ConfigError with the nearest that does."""
+    try:
+        program_of(config).check(config, world_size)
+        refuse(placement(config.model, config.mesh, place.ranks_per_node, world_size).refused)
+    except ConfigError as error:
+        raise ConfigError(
+            f"on {world_size} ranks:\n{error}\n{_nearest(search(config, world_size, place))}"
+        ) from None
+    return estimate(training_of(config, world_size), place)
+
+
+def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
+    """Return the memory of Megatron's own modules on `--rank`, or on the first, middle and last stage; needs torch."""
+    pp, world = plan.training.mesh.pp, plan.training.world_size
+    ranks = [args.rank]
+    if args.rank is None:
+        # Stages are runs of consecutive ranks.
+        ranks = [stage * world // pp for stage in sorted({0, pp // 2, pp - 1})]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "exact.json")
+        words = [args.config, *args.overrides, "--program", kind, "--world", world, "--output", output]
+        words += ["--ranks", *ranks]
+        words += ["--updated", *(plan.stages[rank * pp // world].updated for rank in ranks)]
+        if args.rank is None:
+            words.append("--layers")
+        if pp > 1 and args.rank is None:
+            shown = recorded_microbatches(plan.training.mesh, plan.num_microbatches)
+            # A picture shows the recorded passes, as many as can be distinguished.
+            words += ["--microbatches", _drawn(plan) if args.timeline else shown]
+        run_without_gpus("mcore_rl.cli.exact", words)
+        text = output.read_text()
+    if refused := json.loads(text).get("refused"):
+        raise ConfigError(refused)
+    return EXACT.validate_json(text)
+
+
+def _timeline(plan: Estimate, recorded: RecordedSchedule | None) -> str:
+    """Return the picture of the schedule, as recorded or else as planned."""
+    mesh, shown = plan.training.mesh, _drawn(plan)
+    title = f"pp {mesh.pp} x vpp {mesh.vpp}: {shown} of {plan.num_microbatches} microbatches, time in {_unit(plan)}"
+    if recorded is not None:
+        return _marked(timeline_svg(recorded.played, f"{title}, recorded"))
+    return _marked(timeline_svg(simulate_mesh(times_of(plan.training, plan.place), mesh, shown), title))
+
+
+def _marked(svg: str) -> str:
+    return svg.replace("\n", f"\n<!-- {PLAN_MARK} -->\n", 1)
+
+
+def _drawn(plan: Estimate) -> int:
+    """Return the number of microbatches for a picture that shows all parts of the schedule."""
+    return min(plan.num_microbatches, DRAWN_GROUPS * plan.training.mesh.pp)
+
+
+def _unit(plan: Estimate) -> str:
+    """Return the unit of simulated times."""
+    return "s" if plan.step is not None else "layers' forward passes"
+
+
+def _nearest(found: Search) -> str:
+    if found.refused == found.tried:
+        return "No other mesh passes the checks either: what they say is not of the mesh alone."
+    return nearest_text(found)
+
+
+def _check_on(config: RunConfig, world_size: int) -> None:
+    """Raise the ConfigError of the checks of a config, with the number of ranks."""
+    try:
+        program_of(config).check(config, world_size)
+    except ConfigError as error:
+        raise ConfigError(f"on {world_size} ranks:\n{error}") from None
+
+
+def _world_lines(config: RunConfig, place: Place, world: int, largest: int) -> Iterator[str]:
+    """Yield a line for each doubling of the world: whether the mesh fits, its speed, hours of the whole run."""
+    yield from world_header(training_of(config, world), place)
+    while world <= largest:
+        try:
+            program_of(config).check(config, world)
+        except ConfigError as error:
+            yield f"{world:>7} refused: {str(error).splitlines()[0].removeprefix('- ')}"
+        else:
+            yield world_line(estimate(training_of(config, world), place))
+        world *= 2
+
+
+def _write(lines: Iterator[str]) -> None:
+    for line in lines:
+        sys.stdout.write(line + "\n")

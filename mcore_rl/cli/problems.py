@@ -1,0 +1,176 @@
+"""`mcore-rl problems`: a built-in task's problems with answers as JSON lines, for fine-tuning or for reading."""
+
+import argparse
+import json
+import random
+import string
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from rich.console import Console
+
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.rl.rollouts.prompts import TaskProblems, held_out_problems
+from mcore_rl.rl.types import Problem
+from mcore_rl.storage.files import refuse_replacing, written_atomically
+from mcore_rl.storage.run_config import load_run_config
+
+FIRST_INDEX = 2**32
+"""Index of the first problem. Reinforcement learning counts from 0, so the problems differ."""
+FIRST_VALID_INDEX = 2**33
+"""Index of the first validation problem."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write `args.count` problems to `args.output`, and `args.valid` different problems to a second file."""
+    config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
+    prompts, seed = config.rl.prompts, config.train.seed
+    if prompts.task == "file":
+        raise ConfigError(
+            'rl.prompts.task="file": its problems are in rl.prompts.files already. Name a built-in task.'
+        )
+    if args.faults != "character" and not args.preferences:
+        raise ConfigError(
+            f"--faults {args.faults} without --preferences: problems have no wrong answers. Add --preferences."
+        )
+    if args.cut_fraction and args.preferences:
+        raise ConfigError(
+            f"--cut-fraction {args.cut_fraction} with --preferences: pairs have --faults. Leave one of both out."
+        )
+    held_out = frozenset(problem.prompt for problem in held_out_problems(config.rl.eval, prompts, seed))
+    kind = "pairs of answers to problems" if args.preferences else "problems"
+    # Validation problems are chosen first, and no training problem has the text of any of them.
+    valid = TaskProblems(config=prompts, seed=seed, held_out=held_out)
+    to_validate = [valid[index] for index in range(FIRST_VALID_INDEX, FIRST_VALID_INDEX + args.valid)]
+    problems = TaskProblems(
+        config=prompts, seed=seed, held_out=held_out | {problem.prompt for problem in to_validate}
+    )
+    to_learn = [problems[index] for index in range(FIRST_INDEX, FIRST_INDEX + args.count)]
+
+    def line(problem: Problem) -> dict[str, str]:
+        if args.preferences:
+            return line_of_pair(problem, seed, args.faults)
+        return line_of_problem(problem, seed, args.cut_fraction)
+
+    files = {args.output: list(map(line, to_learn))}
+    if args.valid:
+        files[valid_path(args.output)] = list(map(line, to_validate))
+    for path, lines in files.items():
+        _refuse_other(path, lines, Path(args.config))
+    for path, lines in files.items():
+        _write(path, lines)
+    text = f"{args.output}: {args.count} {kind} of {prompts.task}, none of the {len(held_out)} held out for evaluation"
+    if args.valid:
+        text += f"\n{valid_path(args.output)}: {args.valid} others to validate on"
+    Console().print(text, soft_wrap=True)
+    return 0
+
+
+def valid_path(output: Path) -> Path:
+    """Return the file for validation problems next to `output`: pairs_valid.jsonl for pairs.jsonl."""
+    return output.with_stem(f"{output.stem}_valid")
+
+
+def line_of_problem(problem: Problem, seed: int, cut_fraction: float) -> dict[str, str]:
+    """Return a problem as a line for fine-tuning: its answer, and the response to imitate.
+
+    Args:
+        problem: The problem.
+        seed: Seed of the run, which decides which responses are cut.
+        cut_fraction: Probability of leaving out the last character of the response.
+    """
+    is_cut = random.Random(f"{seed}/{problem.problem_id}").random() < cut_fraction
+    response = problem.answer[:-1] if is_cut else problem.answer
+    return {"prompt": problem.prompt, "answer": problem.answer, "response": response}
+
+
+def line_of_pair(problem: Problem, seed: int, faults: str) -> dict[str, str]:
+    """Return a problem as a line with its answer and a wrong answer, which depends on `seed`.
+
+    Args:
+        problem: A problem with a digit or lowercase letter in its answer; otherwise raises DataError.
+        seed: Seed of the run.
+        faults: "character": replace one character of the answer; "any": choose among FAULTS with equal probability.
+    """
+    generator = random.Random(f"{seed}/{problem.problem_id}")
+    if faults == "character":
+        wrong = replaced(problem.answer, generator)
+    else:
+        wrong = problem.answer
+        while wrong == problem.answer:  # equal neighbours may be swapped
+            wrong = generator.choice(FAULTS)(problem.answer, generator)
+    return {"prompt": problem.prompt, "answer": problem.answer, "chosen": problem.answer, "rejected": wrong}
+
+
+def _refuse_other(path: Path, lines: Sequence[dict[str, str]], config: Path) -> None:
+    """Raise a ConfigError if the file exists with other lines, because they might be the user's own."""
+
+    def other(path: Path) -> str | None:
+        with path.open("rb") as file:
+            is_same = all(old == new for old, new in zip_longest(file, map(_encoded, lines)))
+        return None if is_same else "has other lines than these problems"
+
+    refuse_replacing(path, [("CONFIG", config)], overwrite=True, foreign=other)
+
+
+def _encoded(line: dict[str, str]) -> bytes:
+    return (json.dumps(line, ensure_ascii=False) + "\n").encode()
+
+
+def _write(path: Path, lines: Sequence[dict[str, str]]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_atomically(path) as unfinished, unfinished.open("wb") as file:
+            file.writelines(map(_encoded, lines))
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}. Choose another --output.") from error
+
+
+def replaced(answer: str, generator: random.Random) -> str:
+    """Return the answer with a digit or letter replaced by another of its kind."""
+    place = _place(answer, generator)
+    other = generator.choice([character for character in _kind(answer[place]) if character != answer[place]])
+    return answer[:place] + other + answer[place + 1 :]
+
+
+def left_out(answer: str, generator: random.Random) -> str:
+    """Return the answer with a digit or letter removed; a single character stays."""
+    place = _place(answer, generator)
+    return answer[:place] + answer[place + 1 :] or answer
+
+
+def added(answer: str, generator: random.Random) -> str:
+    """Return the answer with a digit or letter added."""
+    place = _place(answer, generator)
+    return answer[:place] + generator.choice(_kind(answer[place])) + answer[place:]
+
+
+def swapped(answer: str, generator: random.Random) -> str:
+    """Return the answer with a digit or letter and the next character swapped."""
+    place = _place(answer, generator)
+    return answer[:place] + answer[place : place + 2][::-1] + answer[place + 2 :]
+
+
+def random_text(answer: str, generator: random.Random) -> str:
+    """Return up to twice as many random characters as the answer has, of the kind of a digit or letter in it."""
+    kind = _kind(answer[_place(answer, generator)])
+    return "".join(generator.choices(kind, k=generator.randint(1, 2 * len(answer))))
+
+
+FAULTS = (replaced, left_out, added, swapped, random_text)
+
+
+def _place(answer: str, generator: random.Random) -> int:
+    places = [place for place, character in enumerate(answer) if _kind(character)]
+    if not places:
+        raise DataError(
+            f"the answer {answer!r} has neither digit nor small letter to change. Take another task."
+        )
+    return generator.choice(places)
+
+
+def _kind(character: str) -> str:
+    """Return all digits for a digit, all lowercase letters for a lowercase letter, else an empty string."""
+    return next((kind for kind in (string.digits, string.ascii_lowercase) if character in kind), "")

@@ -1,0 +1,70 @@
+"""Start of a training's ranks from the command line."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_rl.checks.evaluation import refuse_nothing_to_evaluate
+from mcore_rl.checks.inputs import absent_inputs, has_checkpoints, inputs_of
+from mcore_rl.checks.log import absent_packages
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.checks.run import refuse
+from mcore_rl.cli.commands.table import Command
+from mcore_rl.cli.log_folders import next_log_dir, refuse_unwritable
+from mcore_rl.config.load import kind_of
+from mcore_rl.errors import ConfigError
+from mcore_rl.planning.local import local_memory_violations
+from mcore_rl.planning.training import training_of
+from mcore_rl.workers.imports import ensure_imported
+from mcore_rl.workers.launcher import launch_local, under_launcher
+
+
+def start_ranks(command: Command, args: argparse.Namespace) -> int:
+    """Run as a rank of `command` under a launcher. Without a launcher, start its ranks on this machine and wait for
+    them.
+    """
+    name, overrides = command.given(args)
+    path, argv = Path(name), [name, *overrides]
+    if under_launcher():
+        if args.ranks:
+            raise ConfigError(f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out.")
+        return int(importlib.import_module(command.module).main(argv))
+    program = PROGRAMS[_program_of(command, path, overrides)]
+    config, ranks = program.checked_config(path, overrides, args.ranks)
+    trains = command.module == program.module
+    refuse(
+        [
+            *absent_inputs(inputs_of(config)),
+            *(absent_packages(config.log) if trains else ()),
+            *local_memory_violations(training_of(config, ranks), trains=trains),
+        ]
+    )
+    refuse_unwritable(Path(config.run_dir))
+    if not has_checkpoints(Path(config.run_dir)):
+        ensure_imported(config.checkpoint.load, config.model, Path(config.run_dir))
+    if not trains:
+        refuse_nothing_to_evaluate(config)
+    return launch_local(
+        command.module,
+        argv,
+        ranks,
+        next_log_dir(Path(config.run_dir)),
+        [command.module],
+        # Imported only after the ranks' own modules, which it needs too.
+        lambda: importlib.import_module("mcore_rl.cli.before_ranks").refuse_first_records(config),
+    )
+
+
+def _program_of(command: Command, config: Path, overrides: Sequence[str]) -> str:
+    """Return the name in PROGRAMS of the training program that the command starts with this config."""
+    assert command.program is not None
+    if not command.other_programs:
+        return command.program
+    names = (command.program, *command.other_programs)
+    if config.name == "config.toml" and (kind := kind_of(config)) not in names:
+        raise ConfigError(
+            f"{config.parent} is a run of {kind}, which has no prompts with a reward. Give an RL config with "
+            f"checkpoint.load={config.parent}, or --model {config.parent} --data FILE --reward PART."
+        )
+    return kind_of(config, overrides, names)

@@ -1,0 +1,255 @@
+"""The platform of this rank: CPU with gloo or CUDA with NCCL, chosen once and named in the log."""
+
+import datetime
+import os
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron import batch_invariant
+from mcore_rl.megatron.cpu.compiled import BuildError, build_id, library
+from mcore_rl.megatron.patches.table import FOUND  # first: torch and Megatron are patched
+from mcore_rl.megatron.patches.versions import megatron_version
+from mcore_rl.megatron.varlen import KERNEL, has_kernel
+from mcore_rl.workers import flight_recorder
+from mcore_rl.workers.launcher import rank_of_launcher, world_size_of_launcher
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Platform:
+    """The device, numeric type and kind of layers of this process, and its place in the world."""
+
+    device: torch.device
+    dtype: torch.dtype
+    layers: Literal["torch", "te", "cpu"]
+    rank: int
+    local_rank: int
+    world_size: int
+    deterministic: bool
+    build: str = ""
+    """Identity of the build of the compiled layers, equal on all ranks; empty with other layers."""
+    reason: str = ""
+    """Why a CPU uses the layers of torch; empty if it does not, or was asked to."""
+    rounds_products: bool = False
+    """`platform.bf16_products`."""
+
+    @property
+    def layers_id(self) -> str:
+        """Return the layers, and the build of compiled layers: with the same build, sums have the same order."""
+        return f"cpu {self.build}" if self.layers == "cpu" else self.layers
+
+    def with_torch_layers(self, reason: str) -> "Platform":
+        """Return the platform with the layers of torch instead of compiled layers."""
+        return replace(self, layers="torch", build="", reason=reason)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether tensors live on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Memory of the device; None on a CPU, where all processes share the memory."""
+        return int(torch.cuda.get_device_properties(self.device).total_memory) if self.is_cuda else None
+
+    def describe(self) -> str:
+        """One line for the log."""
+        name = torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU"
+        layers = {"te": "TransformerEngine", "torch": "torch", "cpu": f"compiled ({self.build})"}[self.layers]
+        rounded = ", products of bf16" if self.rounds_products else ""
+        adam = f"{adam_package()}'s fused Adam"
+        packs = self.is_cuda and self.layers == "torch" and has_kernel()
+        return (
+            f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.dtype}, "
+            f"{layers} layers{rounded}, {adam}, torch {torch.__version__}, megatron-core {megatron_version()}"
+            + (f", no compiled layers ({self.reason})" if self.reason else "")
+            + (f", packed sequences by {KERNEL}" if packs else "")
+        )
+
+
+def start(config: PlatformConfig, *, allows_te: bool = True) -> Platform:
+    """Collective over the world: the process group is up, the device and the layers chosen.
+
+    Args:
+        config: The section `platform`.
+        allows_te: Whether `layers = "auto"` may be TransformerEngine's.
+
+    Raises:
+        ConfigError: If this machine lacks something that the config asks for.
+    """
+    device_type = _device_type(config)
+    layers = _layers(config, allows_te=allows_te)
+    rank, world_size = rank_of_launcher(), world_size_of_launcher()
+    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    flight_recorder.arm()
+    if config.deterministic:
+        _be_deterministic(device_type)
+    if config.batch_invariant:
+        batch_invariant.switch_on(is_cuda=device_type == "cuda", is_deterministic=config.deterministic)
+    if not dist.is_initialized():
+        _join(device, rank, world_size, config.timeout_s)
+    build, reason = compiled_layers(config, world_size) if device_type == "cpu" else ("", "")
+    return Platform(
+        device=device,
+        dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
+        layers="cpu" if build else layers,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        deterministic=config.deterministic,
+        build=build,
+        reason=reason,
+        rounds_products=config.bf16_products,
+    )
+
+
+def compiled_layers(config: PlatformConfig, world_size: int = 1) -> tuple[str, str]:
+    """Collective over the world: return the build of compiled layers that all ranks have, or "" and the reason.
+
+    The file is built if no process of this user has done so.
+
+    Raises:
+        ConfigError: If the config asks for them, and a rank cannot have them.
+    """
+    is_asked = config.layers == "cpu" or config.bf16_products
+    if not is_asked and config.layers != "auto":
+        return "", ""
+    here = _build(config)
+    builds = [here]
+    if world_size > 1:
+        builds = [here] * world_size
+        dist.all_gather_object(builds, here)
+    build, reason = builds[0]
+    for rank, (rank_build, why) in enumerate(builds):
+        if not rank_build:
+            build, reason = "", why if world_size == 1 else f"rank {rank}: {why}"
+            break
+        if rank_build != build:
+            build, reason = "", f"rank {rank} has another processor, compiler or version than rank 0"
+            break
+    if is_asked and not build:
+        asked = 'platform.layers="cpu"' if config.layers == "cpu" else "platform.bf16_products=true"
+        raise ConfigError(
+            f'{asked}, and there are no compiled layers: {reason}. Mend it, or set platform.layers="torch" and '
+            "platform.bf16_products=false."
+        )
+    return build, reason
+
+
+def _build(config: PlatformConfig) -> tuple[str, str]:
+    """Return the build of this process, or "" and the reason."""
+    if config.precision == "bf16":
+        return "", "they compute in fp32"
+    if config.batch_invariant:
+        return "", "platform.batch_invariant=true needs products in tiles"
+    if torch.get_num_threads() > 1:
+        return (
+            "",
+            f"they compute with one thread, and this rank has {torch.get_num_threads()}; OMP_NUM_THREADS=1",
+        )
+    try:
+        library()
+        return build_id(), ""
+    except BuildError as error:
+        return "", str(error)
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device_type(config: PlatformConfig) -> Literal["cpu", "cuda"]:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            'platform.device="cuda", but torch sees no GPU here. Use "auto" or "cpu", or mend the driver.'
+        )
+    if torch.cuda.is_available() and (config.layers == "cpu" or config.bf16_products):
+        asked = 'platform.layers="cpu"' if config.layers == "cpu" else "platform.bf16_products=true"
+        raise ConfigError(
+            f'{asked} asks for layers that are compiled for CPUs, and this rank computes on a GPU. Use "auto" and '
+            "false."
+        )
+    if config.device == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            'platform.device="cpu" on a machine with GPUs: Megatron is patched for CPU only where torch sees none. '
+            "Start with CUDA_VISIBLE_DEVICES= (empty) to hide them."
+        )
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def adam_package() -> str:
+    """Return the package with the Adam that Megatron's optimizer uses on this machine."""
+    return "TransformerEngine" if FOUND.has_te else "apex" if FOUND.has_apex else "torch"
+
+
+def variables_of_device() -> dict[str, str]:
+    """Return the environment variables that are set among those that decide on threads, queues and allocators."""
+    names = (
+        "OMP_NUM_THREADS",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+    )
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _layers(config: PlatformConfig, *, allows_te: bool) -> Literal["torch", "te"]:
+    """Return the kind of layers on a GPU, or on a CPU if none are compiled."""
+    usable = FOUND.has_te
+    reason = FOUND.unusable.get("transformer_engine")
+    wants_te = config.layers == "te" or (config.layers == "auto" and allows_te)
+    if wants_te and FOUND.has_cuda and reason:
+        raise ConfigError(
+            f"TransformerEngine is installed, but cannot be used: {reason}. Install the build for torch "
+            f'{torch.__version__}, or set platform.layers="torch" to train with this package\'s own layers.'
+        )
+    if config.layers == "te" and not usable:
+        raise ConfigError(
+            'platform.layers="te" needs CUDA and the transformer_engine package (pip install "mcore_rl[gpu]"). '
+            'Use "torch" or "auto".'
+        )
+    if config.fp8 != "none" and not (usable and wants_te):
+        raise ConfigError(
+            f'platform.fp8="{config.fp8}" needs TransformerEngine layers on CUDA. Set platform.fp8="none".'
+        )
+    return "te" if usable and wants_te else "torch"
+
+
+def _be_deterministic(device_type: str) -> None:
+    """Ask torch, cuBLAS, NCCL and TransformerEngine for results that do not depend on timing."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    if device_type == "cpu":
+        # The same where nothing is compiled, without the import of torch's compiler, seconds of a rank's start.
+        torch.set_deterministic_debug_mode("error")
+    else:
+        torch.use_deterministic_algorithms(True)
+
+
+def _join(device: torch.device, rank: int, world_size: int, timeout_s: float) -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if world_size == 1:
+        os.environ.setdefault("MASTER_PORT", "0")
+    elif "MASTER_PORT" not in os.environ:
+        raise ConfigError(
+            f"{world_size} ranks were started without MASTER_PORT: start them with `mcore-rl`, torchrun, or a "
+            "job script that exports MASTER_ADDR and MASTER_PORT."
+        )
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )

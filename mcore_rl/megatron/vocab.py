@@ -1,0 +1,429 @@
+"""Logits with a vocabulary that is divided into equal slices over the tensor-parallel ranks.
+
+Logits of a large vocabulary take more memory than the rest of a microbatch: 8,192 positions times 152k ids are 5 GB in
+fp32, and a loss has several tensors of that size. As `DeferredLogits` they are never there at once.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mcore_rl.megatron.mesh import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredLogits:
+    """Logits `[T, v]` (with rows: `[B, s, v]`) that whoever reads them computes, `chunk_tokens` positions at a time.
+
+    They are the products of the hidden states `[T, D]` with the output weight `[v, D]`, this rank's slice. A backward
+    pass computes them again, which costs one more product in three.
+    """
+
+    hidden_TD: Tensor
+    weight_vD: Tensor
+    chunk_tokens: int
+
+    def __getitem__(self, row: int) -> "DeferredLogits":
+        """Return the logits of one row of a batch."""
+        return DeferredLogits(self.hidden_TD[row], self.weight_vD, self.chunk_tokens)
+
+
+Logits = Tensor | DeferredLogits
+"""Logits `[T, v]` of this rank's slice of the vocabulary."""
+
+
+def last_tensor(output: Logits) -> Tensor:
+    """Return the tensor of a model's output that gets its gradient first in the backward pass."""
+    return output if isinstance(output, Tensor) else output.hidden_TD
+
+
+LOWEST = -1e30
+"""Logit in the place of -inf: its exponential is 0 too, and so are their products. Infinite values would make NaN on
+a rank with a slice of nothing but padding.
+"""
+
+
+@torch.no_grad()
+def exclude_padding(logits_sBv: Tensor, tp: dist.ProcessGroup, vocab_size: int) -> None:
+    """Overwrite in place the logits of the ids from `vocab_size` on, which pad the vocabulary.
+
+    Their probability in a softmax over the ranks of `tp`, and with it the gradient of their rows, is then exactly 0.
+    """
+    first = dist.get_rank(tp) * logits_sBv.shape[-1]
+    logits_sBv[..., max(vocab_size - first, 0) :] = LOWEST
+
+
+IGNORED_TARGET = -1
+"""Target for `logprobs_and_entropy` at positions that need no result."""
+
+
+class TokenStatistics(NamedTuple):
+    """Logprob of the target and entropy of the whole distribution at each position, `[T]` each, in nats."""
+
+    logprobs_T: Tensor
+    entropy_T: Tensor
+
+
+def logprobs_and_entropy(
+    logits_Tv: Logits, targets_T: Tensor, tp: Axis, *, vocab_size: int, temperature: float, chunk_tokens: int
+) -> TokenStatistics:
+    """Collective over `tp` (forward only): logprobs and entropies under softmax(logits / temperature).
+
+    Beyond inputs, results and the gradient of the logits, no more than 3 x `chunk_tokens` x v numbers are in memory.
+
+    Args:
+        logits_Tv: This rank's slice of the logits, in any floating type; computed in float32 or more.
+        targets_T: Token ids of the whole vocabulary; IGNORED_TARGET where no result is needed.
+        tp: The tensor-parallel ranks, each with an equal slice.
+        vocab_size: Number of token ids; the columns after them pad the vocabulary and have no probability.
+        temperature: Divides the logits.
+        chunk_tokens: Positions that are computed at once; deferred logits have a number of their own.
+
+    Returns:
+        The statistics, equal on all ranks of `tp`; zeros where the target is ignored.
+    """
+    shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
+    rows_N = (targets_T != IGNORED_TARGET).nonzero().flatten()
+    logprobs_T, entropy_T = _LogprobsAndEntropy.apply(*_factors(logits_Tv), targets_T, rows_N, shard)  # type: ignore[no-untyped-call]
+    return TokenStatistics(logprobs_T, entropy_T)
+
+
+def cross_entropy(logits_Tv: DeferredLogits, targets_T: Tensor, tp: Axis, *, vocab_size: int) -> Tensor:
+    """Collective over `tp` (forward only): return the cross entropy `[T]` of the targets in nats, in float32 or more.
+
+    Every position is computed, so that a host need not wait for the number of those with a target.
+    """
+    shard = _shard(logits_Tv, tp, vocab_size, 1.0, logits_Tv.chunk_tokens)._replace(has_entropy=False)
+    rows_T = torch.arange(len(targets_T), device=targets_T.device)
+    logprobs_T: Tensor = _LogprobsAndEntropy.apply(*_factors(logits_Tv), targets_T, rows_T, shard)[0]  # type: ignore[no-untyped-call]
+    return -logprobs_T
+
+
+@torch.no_grad()
+def vocabulary_logprobs(
+    logits_Tv: Logits, rows_N: Tensor, tp: Axis, *, vocab_size: int, temperature: float, chunk_tokens: int
+) -> Tensor:
+    """Collective over `tp`: return the logprobs `[N, valid]`, float32, of this rank's slice of the vocabulary, without
+    the columns that pad it, at the positions `rows_N`.
+    """
+    shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
+    log_partition_N = _log_partition(logits_Tv, rows_N, shard)
+    found = [
+        shard.scaled(logits_Tv, rows_C).clamp_(min=LOWEST).sub_(log_partition_C[:, None]).float()
+        for rows_C, log_partition_C in zip(
+            rows_N.split(shard.chunk_tokens), log_partition_N.split(shard.chunk_tokens), strict=True
+        )
+    ]
+    return torch.cat(found)
+
+
+def reverse_kl(
+    logits_Tv: Logits,
+    other_Nv: Tensor,
+    rows_N: Tensor,
+    tp: Axis,
+    *,
+    vocab_size: int,
+    temperature: float,
+    chunk_tokens: int,
+    limit_nats: float,
+) -> Tensor:
+    """Collective over `tp` (forward only): return KL(p || q) over the vocabulary, `[T]`, with the gradient of p.
+
+    Args:
+        logits_Tv: this rank's slice of the logits, of which p is the softmax at `temperature`.
+        other_Nv: logprobs of q at the positions `rows_N`, as `vocabulary_logprobs` returns them.
+        rows_N: positions with a result; other positions have 0.
+        tp: the tensor-parallel ranks.
+        vocab_size: number of token ids; the columns after them pad the vocabulary.
+        temperature: divides the logits.
+        chunk_tokens: positions that are computed at once; deferred logits have a number of their own.
+        limit_nats: q counts as no more than this below p, where the KL would be infinite otherwise.
+    """
+    shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
+    kl_T: Tensor = _ReverseKL.apply(*_factors(logits_Tv), other_Nv, rows_N, shard, limit_nats)  # type: ignore[no-untyped-call]
+    return kl_T
+
+
+def _factors(logits_Tv: Logits) -> tuple[Tensor, Tensor | None]:
+    """Return the tensors that have gradients: the logits and None, or the factors of deferred logits."""
+    if isinstance(logits_Tv, Tensor):
+        return logits_Tv, None
+    return logits_Tv.hidden_TD, logits_Tv.weight_vD
+
+
+def _shard(logits_Tv: Logits, tp: Axis, vocab_size: int, temperature: float, chunk_tokens: int) -> "_Shard":
+    num_columns = logits_Tv.shape[-1] if isinstance(logits_Tv, Tensor) else len(logits_Tv.weight_vD)
+    num_valid = min(max(vocab_size - tp.rank * num_columns, 0), num_columns)
+    if isinstance(logits_Tv, DeferredLogits):
+        chunk_tokens = logits_Tv.chunk_tokens
+    return _Shard(tp, tp.rank * num_columns, num_valid, 1.0 / temperature, chunk_tokens)
+
+
+class _Shard(NamedTuple):
+    """Slice of the vocabulary on this rank, `num_valid` ids from `first` on, and how its logits are read."""
+
+    tp: Axis
+    first: int
+    num_valid: int
+    inverse_temperature: float
+    chunk_tokens: int
+    has_entropy: bool = True
+
+    def logits(self, tensor_TX: Tensor, weight_vD: Tensor | None) -> Logits:
+        """Return logits from what `_factors` made of them."""
+        if weight_vD is None:
+            return tensor_TX
+        return DeferredLogits(tensor_TX, weight_vD, self.chunk_tokens)
+
+    def scaled(self, logits_Tv: Logits, rows_C: Tensor) -> Tensor:
+        """Return a new tensor: the valid logits of these rows divided by the temperature, in float32 or more."""
+        if isinstance(logits_Tv, Tensor):
+            picked_Cv = logits_Tv[:, : self.num_valid].index_select(0, rows_C)
+        else:
+            picked_Cv = torch.mm(
+                logits_Tv.hidden_TD.index_select(0, rows_C), logits_Tv.weight_vD[: self.num_valid].t()
+            )
+        return picked_Cv.to(_exact(picked_Cv.dtype)).mul_(self.inverse_temperature)
+
+    def column_of(self, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the column of each target in the slice (0 where it is elsewhere), and whether it is in the slice."""
+        column_C = targets_C - self.first
+        here_C = (column_C >= 0) & (column_C < self.num_valid)
+        return column_C.where(here_C, 0), here_C
+
+
+class _Gradient:
+    """Gradient of logits, or of the two factors of deferred logits, which is put together from chunks of rows."""
+
+    def __init__(self, logits_Tv: Logits, shard: _Shard) -> None:
+        self._logits_Tv = logits_Tv
+        self._shard = shard
+        if isinstance(logits_Tv, Tensor):
+            self._rows_TX = torch.zeros_like(logits_Tv)
+        else:
+            self._rows_TX = torch.zeros_like(logits_Tv.hidden_TD)
+            # A sum over chunks in bf16 would lose what each of them adds.
+            weight_vD = logits_Tv.weight_vD
+            self._weight_vD = torch.zeros_like(weight_vD, dtype=_exact(weight_vD.dtype))
+
+    def add(self, rows_C: Tensor, grad_Cv: Tensor) -> None:
+        """Take the gradient of the scaled logits of some rows, which is overwritten; no row may come twice."""
+        shard, logits_Tv = self._shard, self._logits_Tv
+        grad_Cv = grad_Cv.mul_(shard.inverse_temperature).to(self._rows_TX.dtype)
+        if isinstance(logits_Tv, Tensor):
+            self._rows_TX[rows_C, : shard.num_valid] = grad_Cv
+            return
+        hidden_CD, weight_vD = logits_Tv.hidden_TD[rows_C], logits_Tv.weight_vD[: shard.num_valid]
+        self._rows_TX[rows_C] = torch.mm(grad_Cv, weight_vD)
+        total_vD = self._weight_vD[: shard.num_valid]
+        if total_vD.dtype == grad_Cv.dtype:
+            total_vD.addmm_(grad_Cv.t(), hidden_CD)
+        else:
+            total_vD.add_(torch.mm(grad_Cv.t(), hidden_CD))
+
+    def factors(self) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of what `_factors` returns."""
+        if isinstance(self._logits_Tv, Tensor):
+            return self._rows_TX, None
+        return self._rows_TX, self._weight_vD.to(self._logits_Tv.weight_vD.dtype)
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    """Function that saves the logits, or their factors, and three numbers a token; its backward computes the softmax
+    again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor_TX: Tensor,
+        weight_vD: Tensor | None,
+        targets_T: Tensor,
+        rows_N: Tensor,
+        shard: _Shard,
+    ) -> tuple[Tensor, Tensor]:
+        highest_N, sums_3N = _sums(shard.logits(tensor_TX, weight_vD), targets_T, rows_N, shard)
+        total_N, weighted_N, target_N = sums_3N
+        log_total_N = total_N.log()
+        # H = log Z - E[x]: the highest logit, which both sums are relative to, cancels.
+        entropy_N = log_total_N - weighted_N / total_N
+        results = total_N.new_zeros(len(targets_T)), total_N.new_zeros(len(targets_T))
+        # Not target - (highest + log total): a large highest logit would round away the digits of a small logarithm.
+        results[0][rows_N] = (target_N - highest_N) - log_total_N
+        if shard.has_entropy:
+            results[1][rows_N] = entropy_N
+        ctx.save_for_backward(tensor_TX, weight_vD, targets_T, rows_N, highest_N + log_total_N, entropy_N)
+        ctx.shard = shard
+        # None, not zeros, for a result that the loss does not use: then the entropy's terms are not computed.
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if grad_logprobs_T is None and grad_entropy_T is None:
+            return None, None, None, None, None
+        tensor_TX, weight_vD, targets_T, rows_N, log_partition_N, entropy_N = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        logits_Tv = shard.logits(tensor_TX, weight_vD)
+        gradient = _Gradient(logits_Tv, shard)
+        # No collective: the saved sum over the whole vocabulary gives each rank the softmax of its slice.
+        for rows_C, log_partition_C, entropy_C in zip(
+            rows_N.split(shard.chunk_tokens),
+            log_partition_N.split(shard.chunk_tokens),
+            entropy_N.split(shard.chunk_tokens),
+            strict=True,
+        ):
+            logprobs_Cv = shard.scaled(logits_Tv, rows_C).sub_(log_partition_C[:, None])
+            if grad_entropy_T is None:
+                assert grad_logprobs_T is not None
+                grad_Cv = logprobs_Cv.exp_().mul_(-grad_logprobs_T[rows_C][:, None])
+            else:
+                grad_Cv = logprobs_Cv.exp()
+                # dH/dx = -p (log p + H), dlogprob/dx = 1[target] - p.
+                pull_Cv = (
+                    logprobs_Cv.clamp_(min=LOWEST)
+                    .add_(entropy_C[:, None])
+                    .mul_(-grad_entropy_T[rows_C][:, None])
+                )
+                if grad_logprobs_T is not None:
+                    pull_Cv.sub_(grad_logprobs_T[rows_C][:, None])
+                grad_Cv.mul_(pull_Cv)
+            if grad_logprobs_T is not None and shard.num_valid:
+                # The 1 of the target, on the rank that has it; the others add 0 to their first column.
+                column_C, here_C = shard.column_of(targets_T[rows_C])
+                at_target_C = grad_logprobs_T[rows_C].where(here_C, 0)
+                grad_Cv.scatter_add_(1, column_C[:, None], at_target_C[:, None])
+            gradient.add(rows_C, grad_Cv)
+        return *gradient.factors(), None, None, None
+
+
+class _ReverseKL(torch.autograd.Function):
+    """Function that saves the logits, or their factors, and two numbers a token; its backward computes the softmax
+    again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor_TX: Tensor,
+        weight_vD: Tensor | None,
+        other_Nv: Tensor,
+        rows_N: Tensor,
+        shard: _Shard,
+        limit_nats: float,
+    ) -> Tensor:
+        logits_Tv = shard.logits(tensor_TX, weight_vD)
+        log_partition_N = _log_partition(logits_Tv, rows_N, shard)
+        kl_N = torch.zeros_like(log_partition_N)
+        for start in range(0, len(rows_N), shard.chunk_tokens):
+            chunk = slice(start, start + shard.chunk_tokens)
+            logprobs_Cv, gaps_Cv = _gaps(
+                logits_Tv, other_Nv[chunk], rows_N[chunk], log_partition_N[chunk], shard, limit_nats
+            )
+            kl_N[chunk] = (logprobs_Cv.exp() * gaps_Cv).sum(dim=1)
+        if shard.tp.size > 1:
+            dist.all_reduce(kl_N, group=shard.tp.group)
+        ctx.save_for_backward(tensor_TX, weight_vD, other_Nv, rows_N, log_partition_N, kl_N)
+        ctx.shard, ctx.limit_nats = shard, limit_nats
+        kl_T = kl_N.new_zeros(len(tensor_TX))
+        kl_T[rows_N] = kl_N
+        return kl_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        tensor_TX, weight_vD, other_Nv, rows_N, log_partition_N, kl_N = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        logits_Tv = shard.logits(tensor_TX, weight_vD)
+        gradient = _Gradient(logits_Tv, shard)
+        for start in range(0, len(rows_N), shard.chunk_tokens):
+            chunk = slice(start, start + shard.chunk_tokens)
+            rows_C = rows_N[chunk]
+            logprobs_Cv, gaps_Cv = _gaps(
+                logits_Tv, other_Nv[chunk], rows_C, log_partition_N[chunk], shard, ctx.limit_nats
+            )
+            # dKL/dx = p (log p - log q - KL): the derivative of log p itself sums to zero over the vocabulary.
+            pull_Cv = logprobs_Cv.exp_().mul_(gaps_Cv.sub_(kl_N[chunk, None])).mul_(grad_T[rows_C][:, None])
+            gradient.add(rows_C, pull_Cv)
+        return *gradient.factors(), None, None, None, None
+
+
+def _gaps(
+    logits_Tv: Logits,
+    other_Cv: Tensor,
+    rows_C: Tensor,
+    log_partition_C: Tensor,
+    shard: _Shard,
+    limit_nats: float,
+) -> tuple[Tensor, Tensor]:
+    """Return log p and log p - log q, at most `limit_nats`, on this slice, both new tensors."""
+    logprobs_Cv = shard.scaled(logits_Tv, rows_C).clamp_(min=LOWEST).sub_(log_partition_C[:, None])
+    other_Cv = other_Cv.to(device=logprobs_Cv.device, dtype=logprobs_Cv.dtype)
+    return logprobs_Cv, (logprobs_Cv - other_Cv).clamp_(max=limit_nats)
+
+
+def _log_partition(logits_Tv: Logits, rows_N: Tensor, shard: _Shard) -> Tensor:
+    """Collective over the shard's ranks: return the log of the sum of e^x over the whole vocabulary, `[N]`."""
+    tensor_TX, _ = _factors(logits_Tv)
+    no_target_T = torch.zeros(len(tensor_TX), dtype=torch.int64, device=tensor_TX.device)
+    highest_N, sums_3N = _sums(logits_Tv, no_target_T, rows_N, shard)
+    return highest_N + sums_3N[0].log()
+
+
+def _sums(logits_Tv: Logits, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    """Collective over the shard's ranks: return what `_local_sums` returns, of the whole vocabulary."""
+    highest_N, sums_3N = _local_sums(logits_Tv, targets_T, rows_N, shard)
+    if shard.tp.size > 1:
+        # Maxima first: only sums over the same origin can be added, and e^(x - max) does not overflow.
+        local_N = highest_N.clone()
+        dist.all_reduce(highest_N, op=dist.ReduceOp.MAX, group=shard.tp.group)
+        if shard.num_valid:
+            _move_origin(sums_3N, local_N - highest_N)
+        dist.all_reduce(sums_3N, group=shard.tp.group)
+    return highest_N, sums_3N
+
+
+def _local_sums(logits_Tv: Logits, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    """Return of this slice, for each row, the highest logit x, and three sums: e^y, y e^y with y = x - highest (0
+    where no entropy is wanted), and the target's x (0 where another rank has it).
+    """
+    tensor_TX, _ = _factors(logits_Tv)
+    exact = tensor_TX.new_empty(0, dtype=_exact(tensor_TX.dtype))
+    highest_N = exact.new_full((len(rows_N),), -torch.inf)
+    sums_3N = exact.new_zeros((3, len(rows_N)))
+    # A slice of nothing but padding: the rank takes part in the collectives with a maximum of -inf and sums of 0.
+    if not shard.num_valid:
+        return highest_N, sums_3N
+    for start in range(0, len(rows_N), shard.chunk_tokens):
+        chunk = slice(start, start + shard.chunk_tokens)
+        scaled_Cv = shard.scaled(logits_Tv, rows_N[chunk])
+        column_C, here_C = shard.column_of(targets_T[rows_N[chunk]])
+        sums_3N[2, chunk] = scaled_Cv.gather(1, column_C[:, None]).squeeze(1).where(here_C, 0)
+        # A logit of -inf has no probability, and 0 times -inf in the entropy would be NaN.
+        scaled_Cv.clamp_(min=LOWEST)
+        highest_N[chunk] = scaled_Cv.amax(dim=1)
+        scaled_Cv.sub_(highest_N[chunk, None])
+        exponential_Cv = scaled_Cv.exp() if shard.has_entropy else scaled_Cv.exp_()
+        sums_3N[0, chunk] = exponential_Cv.sum(dim=1)
+        if shard.has_entropy:
+            sums_3N[1, chunk] = exponential_Cv.mul_(scaled_Cv).sum(dim=1)
+    return highest_N, sums_3N
+
+
+def _move_origin(sums_3N: Tensor, shift_N: Tensor) -> None:
+    """Change sums of e^y and y e^y, in place, into those for y + shift; `shift` is at most 0."""
+    factor_N = shift_N.exp()
+    sums_3N[1] = factor_N * (sums_3N[1] + shift_N * sums_3N[0])
+    sums_3N[0] *= factor_N
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,264 @@
+"""Sinks of metrics and events: the console, metrics.jsonl, and the entries of log.sinks."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor
+
+from mcore_rl.config.extension import choose
+from mcore_rl.config.run import LogConfig
+from mcore_rl.errors import escaped
+from mcore_rl.metrics.jsonl import FILE_NAME, JsonlSink
+from mcore_rl.metrics.loggers import LOGGERS, LoggedRun, SampleSink, Sink
+from mcore_rl.metrics.metric_table import Reported
+from mcore_rl.metrics.metrics import Metric, reduced
+from mcore_rl.workers.live_line import has_live_line, show_live_line
+
+MOST_SAMPLES = 64
+"""Maximum number of samples of a rollout batch that sinks with tables get."""
+
+
+class Log:
+    """Log of a run, which passes metrics and events on to its sinks; only rank 0 has sinks."""
+
+    def __init__(self, sinks: Iterable[Sink], config: LogConfig, step: int = 0) -> None:
+        self._sinks = tuple(sinks)
+        self._config = config
+        self._step = step
+        self._pending: list[Metric] = []
+        self._pending_matrices: list[Metric] = []
+
+    def write(self, step: int, metrics: Iterable[Metric]) -> None:
+        """Take the metrics of a step and write them every `log.interval` steps, reduced over the steps since then.
+
+        Matrices are written every `log.matrix_interval` steps.
+        """
+        self._take(step, metrics)
+        due: list[Metric] = []
+        if step % self._config.interval == 0:
+            due, self._pending = self._pending, []
+        if self._config.matrix_interval is None:
+            self._pending_matrices = []
+        elif step % self._config.matrix_interval == 0:
+            due, self._pending_matrices = due + self._pending_matrices, []
+        self._write(step, due)
+        for sink in self._sinks:
+            if isinstance(sink, ConsoleSink):
+                sink.show_step(step)
+
+    def flush(self, step: int, metrics: Iterable[Metric] = ()) -> None:
+        """Write pending values, with `metrics`, before a checkpoint, which does not hold it: a run that resumes there
+        would lose it, and a sum over steps (moe/expert_load) would lack the steps before.
+        """
+        self._take(step, metrics)
+        if self._config.matrix_interval is None:
+            self._pending_matrices = []
+        due, self._pending, self._pending_matrices = self._pending + self._pending_matrices, [], []
+        self._write(step, due)
+
+    def _take(self, step: int, metrics: Iterable[Metric]) -> None:
+        """Add the metrics of a step to those that are pending."""
+        self._step = step
+        if not self._sinks:
+            return
+        for metric in metrics:
+            is_matrix = isinstance(metric.value, Tensor) and metric.value.dim() > 0
+            (self._pending_matrices if is_matrix else self._pending).append(metric)
+
+    def write_now(self, step: int, metrics: Iterable[Metric]) -> None:
+        """Write metrics that do not occur in every step, as of an evaluation or a checkpoint, at once."""
+        self._write(step, metrics)
+
+    def message(self, text: str, **fields: object) -> None:
+        """Write an event of the current step: a line on the console, and a record with `event` and the fields."""
+        for sink in self._sinks:
+            sink.message(self._step, text, fields)
+
+    def detail(self, text: str) -> None:
+        """Write an event that the console shows only with log.console="verbose"."""
+        for sink in self._sinks:
+            if self._config.console == "verbose" or not isinstance(sink, ConsoleSink):
+                sink.message(self._step, text, {})
+
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Pass samples of a rollout batch, with prompt, completion, answer and reward, to the sinks with tables."""
+        for sink in self._sinks:
+            if isinstance(sink, SampleSink):
+                sink.samples(self._step, rows[:MOST_SAMPLES])
+
+    def close(self) -> None:
+        """Write the metrics that are pending and close every sink."""
+        self._write(self._step, self._pending + self._pending_matrices)
+        self._pending, self._pending_matrices = [], []
+        for sink in self._sinks:
+            sink.close()
+
+    def _write(self, step: int, metrics: Iterable[Metric]) -> None:
+        if self._sinks and (values := reduced(metrics)):
+            for sink in self._sinks:
+                sink.write(step, values)
+
+
+def open_log(
+    run_dir: Path,
+    config: LogConfig,
+    resume_step: int,
+    total_steps: int,
+    settings: Mapping[str, object] | None = None,
+) -> Log:
+    """Open the log of rank 0, the only rank that writes.
+
+    Records after `resume_step` are dropped, because those steps run again. Loggers show `settings` (the resolved
+    config) next to the curves.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    logged = LoggedRun(
+        run_dir=run_dir,
+        resume_step=resume_step,
+        settings=settings or {},
+        project=config.project,
+        entity=config.entity,
+        name=config.name or run_dir.name,
+        group=config.group,
+        tags=config.tags,
+    )
+    optional = [choose("log.sinks", name, LOGGERS)(logged) for name in config.sinks if name != "jsonl"]
+    console = ConsoleSink(
+        Console(), total_steps, is_quiet=config.console == "quiet", has_live_line=has_live_line()
+    )
+    return Log([console, JsonlSink(run_dir / FILE_NAME, resume_step), *optional], config, resume_step)
+
+
+def silent_log() -> Log:
+    """Return the log of every rank but rank 0; it writes nothing."""
+    return Log((), LogConfig())
+
+
+class ConsoleSink:
+    """Sink that prints one line per step; colours only on a terminal."""
+
+    def __init__(
+        self, console: Console, total_steps: int, *, is_quiet: bool = False, has_live_line: bool = False
+    ) -> None:
+        """Prepare to print.
+
+        Args:
+            console: Destination of the lines.
+            total_steps: Steps of the run.
+            is_quiet: Whether only warnings are printed.
+            has_live_line: Whether the process that started this rank shows the current step below the printed lines.
+        """
+        self._console = console
+        self._total_steps = total_steps
+        self._is_quiet = is_quiet
+        self._has_live_line = has_live_line and not is_quiet
+        self._first: tuple[int, float] | None = None
+        self._newest: dict[str, str] = {}
+        """Metrics of LIVE as last printed."""
+
+    def show_step(self, step: int) -> None:
+        """Update the live line after a step, with the metrics that were printed last."""
+        if not self._has_live_line:
+            return
+        left = self._time_left(step)
+        cells = [
+            f"step {step}/{self._total_steps}",
+            *self._newest.values(),
+            *([] if left is None else [f"{left} left"]),
+        ]
+        show_live_line(" | ".join(cells))
+
+    def write(self, step: int, values: Mapping[str, Reported]) -> None:
+        """Print one line with the COLUMNS that have a value.
+
+        Where no group of the updates has a signal, the line says so, and has no norm of a gradient that would be 0.000.
+        """
+        cells = []
+        num_groups = values.get("policy/groups")
+        has_signal = not num_groups or values.get("policy/groups_without_signal") != num_groups
+        for name, (label, show) in COLUMNS.items():
+            if not isinstance(value := values.get(name), float | int):
+                continue
+            if name == "train/grad_norm" and not has_signal:
+                cells.append(f"no signal in {num_groups:.0f} of {num_groups:.0f} groups")
+                if value < LEAST_NORM:
+                    continue
+            cells.append(f"[dim]{label}[/] {show(value)}")
+            if name in LIVE:
+                self._newest[name] = f"{label} {show(value)}"
+        if self._is_quiet:
+            return
+        if "train/lr" in values and (left := self._time_left(step)) is not None:
+            cells.append(f"{left} [dim]left[/]")
+        if cells:
+            width = len(str(self._total_steps))
+            self._print(f"[bold]step {step:>{width}}[/]/{self._total_steps} | " + " | ".join(cells))
+
+    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
+        """Print one line: the text, then the fields."""
+        if self._is_quiet and not text.lower().startswith("warning"):
+            return
+        more = "".join(f" | {name} {value}" for name, value in fields.items())
+        self._print(f"[yellow]{escape(escaped(text))}[/]{escape(escaped(more))}")
+
+    def close(self) -> None:
+        """Do nothing: the console stays open."""
+
+    def _time_left(self, step: int) -> timedelta | None:
+        """Return the time left at the mean pace since the first line, on which it is None."""
+        now_s = time.monotonic()
+        if self._first is None:
+            self._first = step, now_s
+        first_step, first_s = self._first
+        if step <= first_step:
+            return None
+        return timedelta(seconds=round((now_s - first_s) / (step - first_step) * (self._total_steps - step)))
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+
+def _short(number: float) -> str:
+    """Return three significant digits and a unit prefix: 1234567 -> 1.23M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "train/loss_nats": ("loss", "{:.4f}".format),
+    "pairs/loss": ("loss", "{:.4f}".format),
+    "pairs/accuracy": ("accuracy", "{:.3f}".format),
+    "reward/mean": ("reward", "{:.3f}".format),
+    "reward/accuracy": ("accuracy", "{:.3f}".format),
+    "rollout/completion_tokens": ("length", "{:.1f}".format),
+    "policy/entropy_nats": ("entropy", "{:.3f}".format),
+    "policy/kl_old_nats": ("KL old", "{:.2e}".format),
+    "mtp/loss_nats": ("mtp loss", "{:.4f}".format),
+    "train/lr": ("lr", "{:.2e}".format),
+    "train/grad_norm": ("grad norm", "{:.3f}".format),
+    "train/tokens_per_s_per_rank": ("tokens/s/rank", _short),
+    "train/mfu": ("MFU", "{:.1%}".format),
+    "moe/load_max_over_mean": ("load max/mean", "{:.2f}".format),
+    "eval/loss_nats": ("eval loss", "{:.4f}".format),
+    "eval/pairs/loss": ("eval loss", "{:.4f}".format),
+    "eval/pairs/accuracy": ("eval accuracy", "{:.3f}".format),
+    "eval/perplexity": ("perplexity", "{:.2f}".format),
+    "eval/accuracy": ("eval accuracy", "{:.3f}".format),
+    "eval/reward": ("eval reward", "{:.3f}".format),
+    "test/loss_nats": ("test loss", "{:.4f}".format),
+    "test/perplexity": ("perplexity", "{:.2f}".format),
+}
+"""Metrics that the console shows, in this order: metric -> label, format."""
+LIVE = frozenset(
+    {"train/loss_nats", "pairs/loss", "reward/mean", "eval/accuracy", "train/tokens_per_s_per_rank"}
+)
+"""Metrics of the live line."""
+LEAST_NORM = 5e-4
+"""Norm of a gradient below which its column shows 0.000."""

@@ -1,1 +1,0 @@
-"""Estimates of a run's weights, memory and FLOPs in closed form, without torch."""

@@ -1,0 +1,407 @@
+"""An estimate, in closed form, of the device memory that training takes on a rank.
+
+The estimate contains the weights of every model on the ranks, gradients, the rank's share of the optimizer state, the
+activations that forward passes keep for the backward pass (planning/activations.py), the recomputation of one layer,
+and the logits; for RL also the keys and values of rollouts, during which no activations are kept. Experts are evenly
+loaded, or the rank's experts have a given multiple of the mean. CUDA's context, NCCL's buffers and fragmentation are
+not in it: a cluster reserves room for them.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
+from mcore_rl.config.rl.engine import InProcessConfig
+from mcore_rl.families import family_of
+from mcore_rl.planning.activations import LayerActivations
+from mcore_rl.planning.adapters import with_adapters
+from mcore_rl.planning.routes import routes_of_rank
+from mcore_rl.planning.schedule import chunks_in_flight, most_kept
+from mcore_rl.planning.training import ModelOnRanks, Rollouts, Training
+from mcore_rl.planning.weights import (
+    Weights,
+    delta_state_bytes,
+    layer_kinds_by_stage,
+    layers_by_chunk,
+    weights_by_stage,
+)
+
+GIB = 2**30
+MAIN_COPY_BYTES = {"bf16": 4, "fp32": 0}
+"""Bytes of the fp32 copy of a weight that an optimizer updates, by precision."""
+OFFLOADED_BYTES = 16
+"""Bytes of main memory for an offloaded weight: fp32 weight, two moments, and the gradient."""
+FP8_COPIES_BYTES = 2
+"""Bytes of the 8-bit copies of a weight and of its transpose that TransformerEngine keeps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes on one rank of a pipeline stage."""
+
+    stage: int
+    """Index of the pipeline stage; all other fields but `updated` are bytes."""
+    updated: str
+    """Name of the model with the largest update, to which `weights`, `gradients` and `optimizer` refer."""
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Activations that wait for their backward pass, over all microbatches in flight."""
+    recomputed: int
+    """Activations of the layers that repeat their forward pass for the backward pass."""
+    logits: int
+    """Logits, their fp32 copy for the loss, and their gradient; for deferred logits, of a chunk."""
+    rollout_cache: int = 0
+    """Keys and values of completions in progress, which exist at other times than activations."""
+    routes: int = 0
+    """Routes and router scores of a rollout batch that wait on the device."""
+    host: int = 0
+    """Main memory that the rank takes for waiting tensors, such as the weights of the reference policy."""
+    host_routes: int = 0
+    """Page-locked main memory of routes and router scores."""
+    host_optimizer: int = 0
+    """Main memory of the rank's offloaded optimizer state, and of the gradients that the processor reads."""
+    rollout_models: int = 0
+    """Weights, gradients and optimizer states on the device in a rollout."""
+    scoring_models: int = 0
+    """The same in the passes without gradient, with the largest of the models that come to the device for them."""
+    saving_models: int = 0
+    """The same while a checkpoint is written or read."""
+
+    @property
+    def main_memory(self) -> int:
+        """Bytes of main memory of the rank."""
+        return self.host + self.host_routes + self.host_optimizer
+
+    @property
+    def permanent(self) -> int:
+        """Bytes of weights, gradients and optimizer states in the update with the most of them; without a `store` in
+        which some wait, they are in use all the time.
+        """
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Bytes in use in each phase; without reinforcement learning there are no rollouts and scoring passes."""
+        in_use = {
+            "rollout": self.rollout_models + self.rollout_cache,
+            "scoring": self.scoring_models,
+            "update": self.permanent + self.activations + self.recomputed + self.logits,
+            "checkpoint": self.saving_models,
+        }
+        return {phase: self.routes + size for phase, size in in_use.items()}
+
+    @property
+    def total(self) -> int:
+        """Largest number of bytes in use at one time: in an update, a rollout, a scoring pass, or a save."""
+        return max(self.phases.values())
+
+    def describe(self) -> str:
+        """Return the total and its parts in GiB, for messages."""
+        parts = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations + self.recomputed,
+            "logits": self.logits,
+        }
+        text = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        if self.routes:
+            text += f", beside them routes {self.routes / GIB:.1f}"
+        if self.rollout_cache:
+            text += f", or instead of activations and logits a rollout's cache {self.rollout_cache / GIB:.1f}"
+        return f"{self.total / GIB:.1f} GiB on a rank of pipeline stage {self.stage} ({text})"
+
+
+def main_memory_of_fullest_node(stages: Sequence[Memory], world_size: int, ranks_per_node: int) -> int:
+    """Return the bytes of main memory of the node with the ranks that need most; ranks of a stage are neighbours."""
+    ranks_per_stage = world_size // len(stages)
+    needed = [stages[rank // ranks_per_stage].main_memory for rank in range(world_size)]
+    return max(sum(needed[first : first + ranks_per_node]) for first in range(0, world_size, ranks_per_node))
+
+
+def memory_of_fullest_rank(training: Training) -> Memory:
+    """Return the memory of a rank of the stage that needs most."""
+    return max(memory_by_stage(training), key=lambda memory: memory.total)
+
+
+def memory_by_stage(training: Training, imbalance: float = 1.0) -> list[Memory]:
+    """Return the memory of one rank of each pipeline stage.
+
+    Args:
+        training: The training.
+        imbalance: Tokens sent to the rank's experts, as a multiple of the mean over ranks.
+    """
+    stages = StageMemory(training, layout_of(training.models, training.mesh), imbalance)
+    return [stages.of(stage) for stage in range(training.mesh.pp)]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The parts of an estimate that only the mesh decides, for each pipeline stage."""
+
+    kinds: list[dict[LayerKind, int]]
+    """Number of layers of each kind."""
+    chunks: list[list[range]]
+    """Indices of the layers of each chunk."""
+    weights: list[list[Weights]]
+    """Weights of each model on the ranks."""
+
+
+def layout_of(models: Sequence[ModelOnRanks], mesh: MeshConfig) -> Layout:
+    """Return the layout of a run's models over its mesh."""
+    # Models with the same head have the same weights.
+    by_head = {on_ranks.model.head: weights_by_stage(on_ranks.model, mesh) for on_ranks in models}
+    weights = [
+        with_adapters(by_head[on_ranks.model.head], on_ranks.lora, on_ranks.model, mesh)
+        for on_ranks in models
+    ]
+    return Layout(
+        kinds=layer_kinds_by_stage(models[0].model, mesh),
+        chunks=layers_by_chunk(models[0].model, mesh),
+        weights=[
+            [stage.adapters for stage in stages] if on_ranks.is_swapped and on_ranks.lora.is_on else stages
+            for on_ranks, stages in zip(models, weights, strict=True)
+        ],
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelBytes:
+    """Bytes that a model has on a rank, wherever they wait."""
+
+    on_ranks: ModelOnRanks
+    weights: int
+    """Weights on the device, with their 8-bit copies."""
+    stored_weights: int
+    """Weights that wait in another memory, without copies."""
+    gradients: int
+    optimizer: int
+    """Optimizer state that is not offloaded."""
+    offloaded: int
+    """Main memory of the optimizer state that is, and of its gradients."""
+    logits: int
+    """Logits of its update."""
+
+    @property
+    def visiting(self) -> int:
+        """Weights that come to the device for a phase."""
+        return 0 if self.on_ranks.has_weights else self.weights
+
+    @property
+    def resident(self) -> int:
+        """Gradients and optimizer state that are on the device all the time."""
+        return self.gradients + self.optimizer if self.on_ranks.store == "device" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of the activations of a kind of layer: kept until its backward pass, and in total while it is
+    recomputed.
+    """
+
+    kept: int
+    whole: int
+
+
+class StageMemory:
+    """The memory of a rank of any pipeline stage; a search asks only for as many stages as decide."""
+
+    def __init__(self, training: Training, layout: Layout, imbalance: float = 1.0) -> None:
+        self.training, self.layout = training, layout
+        self.layer = LayerActivations(
+            training.model,
+            training.mesh,
+            training.platform,
+            training.micro_batch * training.seq_length // training.mesh.cp,
+            training.layers,
+            imbalance,
+        )
+        self.sizes = {
+            kind: LayerBytes(self.layer.kept(kind), sum(self.layer.all_parts(kind).values()))
+            for kind in training.model.all_kinds
+        }
+
+    def on_node(self, ranks_per_node: int) -> int:
+        """Return the bytes of main memory of the node with the ranks that need most."""
+        stages = [self.of(stage) for stage in range(self.training.mesh.pp)]
+        return main_memory_of_fullest_node(stages, self.training.world_size, ranks_per_node)
+
+    def fullest(self, limit_bytes: float) -> Memory:
+        """Return the memory of the stage that needs most, or of the first found to need more than the limit."""
+        last = self.training.mesh.pp - 1
+        fullest = self.of(0)
+        for stage in (last, *range(1, last)) if last else ():
+            if fullest.total > limit_bytes:
+                return fullest
+            fullest = max(fullest, self.of(stage), key=lambda memory: memory.total)
+        return fullest
+
+    def of(self, stage: int) -> Memory:
+        """Return the memory of a rank of `stage`."""
+        training = self.training
+        models = [
+            self._model_bytes(on_ranks, weights[stage], stage)
+            for on_ranks, weights in zip(training.models, self.layout.weights, strict=True)
+        ]
+        # Weights that are always on the device, and weights that come to it for a phase.
+        always = sum(model.weights for model in models if model.on_ranks.has_weights)
+        visitors = [model.visiting for model in models if not model.on_ranks.is_swapped]
+        trained = [model for model in models if model.on_ranks.trains]
+
+        def update(updated: ModelBytes) -> tuple[int, int, int, int]:
+            """Return the weights, gradients, optimizer states and logits on the device in the update of a model."""
+            present = [model for model in trained if model is updated or model.on_ranks.store == "device"]
+            gradients = sum(model.gradients for model in present)
+            optimizer = sum(model.optimizer for model in present)
+            return always + updated.visiting, gradients, optimizer, updated.logits
+
+        updated = max(trained, key=lambda model: sum(update(model)))
+        weights, gradients, optimizer, logits = update(updated)
+        activations, recomputed = self._activations(stage)
+        lasting = always + sum(model.resident for model in trained)
+        routes = routes_of_rank(training, stage)
+        rollouts = training.rollouts
+        return Memory(
+            stage=stage,
+            updated=updated.on_ranks.name,
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            host_optimizer=sum(model.offloaded for model in trained),
+            activations=activations,
+            recomputed=recomputed,
+            logits=logits,
+            rollout_cache=0 if rollouts is None else self._rollout_cache(rollouts, stage),
+            routes=routes.device,
+            host_routes=routes.host,
+            host=sum(
+                (0 if model.on_ranks.weights_stay else model.stored_weights) + model.optimizer
+                for model in models
+                if model.on_ranks.on_host
+            ),
+            rollout_models=0 if rollouts is None else lasting,
+            scoring_models=0 if rollouts is None else lasting + max(visitors),
+            saving_models=always
+            + sum(
+                model.optimizer
+                + model.visiting
+                + (model.gradients if model.on_ranks.store == "device" else 0)
+                for model in trained
+            ),
+        )
+
+    def _model_bytes(self, on_ranks: ModelOnRanks, weights: Weights, stage: int) -> ModelBytes:
+        """Return the bytes of a model of these weights."""
+        training, mesh, optim = self.training, self.training.mesh, on_ranks.optim
+        fp8 = FP8_COPIES_BYTES if training.platform.fp8 != "none" else 0
+        stored = weights.bytes(self.layer.element)
+        is_last = stage == mesh.pp - 1
+        gradients = state = offloaded = logits = 0
+        if optim is not None:
+            dense, expert = weights.dense - (weights.router if training.freezes_router else 0), weights.expert
+            if on_ranks.lora.is_on:
+                # A scalar head is trained in addition to the adapters.
+                head = on_ranks.model.hidden_size if on_ranks.model.head == "score" and is_last else 0
+                dense, expert = weights.dense_adapters + head, weights.expert_adapters
+            gradients = (dense + expert) * optim.gradient_bytes
+            copies = training.world_size // (mesh.tp * mesh.pp)
+            expert_copies = max(1, training.world_size // (mesh.etp * mesh.ep * mesh.pp))
+            each = MAIN_COPY_BYTES[training.platform.precision] + optim.moment_bytes
+            state = dense * each // copies + expert * each // expert_copies
+            state = int((1 - optim.offload_fraction) * state)
+            share = dense // copies + expert // expert_copies
+            offloaded = int(optim.offload_fraction * OFFLOADED_BYTES * share)
+            logits = self._logits(on_ranks.model) if is_last and on_ranks.model.head == "logits" else 0
+        return ModelBytes(
+            on_ranks=on_ranks,
+            weights=stored + weights.total * fp8,
+            stored_weights=stored,
+            gradients=gradients,
+            optimizer=state,
+            offloaded=offloaded,
+            logits=logits,
+        )
+
+    def _logits(self, model: ModelConfig) -> int:
+        """Return the bytes of a microbatch's logits and their loss, on the last stage."""
+        layer, columns = self.layer, model.padded_vocab_size // self.training.mesh.tp
+        chunk = self.training.platform.logits_chunk(layer.tokens, columns)
+        if chunk is None:
+            # The output layer's result, its fp32 copy for the loss, and the gradient in fp32.
+            heads = 1 + model.mtp_layers
+            return heads * (layer.tokens * columns * (layer.element + 4 + 4))
+        # A product, its fp32 copy, two fp32 results; the weight's gradient, summed in fp32, with the part of a chunk.
+        return chunk * columns * (layer.element + 3 * 4) + columns * model.hidden_size * (layer.element + 4)
+
+    def _rollout_cache(self, rollouts: Rollouts, stage: int) -> int:
+        """Return the bytes of the native engine's cache, with room for the longest sample in every slot; 0 with
+        servers, which have other GPUs.
+        """
+        engine = rollouts.engine
+        if not isinstance(engine, InProcessConfig):
+            return 0
+        training, model, mesh = self.training, self.training.model, self.training.mesh
+        # An additional slot takes the keys and values of padding, which no token reads.
+        slots = min(engine.native_slots, -(-rollouts.num_completions // training.replicas)) + 1
+        if family_of(model).is_latent:
+            mla = model.mla
+            widths = (
+                model.num_heads // mesh.tp * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+            )
+        else:
+            widths = 2 * max(1, model.num_kv_heads // mesh.tp) * model.head_dim
+        mixers: Counter[str] = Counter()
+        for kind, count in self.layout.kinds[stage].items():
+            mixers[kind.mixer] += count
+        numbers = (mixers.total() - mixers["delta"]) * widths + mixers["indexed"] * model.indexer.width
+        states = mixers["delta"] * delta_state_bytes(model, mesh.tp, self.layer.element)
+        return slots * (training.sample_length * numbers * self.layer.element + states)
+
+    def _activations(self, stage: int) -> tuple[int, int]:
+        """Return the bytes kept over all microbatches in flight, and the bytes that are recomputed at one time."""
+        training, model, mesh = self.training, self.training.model, self.training.mesh
+        platform, sizes, layer = training.platform, self.sizes, self.layer
+        num_microbatches = (
+            training.global_batch * mesh.model_parallel // (training.micro_batch * training.world_size)
+        )
+        kinds, has_mtp = Counter(self.layout.kinds[stage]), stage == mesh.pp - 1 and model.mtp_layers > 0
+        if has_mtp:
+            kinds[model.mtp_kind] += model.mtp_layers
+        group = platform.recompute_layers if platform.recompute == "full" else 0
+
+        # Recomputed layers without an indexer need the choice that they share: it is kept.
+        shared = sum(_shared_choices(model, layers) for layers in self.layout.chunks[stage]) * layer.choice
+        choices = shared * chunks_in_flight(mesh, stage, num_microbatches) // mesh.vpp if group else 0
+
+        def kept(kinds: Mapping[LayerKind, int]) -> int:
+            if group:
+                return -(-sum(kinds.values()) // group) * layer.residual
+            return sum(sizes[kind].kept * count for kind, count in kinds.items())
+
+        if group:
+            recomputed = group * max((sizes[kind].whole for kind in kinds), default=0)
+        else:
+            recomputed = max((sizes[kind].whole - sizes[kind].kept for kind in kinds), default=0)
+        if mesh.pp_layout is None:
+            in_flight = kept(kinds) * chunks_in_flight(mesh, stage, num_microbatches) // mesh.vpp
+            return in_flight + choices, recomputed
+        chunks = [
+            Counter(model.layer_kinds[layer] for layer in layers) for layers in self.layout.chunks[stage]
+        ]
+        if has_mtp:
+            chunks[-1][model.mtp_kind] += model.mtp_layers
+        sizes_of_chunks = [kept(chunk) for chunk in chunks]
+        if len(set(sizes_of_chunks)) == 1:
+            return chunks_in_flight(mesh, stage, num_microbatches) * sizes_of_chunks[0] + choices, recomputed
+        return most_kept(mesh, stage, num_microbatches, sizes_of_chunks) + choices, recomputed
+
+
+def _shared_choices(model: ModelConfig, layers: Sequence[int]) -> int:
+    """Return the number of choices of keys that layers of a chunk share."""
+    mixers = [model.mixers[layer] for layer in layers]
+    return sum(pair == ("indexed", "shared") for pair in pairwise(mixers))

@@ -1,0 +1,438 @@
+"""Plans as text for people, and as JSON for programs."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from math import isinf
+from typing import Any
+
+from mcore_rl.config.cluster import RatesConfig
+from mcore_rl.config.toml import toml_value
+from mcore_rl.planning.disk import disk_of
+from mcore_rl.planning.estimate import Estimate, StepEstimate
+from mcore_rl.planning.memory import GIB, Memory
+from mcore_rl.planning.meshes import toml_lines
+from mcore_rl.planning.place import Place
+from mcore_rl.planning.ranks import RankView
+from mcore_rl.planning.rates import Rates
+from mcore_rl.planning.rollout import PUBLISHED_FACTORS
+from mcore_rl.planning.search import SPARE, WITHIN, Choice, Search
+from mcore_rl.planning.training import Rollouts, Training
+
+JSON_VERSION = 1
+LEAST_SHARE = 0.015
+"""Minimum share of a step that is shown, except for the bubble and the host."""
+RANKS_SHOWN = 8
+HOUR_S = 3600
+STORAGE_BYTES_PER_S = 2e9
+"""Bytes that a node writes to a shared file system per second: a guess, which the text names."""
+
+
+def estimate_lines(plan: Estimate) -> Iterator[str]:
+    """Yield the lines of a plan: layout, memory, time, limits, warnings."""
+    yield layout_line(plan)
+    yield f"memory  {memory_text(plan)}"
+    fullest = plan.fullest
+    names = " and ".join(model.name for model in plan.training.models if model.on_host)
+    if fullest.host:
+        yield f"        main memory for the {names}: {_node_gib(plan, fullest.host):,.0f} GiB a node"
+    if phases := phases_text(plan):
+        yield f"        {phases}"
+    if fullest.host_routes:
+        each = _node_gib(plan, fullest.host_routes)
+        yield f"        main memory for routes (replay.store): {each:,.1f} GiB a node"
+    if fullest.host_optimizer:
+        each = _node_gib(plan, fullest.host_optimizer)
+        yield f"        main memory for the optimizer (optim.offload_fraction): {each:,.0f} GiB a node"
+    if not plan.fits_main_memory:
+        each, there = plan.fullest_node_bytes / GIB, plan.place.host_bytes / GIB
+        yield f"        DOES NOT FIT: {each:,.0f} GiB of main memory in all, and node.memory_gib={there:,.0f}"
+    if plan.step is None:
+        device = plan.place.device
+        name = "node.device is not set" if device is None else f"no bandwidths of {device.name} are known"
+        yield f"time    not planned: {name}"
+        if plan.bubble is not None:
+            yield f"bubble  {plan.bubble:.1%} of the schedule, if a backward pass takes twice a forward pass"
+    else:
+        yield from _step_lines(plan, plan.step)
+        yield from _rl_lines(plan)
+        yield run_line(plan)
+    if load := load_text(plan):
+        yield load
+    for warning in plan.warnings:
+        yield f"warn    {warning}"
+
+
+def _node_gib(plan: Estimate, num_bytes: int) -> float:
+    """Return the GiB on a node of ranks with this many bytes each."""
+    return num_bytes * plan.place.ranks_per_node / GIB
+
+
+def _rl_lines(plan: Estimate) -> Iterator[str]:
+    rollouts, step = plan.training.rollouts, plan.rl
+    if rollouts is None:
+        return
+    if step is None:
+        yield "rollout not planned: how many GPUs the servers have is not known. Give --server-nodes N"
+        return
+    shares = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.parts.items())
+    lengths = (
+        f"{rollouts.num_completions:,} completions of {step.mean_tokens:,.0f} tokens in the mean "
+        f"(--completion-tokens), at most {rollouts.completion_tokens:,}"
+    )
+    if step.factors:
+        yield f"rl step {_seconds(step.seconds)} s, calibrated with {plan.place.rates.source}: {shares}; {lengths}"
+    else:
+        low, high = PUBLISHED_FACTORS
+        yield f"rl step at least {_seconds(step.seconds)} s: {shares}; {lengths}"
+        yield (
+            f"        a lower bound: published steps took {low:g} to {high:g} times as long; measure one, and give it "
+            "to --calibrate"
+        )
+    if step.tail_s > 0:
+        yield f"        in {_seconds(step.tail_s)} s of the rollout less than a tenth of the completions is in progress"
+
+
+def run_line(plan: Estimate) -> str:
+    """Return hours, GPU-hours and checkpoints of the whole run; the plan has times."""
+    assert plan.step is not None
+    training, gpus = plan.training, plan.training.world_size + plan.place.server_gpus
+    low, high = plan.step.span.low, plan.step.span.high
+    count, text = training.steps, ""
+    if training.rollouts is not None:
+        if plan.rl is None:
+            return f"run     {training.steps:,} updates; {_checkpoints(plan)}"
+        count = training.num_rollouts
+        low = high = plan.rl.seconds
+        text = "" if plan.rl.factors else "at least "
+    hours = dict.fromkeys(seconds * count / HOUR_S for seconds in (low, high))
+    shown, each = ("-".join(f"{hour * by:,.0f}" for hour in hours) for by in (1, gpus))
+    return f"run     {training.steps:,} steps: {text}{shown} hours, {each} GPU-hours; {_checkpoints(plan)}"
+
+
+def _checkpoints(plan: Estimate) -> str:
+    """Return size and number of checkpoints, and the seconds to write a checkpoint, which the file system decides."""
+    disk = disk_of(plan.training)
+    nodes = -(-plan.training.world_size // plan.place.ranks_per_node)
+    seconds = disk.checkpoint / (nodes * STORAGE_BYTES_PER_S)
+    return (
+        f"{disk.num_checkpoints} checkpoints of {disk.checkpoint / GIB:,.0f} GiB, each {_seconds(seconds)} s of "
+        f"writing at {STORAGE_BYTES_PER_S / 1e9:g} GB/s a node"
+    )
+
+
+def layout_line(plan: Estimate) -> str:
+    """Return ranks and mesh in one line."""
+    training, world, device = plan.training, plan.training.world_size, plan.place.device
+    ranks = f"{world} x {device.name}" if device else f"{world} ranks"
+    return (
+        f"{ranks}: {mesh_text(training)}; {plan.num_microbatches} microbatches of {training.micro_batch} x "
+        f"{training.seq_length:,}"
+    )
+
+
+def mesh_text(training: Training) -> str:
+    """Return the axes of a mesh, and its experts'."""
+    mesh = training.mesh
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "dp": training.replicas}
+    text = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+    if training.model.is_moe:
+        copies = training.world_size // (mesh.etp * mesh.ep * mesh.pp)
+        etp = f" x etp {mesh.etp}" if mesh.etp > 1 else ""
+        text += f"; experts: ep {mesh.ep}{etp}, {copies} {'copies' if copies > 1 else 'copy'}"
+    return text
+
+
+def memory_text(plan: Estimate) -> str:
+    """Return the fullest stage's memory by its parts."""
+    stage = plan.fullest
+    room = plan.place.room_bytes
+    of = "" if isinf(room) else f" of {room / GIB:.1f}"
+    verdict = "" if plan.fits else " DOES NOT FIT:"
+    alive = f" ({plan.chunks_alive} chunks alive)" if plan.training.mesh.pp > 1 else ""
+    text = (
+        f"stage {stage.stage} is fullest: {_gib(stage.total)}{of} GiB:{verdict} lasting {_gib(stage.permanent)} "
+        f"(weights {_gib(stage.weights)}, gradients {_gib(stage.gradients)}, optimizer {_gib(stage.optimizer)}: "
+        f"exact), activations {_gib(stage.activations + stage.recomputed)}{alive}"
+    )
+    if stage.logits:
+        text += f", logits {_gib(stage.logits)}"
+    if stage.routes:
+        text += f", routes {_gib(stage.routes)}"
+    if stage.rollout_cache:
+        text += f"; in a rollout, instead of activations, a cache of {_gib(stage.rollout_cache)}"
+    return text
+
+
+def phases_text(plan: Estimate) -> str:
+    """Return the memory of models in each phase on the fullest stage; empty if no trained model waits."""
+    stage = plan.fullest
+    if all(model.store == "device" for model in plan.training.models if model.trains):
+        return ""
+    return (
+        f"models by phase: rollout {_gib(stage.rollout_models)}, scoring passes {_gib(stage.scoring_models)}, update "
+        f"{_gib(stage.permanent)}, checkpoint {_gib(stage.saving_models)} GiB"
+    )
+
+
+def _step_lines(plan: Estimate, timed: StepEstimate) -> Iterator[str]:
+    yield f"{plan.training.step_name:7} {span_text(plan)}"
+    shares = [
+        f"{part} {share:.0%}"
+        for part, share in timed.shares.items()
+        if share >= LEAST_SHARE or part == "host waits" or (part == "bubble" and plan.training.mesh.pp > 1)
+    ]
+    yield f"        {', '.join(shares)}"
+    first, *others = timed.limits
+    rest = ", ".join(f"{limit.term} {max(0.0, limit.gain):.0%}" for limit in others[:4])
+    yield f"limits  {first.term} would give {first.gain:.0%}, {rest}"
+    yield f"range   {timed.span.reason}"
+
+
+def load_text(plan: Estimate) -> str:
+    """Return the line on the load of the experts: the planned load, or the cost of several; else empty."""
+    rates, by_load = plan.place.rates, plan.fullest_by_load
+    if rates.imbalance is not None and plan.training.model.is_moe and plan.training.mesh.ep > 1:
+        return (
+            f"experts the fullest rank's get {rates.imbalance:.3g} times the mean of tokens, in time and memory "
+            f"({rates.imbalance_source})"
+        )
+    if not by_load:
+        return ""
+    loads = " / ".join(f"{load:g}x" for load in by_load)
+    more = " / ".join(f"{(size - plan.fullest.total) / GIB:.1f}" for size in by_load.values())
+    costs = f"{more} GiB"
+    if plan.step is not None:
+        lost = [f"{max(0.0, cost):.0%}".rstrip("%") for cost in plan.step.imbalance.values()]
+        costs = f"{' / '.join(lost)} % of the speed and {costs}"
+    text = f"warn    experts are taken as evenly loaded; the fullest rank at {loads} of the mean would cost {costs}"
+    too_large = [load for load, size in by_load.items() if size > plan.place.room_bytes]
+    if plan.fits and too_large:
+        text += f", which does not fit from {min(too_large):g}x on"
+    return f"{text} (--imbalance)"
+
+
+def span_text(plan: Estimate) -> str:
+    """Return the seconds of a step with their range; the plan has some."""
+    timed = plan.step
+    assert timed is not None
+    span, what = timed.span, ""
+    if plan.training.rollouts is not None:
+        what = ", when every completion is as long as it may be"
+    elif plan.training.answer_tokens is not None:
+        what = ", when every answer is as long as it may be"
+    return (
+        f"{_seconds(span.likely)} s ({_seconds(span.low)}-{_seconds(span.high)}): {timed.tokens_per_s:,.0f} "
+        f"tokens/s a GPU, {timed.model_tflops:.0f} model TFLOP/s{what}"
+    )
+
+
+def world_header(training: Training, place: Place) -> Iterator[str]:
+    """Yield the names of the columns of `world_line`."""
+    if training.rollouts is None:
+        yield f"{'ranks':>7} {'GiB':>6} {'fits':>5} {'s a step':>18} {'tokens/s a GPU':>15} {'the whole run':>22}"
+        return
+    servers = f"; servers on {place.server_gpus} GPUs beside them" if place.server_gpus else ""
+    kind = f"calibrated with {place.rates.source}" if place.rates.rl_factors else "lower bounds"
+    yield f"GiB by phase on the fullest stage of each; seconds of a whole step are {kind}{servers}"
+    yield (
+        f"{'ranks':>7} {'rollout':>8} {'scoring':>8} {'update':>7} {'fits':>5} {'rollout s':>10} {'train s':>8} "
+        f"{'rl step s':>10} {'the whole run':>22}"
+    )
+
+
+def world_line(plan: Estimate) -> str:
+    """Return a size of the world with its memory, whether it fits, its seconds, and the hours of the whole run."""
+    training, world, fits = plan.training, plan.training.world_size, "yes" if plan.fits else "no"
+    if training.rollouts is not None:
+        phases = [
+            max(stage.phases[name] for stage in plan.stages) for name in ("rollout", "scoring", "update")
+        ]
+        rollout, scoring, update = (_gib(size) for size in phases)
+        line = f"{world:>7} {rollout:>8} {scoring:>8} {update:>7} {fits:>5}"
+        if plan.rl is None:
+            return line
+        generated = plan.rl.parts["rollout"]
+        seconds = plan.rl.seconds * training.num_rollouts
+        hours = f"{'' if plan.rl.factors else 'at least '}{seconds / HOUR_S:,.0f} hours"
+        line += f" {_seconds(generated):>10} {_seconds(plan.rl.seconds - generated):>8}"
+        return f"{line} {_seconds(plan.rl.seconds):>10} {hours:>22}"
+    line = f"{world:>7} {plan.fullest.total / GIB:>6.1f} {fits:>5}"
+    if plan.step is None:
+        return line
+    span = plan.step.span
+    hours = "-".join(f"{seconds * training.steps / HOUR_S:,.0f}" for seconds in (span.low, span.high))
+    line += f" {f'{span.likely:.3g} ({span.low:.3g}-{span.high:.3g})':>18}"
+    return f"{line} {plan.step.tokens_per_s:>15,.0f} {f'{hours} hours':>22}"
+
+
+def search_lines(found: Search, shown: list[Choice]) -> Iterator[str]:
+    """Yield the counts of a search, and each choice with its costs and the fields that set it."""
+    world, rollouts = found.training.world_size, found.training.rollouts
+    yield (
+        f"{found.tried:,} combinations of mesh, micro-batch and recomputation on {world} ranks: "
+        f"{found.refused:,} are refused by the checks, {found.too_large:,} do not fit, {len(found.choices):,} fit"
+    )
+    if not shown:
+        return
+    if narrow := len(found.choices) - len(found.with_spare()):
+        yield f"{narrow:,} of them leave less than {SPARE:.0%} of the device's memory, and are left out."
+    if rollouts is not None:
+        yield _bound_line(rollouts, shown[0], found.place)
+    if shown[0].seconds is not None:
+        yield (
+            f"Different layouts within {WITHIN:g}x of the fastest, which a prediction cannot tell apart: measure two."
+        )
+    for choice in shown:
+        yield f"  {choice_text(choice, shown[0], found.place)}"
+        yield f"      {' '.join(toml_lines(found.changes(choice))) or 'as configured'}"
+
+
+def _bound_line(rollouts: Rollouts, choice: Choice, place: Place) -> str:
+    """Return a line that explains the seconds of choices in reinforcement learning, and which engine generates."""
+    if choice.rl is None:
+        return "Seconds are those of an update: how many GPUs the servers have is not known. Give --server-nodes N"
+    generator = "the engine on these ranks"
+    if rollouts.engine.is_served:
+        generator = (
+            f"servers on {place.server_gpus} GPUs" if place.server_gpus else "the servers of rl.engine"
+        )
+    kind = f"calibrated with {place.rates.source}" if choice.rl.factors else "a lower bound"
+    return (
+        f"Seconds are those of a whole step, {kind}: rollout by {generator}, with {choice.rl.mean_tokens:,.0f} tokens "
+        "a completion in the mean (--completion-tokens), logprobs, updates."
+    )
+
+
+def choice_text(choice: Choice, first: Choice, place: Place) -> str:
+    """Return a choice's layout, time, memory, and its costs compared with the first choice's."""
+    mesh, training = choice.mesh, choice.training
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "ep": mesh.ep}
+    layout = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "dp alone"
+    text = f"{layout}: {_gib(choice.memory.total)} GiB"
+    if not isinf(place.room_bytes):
+        text += f" ({_gib(place.room_bytes - choice.memory.total)} free)"
+    if choice.seconds is not None and first.seconds is not None:
+        slower = choice.seconds / first.seconds - 1
+        bound = "at least " if choice.rl is not None and not choice.rl.factors else ""
+        text += f", {bound}{_seconds(choice.seconds)} s" + (
+            f", {slower:.0%} slower" if slower > 0.005 else ""
+        )
+    if choice.rl is not None:
+        text += f" ({', '.join(f'{name} {_seconds(part)}' for name, part in choice.rl.parts.items())})"
+    rollouts, platform = training.rollouts, training.platform
+    if rollouts is not None:
+        sizes_of = choice.memory.phases
+        text += f", GiB by phase: {', '.join(f'{phase} {_gib(size)}' for phase, size in sizes_of.items())}"
+    given_up = []
+    if training.optim.offload_fraction:
+        given_up.append("the processor updates the weights")
+    if rollouts is not None and training.model.is_moe and rollouts.route_store != "device":
+        given_up.append("routes wait in main memory")
+    if platform.recompute != "none":
+        modules = "+".join(platform.recompute_modules)
+        given_up.append(f"recomputes {'all' if platform.recompute == 'full' else modules}")
+    if training.model.is_moe and mesh.ep * mesh.etp > place.ranks_per_node:
+        given_up.append("experts' tokens go over nodes")
+    if mesh.pp > 1 and mesh.vpp == 1:
+        given_up.append("a bubble")
+    return text + (f"; {', '.join(given_up)}" if given_up else "")
+
+
+def nearest_text(found: Search) -> str:
+    """Return the meshes that would fit with the fewest changes, with the lines to set; for messages."""
+    choices, critic = found.nearest(), found.training.critic
+    if not choices:
+        text = (
+            "No mesh of this model fits on these ranks: use more nodes, shorter sequences or a smaller batch"
+        )
+        if critic is not None and critic.store == "device":
+            text += ', or let the critic wait in main memory (rl.advantage.critic.store="host")'
+        return f"{text}."
+    lines = ["The nearest that pass the checks and fit (lines for the config, or for the command):"]
+    for choice in choices:
+        lines.append(f"  {' '.join(toml_lines(found.changes(choice)))}")
+        lines.append(f"      {choice_text(choice, choices[0], found.place)}")
+    return "\n".join(lines)
+
+
+def calibration_lines(rates: RatesConfig) -> Iterator[str]:
+    """Yield the rates of a run as a section of the cluster's file, with their meaning as comments."""
+    usual = Rates()
+    yield "# For the cluster's file:"
+    yield "[rates]"
+    meaning = {
+        "source": "",
+        "host_layer_s": f"published runs: {usual.host_layer_s:g}",
+        "imbalance": "tokens of the fullest rank's experts / the mean, on the run's mesh",
+        "speed": "times the parts of the peaks that published runs reach",
+        "rollout": "measured / the lower bound",
+        "logprobs": "measured / the lower bound",
+        "updates": "measured / planned, at the lengths of this run",
+    }
+    for name, comment in meaning.items():
+        value = getattr(rates, name)
+        if value is not None and (name != "speed" or value != 1.0):
+            shown = toml_value(value if isinstance(value, str) else float(f"{value:.4g}"))
+            yield f"{name} = {shown}" + (f"   # {comment}" if comment else "")
+
+
+def rank_lines(plan: Estimate, view: RankView) -> Iterator[str]:
+    """Yield a rank's coordinates and contents."""
+    coordinates = " ".join(f"{name} {index}" for name, index in view.coordinates.items())
+    yield f"rank {view.rank} on node {view.node}: {coordinates}"
+    for name, group in view.groups.items():
+        shown = ", ".join(map(str, group.ranks[:RANKS_SHOWN]))
+        more = f", ... {group.ranks[-1]}" if len(group.ranks) > RANKS_SHOWN else ""
+        where = "inside its node" if group.num_nodes == 1 else f"over {group.num_nodes} nodes"
+        yield f"group   {name}: {len(group.ranks)} ranks {where}: {shown}{more}"
+    yield f"layers  {_ranges(view.layers)}"
+    if plan.training.model.is_moe:
+        yield f"experts {view.experts.start}-{view.experts.stop - 1} of each MoE layer"
+    yield f"memory  {plan.stages[view.coordinates['pp']].describe()}"
+
+
+def as_json(plan: Estimate) -> dict[str, Any]:
+    """Return a plan as JSON values; sizes are bytes, times seconds."""
+    return {
+        "version": JSON_VERSION,
+        "world": plan.training.world_size,
+        "device": plan.place.device.name if plan.place.device else None,
+        "mesh": plan.training.mesh.model_dump(mode="json"),
+        "micro_batch": plan.training.micro_batch,
+        "num_microbatches": plan.num_microbatches,
+        "seq_length": plan.training.seq_length,
+        "recompute": plan.training.platform.recompute,
+        "room_bytes": None if isinf(plan.place.room_bytes) else plan.place.room_bytes,
+        "fits": plan.fits,
+        "stages": [_stage(stage) for stage in plan.stages],
+        "chunks_alive": plan.chunks_alive,
+        "bubble": plan.bubble,
+        "imbalance": plan.place.rates.imbalance,
+        "fullest_by_load": plan.fullest_by_load,
+        plan.training.step_name: None if plan.step is None else asdict(plan.step),
+        "rl_step": None if plan.rl is None else asdict(plan.rl) | {"seconds": plan.rl.seconds},
+        "warnings": plan.warnings,
+    }
+
+
+def _stage(stage: Memory) -> dict[str, int]:
+    return asdict(stage) | {"total": stage.total}
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Return 0-3, 8-11 of 0, 1, 2, 3, 8, 9, 10, 11."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"

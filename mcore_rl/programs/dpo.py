@@ -1,0 +1,150 @@
+"""One rank of preference optimisation: `mcore-rl dpo`, or `torchrun ... -m mcore_rl.programs.dpo CONFIG.toml`."""
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from mcore_rl.checks.dpo import check_dpo
+from mcore_rl.config.dpo import DPOConfig
+from mcore_rl.megatron import platform as platforms
+from mcore_rl.megatron.agree import on_rank_zero
+from mcore_rl.model.adapters import adapters_off
+from mcore_rl.programs.open_run import is_done, open_run
+from mcore_rl.programs.preferences import data_metrics, describe_preferences, load_preferences
+from mcore_rl.rl.models.reference import Reference
+from mcore_rl.storage.checkpoint import saved_steps
+from mcore_rl.storage.checkpoints.read import inspect
+from mcore_rl.storage.checkpoints.weights import load_weights, refuse_other_adapters
+from mcore_rl.storage.run_config import load_run_config
+from mcore_rl.train.loop import Run
+from mcore_rl.train.preference_losses import DPOHead
+from mcore_rl.train.preferences import (
+    AnswerLogprobHead,
+    PreferenceSource,
+    PreferenceTrainer,
+    answer_logprobs,
+)
+from mcore_rl.train.reference_logprobs import (
+    ReferenceOrigin,
+    cache_path,
+    find_origin,
+    read_cached,
+    refuse_changed_origin,
+    write_cached,
+)
+from mcore_rl.workers.launcher import world_size_of_launcher
+from mcore_rl.workers.rank_guard import rank_guard
+
+GROUPS_AT_A_TIME = 64
+"""Prompts per data-parallel rank in a pass of the reference."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Optimise on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
+    with rank_guard():
+        train(load_run_config(DPOConfig, Path(argv[0]), argv[1:]))
+    return 0
+
+
+def train(config: DPOConfig) -> None:
+    """Collective over the ranks that a launcher started: train to the last step, or until a stop is asked for."""
+    # Everything that a user can get wrong comes first, before a model costs time.
+    check_dpo(config, world_size_of_launcher())
+    data = load_preferences(config)
+    platform = platforms.start(config.platform, allows_te=config.allows_te)
+    if not is_done(config, platform):
+        with open_run(config, platform) as run:
+            for line in describe_preferences(data):
+                run.log.message(line)
+            run.log.write_now(run.state.progress.step, data_metrics(data))
+            mesh = run.state.mesh
+            logprobs = AnswerLogprobHead(mesh, config.model.vocab_size, config.dpo.logprob_chunk_tokens)
+            sources = [data.train] if data.valid is None else [data.train, data.valid]
+            if config.dpo.uses_reference:
+                sources = with_reference(config, run, sources, logprobs)
+            PreferenceTrainer(
+                run,
+                DPOHead(logprobs, mesh, config.dpo),
+                train=sources[0],
+                valid=sources[1] if len(sources) > 1 else None,
+            ).run()
+    platforms.stop()
+
+
+def with_reference(
+    config: DPOConfig, run: Run, sources: Sequence[PreferenceSource], head: AnswerLogprobHead
+) -> list[PreferenceSource]:
+    """Collective over the world: return the sources with the reference's logprobs, which are read from the cache if an
+    earlier start, or another run on the same data from the same checkpoint, computed them.
+
+    Raises:
+        CheckpointError: They must be computed, and the run's reference is gone or has changed.
+    """
+    origin = on_rank_zero(partial(find_origin, config, run.folder))
+    found = []
+    for source in sources:
+        path = cache_path(config, origin, source.preferences, run.folder.path)
+        logprobs, warning = on_rank_zero(partial(read_cached, path, len(source.preferences.starts_N) - 1))
+        if warning:
+            run.log.message(warning)
+        if logprobs is not None:
+            run.log.message(f"the reference's logprobs of {len(logprobs)} answers are those of {path}")
+        else:
+            logprobs = _computed(config, run, source, head, origin)
+            on_rank_zero(partial(write_cached, path, logprobs))
+        found.append(source.with_reference(logprobs))
+    return found
+
+
+def _computed(
+    config: DPOConfig, run: Run, source: PreferenceSource, head: AnswerLogprobHead, origin: ReferenceOrigin
+) -> Tensor:
+    """Collective over the world: return the logprobs of all answers under the reference."""
+    state, start_s = run.state, time.perf_counter()
+    has_trained = on_rank_zero(partial(_has_checkpoints, run))
+    with ExitStack() as stack:
+        if has_trained or config.dpo.reference is not None:
+            # The modules do not have the reference's weights, which replace theirs for this pass.
+            on_rank_zero(partial(refuse_changed_origin, origin))
+            refuse_other_adapters(inspect(Path(origin.checkpoint)), config.lora)
+            folder = run.folder
+            reference = Reference(
+                state.chunks, state.mesh, config.model, folder.path / "reference", folder.checkpoints
+            )
+            stack.enter_context(reference.installed())
+            stored = load_weights(
+                state.chunks,
+                state.mesh,
+                config.model,
+                Path(origin.checkpoint),
+                verify_checksums=config.checkpoint.verify_checksums,
+                allowed=config.checkpoint.allow_changes,
+            )
+            if not stored.has_adapters:
+                stack.enter_context(adapters_off(state.chunks))
+        with state.timers.phase("reference"):
+            logprobs = answer_logprobs(
+                state,
+                source,
+                head,
+                groups_at_a_time=GROUPS_AT_A_TIME * state.mesh.dp.size,
+                before_each=partial(run.watchdog.begin, "pause"),
+            )
+    run.log.message(
+        f"the reference's logprobs of {len(logprobs)} answers took {time.perf_counter() - start_s:.1f} s; "
+        f"reference: {origin.checkpoint or origin.fingerprint}"
+    )
+    return logprobs
+
+
+def _has_checkpoints(run: Run) -> bool:
+    return bool(saved_steps(run.folder.checkpoints))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""One rank of pretraining: `mcore-rl pretrain`, or `torchrun ... -m mcore_rl.programs.pretrain CONFIG.toml`."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_rl.checks.run import check
+from mcore_rl.config.data import DataConfig
+from mcore_rl.config.run import PretrainConfig, TrainConfig
+from mcore_rl.data.index_file import unigram_entropy
+from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
+from mcore_rl.megatron import platform as platforms
+from mcore_rl.metrics.metrics import Metric
+from mcore_rl.programs.open_run import is_done, open_run
+from mcore_rl.storage.run_config import load_run_config
+from mcore_rl.train.batch_size import total_samples
+from mcore_rl.train.loop import SupervisedTrainer
+from mcore_rl.train.objectives import NextTokenHead
+from mcore_rl.workers.launcher import world_size_of_launcher
+from mcore_rl.workers.rank_guard import rank_guard
+
+
+def main(argv: Sequence[str]) -> int:
+    """Pretrain on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
+    with rank_guard():
+        train(load_run_config(PretrainConfig, Path(argv[0]), argv[1:]))
+    return 0
+
+
+def train(config: PretrainConfig) -> None:
+    """Collective over the ranks that a launcher started: pretrain to the last step, or until a stop is asked for."""
+    # Everything that a user can get wrong comes first, before a model costs time.
+    check(config, world_size_of_launcher())
+    counts = sample_counts(config.data, config.train)
+    plan = plan_data(
+        config.data,
+        vocab_size=config.model.vocab_size,
+        samples=counts,
+        evaluated_at_once=config.train.global_batch,
+    )
+    config = config.model_copy(update={"train": with_evaluations_of(config.train, plan)})
+    platform = platforms.start(config.platform, allows_te=config.allows_te)
+    if not is_done(config, platform):
+        with open_run(config, platform, orders_of(plan)) as run:
+            sources = [f"data: {source.describe(plan.samples.train)}" for source in plan.sources]
+            for line in [*sources, *plan.warnings]:
+                run.log.message(line)
+            cache_dir = config.data.cache_dir
+            datasets = build_datasets(
+                plan,
+                seed=config.train.seed,
+                cache_dir=run.folder.path / "index_cache" if cache_dir == "auto" else Path(cache_dir),
+            )
+            assert datasets.train is not None
+            if platform.rank == 0:
+                # The loss of a model that knows only the frequency of each token.
+                entropy = unigram_entropy(*(config.data.valid or config.data.train))
+                run.log.write_now(run.state.progress.step, [Metric("data/unigram_nats", entropy)])
+            SupervisedTrainer(
+                run,
+                NextTokenHead(),
+                train=datasets.train,
+                valid=datasets.valid,
+                test=datasets.test,
+                seq_length=config.data.seq_length,
+            ).run()
+    platforms.stop()
+
+
+def with_evaluations_of(train: TrainConfig, plan: DataPlan) -> TrainConfig:
+    """Return the section `train` with no more batches per evaluation than the data of `plan` has."""
+    if train.eval_batches is None:
+        return train
+    evaluated = [count for count in (plan.samples.valid, plan.samples.test) if count]
+    batches = min(evaluated) // train.global_batch if evaluated else None
+    return train.model_copy(update={"eval_batches": batches})
+
+
+def orders_of(plan: DataPlan) -> dict[str, dict[str, str]]:
+    """Return field -> source -> the values that the order of its sequences depends on, if the length of the run changes
+    the order.
+    """
+    if plan.shuffle == "epoch":
+        return {}
+    return {
+        "data.shuffle": {
+            f"data.train[{index}] = {source.prefix}": source.whole_order()
+            for index, source in enumerate(plan.sources)
+        }
+    }
+
+
+def sample_counts(data: DataConfig, train: TrainConfig) -> SampleCounts:
+    """Return the number of sequences that the run reads from each split."""
+    evaluated = (train.eval_batches or 0) * train.global_batch
+    has_test = bool(data.test) or not data.valid
+    return SampleCounts(train=total_samples(train), valid=evaluated, test=evaluated if has_test else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""The tokenizer for training that starts from a model: the tokenizer that the model was trained with."""
+
+from pathlib import Path
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.data.sidecar import read_sidecar
+from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
+from mcore_rl.errors import DataError
+from mcore_rl.storage.model import read_run, run_of_checkpoint
+
+
+def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpoint: str | None) -> Tokenizer:
+    """Load the tokenizer for training that starts from a model.
+
+    Args:
+        config: The tokenizer, `data.tokenizer`.
+        model: The model; its vocabulary must hold all tokens.
+        checkpoint: The checkpoint that training starts from, if any.
+
+    Raises:
+        DataError: if the vocabulary is too small, or the checkpoint was trained with another tokenizer.
+    """
+    tokenizer = load_tokenizer(config)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise DataError(
+            f"the tokenizer {config.path} has {tokenizer.vocab_size} tokens, model.vocab_size is "
+            f"{model.vocab_size}. Name the tokenizer that the model was trained with."
+        )
+    refuse_other_tokenizer(tokenizer, checkpoint)
+    return tokenizer
+
+
+def refuse_other_tokenizer(
+    tokenizer: Tokenizer, checkpoint: str | None, field: str = "checkpoint.load"
+) -> None:
+    """Raise a DataError if the run that wrote `checkpoint`, named in `field`, used another tokenizer: ids would mean
+    different text.
+
+    Nothing is refused without a checkpoint, or if it was converted or its tokenizer is gone, because nothing is known.
+    If a pretraining named no tokenizer, the tokenizer that its data was made with is compared.
+    """
+    folder = run_of_checkpoint(Path(checkpoint)) if checkpoint else None
+    if folder is None or not (folder / "checkpoints").is_dir():
+        return
+    run = read_run(folder)
+    trained_with = run.tokenizer
+    if trained_with.path is None:
+        for prefix in run.data:
+            origin = read_sidecar(prefix)
+            if origin is not None and origin.tokenizer_digest != tokenizer.digest:
+                raise DataError(
+                    f"{field}={checkpoint} is of a run on {prefix}, which was made with another tokenizer "
+                    f"({prefix}.json has its SHA-256) than data.tokenizer.path names: the model would read other "
+                    "tokens than it has learned. Name that one."
+                )
+    if trained_with.path is None or not Path(trained_with.path).exists():
+        return
+    if load_tokenizer(trained_with).digest != tokenizer.digest:
+        raise DataError(
+            f"{field}={checkpoint} is of a run with the tokenizer {trained_with.path}, data.tokenizer.path "
+            "names another: the model would read other tokens than it has learned. Name that one, or another "
+            "checkpoint."
+        )

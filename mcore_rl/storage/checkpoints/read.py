@@ -1,0 +1,388 @@
+"""Reading a sharded state on any mesh, after the stored names, shapes and checksums were compared with those wanted."""
+
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from mcore_rl.config.changes import config_changes, listing
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError
+from mcore_rl.families.same_model import model_changes
+from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.patches.versions import megatron_version
+from mcore_rl.model.heads import SCORE_WEIGHT
+from mcore_rl.storage.checkpoint import (
+    COMMON,
+    FORMAT_FILE,
+    MARKER,
+    Marker,
+    base_of,
+    check,
+    find_checkpoint,
+    others,
+)
+from mcore_rl.storage.checkpoints.integrity import check_descriptions, check_identity, check_part
+from mcore_rl.storage.checkpoints.megatron_lm import args_changes, read_args
+from mcore_rl.storage.foreign import pickles
+from mcore_rl.storage.foreign.archives import FilePart, FileRange
+
+OWN_ENTRY = "mcore_rl"
+"""Entry of the common state that only checkpoints of this program have."""
+EXTRA_STATE = "_extra_state"
+"""Part of the keys of the states that TransformerEngine's layers save with weights (fp8 scales), empty for other
+layers.
+"""
+OPTIMIZER = "optimizer."
+ADAPTER = ".adapter."
+"""Part of the keys of low-rank adapters, which no other tensor has."""
+CRITIC = "critic."
+"""Beginning of the keys of the critic's weights and optimizer state, which a run of PPO saves with the policy's."""
+HYBRID_NORM = "decoder.final_norm.weight"
+"""Key of the last norm of Megatron's HybridModel, which GPTModel has as decoder.final_layernorm.weight."""
+LOGIT_PARTS = ("output_layer.", "mtp.")
+"""Beginnings of the keys of weights that only logits need."""
+MAX_LISTED = 3
+"""Most differences that a message lists."""
+MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingException, *pickles.MALFORMED)
+"""Exceptions that torch and Megatron raise on damaged or foreign files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredCheckpoint:
+    """Contents of a checkpoint; all its files exist in full length."""
+
+    path: Path
+    marker: Marker | None
+    """None: Megatron-LM wrote the checkpoint."""
+    shapes: dict[str, tuple[int, ...]]
+    """Global shape of each tensor, by key."""
+    objects: frozenset[str]
+    """Keys of the objects that are no tensors."""
+    parts: Mapping[str, Sequence[FileRange]]
+    """Parts of each tensor and object, by key."""
+    args: Mapping[str, Any]
+    """Arguments of Megatron-LM's command line in its checkpoints; empty where there is a marker."""
+    verify_checksums: bool
+    """Whether `read` compares tensors with their checksums before it reads them."""
+    base: "StoredCheckpoint | None" = None
+    """Base checkpoint with the tensors and objects that are not in `parts`; None if `parts` has all."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic was trained with the model."""
+        return any(name.startswith(CRITIC) for name in self.shapes)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether training can resume from it with its optimizer state."""
+        return self.marker is not None and any(name.startswith(OPTIMIZER) for name in self.shapes)
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether its model has a scalar head, as reward models and critics have, and no logits."""
+        return SCORE_WEIGHT in self.shapes
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether its model has low-rank adapters."""
+        return any(ADAPTER in name for name in self.shapes)
+
+
+def inspect(path: Path, *, verify_checksums: bool = True) -> StoredCheckpoint:
+    """Collective over the world: find the checkpoint `path`, or the newest in the folder `path`, on rank 0.
+
+    With `verify_checksums`, `read` will compare tensors with their checksums before it reads them.
+    CheckpointError on all ranks when there is none, or it is not complete, damaged, or not Megatron's.
+    """
+    return on_rank_zero(partial(_inspect, path, verify_checksums))
+
+
+def read(
+    state: dict[str, Any],
+    stored: StoredCheckpoint,
+    mesh: Mesh,
+    model: ModelConfig,
+    *,
+    allowed: tuple[str, ...] | None,
+) -> dict[str, Any]:
+    """Collective over the world: return `state` with its shards filled, and the entries common to all ranks.
+
+    Args:
+        state: The shards to be filled.
+        stored: The checkpoint, as `inspect` found it.
+        mesh: The mesh.
+        model: The model that the weights are for.
+        allowed: The fields and sections of `checkpoint.allow_changes`, in which the checkpoint's model may be another;
+            None: no config allows any.
+
+    Raises:
+        CheckpointError: On all ranks before anything is read: names or shapes differ, the same weights were something
+            else in the checkpoint's model, bytes are not those that were written, or an object asks for a program.
+    """
+    wanted = load_preprocess(state)[0]
+    shapes = _compare(stored, wanted, model)
+    _refuse_other_model(stored, model, allowed)
+    folders = [stored] if stored.base is None else [stored, stored.base]
+    for folder in folders:
+        keys = shapes.keys() if folder is stored else shapes.keys() - stored.parts.keys()
+        with nullcontext() if folder is stored else _of_base(stored.path):
+            on_every_rank(partial(_check_objects, folder, wanted))
+            if stored.verify_checksums:
+                # Parts first: their message names the tensor.
+                on_every_rank(partial(_check_tensors, folder, keys))
+                on_every_rank(partial(_check_files, folder, keys | folder.objects))
+    if stored.base is None:
+        return _loaded(state, stored, mesh)
+    of_base, own = extract_matching_values(state, partial(_is_in_base, stored))
+    loaded = _loaded(own, stored, mesh)
+    with _of_base(stored.path):
+        weights = _loaded(of_base, stored.base, mesh)
+    # Only the chunks' weights are taken from the base: its common values, such as the step, belong to another run.
+    return loaded | {name: weights[name] | loaded.get(name, {}) for name in of_base}
+
+
+def held_by_base(base: Iterable[str], own: Collection[str]) -> list[str]:
+    """Return which of the keys `base` of a base checkpoint are of weights that a checkpoint with the keys `own` leaves
+    out.
+    """
+    left_out = (OPTIMIZER, CRITIC, *(LOGIT_PARTS if SCORE_WEIGHT in own else ()))
+    return [key for key in base if not key.startswith(left_out) and ADAPTER not in key and key not in own]
+
+
+def _loaded(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh) -> dict[str, Any]:
+    """Collective over the world: return `state` with its shards filled from the files of a single checkpoint."""
+    try:
+        with _quiet():
+            strategy = FullyParallelLoadStrategyWrapper(
+                get_default_load_sharded_strategy(str(stored.path)), mesh.dp_cp.group
+            )
+            loaded: dict[str, Any] = dist_checkpointing.load(state, str(stored.path), strategy)
+    except (CheckpointException, *MALFORMED) as error:
+        raise DamagedCheckpointError(
+            f"{stored.path} cannot be read: {_reason(error)}. {others(stored.path)}"
+        ) from error
+    return loaded
+
+
+def _is_in_base(stored: StoredCheckpoint, leaf: Any) -> bool:
+    key = leaf.unique_key if isinstance(leaf, ShardedObject) else getattr(leaf, "key", None)
+    return key is not None and key not in stored.parts
+
+
+@contextmanager
+def _of_base(path: Path) -> Iterator[None]:
+    """Raise the damage of a base checkpoint as an error that is not of `path`, which has the adapters: it is whole, and
+    a run that took an earlier checkpoint in its place would meet the same base.
+    """
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise CheckpointError(
+            f"{path} has low-rank adapters alone, and their base is damaged: {error}. Put the base back as it was"
+        ) from error
+
+
+def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
+    path = find_checkpoint(path)
+    is_megatron_lm = not (path / MARKER).exists() and (path / FORMAT_FILE).is_file()
+    marker = None if is_megatron_lm else check(path)
+    if marker is not None:
+        check_descriptions(path, marker)
+    metadata = pickles.load_metadata(path)
+    if (path / COMMON).is_file():
+        pickles.refuse_programs((path / COMMON).read_bytes(), str(path / COMMON))
+    if is_megatron_lm:
+        _check_lengths(path, metadata)
+        _check_origin(path)
+    entries = metadata.state_dict_metadata
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
+    objects = frozenset(entries.keys() - tensors.keys())
+    with _of_base(path):
+        base_path = None if marker is None else base_of(path, marker)
+        base = None if base_path is None else _inspect(base_path, verify_checksums)
+    if base is not None:
+        shapes |= {key: base.shapes[key] for key in held_by_base(base.shapes, shapes)}
+        objects |= {key for key in held_by_base(base.objects, objects) if EXTRA_STATE in key}
+    return StoredCheckpoint(
+        path=path,
+        marker=marker,
+        shapes=shapes,
+        objects=objects,
+        parts=_parts(metadata),
+        args=read_args(path) if is_megatron_lm else {},
+        verify_checksums=verify_checksums,
+        base=base,
+    )
+
+
+def _parts(metadata: Metadata) -> dict[str, list[FileRange]]:
+    """Return the parts of each key, but for compressed parts, which torch checks by itself."""
+    found: dict[str, list[FileRange]] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        if not getattr(info, "transform_descriptors", None):
+            found.setdefault(index.fqn, []).append(FileRange(info.relative_path, info.offset, info.length))
+    return found
+
+
+def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:
+    """Raise a CheckpointError when an object of this rank asks for another program, which torch would run."""
+    keys = {leaf.unique_key for leaf in nested_values(wanted) if isinstance(leaf, ShardedObject)}
+    for key in sorted(keys):
+        for part in stored.parts.get(key, ()):
+            check_part(stored.path, key, part)
+            with (stored.path / part.file).open("rb") as file:
+                data = FilePart(file.fileno(), part.start, part.length)
+                pickles.refuse_programs(data, f"{key} in {stored.path / part.file}")
+
+
+def _check_files(stored: StoredCheckpoint, keys: Collection[str]) -> None:
+    """Raise a DamagedCheckpointError when this rank's share of the files differs from the files written with the
+    marker.
+    """
+    if stored.marker is None:
+        return
+    archives: dict[str, list[FileRange]] = {}
+    for parts in stored.parts.values():
+        for part in parts:
+            archives.setdefault(part.file, []).append(part)
+    # The same order on all ranks, dealt out in turn, as the parts below.
+    needed = sorted({part.file for key in keys for part in stored.parts.get(key, ())})
+    for name in needed[dist.get_rank() :: dist.get_world_size()]:
+        check_identity(stored.path, stored.marker, name, archives[name])
+
+
+def _check_tensors(stored: StoredCheckpoint, keys: Collection[str]) -> None:
+    """Raise a CheckpointError when this rank's share of all ranks' parts is damaged."""
+    # The same order on all ranks, dealt out in turn: each part is read by one rank.
+    every = sorted((part, key) for key in keys for part in stored.parts.get(key, ()))
+    for part, key in every[dist.get_rank() :: dist.get_world_size()]:
+        check_part(stored.path, key, part)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the warnings about functions of torch that Megatron calls."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(torch\.distributed|megatron\.core\.dist_checkpointing)\b")
+        yield
+
+
+def _check_origin(path: Path) -> None:
+    """Raise a CheckpointError when a folder without a marker is an incomplete checkpoint of this program."""
+    try:
+        with _quiet():
+            common = dist_checkpointing.load_common_state_dict(str(path))
+    except (CheckpointException, *MALFORMED) as error:
+        raise CheckpointError(
+            f"{path}: what is common to all ranks cannot be read ({_reason(error)}): it is damaged, or of another "
+            f"version of Megatron-Core than {megatron_version()}. {others(path)}"
+        ) from error
+    if OWN_ENTRY in common:
+        check(path)
+
+
+def _check_lengths(path: Path, metadata: Metadata) -> None:
+    """Raise a CheckpointError when a file is missing, or ends before `.metadata` says."""
+    ends: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        size = (path / name).stat().st_size if (path / name).exists() else 0
+        if size < end:
+            raise CheckpointError(
+                f"{path} is damaged: {name} has {size} bytes, {end} are in use. {others(path)}"
+            )
+
+
+def _compare(
+    stored: StoredCheckpoint, wanted: dict[str, Any], model: ModelConfig
+) -> dict[str, tuple[int, ...]]:
+    """Collective over the world: return the global shapes of all ranks' tensors; CheckpointError unless stored so."""
+    shapes = {
+        leaf.key: tuple(leaf.global_shape)
+        for leaf in nested_values(wanted)
+        if isinstance(leaf, ShardedTensor)
+    }
+    every_rank: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every_rank, shapes)
+    all_shapes = {name: shape for rank in every_rank for name, shape in rank.items()}
+    problems = list(_problems(stored, all_shapes))
+    if not problems:
+        return all_shapes
+    shown = "; ".join(problems[:MAX_LISTED]) + (
+        f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+    )
+    if stored.has_scores and SCORE_WEIGHT not in all_shapes:
+        raise CheckpointError(
+            f"{stored.path} is of a reward model or a critic, whose scores are no logits: a language model cannot "
+            "start from it. Name the checkpoint that it was trained from"
+        )
+    if stored.has_adapters and not any(ADAPTER in name for name in all_shapes):
+        raise CheckpointError(
+            f"{stored.path} has low-rank adapters, and this model has none: it would compute something else. Set the "
+            "section `lora` as in its run, or add them to the weights, with `mcore-rl convert export --merge`, and "
+            "import the result"
+        )
+    if HYBRID_NORM in stored.shapes:
+        raise CheckpointError(
+            f"{stored.path} has the layers of Megatron's HybridModel, in which attention and MLP of a layer are two "
+            "layers, and training reads those of GPTModel. Convert it with `mcore-rl convert relayout`, which needs "
+            "--reference HF_DIR if another program wrote it"
+        )
+    settings = config_changes(stored.marker.model, model, "model.") if stored.marker else []
+    hint = f" Its settings: {'; '.join(map(str, settings))}." if settings else ""
+    raise CheckpointError(
+        f"{stored.path} is of another model: {shown}.{hint} Set the model as it was, or load another checkpoint"
+    )
+
+
+def _refuse_other_model(
+    stored: StoredCheckpoint, model: ModelConfig, allowed: tuple[str, ...] | None
+) -> None:
+    """Raise a CheckpointError where the checkpoint's model computes something else of the same weights."""
+    changes = model_changes(stored.marker.model, model) if stored.marker else args_changes(stored.args, model)
+    refused = [change for change in changes if not change.is_allowed(allowed or ())]
+    if not refused:
+        return
+    listed, keys = listing(refused)
+    accept = "" if allowed is None else f", or accept it with checkpoint.allow_changes={keys}"
+    raise CheckpointError(
+        f"{stored.path} is of a model that computes something else of these weights:\n{listed}\n"
+        f"Set the model as it was, or load another checkpoint{accept}"
+    )
+
+
+def _problems(stored: StoredCheckpoint, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name, shape in sorted(wanted.items()):
+        there = stored.shapes.get(name)
+        if there is None:
+            yield f"{name} {shape} is not in it"
+        elif there != shape:
+            yield f"{name} is {there} there, {shape} here"
+    for name, shape in sorted(stored.shapes.items()):
+        if name not in wanted and not name.startswith((OPTIMIZER, CRITIC)):
+            yield f"{name} {shape} is not in this model"
+
+
+def _reason(error: BaseException) -> str:
+    """Return one line: of the first rank that failed, where torch has collected the ranks' errors."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]

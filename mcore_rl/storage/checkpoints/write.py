@@ -1,0 +1,238 @@
+"""Writing a sharded state: all ranks plan together, each writes alone, and rank 0 finishes.
+
+Megatron plans which rank writes which part of which tensor. Its `save` is not used beyond that: an error on rank 0
+alone, such as a full disk under `common.pt` or `.metadata`, would leave the other ranks waiting in a collective.
+"""
+
+import queue
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.patches.versions import megatron_version, writer_choice
+from mcore_rl.metrics.attempts_file import NUMERICS
+from mcore_rl.storage.checkpoint import (
+    COMMON,
+    FORMAT_FILE,
+    METADATA,
+    Marker,
+    write_marker,
+)
+from mcore_rl.storage.checksums import crc32_of
+from mcore_rl.storage.files import checkpoint_errors_explained, flush_to_disk, room_at
+from mcore_rl.storage.foreign.archives import FileRange, recorded_crc32
+
+FORMAT = CheckpointingConfig("torch_dist", 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenFiles:
+    """The files that one rank wrote."""
+
+    results: list[WriteResult]
+    files: dict[str, int]
+    """Number of bytes of each file, by name."""
+    crc32: dict[str, str]
+    """CRC-32 of each file in hexadecimal, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavePlan:
+    """This rank's part of a save, in host memory, with the writer for it."""
+
+    path: Path
+    writer: FileSystemWriterAsync
+    metadata: Metadata | None
+    """Metadata of the whole checkpoint; on rank 0 only."""
+    buckets: list[Any]
+    common: dict[str, Any] | None
+    """State that is the same on all ranks; on rank 0 only."""
+
+    def without_data(self) -> "SavePlan":
+        """Return what `finish` needs when another process writes; the copies of tensors are dropped."""
+        self.writer.write_buckets = None
+        return replace(self, buckets=[], common=None)
+
+    def write(self) -> WrittenFiles:
+        """Write this rank's files; no communication, so that a forked process can. CheckpointError when it fails."""
+        transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
+        results: list[WriteResult] = []
+        names = [name for _, name, _ in self.buckets]
+        with checkpoint_errors_explained(self.path, "writing"):
+            for bucket in self.buckets:
+                results += _write_bucket(transforms, bucket, self.path)
+            if self.common is not None:
+                # To an open file: given a path, torch would put the file's name into the archive.
+                with (self.path / COMMON).open("wb") as file:
+                    torch.save(self.common, file)
+                flush_to_disk(self.path / COMMON)
+                names.append(COMMON)
+            archives: dict[str, list[FileRange]] = {}
+            for result in results:
+                stored = result.storage_data
+                place = FileRange(stored.relative_path, stored.offset, stored.length)
+                archives.setdefault(place.file, []).append(place)
+            return WrittenFiles(
+                results=results,
+                files={name: (self.path / name).stat().st_size for name in names},
+                crc32={name: recorded_crc32(self.path / name, archives.get(name, ())) for name in names},
+            )
+
+
+class ShardPlanner:
+    """Plans saves of one state of constant structure, and spreads them over the data-parallel ranks."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._strategy = _PlanOnly(FORMAT.sharded_backend, FORMAT.sharded_backend_version, thread_count=1)
+        self._shares = FullyParallelSaveStrategyWrapper(
+            self._strategy, mesh.dp_cp.group, do_cache_distribution=True
+        )
+        self._is_checked = False
+
+    def plan(self, state: dict[str, Any], path: Path) -> SavePlan:
+        """Collective over the world: plan to write `state` to the existing empty folder `path`.
+
+        Tensors on a GPU are copied to the host. Those on the CPU are not: a write that does not fork must end before
+        they change.
+        """
+        # Whether shards make up each tensor depends on the structure alone, and the check gathers all ranks' shards.
+        shards, common = save_preprocess(state, validate_access_integrity=not self._is_checked)
+        self._is_checked = True
+        self._shares.apply_saving_parallelization(shards)
+        self._strategy.async_save(shards, path, **writer_choice())
+        writer, metadata = self._strategy.planned()
+        return SavePlan(
+            path=path,
+            writer=writer,
+            metadata=metadata,
+            buckets=FileSystemWriterAsync.preload_tensors(writer.write_buckets, non_blocking=True),
+            common=common if dist.get_rank() == 0 else None,
+        )
+
+
+def finish(
+    plan: SavePlan,
+    written: WrittenFiles,
+    mesh: Mesh,
+    model: ModelConfig,
+    step: int,
+    *,
+    program: str = "",
+    settings: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, dict[str, str]] | None = None,
+    base: Mapping[str, str] | None = None,
+) -> Marker | None:
+    """Collective over the world: rank 0 adds metadata and, last, the marker to the files of all ranks.
+
+    `program`, `settings`, `inputs` and `base` are the marker's.
+
+    Returns the marker on rank 0, None elsewhere. CheckpointError on all ranks when it fails.
+    """
+    gathered: list[Any] | None = [None] * mesh.world.size if mesh.world.rank == 0 else None
+    dist.gather_object(written, gathered, dst=0)
+    origin = program, dict(settings or {}), dict(inputs or {}), dict(base or {})
+    return on_rank_zero(partial(_finish, plan, gathered or [], mesh, model, step, *origin))
+
+
+def write_now(plan: SavePlan) -> WrittenFiles:
+    """Collective over the world: write on every rank; the first failure is raised on all."""
+    return on_every_rank(plan.write)
+
+
+def describe_mesh(mesh: Mesh) -> dict[str, int]:
+    """Return the sizes of the mesh's axes: two runs with the same sizes divide a model in the same way."""
+    axes = {name: getattr(mesh, name).size for name in ("tp", "pp", "cp", "dp", "ep", "etp")}
+    return axes | {"vpp": mesh.config.vpp}
+
+
+def _finish(
+    plan: SavePlan,
+    gathered: list[WrittenFiles],
+    mesh: Mesh,
+    model: ModelConfig,
+    step: int,
+    program: str,
+    settings: dict[str, Any],
+    inputs: dict[str, dict[str, str]],
+    base: dict[str, str],
+) -> Marker:
+    assert plan.metadata is not None
+    with checkpoint_errors_explained(plan.path, "finishing"):
+        plan.writer.finish(plan.metadata, [written.results for written in gathered])
+        save_config(FORMAT, str(plan.path))
+        files = {name: size for written in gathered for name, size in written.files.items()}
+        crc32 = {name: crc for written in gathered for name, crc in written.crc32.items()}
+        for name in (METADATA, FORMAT_FILE):
+            files[name] = (plan.path / name).stat().st_size
+            crc32[name] = crc32_of(plan.path / name)
+        marker = Marker(
+            step=step,
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+            world_size=mesh.world.size,
+            mesh=describe_mesh(mesh),
+            model=model.model_dump(mode="json"),
+            megatron=megatron_version(),
+            files=dict(sorted(files.items())),
+            crc32=dict(sorted(crc32.items())),
+            program=program,
+            settings=settings,
+            inputs=inputs,
+            base=base,
+            numerics=NUMERICS,
+        )
+        # The names of all files before the marker: a crash must not leave a marker of files that are not there.
+        flush_to_disk(plan.path)
+        write_marker(plan.path, marker)
+    return marker
+
+
+class _PlanOnly(TorchDistSaveShardedStrategy):
+    """Megatron's strategy up to the point at which it would start to write."""
+
+    _planned: tuple[FileSystemWriterAsync, Metadata | None]
+
+    def planned(self) -> tuple[FileSystemWriterAsync, Metadata | None]:
+        """Return the writer of the last `async_save`, and the metadata on rank 0."""
+        return self._planned
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, plan: Any, *_: Any) -> AsyncRequest:
+        self._planned = writer, plan[1]
+        return AsyncRequest(None, (), [])
+
+
+def _write_bucket(transforms: list[Any], bucket: Any, path: Path) -> list[WriteResult]:
+    """Write one file, which is on the disk when this returns."""
+    # Megatron calls this function in a process of its own: it answers by a queue, and counts its work in another.
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    running: queue.Queue[int] = queue.Queue()
+    running.put(0)
+    FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, results, running, use_fsync=True)
+    _, outcome = results.get()
+    if isinstance(outcome, Exception):
+        # Torch's archive writer raises an error of its own after the file's: the file's is the one that helps.
+        reason: BaseException | None = outcome
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__context__
+        if reason is not None:
+            raise reason
+        raise CheckpointError(f"writing {path / bucket[1]} failed: {outcome}. {room_at(path)}") from outcome
+    written: list[WriteResult] = outcome
+    return written

@@ -1,0 +1,479 @@
+"""Files that appear whole or not at all, folders with one writer, and the errors of a failing disk in words for the
+user.
+
+This is the only module that gives a finished file or folder its name: everything that a reader may find under a final
+name was complete before it got there. It is also where a command asks whether it may replace an existing output
+(`refuse_replacing`): nothing that a command of the same kind did not write is ever replaced.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mcore_rl.errors import CheckpointError, ConfigError, DataError, TrainingError
+
+# A quota and a file-size limit stop a writer as a full disk does; the last two: a file where a folder should be.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+)
+LOCK_POLL_S = 0.1
+UNWRITTEN = "cause that could not be written:"
+"""Beginning of a line on stderr with the name that the file of a cause would have had, and its headline."""
+RESERVE_FILE = "reserve"
+"""File next to the causes of a failure that takes room: deleted, it leaves some on a full disk for their words."""
+RESERVE_BYTES = 65536
+NOT_WRITER = "not_the_writer"
+"""File next to the causes of an attempt that has not become the writer of the run's folder, such as an evaluation."""
+GIB = 2**30
+MARK_BYTES = 4096
+"""Bytes at the beginning of a text that are searched for the mark of the command that wrote it."""
+MAX_LISTED = 5
+"""Most files that a message lists."""
+RUN_RECORDS = ("run.json", "writer.json", "metrics.jsonl")
+"""Files of which a run's folder has at least one from its start on."""
+RUN_CONTENT = ("checkpoints", "config.toml")
+"""Entries of which a run's folder has at least one, too."""
+Stamps = Mapping[str, Sequence[int]]
+"""Inode, size and times of each file below a folder, by relative path: while they are the same, so is the content."""
+
+
+def shipped(folder: str) -> Path:
+    """Return the folder `recipes`, `clusters` or `templates` of launch/: inside the installed package, or next to it
+    in a checkout and in a job's copy of the code.
+    """
+    inside = Path(__file__).parents[1] / "shipped"
+    return (inside if inside.is_dir() else Path(__file__).parents[2] / "launch") / folder
+
+
+PACKED = ("", ".gz", ".bz2", ".xz", ".zst")
+DATA_ENDINGS = (".parquet", *(kind + packed for kind in (".jsonl", ".json") for packed in PACKED))
+"""Endings of data files in a folder that is read as a whole."""
+
+
+def data_files(folder: Path) -> list[Path]:
+    """Return the data files directly in a folder, recognized by their endings, in the order of their names."""
+    return sorted(
+        path for path in folder.iterdir() if path.name.lower().endswith(DATA_ENDINGS) and path.is_file()
+    )
+
+
+def with_ending(prefix: str | Path, ending: str) -> Path:
+    """Return `prefix` + `ending`; unlike Path.with_suffix it keeps a dot in the prefix's name."""
+    return Path(f"{prefix}{ending}")
+
+
+def flush_to_disk(path: Path) -> None:
+    """Return when the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def move_into_place(written: Path, final: Path) -> None:
+    """Give the finished file or folder `written` the name `final`, where a file of that name is replaced.
+
+    A reader sees the old content or all of the new. When this returns, a crash of the machine loses neither.
+    """
+    # The content first: a file system may otherwise keep the new name after a crash and lose what it stands for.
+    flush_to_disk(written)
+    os.replace(written, final)
+    # The name is content of the folder, which a crash would lose likewise.
+    flush_to_disk(final.parent)
+
+
+@contextmanager
+def written_atomically(path: Path) -> Iterator[Path]:
+    """Yield a scratch path to write to, which becomes `path` when the block ends without an exception.
+
+    Raises:
+        OSError: `path` is a folder, or a device, pipe or a link to it, which a file would replace: root may rename a
+            file over /dev/stdout.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "it is a folder, device or pipe, and no file", str(path))
+    # Hidden, and named after host and process, so that two writers of a shared folder do not write to one scratch file.
+    scratch = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    try:
+        yield scratch
+        move_into_place(scratch, path)
+    except OSError as error:
+        # The error of a write, unlike that of an open, names no file.
+        if error.filename is None and error.errno in FULL:
+            error.filename = str(path)
+        raise
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Write `path` (text as UTF-8): a reader sees the old content or all of the new, whatever ends the writer."""
+    with written_atomically(path) as scratch:
+        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def create_atomically(path: Path, content: bytes | str) -> bool:
+    """Write `path` as `write_atomically` does unless there is such a file; return whether this process made it."""
+    scratch = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    try:
+        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+        flush_to_disk(scratch)
+        # Unlike a rename, a link fails when the name is taken: of several processes exactly one succeeds.
+        os.link(scratch, path)
+    except FileExistsError:
+        return False
+    finally:
+        scratch.unlink(missing_ok=True)
+    flush_to_disk(path.parent)
+    return True
+
+
+@contextmanager
+def disk_errors_explained(folder: Path, remedy: str) -> Iterator[None]:
+    """Raise a DataError with `remedy` in place of the errors of a full or forbidden disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL + FORBIDDEN:
+            raise
+        raise DataError(f"{error.filename or folder}: {os.strerror(error.errno)}. {remedy}") from error
+
+
+def disk_error(error: OSError) -> DataError | None:
+    """Return the error that the user reads in place of an error of a full disk, or of a file or folder that may not be
+    read or written; None for any other error.
+    """
+    reason = os.strerror(error.errno or 0)
+    if error.errno in FULL:
+        where = "a file, or standard output" if error.filename is None else error.filename
+        room = "" if error.filename is None else f" {room_at(Path(error.filename))}."
+        return DataError(f"{where}: {reason}.{room} Make room, and give the same command again.")
+    if error.errno in FORBIDDEN and error.filename is not None:
+        return DataError(
+            f"{error.filename}: {reason}. Correct the path, or let this user read and write there, and give the same "
+            "command again."
+        )
+    return None
+
+
+def make_folder(folder: Path, remedy: str) -> None:
+    """Make a folder and those above it where they are missing; DataError with `remedy` where that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        # Of every kind: /proc has no such file, a link goes in a circle, a network's disk has gone.
+        raise DataError(f"the folder {folder} cannot be made: {error.strerror}. {remedy}") from error
+
+
+@contextmanager
+def checkpoint_errors_explained(path: Path, doing: str) -> Iterator[None]:
+    """Raise a CheckpointError in place of any OSError: the action, the path, and the free space there."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{doing} {path} failed: {error.strerror or error}. {room_at(path)}") from error
+
+
+@contextmanager
+def full_disk_explained(run_dir: Path) -> Iterator[None]:
+    """Raise a TrainingError in place of the errors of a full disk in the run of a folder; other errors stay as they
+    are.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise TrainingError(
+            f"{error.filename or run_dir}: {os.strerror(error.errno)}. {room_at(run_dir)}. Make room, and run the same "
+            "command again: it goes on from the last complete checkpoint."
+        ) from error
+
+
+def room_at(path: Path) -> str:
+    """Return a sentence on the free space of the file system that `path` is or would be on."""
+    path = existing_part(path)
+    return f"{shutil.disk_usage(path).free / GIB:.2f} GiB are free at {path}"
+
+
+def existing_part(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists and can be seen by this user."""
+    # Unlike Path.exists, no error in a folder that this user may not enter.
+    while not os.path.exists(path):
+        path = path.parent
+    return path
+
+
+@contextmanager
+def sole_writer(lock: Path, *, wait_s: float, remedy: str) -> Iterator[None]:
+    """Lock the file `lock` for this process and the children it forks.
+
+    Args:
+        lock: A file in the folder that is to have one writer; it is made if need be.
+        wait_s: Seconds to wait for another writer to end.
+        remedy: What the user can do when it does not end, as a sentence.
+
+    Raises:
+        DataError: Another process keeps the lock, or has just ended its work and removed the folder.
+    """
+    give_up = time.monotonic() + wait_s
+    with open(lock, "ab") as handle:  # "wb" would empty the file that a link of this name leads to
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > give_up:
+                    raise DataError(
+                        f"{lock.parent} has another writer (it holds {lock}). {remedy}"
+                    ) from error
+                time.sleep(LOCK_POLL_S)
+        # No link left: the other writer removed the file while this one waited, so that this lock protects nothing.
+        if os.fstat(handle.fileno()).st_nlink == 0:
+            raise DataError(f"another writer has just ended its work in {lock.parent}. {remedy}")
+        yield
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a training has written to `folder`, or is about to."""
+    # Neither alone: a project may have a config.toml and a folder of checkpoints that no run wrote.
+    return any(map(os.path.lexists, (folder / name for name in RUN_RECORDS))) and any(
+        map(os.path.lexists, (folder / name for name in RUN_CONTENT))
+    )
+
+
+def refuse_overlap(output: Path, sources: Sequence[tuple[str, Path]]) -> None:
+    """Raise a ConfigError where an output is, contains or lies in a source or the folder of a run.
+
+    Args:
+        output: The file or folder that a command is asked to write; it need not exist.
+        sources: Files and folders that the command reads, each behind its name in the message. Links are followed,
+            those in a source too: a Hugging Face cache has its files elsewhere.
+    """
+    real = Path(os.path.realpath(output))
+    own, place, found = _identity(real), _identities(real), []
+    for name, source in sources:
+        for path in _with_linked_files(source):
+            identity = _identity(path)
+            if identity is None:
+                continue
+            if identity in place:
+                found.append((f"{'is' if identity == own else 'lies in'} {name}", source))
+            elif own in _identities(path):
+                found.append((f"contains {name}", source))
+    if found:
+        # Of a run and its checkpoint, say, the one that the output is.
+        relation, source = next((each for each in found if each[0].startswith("is ")), found[0])
+        raise ConfigError(f"output {output} {relation} ({source}). Name another output.")
+    run = next((folder for folder in (real, *real.parents) if is_run(folder)), None)
+    if run is not None:
+        relation = "is" if run == real else "lies in"
+        raise ConfigError(f"output {output} {relation} the folder of a run ({run}). Name another output.")
+
+
+def refuse_replacing(
+    output: Path,
+    sources: Sequence[tuple[str, Path]],
+    *,
+    overwrite: bool,
+    foreign: Callable[[Path], str | None],
+    folder: bool = False,
+) -> Stamps:
+    """Raise a ConfigError unless a command may write to `output`: the rule of every command that replaces a path.
+
+    It must not overlap a source or a run (see `refuse_overlap`). Where it exists, it must be an empty folder, or with
+    `overwrite` the output of a command of this kind that nobody has changed since.
+
+    Args:
+        output: The file or folder that the command is asked to write.
+        sources: As of `refuse_overlap`.
+        overwrite: Whether the user has asked to replace an earlier output.
+        foreign: Returns the end of a sentence on the part of the existing output that the command did not write;
+            None: nothing.
+        folder: Whether the output is a folder.
+
+    Returns:
+        The stamps of the existing files, with which `replace_folder` notices later changes.
+    """
+    if os.path.lexists(output):
+        _refuse_kind(output, folder=folder)
+    refuse_overlap(output, sources)
+    if not os.path.lexists(output):
+        return {}
+    if folder and output.samefile(os.getcwd()):
+        raise ConfigError(
+            f"output {output} is the working folder, which is not replaced. Name another output."
+        )
+    stamps = stamps_of(output)
+    if folder and not stamps and not any(output.iterdir()):
+        return stamps
+    if not overwrite:
+        raise ConfigError(
+            f"{output} exists. Name another output, or add --overwrite to replace it when all is done."
+        )
+    if (fault := foreign(output)) is not None:
+        raise ConfigError(f"{output} {fault}. It is not replaced: move it away, or name another output.")
+    return stamps
+
+
+def _refuse_kind(output: Path, *, folder: bool) -> None:
+    """Raise a ConfigError where a link, or something else than a file or `folder`, has the name of the output."""
+    if output.is_symlink():
+        raise ConfigError(
+            f"output {output} is a link to {os.readlink(output)}. Name that, or another output."
+        )
+    if not (output.is_dir() if folder else output.is_file()):
+        kind = "folder" if output.is_dir() else "file" if output.is_file() else "device or pipe"
+        wanted = "folder" if folder else "file"
+        raise ConfigError(f"output {output} is a {kind}, and a {wanted} is written. Name another output.")
+
+
+def has_mark(path: Path, mark: str) -> bool:
+    """Return whether a text begins with the mark of the command that wrote it."""
+    with path.open("rb") as file:
+        return mark.encode() in file.read(MARK_BYTES)
+
+
+def is_event_log(path: Path) -> bool:
+    """Return whether a file is empty or begins with a line of JSON that names an event: no other gets more lines."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        line = file.readline(MARK_BYTES)
+    try:
+        return not line or "event" in json.loads(line)
+    except (ValueError, TypeError):
+        return False
+
+
+def foreign_files(folder: Path, recorded: Callable[[str], str | None]) -> str | None:
+    """Return the end of a sentence on the files in `folder` that differ from their record; None: all are the same.
+
+    Args:
+        folder: An earlier output.
+        recorded: Returns the fault of the file of this relative path; None: it is as it was written.
+    """
+    faults = []
+    for name, entry in _entries(folder):
+        if stat.S_ISDIR(entry.st_mode):
+            fault = None if any((folder / name).iterdir()) else "an empty folder"
+        else:
+            fault = recorded(name) if stat.S_ISREG(entry.st_mode) else "no file"
+        if fault is not None:
+            faults.append(f"{name} ({fault})")
+    if not faults:
+        return None
+    more = f" and {len(faults) - MAX_LISTED} more" if len(faults) > MAX_LISTED else ""
+    return f"holds what this command did not write: {', '.join(faults[:MAX_LISTED])}{more}"
+
+
+def stamps_of(path: Path) -> Stamps:
+    """Return the stamps of all files and links below a folder, or of a file."""
+    entries = _entries(path) if path.is_dir() else [("", path.lstat())]
+    return {
+        name: (entry.st_ino, entry.st_size, entry.st_mtime_ns, entry.st_ctime_ns)
+        for name, entry in entries
+        if not stat.S_ISDIR(entry.st_mode)
+    }
+
+
+def sizes_and_times(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Return the number of bytes, and the time of the last change in ns, of each of the files that exists."""
+    # Links are followed: a Hugging Face cache has its files elsewhere. No inodes: some file systems make them up.
+    found = [(file, file.stat()) for file in files if file.exists()]
+    return {file: (entry.st_size, entry.st_mtime_ns) for file, entry in found}
+
+
+def replace_folder(written: Path, final: Path, aside: Path, stamps: Stamps) -> None:
+    """Give a folder the name `final`; a folder with that name is renamed first, and restored where the naming fails.
+
+    It is then `aside`, for the caller to delete (`delete_files`).
+
+    Args:
+        written: The complete folder.
+        final: Its name.
+        aside: Free name, on the same file system, that the replaced folder has meanwhile.
+        stamps: What `refuse_replacing` returned for `final`; empty: it was free, or an empty folder.
+
+    Raises:
+        ConfigError: Somebody has changed `final` since. Nothing is renamed then.
+    """
+    # An empty folder may be there: a rename replaces it, and fails where something has been put into it.
+    if not stamps:
+        move_into_place(written, final)
+        return
+    if not final.is_dir() or final.is_symlink() or stamps_of(final) != stamps:
+        raise ConfigError(f"{final} was changed meanwhile, and is not replaced. Name another output.")
+    rename_all([(final, aside), (written, final)])
+
+
+def rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
+    """Rename files or folders, flushed to the disk, in turn; where one fails, those before it get their names back."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for old, new in moves:
+            move_into_place(old, new)
+            done.append((old, new))
+    except BaseException:
+        for old, new in reversed(done):
+            if not os.path.lexists(old):
+                os.replace(new, old)
+        raise
+
+
+def delete_files(folder: Path, stamps: Stamps) -> None:
+    """Delete the files that still have these stamps, and the folders that are empty then; other files stay."""
+    for name, stamp in stamps_of(folder).items():
+        if stamp == tuple(stamps.get(name, ())):
+            (folder / name).unlink()
+    for path, _, _ in os.walk(folder, topdown=False):
+        with suppress(OSError):
+            os.rmdir(path)
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield relative path and status of everything below a folder; links are not followed."""
+    for path, folders, files in os.walk(folder, onerror=_raise):
+        for name in (*folders, *files):
+            entry = Path(path) / name
+            yield str(entry.relative_to(folder)), entry.lstat()
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return device and inode, which two names of one file share; None: it does not exist, or is not to be seen."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _identities(path: Path) -> set[tuple[int, int]]:
+    """Return the identities of a path and of all folders above it, as far as they exist."""
+    real = Path(os.path.realpath(path))
+    return {identity for each in (real, *real.parents) if (identity := _identity(each)) is not None}
+
+
+def _with_linked_files(source: Path) -> Iterator[Path]:
+    """Yield a source, and the files that links in its folder name."""
+    yield source
+    if source.is_dir():
+        yield from (Path(os.path.realpath(entry)) for entry in source.iterdir() if entry.is_symlink())

@@ -1,0 +1,259 @@
+"""Unpickling files of unknown origin: only the classes named in this file are ever called, whatever a pickle asks
+for.
+"""
+
+import io
+import pickle
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path, PosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError
+from mcore_rl.storage.foreign.archives import SliceableBytes, archive_records, record_bytes
+
+Allowed = dict[tuple[str, str], Any]
+
+DTYPES: Allowed = {
+    ("torch", str(dtype).removeprefix("torch.")): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+PLAIN: Allowed = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict, **DTYPES}
+
+
+class Opaque:
+    """Stands for an object of an unknown class: it accepts whatever a pickle does to it, and does nothing."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "Opaque":
+        """Drop the arguments."""
+        return super().__new__(cls)
+
+    def __setstate__(self, _: Any) -> None:
+        """Drop the state."""
+
+
+METADATA: Allowed = PLAIN | {
+    (module.__name__, name): getattr(module, name)
+    for module, names in {
+        metadata: (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        ),
+        planner: ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+        filesystem: ("_StorageInfo", "_StoragePrefix"),
+    }.items()
+    for name in names
+} | {
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # The folder that torch was asked to save to; the second is the module's name in Python 3.13.
+    ("pathlib", "PosixPath"): PosixPath,
+    ("pathlib._local", "PosixPath"): PosixPath,
+    # Megatron 0.15 has torch's class with an additional field, which nothing reads.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): metadata.Metadata,
+    # Classes of older versions of Megatron; nothing in them is needed.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Opaque,
+    ("megatron.core.dist_checkpointing.strategies.resharding", "TensorReformulationMetadata"): Opaque,
+}  # fmt: skip
+"""Classes in the `.metadata` of a distributed checkpoint."""
+SAVED: Allowed = PLAIN | {
+    (module, name): Opaque
+    for module, names in {
+        "argparse": "Namespace",
+        "types": "SimpleNamespace",
+        "pathlib": "PosixPath",
+        "pathlib._local": "PosixPath",
+        "signal": "Signals",
+        "_io": "BytesIO",
+        "io": "BytesIO",
+        "_codecs": "encode",
+        "builtins": "bytearray complex frozenset set slice",
+        "__builtin__": "bytearray complex frozenset set slice",
+        "numpy": "dtype ndarray",
+        "numpy.dtypes": "UInt32DType",
+        "numpy.core.multiarray": "_reconstruct scalar",
+        "numpy._core.multiarray": "_reconstruct scalar",
+        "torch": "device BFloat16Storage BoolStorage ByteStorage CharStorage DoubleStorage FloatStorage HalfStorage "
+        "IntStorage LongStorage ShortStorage",
+        "torch.storage": "UntypedStorage",
+        "torch._utils": "_rebuild_parameter _rebuild_tensor_v2 _rebuild_tensor_v3",
+        "megatron.core.enums": "ModelType",
+        "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
+        "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
+        "megatron.core.transformer.enums": "AttnBackend CudaGraphModule CudaGraphScope InferenceCudaGraphScope",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+"""Classes in Megatron's states besides tensors: neither the check nor the load calls any other class."""
+FP8_RECIPES = (
+    "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling Format _FormatHelper "
+    "MMParams QParams"
+)
+"""Classes of TransformerEngine in its layers' extra states, from Megatron 0.19's own list."""
+MALFORMED = (
+    *(zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, EOFError),
+    *(AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError),
+    # Crafted bytes: values within values without end, and sizes beyond all memory.
+    *(RecursionError, MemoryError),
+)
+"""Exceptions raised by reading a malformed pickle or archive."""
+
+
+class AllowListUnpickler(pickle.Unpickler):
+    """Calls the classes of `allowed` only; any other is refused by name, or become `Opaque`."""
+
+    def __init__(
+        self, file: io.BufferedIOBase | io.BytesIO, allowed: Allowed, *, opaque: bool = False
+    ) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+        self._opaque = opaque
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class or function of the allow-list; nothing is imported."""
+        known = self._allowed.get((module, name))
+        if known is not None:
+            return known
+        if self._opaque:
+            return Opaque
+        raise _refusal(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the reference to a tensor's storage as it is: no elements are read."""
+        return pid
+
+
+class _LoadingUnpickler(pickle.Unpickler):
+    """Makes the objects of the classes of SAVED; torch asks it for each object of an archive (`pickle_module`)."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class or function if SAVED has it."""
+        if (module, name) not in SAVED:
+            raise _refusal(module, name)
+        return super().find_class(module, name)
+
+
+class _LoadingModule:
+    """Stands in for the module `pickle` in torch.load."""
+
+    __name__ = "pickle"
+    Unpickler = _LoadingUnpickler
+
+
+def unpickle_metadata(file: io.BufferedIOBase | io.BytesIO) -> Any:
+    """Return the `.metadata` of a distributed checkpoint, in place of `pickle.load`."""
+    return AllowListUnpickler(file, METADATA).load()
+
+
+def load_metadata(path: Path) -> metadata.Metadata:
+    """Return the `.metadata` of a distributed checkpoint.
+
+    Raises:
+        DamagedCheckpointError: If its bytes are not a pickle.
+        CheckpointError: If it cannot be read, is not torch's metadata, or asks for classes that this file does not
+            name.
+    """
+    file = path / ".metadata"
+    try:
+        loaded = unpickle_metadata(io.BytesIO(file.read_bytes()))
+    except OSError as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror}. Is {path} a torch_dist checkpoint?"
+        ) from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}.") from None
+    except MALFORMED as error:
+        raise DamagedCheckpointError(
+            f"{file} is damaged ({type(error).__name__}: {error}). Take another copy."
+        ) from error
+    if not isinstance(loaded, metadata.Metadata):
+        raise CheckpointError(f"{file} holds a {type(loaded).__name__}, wanted torch's Metadata.")
+    return loaded
+
+
+def load_common(data: SliceableBytes, what: str) -> dict[str, Any]:
+    """Return the dict of a `common.pt`; objects other than plain values are Opaque, and tensors are left out."""
+    allowed = PLAIN | {("argparse", "Namespace"): Namespace}
+    loaded = _unpickled(data, what, allowed, opaque=True)
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def load_saved(data: bytes, what: str, map_location: str | None = None) -> Any:
+    """Return the object that `torch.save` wrote; CheckpointError, naming `what`, as `refuse_programs` raises it.
+
+    Only classes of SAVED are ever called, whichever record of the archive torch reads.
+    """
+    refuse_programs(data, what)
+    try:
+        return torch.load(io.BytesIO(data), map_location, pickle_module=_LoadingModule, weights_only=False)
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}.") from None
+
+
+def refuse_programs(data: SliceableBytes, what: str) -> None:
+    """Raise a CheckpointError, naming `what`, if loading the archive would call more than the classes of SAVED."""
+    _unpickled(data, what, SAVED, opaque=False)
+
+
+def refuse_programs_inside(state: Any, what: str) -> None:
+    """Raise a CheckpointError, naming `what`, if a loaded extra state of TransformerEngine contains a program.
+
+    Its fp8 scales are again a pickle, in a tensor of bytes or (before 2.0) in torch.save's format; its layers and
+    Megatron 0.16's unpickle it in any case, even in a run without fp8.
+    """
+    if isinstance(state, io.BytesIO):
+        _unpickled(state.getvalue(), what, _extra_states(), opaque=False)
+    elif isinstance(state, torch.Tensor) and state.numel():
+        try:
+            pickled = io.BytesIO(state.detach().cpu().numpy().tobytes())
+            AllowListUnpickler(pickled, _extra_states()).load()
+        except CheckpointError as error:
+            raise CheckpointError(f"{what}: {error}.") from None
+        except MALFORMED as error:
+            raise CheckpointError(
+                f"{what} cannot be read ({type(error).__name__}: {error}). Take another copy."
+            ) from error
+
+
+def _extra_states() -> Allowed:
+    return SAVED | {
+        ("torch._tensor", "_rebuild_from_type_v2"): Opaque,
+        ("torch.storage", "_load_from_bytes"): _check_storage,
+        # Megatron 0.19 uses this instead of the function above.
+        ("megatron.core.safe_globals", "safe_load_from_bytes"): _check_storage,
+        ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"): Opaque,
+        **{("transformer_engine.common.recipe", name): Opaque for name in FP8_RECIPES.split()},
+    }
+
+
+def _check_storage(data: bytes) -> Opaque:
+    """Replacement for torch's function that loads a storage inside a pickle, in the format before archives."""
+    file = io.BytesIO(data)
+    # A magic number, a version, the machine, the storage and its keys, each in a pickle; elements follow.
+    first, *_ = (AllowListUnpickler(file, SAVED).load() for _ in range(5))
+    if first != torch.serialization.MAGIC_NUMBER:
+        raise pickle.UnpicklingError("a storage is not in torch's format")
+    return Opaque()
+
+
+def _unpickled(data: SliceableBytes, what: str, allowed: Allowed, *, opaque: bool) -> Any:
+    try:
+        pickled = record_bytes(data, archive_records(data), "data.pkl")
+        return AllowListUnpickler(io.BytesIO(pickled), allowed, opaque=opaque).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}.") from None
+    except MALFORMED as error:
+        raise CheckpointError(
+            f"{what} cannot be read ({type(error).__name__}: {error}). Take another copy."
+        ) from error
+
+
+def _refusal(module: str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"a pickle asks for {module}.{name}, which could be any program and is not run. Is this file from "
+        "somebody you trust, load and save it again with the program that wrote it"
+    )

@@ -1,0 +1,474 @@
+"""The ranks of a run as processes of this machine, and this process's place among them. Imports no torch."""
+
+import ctypes
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from mcore_rl.errors import INTERRUPTED_STATUS, REFUSED_STATUS
+from mcore_rl.storage.files import NOT_WRITER, full_disk_explained
+from mcore_rl.workers.failures import (
+    FAILURES,
+    Failure,
+    OomKills,
+    Order,
+    first_cause,
+    has_noted,
+    make_reserve,
+    note_failure,
+    publish,
+    rank_death,
+    rank_failure,
+    signal_name,
+)
+from mcore_rl.workers.forked_rank import PR_SET_PDEATHSIG, THREADS, ForkedRank, imported
+from mcore_rl.workers.live_line import LIVE_FILE, LiveLine
+from mcore_rl.workers.signed_store import SECRET_FILE, write_secret
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+POLL_S = 0.05
+GRACE_S = 5.0
+"""Seconds that a rank may take to end after SIGTERM."""
+LOG_TAIL_LINES = 40
+CLAIM_S = 1.0
+"""Seconds that a rank's failure waits for a graver failure that explains it."""
+STAGE_FILE = "MCORE_RL_STAGE_FILE"
+"""Environment variable with the file in which rank 0 reports to `launch_local` that it trains, or stops as
+requested."""
+TRAINING, STOPPING = "training", "stopping"
+OF_RANKS = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
+        *(FAILURES, STAGE_FILE, SECRET_FILE, LIVE_FILE),
+    }
+)
+"""Environment variables of a rank, which other torch programs would mistake for their own."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    process: "subprocess.Popen[bytes] | ForkedRank"
+    log: Path
+    tees: list[threading.Thread] = field(default_factory=list)
+    is_noted: bool = False
+    """Whether the launcher has recorded how it ended."""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+
+def under_launcher() -> bool:
+    """Return whether torchrun, srun or `launch_local` started this process as a rank of a run.
+
+    A batch script has SLURM_PROCID and SLURM_NTASKS too; only a task of srun has the variables of a step's tasks.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return True
+    return "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def rank_of_launcher() -> int:
+    """Return this process's rank from the launcher's environment; 0 without a launcher."""
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+
+
+def world_size_of_launcher() -> int:
+    """Return the number of ranks that the launcher started; 1 without a launcher."""
+    if not under_launcher():
+        return 1
+    return int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_STEP_NUM_TASKS"])
+
+
+def note_stage(stage: str) -> None:
+    """Report TRAINING or STOPPING to `launch_local`, if it started this rank."""
+    if path := os.environ.get(STAGE_FILE):
+        Path(path).write_text(stage, encoding="utf-8")
+
+
+def launch_local(
+    module: str,
+    args: Sequence[str],
+    num_ranks: int,
+    log_dir: Path,
+    imports: Sequence[str] = (),
+    refuse: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> int:
+    """Run `python -m module *args` as ranks of this machine; return the exit status of the first failure, or 0.
+
+    Rank 0 also writes to this console; `log_dir/rank_K.log` has all of rank K. The first failure is shown, and written
+    to `log_dir/failure.json`, and the other ranks are ended. SIGTERM, SIGINT and SIGUSR1 are passed on to ranks that
+    train, which then stop and save; while they are starting each of the three ends them at once. After a save on Ctrl-C
+    the status is 130. No rank outlives this process. To be called in the main thread. A disk that is full before there
+    are ranks is a TrainingError; a disk that fills up later costs the logs their next lines, and nothing else.
+
+    Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), if that is safe, and
+    so does a single rank if this process has imported them already. In both cases `refuse` is called first and raises
+    the errors that the ranks would raise. It is not called otherwise, because it would have to import their modules.
+    `meanwhile` is called repeatedly while ranks are running; an error that it raises ends them.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    raise_open_files()
+    causes, stage = (log_dir / "failures").resolve(), (log_dir / ".stage").resolve()
+    for old in (*causes.glob("*.json"), log_dir / "failure.json", stage):
+        old.unlink(missing_ok=True)
+    environment = _environment(num_ranks)
+    try:
+        with _raised_signals():
+            shares = num_ranks > 1 or all(module in sys.modules for module in imports)
+            is_forked = shares and imported(imports, environment.get(THREADS))
+            if is_forked and refuse is not None:
+                refuse()
+                is_forked = imported(imports, environment.get(THREADS))  # `refuse` may have started threads
+    except _AskedToEndError as asked:
+        return _ended_while_starting(asked.number)
+    make_reserve(causes)
+    secret = (log_dir / ".store_secret").resolve()
+    with full_disk_explained(log_dir):
+        write_secret(secret)
+        (log_dir / NOT_WRITER).touch()
+    environment |= {FAILURES: str(causes), STAGE_FILE: str(stage), SECRET_FILE: str(secret)}
+    has_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    live = LiveLine(sys.stdout.buffer, (log_dir / ".live").resolve() if has_terminal else None)
+    environment |= {LIVE_FILE: str(live.path)} if live.path else {}
+    ranks: list[_Rank] = []
+    with _caught_signals() as caught:
+        try:
+            # Rank 0 comes last, so that no other rank holds its pipes open.
+            for rank in reversed(range(num_ranks)):
+                own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                log = log_dir / f"rank_{rank}.log"
+                ranks.insert(0, _start(module, args, own, log, is_first=rank == 0, is_forked=is_forked))
+            _tee_to_console(ranks[0], live)
+            return _wait(ranks, caught, causes, stage, live, meanwhile)
+        finally:
+            _end(ranks)
+            live.close()
+            stage.unlink(missing_ok=True)
+            secret.unlink(missing_ok=True)
+
+
+def start_server(
+    command: Sequence[str], settings: Mapping[str, str], defaults: Mapping[str, str], log: Path
+) -> "subprocess.Popen[bytes]":
+    """Start a process that is not a rank of the run, in its own process group, so that Ctrl-C does not reach it.
+
+    Args:
+        command: Program and arguments.
+        settings: Environment variables that it gets in addition to this process's, without a launcher's.
+        defaults: Environment variables that it gets unless this process has variables of these names.
+        log: File to which its output is appended.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            list(command),
+            env={**defaults, **inherited, **settings},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+
+
+def environment_variable(name: str) -> str | None:
+    """Return an environment variable that the user's config names; None if it is not set or empty."""
+    return os.environ.get(name) or None
+
+
+def raise_open_files() -> None:
+    """Raise the limit on open files of this process and its children to the maximum without privileges.
+
+    Data files, sockets to each peer and shared memory of loaders exceed the usual 1024 on large jobs.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # some kernels refuse "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _environment(num_ranks: int) -> dict[str, str]:
+    """Return the environment of all ranks: a single thread for each unless the user sets another number."""
+    environment = os.environ | {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": str(shutil.get_terminal_size().columns),
+    }
+    if num_ranks > 1:
+        environment.setdefault(THREADS, "1")
+    return environment
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody on this machine listens on, below those that outgoing connections get."""
+    for port in random.SystemRandom().sample(range(12000, 32000), 100):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise OSError("100 ports between 12000 and 32000 were tried and all are in use")
+
+
+def _start(
+    module: str,
+    args: Sequence[str],
+    environment: dict[str, str],
+    log: Path,
+    *,
+    is_first: bool,
+    is_forked: bool,
+) -> _Rank:
+    """Start a rank in its own session, so that Ctrl-C reaches it only through this process; it dies with this
+    process.
+    """
+    with log.open("wb") as file:
+        if is_forked:
+            return _Rank(ForkedRank(module, args, environment, None if is_first else file, FORWARDED), log)
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if is_first else file,
+            stderr=subprocess.PIPE if is_first else subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=dies_with_parent(),
+        )
+    return _Rank(process, log)
+
+
+def dies_with_parent() -> Callable[[], None] | None:
+    """Return the call for the child to make before it becomes Python: the kernel then kills it when its parent ends."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
+
+    def in_child() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended in between
+            os._exit(1)
+
+    return in_child
+
+
+def _tee_to_console(rank: _Rank, live: LiveLine) -> None:
+    for pipe, console in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr)):
+        assert pipe is not None
+        thread = threading.Thread(target=_tee, args=(pipe, console.buffer, rank.log, live), daemon=True)
+        thread.start()
+        rank.tees.append(thread)
+
+
+def _tee(pipe: IO[bytes], console: IO[bytes], log: Path, live: LiveLine) -> None:
+    """Copy `pipe` to its end; a closed console (`| head`) does not stop the log, nor a full disk the rank."""
+    has_console = has_room = True
+    with pipe, log.open("ab", buffering=0) as file:
+        while chunk := os.read(pipe.fileno(), 1 << 16):
+            try:
+                rest = memoryview(chunk)
+                while rest:  # of what has no room the part that has is written, without an error
+                    rest = rest[file.write(rest) :]
+                has_room = True
+            except OSError as error:
+                if has_room:
+                    _write_line(
+                        f"{log}: {os.strerror(error.errno or 0)}. Lines are missing there until it can be written."
+                    )
+                has_room = False
+            if has_console:
+                try:
+                    live.write(console, chunk)
+                except OSError:
+                    has_console = False
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect the forwarded signals that arrive meanwhile, in order."""
+    caught: list[int] = []
+    before = {number: signal.signal(number, lambda got, _: caught.append(got)) for number in FORWARDED}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _AskedToEndError(BaseException):
+    """A forwarded signal that arrived before there were ranks; no `except Exception` of an import swallows it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _raised_signals() -> Iterator[None]:
+    """End the block with _AskedToEndError on a forwarded signal."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise _AskedToEndError(number)
+
+    before = {number: signal.signal(number, end) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ended_while_starting(number: int) -> int:
+    """Report that a signal ended the run before it trained, and return the status."""
+    _write_line(f"{_asked_by(number)} while starting: ended at once, nothing was trained that could be lost.")
+    return 128 + number
+
+
+def _wait(
+    ranks: list[_Rank],
+    caught: list[int],
+    causes: Path,
+    stage: Path,
+    live: LiveLine,
+    meanwhile: Callable[[], None] | None,
+) -> int:
+    """Return the exit status once all ranks have ended well, a rank has failed, or the user does not want to wait."""
+    passed_on: list[int] = []
+    oom = OomKills()
+    failed_s: float | None = None
+    unwritten: list[Failure] = []
+    while True:
+        live.poll()
+        if meanwhile is not None:
+            meanwhile()
+        while caught:
+            number = caught.pop(0)
+            live.close()
+            if number == signal.SIGINT and number in passed_on:
+                _kill(ranks)
+                _write_line("Ended at once. The same command goes on from the last complete checkpoint.")
+                return INTERRUPTED_STATUS
+            if not stage.exists():
+                _kill(ranks)
+                return _ended_while_starting(number)
+            if number == signal.SIGINT:
+                _write_line(
+                    "Ctrl-C: the step is finished and saved; press it again to end at once, without saving."
+                )
+            passed_on.append(number)
+            for rank in ranks:
+                if rank.is_alive:
+                    rank.process.send_signal(number)
+        if _note_the_dead(ranks, causes, oom, passed_on, unwritten):
+            failed_s = failed_s or time.monotonic()
+            # If the disk has no room for any cause, the ends that this process saw are all there is. Of two statuses,
+            # choose the rank with a message for the user: the other rank gave way to it.
+            cause = first_cause(causes) or min(
+                unwritten, key=lambda failure: (failure.order, failure.status != REFUSED_STATUS), default=None
+            )
+            live.close()
+            # A rank that has lost its peer may end sooner than the rank that knows why.
+            if cause and (cause.order == Order.CAUSE or time.monotonic() - failed_s > CLAIM_S):
+                with suppress(OSError):  # a full disk
+                    publish(causes)
+                _report(cause, ranks[cause.rank])
+                return cause.status
+        elif not any(rank.is_alive for rank in ranks):
+            if signal.SIGINT in passed_on and stage.read_text(encoding="utf-8") == STOPPING:
+                _join_tees(ranks)
+                _write_line("Stopped by Ctrl-C, and saved. The same command goes on from there.")
+                return INTERRUPTED_STATUS
+            return 128 + passed_on[-1] if any(rank.process.returncode for rank in ranks) else 0
+        time.sleep(POLL_S)
+
+
+def _note_the_dead(
+    ranks: list[_Rank], causes: Path, oom: OomKills, passed_on: Sequence[int], unwritten: list[Failure]
+) -> bool:
+    """Return whether a rank has failed; if it did not write a cause itself, write how it ended, or add that to
+    `unwritten` if there is no room.
+    """
+    failed = False
+    for i, rank in enumerate(ranks):
+        code = rank.process.poll()
+        # A rank that was asked to end before it listened, or after its last step, has not failed.
+        if not code or -code in passed_on or code - 128 in passed_on:
+            continue
+        failed = True
+        if rank.is_noted or (code > 0 and has_noted(i, causes)):
+            continue
+        rank.is_noted = True
+        _join_tees([rank], CLAIM_S)  # a child of the rank may keep its output open
+        tail = rank.log.read_text(errors="replace").rstrip().splitlines()[-LOG_TAIL_LINES:]
+        if code < 0:
+            failure = replace(rank_death(i, -code, oom), text="\n".join(tail))
+        else:
+            last = tail[-1] if tail else f"ended with status {code}"
+            failure = rank_failure(i, code, last, "\n".join(tail), Order.STATUS)
+        if note_failure(failure, causes) is None:
+            unwritten.append(failure)
+    return failed
+
+
+def _asked_by(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal_name(number)
+
+
+def _write_line(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _report(cause: Failure, rank: _Rank) -> None:
+    """Write the first cause to stderr; rank 0's own text is on the console already."""
+    _join_tees([rank])
+    text = f"{cause.text.rstrip()}\n" if cause.rank else ""
+    headline = cause.headline
+    if cause.status == REFUSED_STATUS:  # the message for the user is above and is not repeated
+        headline = f"{headline.partition(': ')[0]}, by the error above"
+    _write_line(f"{text}First cause: {headline} (exit status {cause.status}); its output: {rank.log}")
+
+
+def _join_tees(ranks: Sequence[_Rank], timeout_s: float = GRACE_S) -> None:
+    """Wait until all output of the ranks is on the console."""
+    for tee in (tee for rank in ranks for tee in rank.tees):
+        tee.join(timeout=timeout_s)
+
+
+def _kill(ranks: Sequence[_Rank]) -> None:
+    """End ranks and their children at once, after their output so far has reached the console."""
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
+    _join_tees(ranks)
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """End the ranks that are left and, if a rank failed or had to be ended, all children."""
+    alive = [rank for rank in ranks if rank.is_alive]
+    failed = alive or any(rank.process.returncode for rank in ranks)
+    for rank in alive:
+        rank.process.terminate()
+    deadline = time.monotonic() + GRACE_S
+    while any(rank.is_alive for rank in alive) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    for rank in ranks if failed else []:
+        with suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.process.wait()
+    _join_tees(ranks)

@@ -1,0 +1,277 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.load import load_config
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import LayerKind
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig
+from mcore_rl.families import FAMILIES
+from mcore_rl.planning.activations import LayerActivations, load_of_fullest_rank
+from mcore_rl.planning.memory import (
+    GIB,
+    memory_by_stage,
+    memory_of_fullest_rank,
+)
+from mcore_rl.planning.schedule import chunks_in_flight
+from mcore_rl.planning.training import training_of
+from mcore_rl.planning.weights import layer_weights, layers_by_stage, weights_by_stage
+from tests.tiny_models import TINY
+from tests.weight_numbers import numbers_by_stage
+
+MOE, DENSE = LayerKind("attention", True), LayerKind("attention", False)
+RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
+QWEN3 = RECIPES / "qwen3_30b_a3b" / "pretrain.toml"
+
+
+def saved_numbers(weights):
+    """Of a router's two buffers a checkpoint has one: the bias, and not the load since the last step."""
+    return weights.total + weights.fp32_buffers
+
+
+def config(*overrides, path=QWEN3):
+    return load_config(PretrainConfig, path, overrides)
+
+
+def training(*overrides, world=16, length=4096):
+    return replace(training_of(config(*overrides), world), seq_length=length)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(), MeshConfig(tp=2), MeshConfig(ep=2, etp=2), MeshConfig(pp=2)],
+    ids=["1", "tp2", "ep2-etp2", "pp2"],
+)
+def test_the_weights_of_a_rank_are_those_of_the_tensors_that_it_gets(family, mesh):
+    model = TINY[family]
+    if not model.is_moe:
+        mesh = mesh.model_copy(update={"ep": 1, "etp": 1})
+    elif family == "gpt_oss":
+        mesh = mesh.model_copy(update={"etp": 1})  # its experts' biases are not cut
+    if mesh.pp > 1:
+        first = model.num_layers // 2
+        mesh = mesh.model_copy(
+            update={"first_stage_layers": first, "last_stage_layers": model.num_layers - first}
+        )
+    assert [saved_numbers(stage) for stage in weights_by_stage(model, mesh)] == numbers_by_stage(model, mesh)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(pp=2)], ids=["1", "pp2"])
+def test_the_last_stage_has_the_layer_of_multi_token_prediction_and_an_embedding_for_it(family, mesh):
+    model = TINY[family]
+    model = model.model_copy(update={"mtp_layers": 1, "num_layers": 2 * (model.num_layers // 2)})
+    assert [saved_numbers(stage) for stage in weights_by_stage(model, mesh)] == numbers_by_stage(model, mesh)
+
+
+def test_a_rank_has_a_part_of_a_key_value_head_where_there_are_fewer_than_ranks():
+    layers = [layer_weights(config().model, MeshConfig(tp=tp, ep=8), MOE).dense for tp in (4, 8)]
+    # 4 of 32 query heads, of width 128, and their output; half of a key head and half of a value head.
+    assert layers[0] - layers[1] == (2 * 4 + 1) * 128 * 2048
+
+
+def test_layers_are_dealt_out_in_rounds_of_chunks():
+    model = config().model.model_copy(update={"num_layers": 10})
+    mesh = MeshConfig(pp=3, vpp=2, first_stage_layers=2, last_stage_layers=4)
+    assert layers_by_stage(model, mesh) == [[0, 5], [1, 2, 6, 7], [3, 4, 8, 9]]
+
+
+def test_balanced_chunks_count_embedding_output_and_multi_token_prediction_as_layers():
+    # As published: DeepSeek-V3's 61 layers and one of multi-token prediction on pp 16 x vpp 2, Qwen3-235B's 94 on
+    # pp 8 x vpp 4. Without such a layout neither can be interleaved.
+    deepseek = MeshConfig(pp=16, vpp=2, pp_layout="balanced").chunk_layers(61, 1)
+    assert deepseek == [1, *[2] * 30, 0]
+    assert MeshConfig(pp=8, vpp=4, pp_layout="balanced").chunk_layers(94) == [2, *[3] * 30, 2]
+    # What is left over goes to whole rounds, then to the last stages.
+    assert MeshConfig(pp=3, vpp=2, pp_layout="balanced").chunk_layers(14) == [2, 3, 3, 2, 2, 2]
+    assert MeshConfig(pp=4, pp_layout="balanced").chunk_layers(12) == [2, 3, 4, 3]
+
+
+def test_weights_gradients_and_optimizer_of_qwen3_30b_on_16_ranks_are_those_computed_by_hand():
+    memory = memory_of_fullest_rank(training())
+    # tp 2, ep 8. Experts: 48 layers x 16 of 128 x 3 x 2048 x 768. Attention: a half of 4096 + 4096 columns for
+    # queries and output, and of 2 x 512 for keys and values; norms 2 x 2048 + 2 x 128; router 128 x 2048.
+    experts = 48 * 16 * 3 * 2048 * 768
+    layer = 2048 * (8192 + 1024) // 2 + 2 * 2048 + 2 * 128 + 128 * 2048
+    dense = 48 * layer + 2 * (151936 * 2048 // 2) + 2048
+    assert memory.weights == 2 * (experts + dense)
+    assert memory.gradients == 4 * (experts + dense)
+    assert memory.optimizer == 12 * (dense // 8) + 12 * (
+        experts // 2
+    )  # 8 data-parallel ranks; 2 copies of experts
+
+
+def test_activations_of_a_layer_are_those_counted_by_hand():
+    """4096 tokens, hidden 2048, tp 2 with sequence parallelism, bf16; 32 heads and 4 key/value heads of 128."""
+    layer = LayerActivations(config().model, config().mesh, PlatformConfig(precision="bf16"), 4096)
+    tokens = 4096 * 2
+    assert layer.all_parts(MOE) == {
+        "inputs": 2 * tokens * 2048 // 2,
+        "normed": 2 * tokens * 2048 // 2,
+        "unnormed_queries_keys": tokens * (16 + 2) * 128,
+        "queries_keys_values": tokens * (16 + 2 + 2) * 128,
+        "attended": tokens * 16 * 128,
+        "router": 2048 * 128 * 4,
+        "routed_in": 8 * tokens // 2 * 2048,
+        "routed_up": 8 * tokens // 2 * 2 * 768,
+        "routed_act": 8 * tokens // 2 * 768,
+        "shared_up": 0,
+        "shared_act": 0,
+    }
+
+
+def test_a_rank_whose_experts_get_more_tokens_keeps_more_of_them_up_to_their_capacity():
+    """4096 tokens, top-8, tp 2: 16,384 routed rows in the mean, of 2048 + 2 x 768 numbers, in each of 48 layers, which
+    compute the activation again.
+    """
+    even, fuller = (memory_by_stage(training(), load)[0] for load in (1.0, 1.3))
+    assert fuller.activations - even.activations == 48 * (int(16384 * 1.3) - 16384) * (2048 + 2 * 768) * 2
+    assert fuller.permanent == even.permanent
+    # No expert takes more than 1.1 times the mean; and with ep 1 every rank has all experts.
+    model = config().model
+    model = model.model_copy(update={"moe": model.moe.model_copy(update={"capacity_factor": 1.1})})
+    assert load_of_fullest_rank(model, MeshConfig(ep=8), 1.3) == 1.1
+    assert load_of_fullest_rank(config().model, MeshConfig(ep=1), 1.3) == 1.0
+
+
+def test_latent_attention_keeps_expanded_heads_and_latents_of_both_sides_of_their_norms():
+    """4096 tokens, tp 2: 64 of 128 heads of 192 and 128, latents of 1536 and 512 + 64, bf16."""
+    model = config(path=RECIPES / "deepseek_v3" / "pretrain.toml").model
+    layer = LayerActivations(model, MeshConfig(tp=2, ep=64), PlatformConfig(precision="bf16"), 4096)
+    parts = layer.all_parts(DENSE)
+    assert parts["latents"] == 2048 * 2 * (2 * 1536 + 2 * 512 + 64)
+    assert parts["queries_keys_values"] == 4096 * 2 * 64 * (192 + 192 + 128)
+    assert (parts["attended"], parts["act"]) == (4096 * 2 * 64 * 128, 4096 * 2 * 18432 // 2)
+
+
+@pytest.mark.parametrize(
+    ("modules", "gone"),
+    [
+        (("core_attn",), ()),
+        (("moe_act",), ("routed_act",)),
+        (("layernorm", "moe_act"), ("normed", "routed_act")),
+        (("moe",), ("router", "routed_in", "routed_up", "routed_act")),
+    ],
+)
+def test_selective_recomputation_drops_its_modules_and_keeps_the_rest(modules, gone):
+    platform = PlatformConfig(precision="bf16", recompute="selective", recompute_modules=modules)
+    layer = LayerActivations(config().model, config().mesh, platform, 4096)
+    parts = layer.all_parts(MOE)
+    assert layer.kept(MOE) == sum(parts.values()) - sum(parts[part] for part in gone)
+
+
+def test_full_recomputation_keeps_the_inputs_of_layers_and_one_layer_of_the_rest():
+    memory = memory_of_fullest_rank(training("platform.recompute=full"))
+    layer = LayerActivations(config().model, config().mesh, config().platform, 4096)
+    assert memory.activations == 48 * 4096 * 2048 * 2 // 2
+    assert memory.recomputed == sum(layer.all_parts(MOE).values())
+    wider = memory_of_fullest_rank(training("platform.recompute=full", "platform.recompute_layers=4"))
+    assert (wider.activations, wider.recomputed) == (memory.activations // 4, 4 * memory.recomputed)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "microbatches", "chunks"),
+    [
+        (MeshConfig(pp=4), 0, 8, 4),
+        (MeshConfig(pp=4), 3, 8, 1),
+        (MeshConfig(pp=4), 0, 2, 2),
+        # Interleaved: Megatron's warm-up of (pp - stage - 1) * 2 + (vpp - 1) * pp, and the one in work.
+        (MeshConfig(pp=4, vpp=2), 0, 8, 11),
+        (MeshConfig(pp=4, vpp=2), 3, 8, 5),
+        (MeshConfig(pp=4, vpp=2), 0, 4, 8),
+    ],
+)
+def test_so_many_forward_passes_of_chunks_wait_for_their_backward_pass(mesh, stage, microbatches, chunks):
+    assert chunks_in_flight(mesh, stage, microbatches) == chunks
+
+
+def test_context_parallel_ranks_share_tokens_and_optimizer_and_hold_the_same_weights():
+    one = memory_of_fullest_rank(training("mesh.dp=8"))
+    two = memory_of_fullest_rank(training("mesh.dp=4", "mesh.cp=2"))
+    assert (two.weights, two.gradients, two.optimizer) == (one.weights, one.gradients, one.optimizer)
+    assert (two.activations, two.logits) == (one.activations // 2, one.logits // 2)
+
+
+def test_the_output_and_its_logits_are_the_last_stages():
+    first, second = memory_by_stage(training("mesh.pp=2", world=32))
+    assert first.logits == 0
+    assert second.logits == 4096 * 151936 // 2 * (2 + 4 + 4)
+    assert first.activations == 2 * second.activations
+
+
+def test_models_that_wait_take_room_in_their_own_phases_only():
+    """Qwen3-30B-A3B on 32 ranks, tp 4 x ep 8, bf16: weights of the policy `p` and the critic `c` in numbers."""
+    words = ("checkpoint.load=x", "rl.advantage.critic.load=x", "platform.logits_chunk_tokens=none")
+    model = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b" / "ppo.toml", words)
+    (p,), (c,) = (weights_by_stage(one, model.mesh) for one in (model.model, model.model.scored))
+
+    def memory(*stores):
+        found = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b" / "ppo.toml", (*words, *stores))
+        return memory_of_fullest_rank(replace(training_of(found, 32), seq_length=20480))
+
+    def state(
+        *models,
+    ):  # two moments and a master copy in fp32: 8 ranks share a dense weight's, 4 an expert's
+        return sum(12 * one.dense for one in models) // 8 + sum(12 * one.expert for one in models) // 4
+
+    def parts(found):
+        phases = found.rollout_models, found.scoring_models, found.saving_models
+        return (found.weights, found.gradients, found.optimizer, *phases, found.host)
+
+    in_bf16, shift = 2 * (p.total + c.total), 4  # the critic's score.shift is one number in fp32
+    gradients = 4 * (p.total + c.total)
+    everything = in_bf16 + shift + gradients + state(p, c)
+    assert parts(memory()) == (in_bf16 + shift, gradients, state(p, c), *[everything] * 3, 0)
+    # The critic alone waits: its update has everything beside it.
+    policy, critic = 6 * p.total + state(p), 2 * c.total + shift
+    assert parts(memory("rl.advantage.critic.store=host")) == (
+        *(in_bf16 + shift, gradients, state(p, c)),
+        *(policy, policy + critic, policy + critic + state(c)),
+        critic + state(c),
+    )
+    # Both wait. The policy's logits make its update the larger one: no critic, all of the policy.
+    stored = memory("rl.advantage.critic.store=host", "rl.update.store=host")
+    assert parts(stored) == (
+        *(2 * p.total, 4 * p.total, state(p)),
+        *(2 * p.total, in_bf16 + shift, in_bf16 + shift + state(p, c)),
+        critic + state(p) + state(c),
+    )
+    # An update with its activations is the largest of the phases here; a rollout's cache is smaller than them.
+    passes = stored.activations + stored.recomputed + stored.logits
+    assert stored.total == stored.permanent + passes + stored.routes < memory().total / 1.9
+
+
+def test_deferred_logits_take_a_chunk_and_the_gradient_of_their_weight():
+    """16,384 positions of 151,936 ids on tp 2: 2^29 bytes of fp32 logits are 1,766 positions, 13 multiples of 128."""
+    deferred = memory_of_fullest_rank(training("mesh.dp=8", length=16384))
+    assert deferred.logits == 1664 * 75968 * (2 + 3 * 4) + 75968 * 2048 * (2 + 4)
+    whole = memory_of_fullest_rank(training("mesh.dp=8", "platform.logits_chunk_tokens=none", length=16384))
+    assert whole.logits == 16384 * 75968 * (2 + 4 + 4)
+
+
+def test_the_message_names_the_stage_and_the_parts():
+    memory = memory_of_fullest_rank(training())
+    assert memory.describe().startswith(
+        f"{memory.total / GIB:.1f} GiB on a rank of pipeline stage 0 (weights 8.2, "
+    )
+
+
+def test_moments_and_gradients_in_bf16_take_half_of_their_bytes():
+    plain = memory_of_fullest_rank(training())
+    lowered = [f"optim.{name}=bf16" for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")]
+    half = memory_of_fullest_rank(training(*lowered))
+    assert half.optimizer * 12 == plain.optimizer * 8 and half.gradients * 2 == plain.gradients
+    assert plain.total - half.total == plain.optimizer - half.optimizer + plain.gradients - half.gradients
+
+
+@pytest.mark.parametrize("fraction", [0.25, 1.0])
+def test_offloaded_state_of_the_optimizer_takes_main_memory_and_none_of_the_device(fraction):
+    plain = memory_of_fullest_rank(training())
+    moved = memory_of_fullest_rank(training(f"optim.offload_fraction={fraction}"))
+    weights = plain.optimizer // 12
+    assert moved.optimizer == pytest.approx(12 * weights * (1 - fraction), abs=1)
+    assert moved.host_optimizer == moved.main_memory == pytest.approx(16 * weights * fraction, abs=16)
+    assert plain.total - moved.total == plain.optimizer - moved.optimizer

@@ -1,0 +1,69 @@
+"""What a resume does with the layers that a run has recorded."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import Platform, start
+from mcore_rl.metrics.attempts import this_run_attempt
+from mcore_rl.programs.recorded_layers import keep_layers
+from mcore_rl.train.run_folder import RunFolder
+
+AUTO = PlatformConfig()
+
+
+@pytest.fixture
+def here(one_rank: Mesh) -> Platform:
+    platform = start(AUTO)
+    assert platform.layers_id == f"cpu {platform.build}" and platform.build
+    return platform
+
+
+def recorded(folder: Path, platform: Platform, *layers: str) -> RunFolder:
+    attempt = asdict(this_run_attempt(platform, MeshConfig(), 0))
+    assert attempt["layers"] == platform.layers_id
+    (folder / "run.json").write_text(json.dumps([attempt | {"layers": started} for started in layers]))
+    return RunFolder(folder)
+
+
+def test_a_new_run_and_one_with_the_same_layers_go_on(tmp_path: Path, here: Platform) -> None:
+    assert keep_layers(AUTO, here, RunFolder(tmp_path)) == (here, ())
+    assert keep_layers(AUTO, here, recorded(tmp_path, here, "torch", here.layers_id)) == (here, ())
+
+
+def test_a_run_of_torchs_layers_keeps_them(tmp_path: Path, here: Platform) -> None:
+    resumed, warnings = keep_layers(AUTO, here, recorded(tmp_path, here, here.layers_id, "torch"))
+    assert (resumed.layers, resumed.layers_id, warnings) == ("torch", "torch", ())
+    assert "torch layers" in resumed.describe() and "(as in run.json)" in resumed.describe()
+
+
+@pytest.mark.parametrize(
+    "settings", [PlatformConfig(layers="cpu"), PlatformConfig(bf16_products=True)], ids=["layers", "products"]
+)
+def test_what_the_config_names_is_used_and_the_difference_reported(
+    tmp_path: Path, here: Platform, settings: PlatformConfig
+) -> None:
+    resumed, (warning,) = keep_layers(settings, here, recorded(tmp_path, here, "torch"))
+    assert resumed == here
+    assert warning.startswith(
+        f'run.json has the layers "torch", and this start computes with "cpu {here.build}"'
+    )
+    assert "is not continued bit for bit" in warning
+
+
+@pytest.mark.parametrize("then", ["cpu 0123456789abcdef", "te"])
+def test_layers_that_are_not_here_are_reported(tmp_path: Path, here: Platform, then: str) -> None:
+    resumed, (warning,) = keep_layers(AUTO, here, recorded(tmp_path, here, then))
+    assert resumed == here and f'has the layers "{then}"' in warning
+
+
+def test_compiled_layers_of_a_machine_that_has_none_here_are_reported(tmp_path: Path, here: Platform) -> None:
+    folder = recorded(tmp_path, here, here.layers_id)
+    without = here.with_torch_layers("there is no compiler")
+    resumed, (warning,) = keep_layers(AUTO, without, folder)
+    assert resumed == without and 'computes with "torch"' in warning
