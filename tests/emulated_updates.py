@@ -14,16 +14,15 @@ from mcore_rl.megatron.mesh import destroy_mesh
 from tests.parallel import (
     checkpointing,
     parity,
-    preference_steps,
     test_ppo,
     test_preferences,
     test_rl_updates,
 )
 from tests.parallel.parity import random_weights
-from tests.parallel.ppo_steps import ppo_updates
 from tests.parallel.replay_faults import Work, effect_of, outcome_of
 from tests.parallel.replay_mutants import MUTANTS
 from tests.parallel.rl_steps import updates
+from tests.parallel.test_ppo import ppo_updates
 from tests.parallel.test_replay_mutants import rl_config
 from tests.tiny_models import TINY, shallow
 
@@ -74,7 +73,7 @@ def preferences(folder: str) -> list[list[dict[str, float]]]:
     """The sums, losses and gradient norms of two steps of each loss, and an evaluation."""
     config = test_preferences.config_of(MeshConfig())
     initial, other = weights_of(folder, "preferences")
-    _, found = preference_steps.dpo_steps(config, initial, other, test_preferences.LOSSES)
+    _, found = test_preferences.dpo_steps(config, initial, other, test_preferences.LOSSES)
     finish()
     return found
 

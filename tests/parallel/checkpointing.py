@@ -23,8 +23,7 @@ from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
-from tests.parallel.parity import LENGTH, SEQUENCES, WIDE_ROWS, batch
-from tests.parallel.plain import set_up_plain
+from tests.parallel.parity import LENGTH, SEQUENCES, WIDE_ROWS, batch, set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 

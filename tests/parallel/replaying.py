@@ -1,10 +1,17 @@
-"""Helpers that record, impose and compare routes on any mesh; one world of ranks runs many cases."""
+"""Helpers that record, impose and compare routes on any mesh; one world of ranks runs many cases.
+
+Routes, and drops, read and imposed on one rank without any part of mcore_rl.replay, to check it against.
+
+Routes, losses and gradients of one rank, and comparisons of other meshes with them.
+"""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +22,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.mesh import destroy_mesh
+from mcore_rl.megatron.routers import replayed_routers
 from mcore_rl.megatron.schedule import HeadOutput, free_routing, run_pass
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
@@ -23,8 +31,17 @@ from mcore_rl.replay.exchange import OfferedRoutes
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.train.state import TrainState
-from tests.parallel.parity import Tensors, config_of, whole_gradients
-from tests.parallel.plain import set_up_plain
+from tests.parallel.parity import (
+    Tensors,
+    assembled,
+    config_of,
+    largest,
+    random_weights,
+    relative_errors,
+    set_up_plain,
+    whole_gradients,
+)
+from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
 LENGTHS = (13, 8, 16, 5, 11, 16, 3, 10)
@@ -360,3 +377,244 @@ def replay_all(
         )
         for case in cases
     ]
+
+
+Choice = dict[int, tuple[list[int], list[bool]]]
+"""Token's name -> its top-k experts, and which of them had room."""
+
+
+def replayed_by_hand(
+    model: ModelConfig, weights: Tensors, layouts: tuple[str, ...], left_out: frozenset[int] = frozenset()
+) -> list[dict[str, Any]]:
+    """On one rank, for each layout: losses and gradients of other weights under the choices, and the drops, that the
+    routers made with `weights`; tokens whose names are `left_out` are routed live.
+    """
+    runs = opened(Case(model="", mesh=MeshConfig(), layouts=layouts), model)
+    found = []
+    for run in runs:
+        copy_in(run.state.chunks, weights)
+        choices = [
+            {name: chosen for name, chosen in choice.items() if name not in left_out}
+            for choice in natural_choices(run)
+        ]
+        copy_in(run.state.chunks, perturbed(weights))
+        losses, gradients = imposed_by_hand(run, choices)
+        dropped = sum(
+            not has_room for choice in choices for _, rooms in choice.values() for has_room in rooms
+        )
+        found.append({"losses": losses, "gradients": gradients, "dropped": dropped, "choices": choices})
+    destroy_mesh()
+    return found
+
+
+def routers_of(run: Run) -> list[Any]:
+    """All routers of the one chunk, in order of their layers."""
+    return [router for chunk in run.state.chunks for _, router in replayed_routers(chunk)]
+
+
+def names_in_router_order(run: Run) -> list[list[int]]:
+    """Name of each token as a router sees it: on one rank `[B, S]` is transposed to `[S, B]`; -1 for padding."""
+    return [names_BS.t().flatten().tolist() for names_BS in run.names]
+
+
+def natural_choices(run: Run) -> list[Choice]:
+    """The routers' own choices in a free pass, one for each call: microbatch by microbatch, and in each by layer."""
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def read(router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        experts_TK = chosen_by_hand(router, inputs[0].flatten(0, 1).float() @ router.weight.float().t())
+        calls.append((experts_TK, output[1].gather(1, experts_TK)))
+
+    hooks = [router.register_forward_hook(read) for router in routers_of(run)]
+    run.evaluate()
+    for hook in hooks:
+        hook.remove()
+    num_layers, choices = len(hooks), []
+    for index, (experts_TK, has_room_TK) in enumerate(calls):
+        names = names_in_router_order(run)[index // num_layers]
+        tokens = zip(names, experts_TK.tolist(), has_room_TK.tolist(), strict=True)
+        choices.append({name: (experts, rooms) for name, experts, rooms in tokens if name >= 0})
+    return choices
+
+
+def chosen_by_hand(router: Any, logits_TE: Tensor) -> Tensor:
+    """The top-k of the logits (Qwen3); or of biased sigmoids in the best groups (DeepSeek-V3), where a group is as good
+    as its best experts that fit.
+    """
+    if router.score_function == "softmax":
+        return logits_TE.topk(router.topk).indices
+    scores_TE = logits_TE.sigmoid() + router.expert_bias
+    groups, chosen = router.config.moe_router_num_groups, router.config.moe_router_group_topk
+    scores_TGe = scores_TE.view(len(scores_TE), groups, -1)
+    of_group_TG = scores_TGe.topk(router.topk // chosen).values.sum(-1)
+    is_out_TG = torch.ones_like(of_group_TG, dtype=torch.bool).scatter(
+        1, of_group_TG.topk(chosen).indices, False
+    )
+    return scores_TGe.masked_fill(is_out_TG[..., None], -torch.inf).flatten(1).topk(router.topk).indices
+
+
+def gates_by_hand(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """The softmax of the chosen logits (Qwen3); or the chosen sigmoids over their sum, scaled (DeepSeek-V3)."""
+    chosen_TK = logits_TE.gather(1, experts_TK)
+    if router.score_function == "softmax":
+        return chosen_TK.softmax(-1)
+    scores_TK = chosen_TK.sigmoid()
+    return scores_TK / scores_TK.sum(-1, keepdim=True) * router.config.moe_router_topk_scaling_factor
+
+
+def imposed_by_hand(run: Run, choices: list[Choice]) -> tuple[dict[int, float], list[Any]]:
+    """Losses and gradients of a pass in which every router's forward is replaced by the formula.
+
+    A gate without room is zero, and the others keep their size.
+    """
+    routers, names = routers_of(run), names_in_router_order(run)
+    calls = iter(range(len(choices)))
+
+    def imposing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        def forward(hidden_SBD: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
+            call = next(calls)
+            choice = choices[call]
+            logits_TE = hidden_SBD.flatten(0, 1).float() @ router.weight.float().t()
+            # Tokens without a choice are routed live, and padding, whose output reaches no token and no loss.
+            live = [(experts, [True] * router.topk) for experts in chosen_by_hand(router, logits_TE).tolist()]
+            of_call = zip(names[call // len(routers)], live, strict=True)
+            rows = [choice.get(name, chosen) for name, chosen in of_call]
+            experts_TK, has_room_TK = (torch.tensor(column) for column in zip(*rows, strict=True))
+            gates_TK = gates_by_hand(router, logits_TE, experts_TK) * has_room_TK
+            gates_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, gates_TK)
+            return gates_TE, torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, experts_TK, has_room_TK)
+
+        return forward
+
+    for router in routers:
+        router.forward = imposing(router)
+    result = run.gradients()
+    for router in routers:
+        del router.forward
+    assert next(calls, None) is None, "a router was not called"
+    return result
+
+
+MODELS = {
+    "qwen3_moe": tiny("qwen3_moe"),
+    "qwen3_moe-8": tiny("qwen3_moe", num_layers=8),
+    "qwen3_moe-shallow": tiny("qwen3_moe", num_layers=2),
+    "deepseek_v3": tiny("deepseek_v3"),
+    "deepseek_v3-8": tiny("deepseek_v3", num_layers=8),
+    "deepseek_v3-shallow": tiny("deepseek_v3", num_layers=3),
+    "qwen3_moe-full": tiny("qwen3_moe", capacity_factor=1.0),
+    "deepseek_v3-full": tiny("deepseek_v3", capacity_factor=1.0),
+    "qwen3_moe-allgather": tiny("qwen3_moe", num_layers=2, dispatcher="allgather"),
+    "deepseek_v3-mtp": tiny("deepseek_v3", mtp=1),
+    # A token takes 2 experts of each group, which is ranked by its best one.
+    "deepseek_v2-shallow": tiny("deepseek_v2", num_layers=3, top_k=4),
+    "glm_moe_dsa": tiny("glm_moe_dsa"),
+    "qwen3_next": tiny("qwen3_next"),
+    **{
+        f"{family}-shallow": tiny(family, num_layers=2)
+        for family in (
+            *("deepseek_v32", "dots1", "glm4_moe_lite", "glm_moe_dsa"),
+            *("minimax_m2", "qwen3_5_moe_text", "qwen3_next", "solar_open"),
+        )
+    },
+}
+LAYOUTS = ("packed", "padded")
+
+
+class Outcome(NamedTuple):
+    """Results of one layout of one case, of all ranks together."""
+
+    free: dict[int, float]
+    same: dict[int, float]
+    recorded: dict[int, dict[int, list[int]]]
+    losses: dict[int, float]
+    gradients: Tensors
+    metrics: dict[str, Any]
+    unchanged: dict[str, Any]
+    errors: list[str]
+    accounts: list[list[dict[str, int]]]
+
+
+def together(ranks: Sequence[dict[str, Any]]) -> Outcome:
+    """Merge what each rank returned."""
+    recorded: dict[int, dict[int, list[int]]] = {}
+    for rank in ranks:
+        for layer, routes in rank.get("recorded", {}).items():
+            recorded.setdefault(layer, {}).update(routes)
+    return Outcome(
+        *({name: x for rank in ranks for name, x in rank.get(key, {}).items()} for key in ("free", "same")),
+        recorded,
+        {name: x for rank in ranks for name, x in rank["losses"].items()},
+        assembled([rank["gradients"] for rank in ranks]),
+        ranks[0]["metrics"],
+        ranks[0].get("unchanged", {}),
+        [rank["error"] for rank in ranks],
+        [rank["accounts"] for rank in ranks],
+    )
+
+
+class Reference(NamedTuple):
+    """Weights of one rank, its routes by layout, and its losses and gradients."""
+
+    weights: Tensors
+    saved: dict[str, dict[int, SavedRoutes]]
+    outcomes: dict[str, Outcome]
+
+
+@functools.cache
+def one_rank(model: str) -> Reference:
+    """Run a model on one rank, in each layout."""
+    weights = random_weights(config_of(MODELS[model], MeshConfig()))
+    # The bias of the MTP layer's router, which is not imposed, moves with each layout.
+    layouts = ("packed",) if model.endswith("mtp") else LAYOUTS
+    case = Case(model=model, mesh=MeshConfig(), layouts=layouts)
+    ((found,),) = run_ranks(replay_all, 1, [case], MODELS, {model: weights}, {})
+    by_layout = dict(zip(layouts, found, strict=True))
+    return Reference(
+        weights,
+        {layout: x["saved"] for layout, x in by_layout.items()},
+        {layout: together([x]) for layout, x in by_layout.items()},
+    )
+
+
+def outcomes(cases: list[Case]) -> list[dict[str, Outcome]]:
+    """Run cases whose worlds have one size; return the outcomes by layout."""
+    models = sorted({case.model for case in cases})
+    weights = {model: one_rank(model).weights for model in models}
+    saved = {model: one_rank(model).saved for model in models}
+    ranks = run_ranks(replay_all, cases[0].mesh.smallest_world, cases, MODELS, weights, saved)
+    return [
+        {
+            layout: together([rank[index][place] for rank in ranks])
+            for place, layout in enumerate(case.layouts)
+        }
+        for index, case in enumerate(cases)
+    ]
+
+
+def assert_equal(outcome: Outcome, reference: Outcome, tolerance: float = 1e-5) -> None:
+    """Assert the same training with the same routes, each of which was consumed once."""
+    assert outcome.errors == [""] * len(outcome.errors)
+    assert_same_training(outcome, reference, tolerance)
+    for name, (value, count) in reference.metrics.items():
+        if name != "routes/cached_bytes":
+            assert outcome.metrics[name] == pytest.approx((value, count), rel=1e-4), name
+    for account in (account for rank in outcome.accounts for account in rank):
+        assert account["consumed"] == account["expected"], account
+
+
+def assert_unchanged(outcome: Outcome, reference: Outcome) -> None:
+    """Assert that routes imposed on the weights that recorded them change no bit, and are those of one rank."""
+    assert outcome.free == outcome.same
+    assert outcome.unchanged["routes/changed_fraction"] == 0
+    assert outcome.unchanged["routes/changed_tokens_fraction"] == 0
+    assert {
+        layer: {n: sorted(k) for n, k in routes.items()} for layer, routes in outcome.recorded.items()
+    } == {layer: {n: sorted(k) for n, k in routes.items()} for layer, routes in reference.recorded.items()}
+
+
+def assert_same_training(outcome: Outcome, reference: Outcome, tolerance: float = 1e-5) -> None:
+    """Assert equal losses and gradients of other weights with the same routes."""
+    assert outcome.losses == pytest.approx(reference.losses, rel=1e-5)
+    errors = relative_errors(outcome.gradients, reference.gradients)
+    assert max(errors.values()) <= tolerance, f"gradients differ: {largest(errors)}"

@@ -33,8 +33,7 @@ from mcore_rl.rl.types import Completion, Group, single_version
 from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.train.state import TrainState
 from tests.generating import prompt_of
-from tests.parallel.parity import Tensors, owned
-from tests.parallel.plain import set_up_plain
+from tests.parallel.parity import Tensors, owned, set_up_plain
 from tests.sections import advantage_config, loss_config
 
 GROUPS, SIZE = 6, 4

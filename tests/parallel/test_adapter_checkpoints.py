@@ -22,8 +22,7 @@ from mcore_rl.model.layers import adapters
 from mcore_rl.storage.checkpoints.weights import load_weights
 from tests.conversion import adapter_of, assert_same, exported, read_dist, read_hf
 from tests.parallel.checkpointing import SMALL, SMALL_DEEPSEEK, config_of, opened, run
-from tests.parallel.parity import assembled, owned
-from tests.parallel.plain import set_up_plain
+from tests.parallel.parity import assembled, owned, set_up_plain
 from tests.ranks import run_ranks
 
 TARGETS: dict[str, tuple[Target, ...]] = {

@@ -1,14 +1,100 @@
-"""What one rank finds out, all ranks know."""
+"""What one rank finds out, all ranks know.
+
+What the groups of a mesh cost a process on gloo, and that they end with it.
+
+A request to stop that reaches one rank ends all ranks after the same step.
+"""
 
 import os
+import signal
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError, DataError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, world_max, world_union
+from mcore_rl.megatron.mesh import build_mesh, destroy_mesh
 from mcore_rl.megatron.platform import Platform, start
+from mcore_rl.train.stop import StopRequest
 from tests.ranks import run_ranks
+
+
+def test_groups_share_the_thread_that_listens_and_end_with_their_mesh() -> None:
+    for built, after_one, after_three in run_ranks(threads_of_meshes, 2):
+        assert built["gloo_tcp_loop"] == 1
+        # Megatron keeps two groups until the next mesh.
+        assert after_three == after_one and after_one["pt_gloo_runloop"] < built["pt_gloo_runloop"] / 4
+
+
+def test_only_the_thread_that_listens_waits_for_those_at_work() -> None:
+    for policies in run_ranks(policies_of_threads, 2):
+        listener = policies.pop("gloo_tcp_loop")
+        assert listener == {os.SCHED_BATCH} and set().union(*policies.values()) == {os.sched_getscheduler(0)}
+
+
+def policies_of_threads() -> dict[str, set[int]]:
+    """On a rank with a mesh: how the kernel schedules the threads of each name."""
+    build_mesh(MeshConfig(tp=2))
+    policies: dict[str, set[int]] = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        policies.setdefault(name, set()).add(os.sched_getscheduler(int(task.name)))
+    return policies
+
+
+def threads_of_meshes() -> list[Counter[str]]:
+    """On a rank: threads by name with a mesh, when it is gone, and when three are."""
+    build_mesh(MeshConfig(tp=2))
+    counts = [_threads()]
+    for _ in range(3):
+        destroy_mesh()
+        counts.append(_threads())
+        build_mesh(MeshConfig(tp=2))
+    return [counts[0], counts[1], counts[3]]
+
+
+def _threads() -> Counter[str]:
+    names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    return Counter(name for name in names if "gloo" in name)
+
+
+def steps_until_stopped(file: Path, signals: dict[int, tuple[int, int]]) -> tuple[int, str]:
+    """On a rank: after which step it stopped, and why; `signals[rank]` is a signal and the step it comes in."""
+    number, when = signals.get(int(os.environ["RANK"]), (0, -1))
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    step = 0
+    with StopRequest(file) as stop:
+        while not (reason := stop.agreed()):
+            step += 1
+            if step == when:
+                if number:
+                    os.kill(os.getpid(), number)
+                else:
+                    file.touch()
+            assert step < 100
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+    return step, reason
+
+
+@pytest.mark.parametrize(
+    ("signals", "reason"),
+    [
+        ({1: (signal.SIGUSR1, 3)}, "SIGUSR1 came"),
+        ({0: (signal.SIGTERM, 3)}, "SIGTERM came"),
+        ({0: (signal.SIGTERM, 3), 1: (signal.SIGTERM, 3), 2: (signal.SIGTERM, 3)}, "SIGTERM came"),
+        ({0: (0, 3)}, "STOP was made"),
+    ],
+    ids=["usr1-on-one", "term-on-rank-0", "term-on-all", "file"],
+)
+def test_all_ranks_stop_after_the_same_step(
+    signals: dict[int, tuple[int, int]], reason: str, tmp_path: Path
+) -> None:
+    ranks = run_ranks(steps_until_stopped, 3, tmp_path / "STOP", signals)
+    assert {step for step, _ in ranks} == {3}
+    assert all(why.endswith(reason) for _, why in ranks)
 
 
 def agreed() -> tuple[int, int, int, dict[int, str], str, str, Platform]:

@@ -1,15 +1,70 @@
-"""Gated delta nets on any mesh compute one rank's gradients and steps, in fp64 where rounding explains nothing."""
+"""Gated delta nets on any mesh compute one rank's gradients and steps, in fp64 where rounding explains nothing.
+
+Attention over chosen keys computes one rank's gradients and steps on any mesh, in fp64: no choice is rounded.
+"""
 
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import DeltaConfig, ModelConfig
+from mcore_rl.config.run import PlatformConfig
 from tests.double import on_one_rank, trained
 from tests.parallel.parity import largest, relative_errors
+from tests.parallel.test_parity import assert_trains_as_one_rank
 from tests.tiny_models import TINY
 
-ROWS, PACKED = (), (64, 8, 128, 24, 32)
-"""Two rows of 64 positions, or one row of several sequences, of which some have several chunks."""
+ROWS, SHORTER = (), (64, 8, 72, 24, 32)
+"""Two rows of 64 positions, or one row of several sequences; 8 keys are chosen, which is all that one of them has."""
+INDEXED_MESHES = {"tp2": MeshConfig(tp=2), "cp2": MeshConfig(cp=2), "tp2-cp2": MeshConfig(tp=2, cp=2)}
+FULL = PlatformConfig(layers="torch", recompute="full")
+
+
+def indexed_model(family: str) -> ModelConfig:
+    """Three layers, so that one shares a choice between two that make it; no balance loss."""
+    tiny = TINY[family]
+    moe = tiny.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0})
+    shared = (1,) if tiny.indexer.shared_layers else ()
+    indexer = tiny.indexer.model_copy(update={"shared_layers": shared})
+    return tiny.model_copy(update={"num_layers": 3, "moe": moe, "indexer": indexer})
+
+
+@pytest.mark.matrix("deepseek_v32-tp2-cp2-packed", "glm_moe_dsa-tp2-cp2-rows")
+@pytest.mark.parametrize(
+    ("family", "mesh", "lengths"),
+    [
+        pytest.param(family, mesh, lengths, id=f"{family}-{mesh}-{'packed' if lengths else 'rows'}")
+        for family in ("deepseek_v32", "glm_moe_dsa")
+        for mesh in INDEXED_MESHES
+        for lengths in (ROWS, SHORTER)
+    ],
+)
+def test_indexed_attention_has_the_gradients_and_steps_of_one_rank(
+    family: str, mesh: str, lengths: tuple[int, ...]
+) -> None:
+    model = indexed_model(family)
+    found, wanted = trained(model, INDEXED_MESHES[mesh], lengths), on_one_rank(model, lengths)
+    for ours, theirs, bound in zip(found, wanted, (1e-12, 1e-11), strict=True):
+        errors = relative_errors(ours, theirs)
+        assert max(errors.values()) <= bound, largest(errors)
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(1, 1), (1, 2), (2, 2)])
+def test_layers_that_are_computed_again_share_the_choice_of_their_own_microbatch(
+    layers: int, pp: int
+) -> None:
+    """With full recomputation: on one stage of several choices, and on two, where microbatches wait for each other."""
+    platform = FULL.model_copy(update={"recompute_layers": layers})
+    assert_trains_as_one_rank(TINY["glm_moe_dsa"], MeshConfig(pp=pp), platform)
+
+
+@pytest.mark.parametrize("modules", [("core_attn",), ("mla_up_proj", "layernorm")])
+def test_selective_recomputation_changes_nothing(modules: tuple[str, ...]) -> None:
+    platform = PlatformConfig(layers="torch", recompute="selective", recompute_modules=modules)
+    assert_trains_as_one_rank(TINY["glm_moe_dsa"], MeshConfig(), platform)
+
+
+PACKED = (64, 8, 128, 24, 32)
+"""One row of several sequences, some of them with several chunks."""
 MESHES = {
     "tp2": MeshConfig(tp=2),
     "cp2": MeshConfig(cp=2),

@@ -18,7 +18,7 @@ from mcore_rl.model.build import build_model
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.linear import ReplicatedLinear
 from mcore_rl.model.layers.packed import packed_params
-from tests.parallel.logits import unzigzag
+from tests.parallel.parity import unzigzag
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 from tests.unit.model.layers import oracles

@@ -6,7 +6,7 @@ import torch
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.families import family_of
 from tests.hf_models import TOLERANCE, VOCAB, oracle, random_tokens
-from tests.parallel.logits import logits_on
+from tests.parallel.parity import logits_on
 from tests.ranks import run_ranks
 
 MESHES = {

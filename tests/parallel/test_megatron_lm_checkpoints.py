@@ -22,7 +22,7 @@ from mcore_rl.train.checkpoint_state import full_state
 from tests.conversion import ONE_FILE, assert_same, differing, exported, imported, quiet, read_hf, saved
 from tests.hf_models import oracle
 from tests.parallel.checkpointing import config_of
-from tests.parallel.plain import set_up_plain
+from tests.parallel.parity import set_up_plain
 from tests.ranks import run_ranks
 
 CASES = {"qwen3_moe": 2, "deepseek_v3": 6, "gpt_oss": 2, "qwen2_moe": 2, "llama": 2}

@@ -30,8 +30,8 @@ from tests.parallel.parity import (
     largest,
     random_weights,
     relative_errors,
+    set_up_plain,
 )
-from tests.parallel.plain import set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 

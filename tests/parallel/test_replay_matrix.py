@@ -1,28 +1,91 @@
-"""Routes of one rank, imposed on every mesh, give its losses and gradients; broken replay does not."""
+"""Routes of one rank, imposed on every mesh, give its losses and gradients; broken replay does not.
+
+Known mistakes of routing replay, introduced on a rank whose tape is armed.
+"""
 
 import functools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
-from tests.parallel import replay_mistakes as mistakes
-from tests.parallel import replay_oracle
+from mcore_rl.megatron.routers import replayed_routers
+from mcore_rl.model.build import unwrap
+from mcore_rl.replay.router_hooks import ChunkMicrobatch, ChunkRouters, RouterHook
+from mcore_rl.train.state import TrainState
 from tests.parallel.parity import largest, relative_errors
-from tests.parallel.replay_outcomes import (
+from tests.parallel.replaying import (
     LAYOUTS,
     MODELS,
+    Case,
     Outcome,
     assert_equal,
     assert_same_training,
     assert_unchanged,
     one_rank,
     outcomes,
+    replayed_by_hand,
     together,
 )
-from tests.parallel.replaying import Case
 from tests.ranks import run_ranks
+
+
+def stations(state: TrainState) -> list[ChunkRouters]:
+    """Return the routers of each chunk that the armed tape has hooks in."""
+    hooks = [router.router_replay for chunk in state.chunks for _, router in replayed_routers(chunk)]
+    assert all(isinstance(hook, RouterHook) for hook in hooks)
+    return list({id(hook._chunk_routers): hook._chunk_routers for hook in hooks}.values())
+
+
+def arm_all_routers_of_the_process(state: TrainState) -> None:
+    """Let the chunk that is armed last arm all others: their recomputation takes its routes."""
+    latest: list[ChunkMicrobatch] = []
+
+    def arming(station: ChunkRouters) -> None:
+        original = station.forward
+
+        @contextmanager
+        def forward(visit: ChunkMicrobatch) -> Iterator[None]:
+            latest[:] = [visit]
+            with original(visit):
+                yield
+
+        current = station.current
+        station.forward = forward  # type: ignore[method-assign]
+        station.current = lambda column: current(column) if station._in_forward else (latest[0], False)  # type: ignore[method-assign]
+
+    for station in stations(state):
+        arming(station)
+
+
+def recompute_with_the_latest_forward(state: TrainState) -> None:
+    """Switch nothing after the forward pass: recomputation takes the routes of a later microbatch."""
+
+    def keeping(station: ChunkRouters) -> None:
+        original = station.forward
+
+        @contextmanager
+        def forward(visit: ChunkMicrobatch) -> Iterator[None]:
+            with original(visit):
+                yield
+            station._in_backward = visit
+
+        station.forward = forward  # type: ignore[method-assign]
+        station._begin_backward = lambda visit: None  # type: ignore[method-assign]
+
+    for station in stations(state):
+        keeping(station)
+
+
+def batched_messages(state: TrainState) -> None:
+    """Batch the messages of interleaved stages on two ranks: both directions are confused."""
+    for chunk in state.chunks:
+        config = unwrap(chunk).config
+        config.overlap_p2p_comm, config.batch_p2p_comm = False, True
+
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 MESHES = {
@@ -150,7 +213,7 @@ def test_in_bf16_the_same_weights_give_the_same_bits() -> None:
 def oracle_of(model: str) -> dict[str, Outcome]:
     """Training under the routes and drops of one rank, imposed without the tape."""
     weights = one_rank(model).weights
-    (found,) = run_ranks(replay_oracle.replayed_by_hand, 1, MODELS[model], weights, LAYOUTS)
+    (found,) = run_ranks(replayed_by_hand, 1, MODELS[model], weights, LAYOUTS)
     assert all((layout["dropped"] > 0) == (model in CAPACITY) for layout in found)
     blank = {"metrics": {}, "error": "", "accounts": []}
     return {layout: together([x | blank]) for layout, x in zip(LAYOUTS, found, strict=True)}
@@ -186,10 +249,10 @@ def test_what_one_rank_dropped_is_dropped_on_every_mesh(model: str, mesh: str) -
 @pytest.mark.parametrize(
     ("mesh", "recompute", "mistake", "message"),
     [
-        ("pp2-vpp2", "full", mistakes.arm_all_routers_of_the_process, "in recomputation"),
-        ("pp4-vpp2", "full", mistakes.arm_all_routers_of_the_process, "in recomputation"),
-        ("pp2", "full", mistakes.recompute_with_the_latest_forward, "in recomputation"),
-        ("pp2-vpp2", "none", mistakes.batched_messages, ""),
+        ("pp2-vpp2", "full", arm_all_routers_of_the_process, "in recomputation"),
+        ("pp4-vpp2", "full", arm_all_routers_of_the_process, "in recomputation"),
+        ("pp2", "full", recompute_with_the_latest_forward, "in recomputation"),
+        ("pp2-vpp2", "none", batched_messages, ""),
     ],
 )
 def test_the_known_mistakes_give_other_gradients(

@@ -17,7 +17,7 @@ from mcore_rl.megatron.platform import start
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.model.build import build_model
 from mcore_rl.model.inputs import localize
-from tests.parallel.logits import LogitsHead
+from tests.parallel.parity import LogitsHead
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY, shallow
 

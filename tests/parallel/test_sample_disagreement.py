@@ -14,8 +14,7 @@ from mcore_rl.replay.disagreement import DisagreementLimit
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import MicrobatchLayout
 from tests.parallel.parity import Tensors
-from tests.parallel.replay_outcomes import MODELS, one_rank
-from tests.parallel.replaying import LENGTHS, Case, SavedRoutes, opened, sample_tokens
+from tests.parallel.replaying import LENGTHS, MODELS, Case, SavedRoutes, one_rank, opened, sample_tokens
 from tests.ranks import run_ranks
 
 MODEL = "qwen3_moe"

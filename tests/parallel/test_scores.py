@@ -21,8 +21,7 @@ from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.train.preferences import PreferenceSource, packing_limits
 from mcore_rl.train.reward_model import RewardHead
 from mcore_rl.train.step import train_step
-from tests.parallel.parity import Tensors, assembled, batch, owned
-from tests.parallel.plain import set_up_plain
+from tests.parallel.parity import Tensors, assembled, batch, owned, set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 

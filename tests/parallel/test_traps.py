@@ -10,8 +10,15 @@ from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.step import evaluate, train_step
-from tests.parallel.parity import Tensors, assembled, batch, config_of, fresh_weights, random_weights
-from tests.parallel.plain import set_up_plain
+from tests.parallel.parity import (
+    Tensors,
+    assembled,
+    batch,
+    config_of,
+    fresh_weights,
+    random_weights,
+    set_up_plain,
+)
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 

@@ -24,8 +24,17 @@ from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import local_tokens
 from mcore_rl.replay.router_hooks import live_gates
 from tests.parallel.parity import assembled
-from tests.parallel.replay_oracle import names_in_router_order
-from tests.parallel.replaying import LENGTHS, VERSION, Case, Run, opened, perturbed, sample_tokens, tiny
+from tests.parallel.replaying import (
+    LENGTHS,
+    VERSION,
+    Case,
+    Run,
+    names_in_router_order,
+    opened,
+    perturbed,
+    sample_tokens,
+    tiny,
+)
 
 QWEN = tiny("qwen3_moe")
 PADDED = ("padded",)

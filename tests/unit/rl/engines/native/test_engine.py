@@ -21,7 +21,7 @@ from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Prompt
 from tests.generating import engine_on, loaded, ragged_prompts, spelled
 from tests.hf_models import VOCAB, Oracle, oracle
-from tests.parallel.logits import LogitsHead
+from tests.parallel.parity import LogitsHead
 from tests.unit.rl.engines import contract
 
 CASES = ["qwen3_moe", "deepseek_v3"]
