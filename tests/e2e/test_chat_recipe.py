@@ -4,6 +4,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from mcore_rl.api import is_done, read_metrics, train, train_tokenizer
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
@@ -24,6 +26,7 @@ CHATS = [
 ]
 
 
+@pytest.mark.full
 def test_the_recipe_for_chats_trains_two_steps(tmp_path: Path, capfd) -> None:
     tokenizer = train_tokenizer([ROOT / "README.md"], tmp_path / "tokenizer.model", vocab_size=400)
     too_long = {"messages": [{"role": "user", "content": "x " * 2000}, {"role": "assistant", "content": "y"}]}

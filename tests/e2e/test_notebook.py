@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mcore_rl.api import read_metrics
 
 NOTEBOOK = Path(__file__).parents[2] / "examples/first_run.ipynb"
@@ -20,6 +22,7 @@ for cell in json.load(sys.stdin)["cells"]:
 """
 
 
+@pytest.mark.full
 def test_the_notebook_runs_and_its_reward_rises(tmp_path: Path) -> None:
     text = NOTEBOOK.read_text(encoding="utf-8")
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]

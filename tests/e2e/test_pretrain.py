@@ -38,6 +38,7 @@ def test_a_run_learns_saves_and_is_done_once(
     assert again.returncode == 0 and "nothing to do" in again.stdout
 
 
+@pytest.mark.full
 def test_python_is_called_with_each_step_and_its_error_ends_the_run(
     config_file: Path, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def succeed(*words: object) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_real_model_answers_as_a_mixture_and_takes_steps_of_rl(smollm2: Path, tmp_path: Path) -> None:
     mixture, imported, run = tmp_path / "mixture", tmp_path / "imported", tmp_path / "run"
     made = succeed("convert", "upcycle", smollm2, mixture, "--experts", 3, "--top-k", 2)

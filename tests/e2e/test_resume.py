@@ -154,6 +154,7 @@ ONE_RANK = (
 )
 
 
+@pytest.mark.matrix("whole")
 @pytest.mark.parametrize("shuffle", ["epoch", "whole"])
 def test_a_longer_run_reads_on_in_the_order_of_the_shorter_one_or_is_refused(
     config_file: Path, corpus: Path, tmp_path: Path, shuffle: str

@@ -126,6 +126,7 @@ DELTA = (
 )
 
 
+@pytest.mark.matrix("r3")
 @pytest.mark.parametrize("replay", ["r3", "r2"])
 def test_gated_delta_nets_learn_under_replayed_routes(replay: str, rl_file: Path, tmp_path: Path) -> None:
     """Trainer and engine compute the rule in chunks and token by token."""
@@ -158,6 +159,7 @@ INDEXED = (
 )
 
 
+@pytest.mark.matrix("r2")
 @pytest.mark.parametrize("replay", ["r3", "r2"])
 def test_attention_over_chosen_keys_learns_and_training_chooses_the_keys_of_the_engine(
     replay: str, rl_file: Path, tmp_path: Path
@@ -241,6 +243,7 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
     assert result["eval/reward"] == pytest.approx(wanted[16]["eval/reward"], abs=1e-6)
 
 
+@pytest.mark.full
 def test_low_rank_adapters_killed_are_bit_equal_in_the_end_and_evaluated(
     rl_file: Path, tmp_path: Path
 ) -> None:

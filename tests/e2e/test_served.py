@@ -56,6 +56,7 @@ def mesh() -> Iterator[Mesh]:
     destroy_mesh()
 
 
+@pytest.mark.matrix("whole")
 @pytest.mark.parametrize(
     "changes",
     [(), ("lora.rank=8", "optim.lr=1e-2", "model.moe.balance=none")],
