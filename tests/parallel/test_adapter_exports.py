@@ -120,6 +120,7 @@ CASES: dict[str, tuple[str, LoraConfig, AdapterLayout]] = {
 }
 
 
+@pytest.mark.matrix("split", "fused-each", "latent")
 @pytest.mark.parametrize("case", CASES)
 def test_peft_computes_the_same_logits_and_gradients(case: str, tmp_path: Path) -> None:
     family, lora, layout = CASES[case]
@@ -146,6 +147,7 @@ def test_peft_computes_the_same_logits_and_gradients(case: str, tmp_path: Path) 
     assert max(errors.values()) <= TOLERANCE, max(errors.items(), key=lambda item: item[1])
 
 
+@pytest.mark.matrix("split")
 @pytest.mark.parametrize("case", ["fused", "split", "latent", "dense"])
 def test_a_merged_export_computes_the_same(case: str, tmp_path: Path) -> None:
     family, lora, _ = CASES[case]
@@ -179,6 +181,7 @@ STREAMED = {
 }
 
 
+@pytest.mark.matrix("split")
 @pytest.mark.parametrize("case", STREAMED)
 def test_servers_get_the_merged_weights_of_an_export(case: str, tmp_path: Path) -> None:
     """On every mesh; only the order in which ranks' parts of B A are summed may differ."""
@@ -218,6 +221,7 @@ def logits_with(config: PretrainConfig, base: Path, folder: Path) -> Tensor:
         return logits[..., :VOCAB]
 
 
+@pytest.mark.matrix("fused-each")
 @pytest.mark.parametrize("case", ["fused", "fused-each", "split", "mixtral", "latent", "dense"])
 def test_adapters_of_a_folder_of_peft_are_those_that_were_exported(case: str, tmp_path: Path) -> None:
     family, lora, layout = CASES[case]

@@ -74,6 +74,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.matrix("background")
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["background", "foreground"])
 def test_a_full_disk_loses_nothing(asynchronous: bool, tmp_path: Path) -> None:
     """One rank cannot write: all ranks report it, training and older checkpoints are unchanged, later saves work."""

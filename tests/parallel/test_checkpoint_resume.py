@@ -36,7 +36,7 @@ TP2_EP2 = MeshConfig(tp=2, ep=2)
 LATE_GATHER = MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
 
 
-@pytest.mark.matrix("qwen-pp2-vpp2", "qwen-cp2", "deepseek-dp2-overlap")
+@pytest.mark.matrix("qwen-pp2-vpp2", "deepseek-dp2-overlap")
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
@@ -71,6 +71,7 @@ def stayed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, obje
     return runs
 
 
+@pytest.mark.full
 def test_gated_delta_nets_resume_on_other_meshes(tmp_path: Path) -> None:
     """A rank's parts of their projections are tensors of their own in a checkpoint, with their moments."""
     model = TINY["qwen3_next"]
@@ -103,6 +104,7 @@ def test_a_pipeline_stage_without_experts_can_be_left_and_entered(tmp_path: Path
     assert again.losses[4] == pytest.approx(staged.losses[4], rel=1e-6)
 
 
+@pytest.mark.matrix("dropout-tp2-ep2")
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
@@ -320,6 +322,7 @@ def rate_after_resuming(config: PretrainConfig) -> tuple[float, float, float]:
     return rates.pop(), betas[1], expected
 
 
+@pytest.mark.matrix("dp2-overlap")
 @pytest.mark.parametrize("mesh", [TP2_EP2, LATE_GATHER], ids=["tp2-ep2", "dp2-overlap"])
 def test_weights_alone_start_a_new_run(mesh: MeshConfig, tmp_path: Path) -> None:
     """Those of the last step, also where ranks gather them only in the next forward pass."""

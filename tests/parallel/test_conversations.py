@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("characters"))
 
 
-@pytest.mark.matrix("ep2", "tp2-pp2-vpp2")
+@pytest.mark.matrix("tp2-pp2-vpp2")
 @pytest.mark.parametrize("mesh", list(MESHES))
 def test_conversations_are_those_of_one_rank(mesh: str, folder: Path) -> None:
     """All ranks of a model have them; a replica with fewer goes on generating with the others until all have ended."""

@@ -78,6 +78,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     }
 
 
+@pytest.mark.matrix("pp2-vpp2")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_logits_of_imported_checkpoints_equal_those_of_transformers(
     mesh: str, checkpoints: Converted
@@ -105,6 +106,7 @@ CUT_STREAMED = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "tied")
 """Cases that are streamed from several ranks."""
 
 
+@pytest.mark.matrix("tp2-ep2-pp2")
 @pytest.mark.parametrize("mesh", STREAMED)
 def test_weights_that_are_streamed_equal_an_export_and_need_the_memory_of_a_layer(
     mesh: str, checkpoints: Converted, tmp_path: Path
@@ -204,6 +206,7 @@ def apart(one: Path, other: Path, largest_whole: int = LOGITS_BYTES) -> float:
     return distance.logits
 
 
+@pytest.mark.matrix("deepseek_v3-yarn")
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3-yarn", "qwen3", "gpt_oss"])
 def test_verify_runs_both_models_a_layer_at_a_time(case: str, tmp_path: Path) -> None:
     source = saved(case, tmp_path / "hf")

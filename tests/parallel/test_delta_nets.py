@@ -48,6 +48,7 @@ def test_indexed_attention_has_the_gradients_and_steps_of_one_rank(
         assert max(errors.values()) <= bound, largest(errors)
 
 
+@pytest.mark.matrix("1-2")
 @pytest.mark.parametrize(("layers", "pp"), [(1, 1), (1, 2), (2, 2)])
 def test_layers_that_are_computed_again_share_the_choice_of_their_own_microbatch(
     layers: int, pp: int

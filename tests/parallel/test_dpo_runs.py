@@ -144,6 +144,7 @@ def cached(run_dir: Path) -> dict[str, list[float]]:
     return {file.name: numpy.load(file)["logprobs"].tolist() for file in files}
 
 
+@pytest.mark.matrix("whole")
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=8)], ids=["whole", "adapters"])
 def test_a_killed_run_without_its_cache_resumes_bit_equal_from_a_fresh_pass_of_the_reference(
     lora: LoraConfig | None, home: Path

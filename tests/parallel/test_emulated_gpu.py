@@ -37,6 +37,7 @@ def numbers(found: Any, path: str = "") -> dict[str, float]:
     return {place: number for key, part in items for place, number in numbers(part, f"{path}/{key}").items()}
 
 
+@pytest.mark.matrix("policy_updates")
 @pytest.mark.parametrize("name", ["policy_updates", "ppo", "preferences"])
 def test_updates_are_those_of_a_cpu(name: str, folder: Path) -> None:
     (here,) = run_ranks(getattr(emulated_updates, name), 1, str(folder))
@@ -48,11 +49,13 @@ def test_updates_are_those_of_a_cpu(name: str, folder: Path) -> None:
         assert found[place] == pytest.approx(number, rel=1e-5, abs=allowed), place
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_bit_equal(folder: Path) -> None:
     found = on_gpu("resumed", folder)
     assert found["resumed"] == found["whole"] and len(found["whole"]) == emulated_updates.LAST_STEP
 
 
+@pytest.mark.full
 def test_no_fault_of_replay_is_silent(folder: Path) -> None:
     found = on_gpu("faults", folder)
     assert len(found) > 5

@@ -29,6 +29,7 @@ CELLS = {
 }
 
 
+@pytest.mark.matrix("all-tp2-etp2", "attention-frozen-stage")
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_alone_trains_and_resumes_bit_for_bit(part: str, cell: str, tmp_path: Path) -> None:

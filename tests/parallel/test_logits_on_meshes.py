@@ -33,6 +33,7 @@ CASES_ON = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix("tp2-ep2", "pp2-vpp2")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_logits_equal_those_of_transformers(mesh: str) -> None:
     """All families that the mesh is for, one after the other in one world of ranks."""
