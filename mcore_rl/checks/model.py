@@ -8,7 +8,7 @@ from typing import Any
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import FAMILIES, family_of, hf_config, model_from_hf
+from mcore_rl.families import all_families, family_of, hf_config, model_from_hf
 from mcore_rl.families.family import OPTIONAL_SETTINGS, Family
 from mcore_rl.families.hf_config import LLAMA3_CONSTANTS, HfConfig
 from mcore_rl.families.same_model import model_changes
@@ -83,13 +83,15 @@ def _head(model: ModelConfig) -> Iterator[str]:
 
 def _experts(model: ModelConfig, family: Family) -> Iterator[str]:
     num_experts, is_dense = model.moe.num_experts, family.router == "none"
-    others = ", ".join(name for name, other in FAMILIES.items() if (other.router == "none") != is_dense)
-    if not is_dense and not num_experts:
+    if is_dense != bool(num_experts):
+        return
+    others = ", ".join(name for name, other in all_families().items() if (other.router == "none") != is_dense)
+    if not is_dense:
         yield (
             f'model.family="{model.family}" is a Mixture of Experts, but model.moe.num_experts=0. Set it, or '
             f"use one of the dense families {others}."
         )
-    if is_dense and num_experts:
+    else:
         yield (
             f'model.moe.num_experts={num_experts}, but model.family="{model.family}" is dense. Set it to 0, or '
             f"use one of the families {others}."
@@ -102,7 +104,7 @@ def _optional_settings(model: ModelConfig, family: Family) -> Iterator[str]:
         value, default = attrgetter(name)(model), attrgetter(name)(ModelConfig())
         in_use = model.is_moe or not name.startswith("moe.")
         if in_use and value != default and name not in family.settings:
-            known = ", ".join(other for other in FAMILIES if name in FAMILIES[other].settings)
+            known = ", ".join(o.model_type for o in all_families().values() if name in o.settings)
             yield (
                 f'model.{name}={toml_value(value)} is supported by {known} only, not by model.family="{model.family}". '
                 f"Set it to {toml_value(default)}."

@@ -30,7 +30,7 @@ from mcore_rl.convert.hf.source import HfSource, source_checksums
 from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import FAMILIES, weight_map
+from mcore_rl.families import family_named, family_of, weight_map
 from mcore_rl.families.hf_export import common_to_hf
 from mcore_rl.families.regions import RegionCopy, sizes, whole
 from mcore_rl.families.weight_map import AxisRange, Region
@@ -206,7 +206,7 @@ def _check(dense: ModelConfig, options: UpcycleOptions) -> None:
             f"power of two among {divisors(dense.ffn_hidden_size)}."
         )
     family = UPCYCLED[dense.family]
-    has_shared = FAMILIES[family].has_shared_expert_gate
+    has_shared = family_named(family).has_shared_expert_gate
     if options.shared not in (None, int(has_shared)):
         raise ConfigError(
             f"--shared {options.shared}: a layer of {family} has {'one shared expert' if has_shared else 'none'}. "
@@ -222,7 +222,7 @@ def _check(dense: ModelConfig, options: UpcycleOptions) -> None:
 def _config(found: HfModel, options: UpcycleOptions) -> dict[str, Any]:
     """Return the config.json of the mixture: the dense model's with the family's own keys."""
     dense = found.model
-    family = FAMILIES[UPCYCLED[dense.family]]
+    family = family_named(UPCYCLED[dense.family])
     has_shared = family.has_shared_expert_gate
     experts = MoEConfig(
         num_experts=options.num_experts,
@@ -244,7 +244,7 @@ def _mlp_copies(
     dense: ModelConfig, model: ModelConfig, options: UpcycleOptions, made: dict[str, MadeTensor]
 ) -> Iterator[tuple[str, tuple[RegionCopy, ...]]]:
     """Yield the copies for each tensor that the dense model does not have, and describe these tensors in `made`."""
-    family, hidden, width = FAMILIES[model.family], dense.hidden_size, dense.ffn_hidden_size
+    family, hidden, width = family_of(model), dense.hidden_size, dense.ffn_hidden_size
     names, sliced = family.moe_names, width // options.granularity
     has_shared = family.has_shared_expert_gate
     scale = options.granularity * (1 - SHARED_PART if has_shared else 1.0)

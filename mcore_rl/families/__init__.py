@@ -1,5 +1,6 @@
 """Model families, each in its own file, and functions that look up a model's family."""
 
+import importlib
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -7,29 +8,6 @@ from pydantic import ValidationError
 from mcore_rl.config.extension import is_extension, load_extension
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import (
-    deepseek_v2,
-    deepseek_v3,
-    deepseek_v32,
-    dots1,
-    glm4_moe,
-    glm4_moe_lite,
-    glm_moe_dsa,
-    gpt_oss,
-    llama,
-    minimax_m2,
-    mistral,
-    mixtral,
-    olmoe,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-    seed_oss,
-    solar_open,
-)
 from mcore_rl.families.family import Family
 from mcore_rl.families.hf_config import LIST, OBJECT, HfConfig, check_types
 from mcore_rl.families.hf_export import common_to_hf
@@ -38,34 +16,33 @@ from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.shells import SHELLS, shell_of, text_config
 from mcore_rl.families.weight_map import WeightMap, build_map
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        deepseek_v2.FAMILY,
-        deepseek_v3.FAMILY,
-        deepseek_v32.FAMILY,
-        dots1.FAMILY,
-        glm4_moe.FAMILY,
-        glm4_moe_lite.FAMILY,
-        glm_moe_dsa.FAMILY,
-        gpt_oss.FAMILY,
-        llama.FAMILY,
-        minimax_m2.FAMILY,
-        mistral.FAMILY,
-        mixtral.FAMILY,
-        olmoe.FAMILY,
-        qwen2.FAMILY,
-        qwen2_moe.FAMILY,
-        qwen3.FAMILY,
-        qwen3_5.EXPERTS,
-        qwen3_5.DENSE,
-        qwen3_moe.FAMILY,
-        qwen3_next.FAMILY,
-        seed_oss.FAMILY,
-        solar_open.FAMILY,
-    )
+FAMILIES = {
+    "deepseek_v2": "mcore_rl.families.deepseek_v2:DeepseekV2",
+    "deepseek_v3": "mcore_rl.families.deepseek_v3:DeepseekV3",
+    "deepseek_v32": "mcore_rl.families.deepseek_v32:DeepseekV32",
+    "dots1": "mcore_rl.families.dots1:Dots1",
+    "glm4_moe": "mcore_rl.families.glm4_moe:Glm4Moe",
+    "glm4_moe_lite": "mcore_rl.families.glm4_moe_lite:Glm4MoeLite",
+    "glm_moe_dsa": "mcore_rl.families.glm_moe_dsa:GlmMoeDsa",
+    "gpt_oss": "mcore_rl.families.gpt_oss:GptOss",
+    "llama": "mcore_rl.families.llama:Llama",
+    "minimax_m2": "mcore_rl.families.minimax_m2:MiniMaxM2",
+    "mistral": "mcore_rl.families.mistral:Mistral",
+    "mixtral": "mcore_rl.families.mixtral:Mixtral",
+    "olmoe": "mcore_rl.families.olmoe:Olmoe",
+    "qwen2": "mcore_rl.families.qwen2:Qwen2",
+    "qwen2_moe": "mcore_rl.families.qwen2_moe:Qwen2Moe",
+    "qwen3": "mcore_rl.families.qwen3:Qwen3",
+    "qwen3_5_moe_text": "mcore_rl.families.qwen3_5:Qwen35Moe",
+    "qwen3_5_text": "mcore_rl.families.qwen3_5:Qwen35",
+    "qwen3_moe": "mcore_rl.families.qwen3_moe:Qwen3Moe",
+    "qwen3_next": "mcore_rl.families.qwen3_next:Qwen3Next",
+    "seed_oss": "mcore_rl.families.seed_oss:SeedOss",
+    "solar_open": "mcore_rl.families.solar_open:SolarOpen",
 }
-"""Built-in values of `model.family`: families by Hugging Face's `model_type`."""
+"""Built-in values of `model.family`, by Hugging Face's `model_type`; a class is imported when a config names it."""
+OTHER_MODEL_TYPES = {"deepseek_v3": ("kimi_k2",)}
+"""Other values of `model_type` for the architecture of a family."""
 
 
 CAUSAL_CLASS, SCORE_CLASS = "ForCausalLM", "ForSequenceClassification"
@@ -78,7 +55,30 @@ def family_of(model: ModelConfig) -> Family:
     Raises:
         ConfigError: the family is unknown, or the user's own family cannot be imported.
     """
-    return _family_named(model.family)
+    return family_named(model.family)
+
+
+def family_named(name: str) -> Family:
+    """Return the family of this name, as `family_of` does."""
+    if name in FAMILIES:
+        module, _, attribute = FAMILIES[name].partition(":")
+        built_in: Family = getattr(importlib.import_module(module), attribute)()
+        return built_in
+    if not is_extension(name):
+        raise ConfigError(
+            f'model.family="{name}" is not known. Use one of {", ".join(FAMILIES)}, or module:name of your own.'
+        )
+    family = load_extension("model.family", name)
+    if not (isinstance(family, type) and issubclass(family, Family)):
+        raise ConfigError(
+            f'model.family="{name}" is not a subclass of mcore_rl.families.family.Family. Name the class.'
+        )
+    return family()
+
+
+def all_families() -> dict[str, Family]:
+    """Import all built-in families: for checks and messages that compare them."""
+    return {name: family_named(name) for name in FAMILIES}
 
 
 def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
@@ -105,9 +105,7 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
                 "config.json has no model_type, by which the family of the model is known. Take the config.json that "
                 "belongs to the weights."
             )
-        names = {
-            alias: name for name, known in FAMILIES.items() for alias in (name, *known.other_model_types)
-        }
+        names = {alias: name for name in FAMILIES for alias in (name, *OTHER_MODEL_TYPES.get(name, ()))}
         if model_type in REFUSED:
             raise ConfigError(
                 f"config.json has model_type={model_type!r}, which is refused: {REFUSED[model_type]}. Take a model of "
@@ -120,7 +118,7 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
             )
         family = names[model_type]
     try:
-        return ModelConfig(family=family, head=head, **_family_named(family).from_hf(config))
+        return ModelConfig(family=family, head=head, **family_named(family).from_hf(config))
     except ValidationError as error:
         raise ConfigError(
             f"config.json of model_type {model_type!r} has values of the wrong type:\n{error}"
@@ -181,18 +179,3 @@ def _head_of(config: HfConfig) -> Literal["logits", "score"]:
             "These weights classify."
         )
     return "score"
-
-
-def _family_named(name: str) -> Family:
-    if name in FAMILIES:
-        return FAMILIES[name]
-    if not is_extension(name):
-        raise ConfigError(
-            f'model.family="{name}" is not known. Use one of {", ".join(FAMILIES)}, or module:name of your own.'
-        )
-    family = load_extension("model.family", name)
-    if not (isinstance(family, type) and issubclass(family, Family)):
-        raise ConfigError(
-            f'model.family="{name}" is not a subclass of mcore_rl.families.family.Family. Name the class.'
-        )
-    return family()

@@ -65,6 +65,3 @@ class DeepseekV2(Family):
                 f"model.moe.normalize_top_k=true: the gates of {self.model_type} are the softmax's probabilities "
                 "(times model.moe.routed_scaling). Set it to false."
             )
-
-
-FAMILY = DeepseekV2()

@@ -21,7 +21,6 @@ class DeepseekV3(Family):
     """DeepSeek-V3: a bias on the choice of experts balances their load; MTP layers predict more than one token."""
 
     model_type = "deepseek_v3"
-    other_model_types: tuple[str, ...] = ("kimi_k2",)
     hf_class = "DeepseekV3ForCausalLM"
     router = "sigmoid"
     is_latent = True
@@ -60,6 +59,3 @@ class DeepseekV3(Family):
                 "num_nextn_predict_layers": model.mtp_layers,
             }
         )
-
-
-FAMILY = DeepseekV3()

@@ -15,7 +15,6 @@ class DeepseekV32(DeepseekV3):
     """Nothing trains the indexers: a choice has no gradient."""
 
     model_type = "deepseek_v32"
-    other_model_types = ()
     hf_class = "DeepseekV32ForCausalLM"
     has_score_class = False
     settings = (*DeepseekV3.settings, "indexer.top_k")
@@ -89,6 +88,3 @@ class DeepseekV32(DeepseekV3):
                 f"model.indexer.shared_layers={list(model.indexer.shared_layers)}: every layer of {self.model_type} "
                 'has an indexer. Leave it out, or take model.family="glm_moe_dsa".'
             )
-
-
-FAMILY = DeepseekV32()

@@ -64,6 +64,3 @@ def _refuse_windows(config: HfConfig, num_layers: int) -> None:
             raise refusal(
                 config, "max_window_layers", f"has no window (sliding_window) in any of {num_layers} layers"
             )
-
-
-FAMILY = Dots1()

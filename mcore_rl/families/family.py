@@ -57,8 +57,6 @@ class Family(ABC):
 
     model_type: str
     """Hugging Face's name of the architecture, `model_type` in config.json."""
-    other_model_types: tuple[str, ...] = ()
-    """Other values of `model_type` for the same architecture."""
     hf_class: str
     """Class of transformers that opens an exported checkpoint."""
     has_score_class: bool = True

@@ -49,6 +49,3 @@ class Glm4Moe(Family):
             "norm_topk_prob": True,
             "num_nextn_predict_layers": model.mtp_layers,
         }
-
-
-FAMILY = Glm4Moe()

@@ -80,6 +80,3 @@ def first_dense_layers(config: HfConfig) -> int:
         stated["number of dense layers in mlp_layer_types"] = first
     found = alias(stated, *stated)
     return 1 if found is None else int(found)
-
-
-FAMILY = Glm4MoeLite()

@@ -64,6 +64,3 @@ class GlmMoeDsa(DeepseekV32):
                 f"model.indexer.shared_layers={list(shared)} with model.num_layers={model.num_layers}: there are no "
                 f"layers {beyond}. Leave them out."
             )
-
-
-FAMILY = GlmMoeDsa()

@@ -117,6 +117,3 @@ def _expert(model: ModelConfig, layer: LayerNames, expert: int) -> Iterator[Weig
         down = HfRows(f"{name}down_proj{suffix}", 0, hidden, at=(expert,), transposed=is_matrix)
         yield slice_of_expert.tensor(f"{key}1.{kind}", gate_up, row_in)
         yield slice_of_expert.tensor(f"{key}2.{kind}", [down], row_out)
-
-
-FAMILY = GptOss()

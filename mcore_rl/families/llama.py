@@ -20,6 +20,3 @@ class Llama(Family):
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
         return {"attention_bias": False, "mlp_bias": False}
-
-
-FAMILY = Llama()

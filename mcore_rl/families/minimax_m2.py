@@ -84,6 +84,3 @@ class MiniMaxM2(Family):
             "use_qk_norm": True,
             "qk_norm_type": "per_layer",
         }
-
-
-FAMILY = MiniMaxM2()

@@ -25,6 +25,3 @@ class Mistral(Family):
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
         return {"sliding_window": None}
-
-
-FAMILY = Mistral()

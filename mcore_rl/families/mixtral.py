@@ -40,6 +40,3 @@ class Mixtral(Family):
             "router_aux_loss_coef": model.moe.aux_loss_coeff,
             "sliding_window": None,
         }
-
-
-FAMILY = Mixtral()

@@ -45,6 +45,3 @@ class Olmoe(Family):
             "norm_topk_prob": model.moe.normalize_top_k,
             "router_aux_loss_coef": model.moe.aux_loss_coeff,
         }
-
-
-FAMILY = Olmoe()

@@ -23,6 +23,3 @@ class Qwen2(Family):
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
         return {"use_sliding_window": False}
-
-
-FAMILY = Qwen2()

@@ -50,6 +50,3 @@ class Qwen2Moe(Family):
                 f"model.moe.shared_experts={model.moe.shared_experts}: {self.model_type} has one shared expert, "
                 "whose width is model.moe.shared_ffn_hidden_size. Set it to 1."
             )
-
-
-FAMILY = Qwen2Moe()

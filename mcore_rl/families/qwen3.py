@@ -23,6 +23,3 @@ class Qwen3(Family):
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
         return {"attention_bias": False}
-
-
-FAMILY = Qwen3()

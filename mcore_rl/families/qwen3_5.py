@@ -75,7 +75,3 @@ def apart(model: ModelConfig, prefix: str) -> dict[str, list[HfRows]]:
         "beta": [HfRows(prefix + "in_proj_b.weight", 0, delta.value_heads)],
         "alpha": [HfRows(prefix + "in_proj_a.weight", 0, delta.value_heads)],
     }
-
-
-EXPERTS = Qwen35Moe()
-DENSE = Qwen35()

@@ -26,6 +26,3 @@ class Qwen3Moe(Family):
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
         return {"attention_bias": False} | qwen_experts_to_hf(model)
-
-
-FAMILY = Qwen3Moe()

@@ -147,6 +147,3 @@ class Qwen3Next(Family):
             **delta_nets_to_hf(model),
             **mtp,
         }
-
-
-FAMILY = Qwen3Next()

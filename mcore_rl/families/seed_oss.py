@@ -36,6 +36,3 @@ class SeedOss(Family):
             "mlp_bias": False,
             "residual_dropout": model.hidden_dropout,
         }
-
-
-FAMILY = SeedOss()

@@ -50,6 +50,3 @@ class SolarOpen(Family):
             "norm_topk_prob": True,
             "use_qk_norm": False,
         }
-
-
-FAMILY = SolarOpen()

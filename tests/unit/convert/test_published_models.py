@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.families import FAMILIES, weight_map
+from mcore_rl.families import family_named, weight_map
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model
@@ -174,7 +174,7 @@ def theirs(case: str) -> tuple[dict[str, Any], Oracle]:
     config = scaled(PUBLISHED[name], divisor, num_layers)
     # The embedding of a token that pads would have no gradient.
     made = transformers.AutoConfig.for_model(**config, pad_token_id=None)
-    return config, oracle_of(made, FAMILIES[config["model_type"]].hf_class)
+    return config, oracle_of(made, family_named(config["model_type"]).hf_class)
 
 
 def as_gradients(model: Any) -> Tensors:

@@ -12,7 +12,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.fake_world import saved
 from mcore_rl.fake_world.saved import saved_by_layer
-from mcore_rl.families import FAMILIES, family_of
+from mcore_rl.families import FAMILIES, family_named, family_of
 from tests.ranks import run_ranks
 
 MLA = {"kv_lora_rank": 48, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -27,7 +27,7 @@ RANKS = (1, 2, 4, 8)
 
 
 def model_of(family, num_layers, num_heads=8):
-    is_latent = FAMILIES[family].is_latent
+    is_latent = family_named(family).is_latent
     model = ModelConfig(
         family=family,
         num_layers=num_layers,
@@ -54,7 +54,7 @@ def first_of_each_kind():
     """The families, without those whose layers are built by the same arguments as an earlier one's."""
     found = {}
     for name in ("deepseek_v3", "glm4_moe", *FAMILIES):
-        family, model = FAMILIES[name], model_of(name, 2)
+        family, model = family_named(name), model_of(name, 2)
         arguments = family.architecture(model) | UNSEEN
         found.setdefault(str((sorted(arguments.items(), key=str), family.has_full_qk_norm)), name)
     return sorted(found.values())

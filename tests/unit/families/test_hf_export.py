@@ -11,7 +11,7 @@ import transformers
 from mcore_rl.checks.model import checked_hf_config, checked_model_from_hf, model_violations
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import FAMILIES, hf_config, weight_map
+from mcore_rl.families import FAMILIES, all_families, family_of, hf_config, weight_map
 from mcore_rl.families.same_model import model_changes
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.server_process import model_folder
@@ -25,7 +25,7 @@ MEGATRONS_OWN = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
     """The arguments of Megatron's config that the logits depend on."""
-    arguments = FAMILIES[model.family].architecture(model)
+    arguments = family_of(model).architecture(model)
     return {name: value for name, value in arguments.items() if name not in MEGATRONS_OWN}
 
 
@@ -109,11 +109,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "another width of experts": {"moe.ffn_hidden_size": 24},
 }
 ALL = set(FAMILIES)
-SIGMOID = {name for name, family in FAMILIES.items() if family.router == "sigmoid"}
+SIGMOID = {name for name, family in all_families().items() if family.router == "sigmoid"}
 NOT_IN_TRANSFORMERS = {
     "yarn, mscale": ALL,
     "yarn, mscale_all_dim": ALL,
-    "epsilon of latents": {name for name, family in FAMILIES.items() if family.is_latent},
+    "epsilon of latents": {name for name, family in all_families().items() if family.is_latent},
     "one expert": SIGMOID | {"mixtral", "gpt_oss"},
     "raw gates": {"mixtral", "gpt_oss"},
     "two dense layers": {"mixtral", "olmoe"},

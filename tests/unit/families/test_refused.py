@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import FAMILIES, model_from_hf
+from mcore_rl.families import FAMILIES, OTHER_MODEL_TYPES, model_from_hf
 from mcore_rl.families.refused import REFUSED
 from mcore_rl.families.shells import SHELLS
 
@@ -23,9 +23,7 @@ def test_the_page_lists_every_family_and_every_refused_architecture() -> None:
     assert rows("Supported").keys() == FAMILIES.keys()
     assert rows("Text models inside models of images").keys() == SHELLS.keys()
     assert rows("Refused") == REFUSED
-    assert not REFUSED.keys() & {
-        name for family in FAMILIES.values() for name in (family.model_type, *family.other_model_types)
-    }
+    assert not REFUSED.keys() & {*FAMILIES, *sum(OTHER_MODEL_TYPES.values(), ())}
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -9,7 +9,7 @@ import torch
 from mcore_rl.config.model import DeltaConfig, MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families import FAMILIES, weight_map
+from mcore_rl.families import family_named, weight_map
 from mcore_rl.families.weight_map import AxisRange, Region, WeightMap, covered_otherwise_than_once
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
@@ -198,7 +198,7 @@ def variants() -> dict[str, ModelConfig]:
         dense = 0 if name == "gpt_oss" else 2
         experts = {"num_experts": 7, "first_dense_layers": dense, "num_groups": None, "top_groups": None}
         moe = tiny.moe.model_copy(update=experts) if tiny.is_moe else tiny.moe
-        heads = 9 if FAMILIES[name].is_latent else 3
+        heads = 9 if family_named(name).is_latent else 3
         odd = {"vocab_size": 1003, "num_heads": 9, "num_kv_heads": heads, "head_dim": 24, "moe": moe}
         found[f"{name}-awkward"] = tiny.model_copy(update=odd | {"tied_embeddings": not tiny.tied_embeddings})
     deepseek = found["deepseek_v3"]
