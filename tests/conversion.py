@@ -12,12 +12,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from mcore_rl.convert.check import Difference, compare
 from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.convert.peft import AdapterLayout, plan_adapter_export
-from mcore_rl.convert.verify import Difference, compare
 from mcore_rl.metrics.progress import ByteProgress
 from tests.hf_models import Tensors, oracle
 

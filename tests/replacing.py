@@ -22,9 +22,8 @@ from typing import Any
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.exporting import ExportOptions, plan_export
-from mcore_rl.convert.importing import ImportOptions, plan_import
-from mcore_rl.convert.megatron.layouts import KeyLayout
-from mcore_rl.convert.relayout import plan_relayout
+from mcore_rl.convert.importing import ImportOptions, plan_import, plan_relayout
+from mcore_rl.convert.megatron.model import KeyLayout
 from mcore_rl.errors import McoreRlError
 from mcore_rl.storage.checkpoint import read_marker, write_marker
 from tests.conversion import exported, imported, quiet, saved

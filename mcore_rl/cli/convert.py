@@ -14,25 +14,21 @@ from rich.console import Console
 
 from mcore_rl.cli.commands.checkpoints import convert_arguments
 from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.convert.check import LOGITS_BYTES, compare
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
-from mcore_rl.convert.exporting import ExportOptions, plan_export
+from mcore_rl.convert.exporting import ExportOptions, HubRepository, plan_export
 from mcore_rl.convert.hf.text_files import ModelText, has_tokenizer
-from mcore_rl.convert.hub import HubRepository
-from mcore_rl.convert.importing import OUTPUT_DTYPES, ImportOptions, plan_import
-from mcore_rl.convert.megatron.layouts import KeyLayout, native_layout
-from mcore_rl.convert.megatron.model import open_dist_model
+from mcore_rl.convert.importing import OUTPUT_DTYPES, ImportOptions, plan_import, plan_relayout
+from mcore_rl.convert.megatron.model import KeyLayout, native_layout, open_dist_model
 from mcore_rl.convert.peft import plan_adapter_export
-from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.convert.upcycling import UpcycleOptions, plan_upcycle
-from mcore_rl.convert.verify import LOGITS_BYTES, compare
 from mcore_rl.data.tokenizer import digest_of_folder
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.metrics.progress import ByteProgress, readable_bytes
 from mcore_rl.storage.checkpoint import find_checkpoint
 from mcore_rl.storage.files import is_event_log, refuse_overlap
-from mcore_rl.storage.huggingface import is_hf, read_config
-from mcore_rl.storage.model import cached_or_given, read_run, run_of_checkpoint
+from mcore_rl.storage.folders import cached_or_given, is_hf, read_config, read_run, run_of_checkpoint
 
 MAX_LINES = 100
 """Largest number of differences to list."""

@@ -17,7 +17,7 @@ from mcore_rl.planning.place import place_of
 from mcore_rl.planning.search import Search, search
 from mcore_rl.planning.text import choice_text, search_lines
 from mcore_rl.planning.weights import weights_by_stage
-from mcore_rl.storage.model import find_model, read_model_folder
+from mcore_rl.storage.folders import find_model, read_model_folder
 from mcore_rl.storage.run_config import load_run_config
 
 LARGEST = 4096

@@ -25,7 +25,7 @@ from mcore_rl.rl.engines.native.engine import Listener, MegatronEngine
 from mcore_rl.rl.engines.server_api import ServedCompletion
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Problem, Prompt
-from mcore_rl.storage.model import ModelFolder, find_model, read_model_folder, read_run, stored_lora
+from mcore_rl.storage.folders import ModelFolder, find_model, read_model_folder, read_run, stored_lora
 from mcore_rl.workers.imports import checkpoint_of, ensure_imported
 from mcore_rl.workers.rank_guard import rank_guard
 

@@ -16,7 +16,7 @@ from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.planning.device import LARGEST_NODE, known_device
 from mcore_rl.planning.gpus import Gpus, parse_gpus
-from mcore_rl.storage.model import find_model
+from mcore_rl.storage.folders import find_model
 from mcore_rl.storage.run_config import load_run_config
 
 GROUP_SIZE = 8

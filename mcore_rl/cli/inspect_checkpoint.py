@@ -5,9 +5,9 @@ import argparse
 from rich.console import Console
 
 from mcore_rl.cli.convert import report_differences
-from mcore_rl.convert.inspection import contents
+from mcore_rl.convert.check import contents
 from mcore_rl.metrics.progress import ByteProgress
-from mcore_rl.storage.model import cached_or_given
+from mcore_rl.storage.folders import cached_or_given
 
 
 def main(args: argparse.Namespace) -> int:

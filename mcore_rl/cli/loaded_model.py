@@ -13,7 +13,7 @@ from mcore_rl.megatron.platform import Platform
 from mcore_rl.model.adapters import add_adapters, fill_adapters
 from mcore_rl.model.build import build_model
 from mcore_rl.storage.checkpoints.read import StoredCheckpoint, inspect
-from mcore_rl.storage.checkpoints.weights import load_weights, refuse_other_adapters
+from mcore_rl.storage.checkpoints.write import load_weights, refuse_other_adapters
 
 
 def load_model(

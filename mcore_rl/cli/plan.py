@@ -50,7 +50,7 @@ from mcore_rl.planning.text import (
 )
 from mcore_rl.planning.training import training_of
 from mcore_rl.storage.files import has_mark, refuse_replacing, write_atomically
-from mcore_rl.storage.model import HUB_NAME, find_model
+from mcore_rl.storage.folders import HUB_NAME, find_model
 from mcore_rl.storage.run_config import load_run_config
 from mcore_rl.workers.without_gpus import run_without_gpus
 

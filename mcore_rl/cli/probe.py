@@ -25,7 +25,7 @@ from mcore_rl.rl.engines.probe import Probe, ProbeReference
 from mcore_rl.rl.engines.probe_difference import FEWEST_TOKENS, ProbeDifference, difference_of
 from mcore_rl.rl.engines.server_api import ServerApi
 from mcore_rl.storage.checkpoint import find_checkpoint, path_of_step, saved_steps
-from mcore_rl.storage.model import read_run, stored_lora
+from mcore_rl.storage.folders import read_run, stored_lora
 from mcore_rl.workers.rank_guard import rank_guard
 
 GROUPS: Mapping[str, re.Pattern[str]] = {

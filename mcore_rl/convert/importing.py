@@ -1,40 +1,225 @@
-"""Import: convert a Hugging Face folder to a Megatron checkpoint."""
+"""Import: convert a Hugging Face folder to a Megatron checkpoint. Relayout: convert a checkpoint to other keys."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import io
+import json
+import pickle
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
-from mcore_rl.convert.copying.manifest import write_manifest
-from mcore_rl.convert.copying.plan import NUMBERED, TargetTensor, common_dtype, tasks_of
-from mcore_rl.convert.hf.model import HfModel, MtpLayers, check_copies, open_hf_model
-from mcore_rl.convert.hf.small_files import copy_files, small_files
-from mcore_rl.convert.hf.source import source_checksums
-from mcore_rl.convert.megatron.layouts import (
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert.copying.conversion import (
+    Conversion,
+    CopySettings,
+    RecordedTask,
+    WrittenRange,
+    import_behind,
+    write_manifest,
+)
+from mcore_rl.convert.copying.tensors import (
+    NUMBERED,
+    ChunkBytes,
+    CopyTask,
+    TargetTensor,
+    common_dtype,
+    tasks_of,
+)
+from mcore_rl.convert.hf.folder import copy_files, small_files
+from mcore_rl.convert.hf.model import HfModel, MtpLayers, check_copies, open_hf_model, source_checksums
+from mcore_rl.convert.megatron.model import (
+    EMBEDDING,
+    DistModel,
     KeyLayout,
     KeyNames,
     KeyTranslation,
     LayerGrouping,
+    extra_state_keys,
+    is_stacked,
     native_layout,
+    open_dist_model,
+    refuse_singletons,
 )
-from mcore_rl.convert.megatron.writer import (
-    DistWriter,
-    empty_extra_states,
-    single_rank_common,
-    write_common,
-    write_format,
-    write_last_file,
-    write_metadata,
-)
+from mcore_rl.convert.megatron.tensors import save
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families.regions import RegionCopy, copies_into_megatron
-from mcore_rl.families.weight_map import WeightMap
-from mcore_rl.storage.checkpoint import checkpoints_in, name_latest, path_of_step, step_of
-from mcore_rl.storage.files import sizes_and_times
+from mcore_rl.families.weight_map import (
+    AxisRange,
+    RegionCopy,
+    Shape,
+    WeightMap,
+    copies_into_megatron,
+    listed,
+    sizes,
+    whole,
+)
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.patches.versions import megatron_version
+from mcore_rl.storage.checkpoint import (
+    COMMON,
+    FORMAT_FILE,
+    MARKER,
+    METADATA,
+    Marker,
+    checkpoints_in,
+    name_latest,
+    path_of_step,
+    step_of,
+    write_marker,
+)
+from mcore_rl.storage.checkpoints.megatron_lm import hybrid_args, model_args
+from mcore_rl.storage.checkpoints.read import EXTRA_STATE
+from mcore_rl.storage.checkpoints.write import FORMAT, common_state
+from mcore_rl.storage.files import flush_to_disk, sizes_and_times
+from mcore_rl.storage.foreign import FileRange, load_metadata, load_saved, recorded_crc32
+
+ONE_RANK = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1, "vpp": 1}
+OBJECTS = "__objects_0.distcp"
+"""File of the objects that are not tensors."""
+
+
+class DistWriter:
+    """Writes a file per task, each chunk in the format of `torch.save`, which torch's FileSystemReader can read."""
+
+    def prepare(self, folder: Path) -> None:
+        """Do nothing: each task makes its file."""
+
+    def write(self, folder: Path, task: CopyTask, contents: Iterator[ChunkBytes]) -> list[WrittenRange]:
+        """Write a task's chunks one after another into its file."""
+        ranges = []
+        with io.FileIO(folder / task.file, "wb") as file:
+            for content in contents:
+                start = file.tell()
+                save(file, content)
+                ranges.append(WrittenRange(start, file.tell() - start))
+        return ranges
+
+
+def empty_extra_states(weights: WeightMap) -> dict[str, bytes]:
+    """Return the extra states of a model without fp8, as `write_metadata` takes them.
+
+    By default Megatron-LM demands of a checkpoint every extra state of its layers, though there is nothing in them.
+    """
+    file = io.BytesIO()
+    # Megatron saves a list of the objects of a key.
+    torch.save([None], file)
+    return dict.fromkeys(extra_state_keys(weights), file.getvalue())
+
+
+def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[str, bytes]) -> None:
+    """Write `.metadata`, which names file and range of each chunk.
+
+    Args:
+        folder: The checkpoint so far.
+        done: All tasks with their records.
+        objects: Objects that are not tensors, as written by torch.save, by key; they go into a separate file.
+    """
+    chunks: dict[str, list[ChunkStorageMetadata]] = {}
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for task, records in done:
+        for chunk, record in zip(task.chunks, records, strict=True):
+            target = chunk.target
+            offset = torch.Size([axis.start for axis in chunk.where])
+            chunks.setdefault(target.name, []).append(
+                ChunkStorageMetadata(offset, torch.Size(sizes(chunk.where)))
+            )
+            entries[target.name] = target
+            storage[MetadataIndex(target.name, offset)] = _StorageInfo(
+                task.file, record.written.offset, record.written.length
+            )
+    state: dict[str, Any] = {
+        key: TensorStorageMetadata(
+            TensorProperties(dtype=target.dtype), torch.Size(target.shape), chunks[key]
+        )
+        for key, target in entries.items()
+    }
+    if objects:
+        with (folder / OBJECTS).open("wb") as file:
+            for key, data in objects.items():
+                state[key] = BytesStorageMetadata()
+                storage[MetadataIndex(key)] = _StorageInfo(OBJECTS, file.tell(), len(data))
+                file.write(data)
+        flush_to_disk(folder / OBJECTS)
+    with (folder / METADATA).open("wb") as file:
+        pickle.dump(Metadata(state_dict_metadata=state, planner_data=None, storage_data=storage), file)
+    flush_to_disk(folder / METADATA)
+
+
+def write_format(folder: Path) -> None:
+    """Write `metadata.json`, by which Megatron knows the format."""
+    (folder / FORMAT_FILE).write_text(json.dumps(asdict(FORMAT)), encoding="utf-8")
+
+
+def write_common(folder: Path, common: dict[str, Any]) -> None:
+    """Write `common.pt`, which is the same for all ranks."""
+    # To an open file: given a path, torch would put the file's name into the archive.
+    with (folder / COMMON).open("wb") as file:
+        torch.save(common, file)
+    flush_to_disk(folder / COMMON)
+
+
+def single_rank_common(model: ModelConfig, step: int, layout: KeyLayout) -> dict[str, Any]:
+    """Return the common state that a run of one rank would write."""
+    # common_state asks the mesh for sizes only, which need no process group.
+    axis = SimpleNamespace(size=1)
+    mesh = cast(Mesh, SimpleNamespace(tp=axis, pp=axis, dp=axis, world=axis))
+    common = common_state(model, mesh, step, {})
+    if layout.layers == "hybrid":
+        vars(common["args"]).update(hybrid_args(model))
+    return common
+
+
+def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker | None = None) -> None:
+    """Write the marker, with which the folder is complete.
+
+    Args:
+        folder: The checkpoint; all its other files are written.
+        model: The model's config.
+        step: The step that the weights are of.
+        before: Marker of the checkpoint that the training state comes from; None if there are only weights.
+    """
+    # A marker already exists if the folder could not be renamed before, for example after comparing logits.
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    names = sorted(name for name in files if name != MARKER)
+    archives: dict[str, list[FileRange]] = {}
+    for info in (load_metadata(folder).storage_data or {}).values():
+        archives.setdefault(info.relative_path, []).append(
+            FileRange(info.relative_path, info.offset, info.length)
+        )
+    write_marker(
+        folder,
+        Marker(
+            step=step,
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+            world_size=before.world_size if before else 1,
+            mesh=before.mesh if before else ONE_RANK,
+            model=model.model_dump(mode="json"),
+            megatron=megatron_version(),
+            files={name: (folder / name).stat().st_size for name in names},
+            program=before.program if before else "",
+            settings=before.settings if before else {},
+            inputs=before.inputs if before else {},
+            numerics=before.numerics if before else 1,
+            crc32={name: recorded_crc32(folder / name, archives.get(name, ())) for name in names},
+        ),
+    )
+
 
 OutputDtype = Literal["keep", "bf16", "fp32"]
 OUTPUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -95,7 +280,7 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
         writer=DistWriter(),
         identity=f"import {options} {hf_model.model}",
         read=hf_model.folder.stamps | sizes_and_times(copied.values()),
-        finish=partial(_finish, hf_model, layout, weights, copied),
+        finish=partial(_finish_import, hf_model, layout, weights, copied),
         named=name_latest,
         notes=notes,
     )
@@ -131,7 +316,7 @@ def _dtype(
     return common_dtype(key, {copy.source: hf_model.dtype(copy.source) for copy in copies})
 
 
-def _finish(
+def _finish_import(
     hf_model: HfModel,
     layout: KeyLayout,
     weights: WeightMap,
@@ -153,3 +338,155 @@ def _finish(
     }
     write_manifest(folder, plan, description, source_checksums(hf_model.folder, done), done)
     write_last_file(folder, hf_model.model, 0)
+
+
+def plan_relayout(
+    source: Path, folder: Path, layout: KeyLayout, reference: Path | None, settings: CopySettings
+) -> Conversion:
+    """Plan to write a checkpoint to `folder/iter_<step>` under the keys of `layout`.
+
+    Args:
+        source: The checkpoint; its tensors, optimizer state and other objects are written.
+        folder: Folder of the output.
+        layout: The layout of the new keys.
+        reference: A Hugging Face folder of the same model, for checkpoints that do not name their family.
+        settings: How the conversion is run.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or has optimizer state that is not laid out like the weights.
+    """
+    dist_model = open_dist_model(source, reference)
+    targets = list(_targets(dist_model, layout))
+    step, objects = dist_model.folder.step, dist_model.folder.objects
+    num_objects = sum(EXTRA_STATE not in key for key in objects)
+    return Conversion(
+        title="relayout",
+        final=path_of_step(folder, step),
+        sources=[
+            ("the source", source),
+            ("the checkpoint", dist_model.folder.path),
+            *([("--reference", reference)] if reference is not None else []),
+        ],
+        targets=targets,
+        tasks=tasks_of({NUMBERED: targets}, settings.task_bytes),
+        open_source=dist_model.source,
+        writer=DistWriter(),
+        identity=f"relayout {layout} {dist_model.folder.digest}",
+        read=dist_model.folder.stamps,
+        finish=partial(_finish_relayout, dist_model, layout, _changed_common(dist_model, layout)),
+        named=name_latest,
+        notes=[
+            f"{dist_model.model.family}, step {step}: {dist_model.layout} -> {layout}",
+            f"{len(targets)} tensors and {num_objects} objects; {len(objects) - num_objects} extra states of the old "
+            "names are replaced by empty ones of the new",
+        ],
+    )
+
+
+def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]:
+    """Yield each tensor under its new key: the weights, and the optimizer's tensors with the same layout."""
+    folder = dist_model.folder
+    refuse_singletons(dist_model.layout, folder.path)
+    old = KeyTranslation(dist_model.model, dist_model.layout)
+    new = KeyTranslation(dist_model.model, layout)
+    tensors = folder.tensors
+    copies = _copies_by_new_key(dist_model.canonical.mcore_shapes, old, new)
+    shapes = dict(new.shapes(dist_model.canonical.mcore_shapes))
+    names = {copy.source for group in copies.values() for copy in group}
+    # The optimizer has each weight's moments under a prefix and the weight's name; the weights' prefix is "".
+    prefixes = sorted({key.removesuffix(EMBEDDING) for key in tensors if key.endswith(EMBEDDING)})
+    known = {prefix + name for prefix in prefixes for name in names}
+    left = [f"{key} {tensors[key].shape}" for key in tensors if key not in known]
+    left += [
+        f"{prefix}{name} {tensors[prefix + name].shape} instead of {tensors[name].shape}"
+        for prefix in prefixes
+        for name in sorted(names)
+        if prefix + name in tensors and tensors[prefix + name].shape != tensors[name].shape
+    ]
+    if left:
+        raise CheckpointError(
+            f"{folder.path} has optimizer state that is not laid out like the weights:\n{listed(left)}\n"
+            "Save it with distrib_optim_sharding_type fully_reshardable first."
+        )
+    for prefix in prefixes:
+        for key, group in copies.items():
+            # Buffers, such as expert biases, have no moments.
+            if all(prefix + copy.source in tensors for copy in group):
+                moved = tuple(RegionCopy(copy.into, prefix + copy.source, copy.where) for copy in group)
+                dtype = common_dtype(
+                    prefix + key, {copy.source: tensors[copy.source].dtype for copy in moved}
+                )
+                yield TargetTensor(name=prefix + key, shape=shapes[key], dtype=dtype, copies=moved)
+
+
+def _copies_by_new_key(
+    shapes: Mapping[str, Shape], old: KeyTranslation, new: KeyTranslation
+) -> dict[str, list[RegionCopy]]:
+    """Return, for each new key, the copies from old keys that fill it; `shapes` has the weight map's shapes."""
+    copies: dict[str, list[RegionCopy]] = {}
+    one_by_one = {old.layout.layers, new.layout.layers} != {"stacked"}
+    for key, shape in shapes.items():
+        regions = [whole(shape)]
+        if one_by_one and is_stacked(key):
+            regions = [(AxisRange(layer, layer + 1), *whole(shape[1:])) for layer in range(shape[0])]
+        for region in regions:
+            source, where = old.locate(key, region)
+            target, into = new.locate(key, region)
+            copies.setdefault(target, []).append(RegionCopy(into, source, where))
+    return copies
+
+
+def _finish_relayout(
+    dist_model: DistModel,
+    layout: KeyLayout,
+    changed_common: dict[str, Any] | None,
+    folder: Path,
+    plan: str,
+    done: Sequence[RecordedTask],
+) -> None:
+    """Add objects, metadata, common state, manifest and marker to the tensors' files."""
+    source = dist_model.source()
+    weights = KeyTranslation(dist_model.model, layout).weights(dist_model.canonical)
+    objects = empty_extra_states(weights) | {
+        key: source.object_bytes(key, saved)
+        for key, saved in dist_model.folder.objects.items()
+        if EXTRA_STATE not in key
+    }
+    if (dist_model.folder.path / "config.json").is_file():  # an import has the small files of its source
+        copy_files(small_files(dist_model.folder.path), folder)
+    write_metadata(folder, done, objects)
+    write_format(folder)
+    common = dist_model.folder.path / COMMON
+    if changed_common is not None:
+        write_common(folder, changed_common)
+    elif common.is_file():
+        shutil.copyfile(common, folder / COMMON)
+    else:
+        write_common(folder, single_rank_common(dist_model.model, dist_model.folder.step, layout))
+    description = {
+        "kind": "relayout",
+        "family": dist_model.model.family,
+        "layout": {"keys": layout.keys, "layers": layout.layers},
+        "import": import_behind(dist_model.folder.path),
+    }
+    sources = {"metadata_sha256": dist_model.folder.digest, "files": dist_model.folder.files}
+    write_manifest(folder, plan, description, sources, done)
+    write_last_file(folder, dist_model.model, dist_model.folder.step, dist_model.folder.marker)
+
+
+def _changed_common(dist_model: DistModel, layout: KeyLayout) -> dict[str, Any] | None:
+    """Return the common state with the arguments that HybridModel's layers have, or GPTModel's; None without a change.
+
+    CheckpointError if it has an object of a class that no state of Megatron has.
+    """
+    common = dist_model.folder.path / COMMON
+    if (dist_model.layout.layers == "hybrid") == (layout.layers == "hybrid") or not common.is_file():
+        return None
+    arguments = hybrid_args(dist_model.model)
+    if layout.layers != "hybrid":
+        native = model_args(dist_model.model)
+        arguments = {name: getattr(native, name, None) for name in arguments}
+    changed: dict[str, Any] = load_saved(common.read_bytes(), str(common))
+    if isinstance(changed.get("args"), Namespace):
+        vars(changed["args"]).update(arguments)
+    return changed

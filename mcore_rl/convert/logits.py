@@ -19,33 +19,31 @@ from torch import Tensor, nn
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.convert.copying.content import fill
-from mcore_rl.convert.copying.plan import TargetTensor, chunk_at
+from mcore_rl.convert.check import LOGITS_BYTES, open_model
+from mcore_rl.convert.copying.tensors import TargetTensor, chunk_at, fill
 from mcore_rl.convert.hf.folder import INDEX, SINGLE
-from mcore_rl.convert.hf.model import QUANTIZATION, HfModel, MtpLayers, with_quantization
-from mcore_rl.convert.hf.source import HfSource
-from mcore_rl.convert.megatron.layouts import KeyTranslation, refuse_singletons
-from mcore_rl.convert.megatron.model import DistModel
-from mcore_rl.convert.megatron.source import DistSource
-from mcore_rl.convert.verify import LOGITS_BYTES, open_model
+from mcore_rl.convert.hf.model import QUANTIZATION, HfModel, HfSource, MtpLayers, with_quantization
+from mcore_rl.convert.megatron.model import DistModel, KeyTranslation, refuse_singletons
+from mcore_rl.convert.megatron.tensors import DistSource
 from mcore_rl.errors import CheckpointError, ConfigError, McoreRlError
 from mcore_rl.families import weight_map
-from mcore_rl.families.regions import (
+from mcore_rl.families.shells import text_config
+from mcore_rl.families.weight_map import (
+    AxisRange,
     RegionCopy,
     composed,
     copies_into_hf,
     copies_into_megatron,
+    listed,
     whole,
 )
-from mcore_rl.families.shells import text_config
-from mcore_rl.families.weight_map import AxisRange, listed
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.metrics.progress import ByteProgress
 from mcore_rl.model.build import build_uninitialized, unwrap
 from mcore_rl.model.global_tensors import LocalShard, local_shards
 from mcore_rl.model.heads import SCORE_SHIFT
-from mcore_rl.storage.huggingface import is_hf
+from mcore_rl.storage.folders import is_hf
 
 NUM_SEQUENCES, SEQUENCE_LENGTH = 2, 32
 """Size of the batch of random tokens."""

@@ -16,23 +16,25 @@ from torch import Tensor
 
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.convert.copying.content import is_finite
-from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
-from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
-from mcore_rl.convert.copying.plan import TargetTensor, tasks_of
+from mcore_rl.convert.copying.conversion import (
+    Conversion,
+    CopySettings,
+    RecordedTask,
+    file_checksums,
+    write_manifest,
+)
+from mcore_rl.convert.copying.tensors import TargetTensor, is_finite, tasks_of
 from mcore_rl.convert.hf.folder import ADAPTER_CONFIG
 from mcore_rl.convert.hf.writer import SafetensorsWriter
 from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
-from mcore_rl.convert.megatron.adapters import WEIGHT, StoredAdapter, stored_lora
-from mcore_rl.convert.megatron.layouts import EXPERTS
-from mcore_rl.convert.megatron.model import MTP, DistModel, open_dist_model
+from mcore_rl.convert.megatron.model import EXPERTS, MTP, DistModel, open_dist_model
+from mcore_rl.convert.megatron.tensors import WEIGHT, StoredAdapter, stored_lora
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of, weight_map
-from mcore_rl.families.packed_rows import packed_rows
-from mcore_rl.families.regions import RegionCopy
-from mcore_rl.families.weight_map import AxisRange, Region, WeightBlock, WeightMap, listed
+from mcore_rl.families.rules import packed_rows
+from mcore_rl.families.weight_map import AxisRange, Region, RegionCopy, WeightBlock, WeightMap, listed
 from mcore_rl.model.adapters import target_of
-from mcore_rl.storage.huggingface import read_json
+from mcore_rl.storage.folders import read_json
 
 AdapterLayout = Literal["each", "fused"]
 """Modules of experts: a module for each expert, or as in peft's `target_parameters` a single module per layer."""

@@ -19,21 +19,23 @@ from torch import Tensor
 
 from mcore_rl.checks.model import checked_model_from_hf, divisors
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
-from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
-from mcore_rl.convert.copying.plan import TargetTensor, tasks_of
-from mcore_rl.convert.copying.source import ByteRun
+from mcore_rl.convert.copying.conversion import (
+    Conversion,
+    CopySettings,
+    RecordedTask,
+    file_checksums,
+    write_manifest,
+)
+from mcore_rl.convert.copying.tensors import ByteRun, TargetTensor, tasks_of
 from mcore_rl.convert.exporting import DTYPE_KEYS, QUANTIZATION_KEYS, usual_dtype, write_index
-from mcore_rl.convert.hf.model import HfModel, check_copies, open_hf_model
-from mcore_rl.convert.hf.small_files import copy_files, small_files
-from mcore_rl.convert.hf.source import HfSource, source_checksums
+from mcore_rl.convert.hf.folder import copy_files, small_files
+from mcore_rl.convert.hf.model import HfModel, HfSource, check_copies, open_hf_model, source_checksums
 from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_named, family_of, weight_map
-from mcore_rl.families.hf_export import common_to_hf
-from mcore_rl.families.regions import RegionCopy, sizes, whole
-from mcore_rl.families.weight_map import AxisRange, Region
+from mcore_rl.families.hf_config import common_to_hf
+from mcore_rl.families.weight_map import AxisRange, Region, RegionCopy, sizes, whole
 from mcore_rl.storage.files import sizes_and_times
 
 UPCYCLED = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}

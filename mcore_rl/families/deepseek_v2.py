@@ -5,8 +5,17 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.family import GROUPED_EXPERTS, Family
-from mcore_rl.families.hf_config import HfConfig, common, grouped_experts, latents, needed, refusal, require
-from mcore_rl.families.hf_export import grouped_experts_to_hf, latents_to_hf
+from mcore_rl.families.hf_config import (
+    HfConfig,
+    common,
+    grouped_experts,
+    grouped_experts_to_hf,
+    latents,
+    latents_to_hf,
+    needed,
+    refusal,
+    require,
+)
 
 
 class DeepseekV2(Family):

@@ -8,13 +8,14 @@ from mcore_rl.families.hf_config import (
     HfConfig,
     common,
     grouped_experts,
+    grouped_experts_to_hf,
     latents,
+    latents_to_hf,
     needed,
     num_mtp_layers,
     require,
     require_keys,
 )
-from mcore_rl.families.hf_export import grouped_experts_to_hf, latents_to_hf
 
 
 class DeepseekV3(Family):

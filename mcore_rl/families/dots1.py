@@ -10,11 +10,11 @@ from mcore_rl.families.hf_config import (
     check_types,
     common,
     grouped_experts,
+    grouped_experts_to_hf,
     refusal,
     require,
     require_keys,
 )
-from mcore_rl.families.hf_export import grouped_experts_to_hf
 
 
 class Dots1(Family):

@@ -8,11 +8,11 @@ from mcore_rl.families.hf_config import (
     HfConfig,
     common,
     grouped_experts,
+    grouped_experts_to_hf,
     num_mtp_layers,
     require,
     require_keys,
 )
-from mcore_rl.families.hf_export import grouped_experts_to_hf
 
 
 class Glm4Moe(Family):

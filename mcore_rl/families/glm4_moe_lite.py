@@ -11,14 +11,15 @@ from mcore_rl.families.hf_config import (
     check_types,
     common,
     grouped_experts,
+    grouped_experts_to_hf,
     latents,
+    latents_to_hf,
     needed,
     num_mtp_layers,
     refusal,
     require,
     require_keys,
 )
-from mcore_rl.families.hf_export import grouped_experts_to_hf, latents_to_hf
 
 
 class Glm4MoeLite(Family):

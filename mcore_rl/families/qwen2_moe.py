@@ -5,8 +5,15 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig, common, needed, qwen_experts, require, require_keys
-from mcore_rl.families.hf_export import qwen_experts_to_hf
+from mcore_rl.families.hf_config import (
+    HfConfig,
+    common,
+    needed,
+    qwen_experts,
+    qwen_experts_to_hf,
+    require,
+    require_keys,
+)
 from mcore_rl.families.rules import MoENames
 
 

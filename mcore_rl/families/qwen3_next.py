@@ -10,13 +10,14 @@ from mcore_rl.families.hf_config import (
     HfConfig,
     common,
     delta_nets,
+    delta_nets_to_hf,
     needed,
     num_mtp_layers,
     qwen_experts,
+    qwen_experts_to_hf,
     require,
     require_keys,
 )
-from mcore_rl.families.hf_export import delta_nets_to_hf, qwen_experts_to_hf
 from mcore_rl.families.rules import (
     ExpertLayout,
     LayerNames,

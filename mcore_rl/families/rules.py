@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mcore_rl.config.model import Mixer, ModelConfig
 from mcore_rl.families.weight_map import DuplicateTensor, HfRows, Shape, WeightRule
@@ -357,3 +357,24 @@ def _transposed_experts(model: ModelConfig, layer: LayerNames) -> Iterator[Weigh
         ):
             part = HfRows(f"{layer.hf}mlp.experts.{name}", 0, rows, at=(e,), transposed=True)
             yield expert.tensor(f"mlp.experts.experts.{key}.weight", [part], (width,))
+
+
+class Rows(NamedTuple):
+    """Order of a matrix's rows: `groups` times, the rows of each projection in turn; `sizes` has their numbers."""
+
+    groups: int
+    sizes: tuple[int, ...]
+
+
+def packed_rows(layer: str, num_rows: int, model: ModelConfig) -> Rows:
+    """Return the row order of the linear layer of this name, such as "linear_qkv", or of a rank's part of it."""
+    if layer == "linear_qkv":
+        width = model.head_dim
+        sizes: tuple[int, ...] = (model.num_heads // model.num_kv_heads * width, width, width)
+    elif layer == "linear_fc1":
+        sizes = (num_rows // 2, num_rows // 2)
+    else:
+        sizes = (num_rows,)
+    groups, rest = divmod(num_rows, sum(sizes))
+    assert not rest, f"{layer} has {num_rows} rows, no multiple of {sizes}"
+    return Rows(groups, sizes)

@@ -4,8 +4,15 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.family import GROUPED_EXPERTS, Family
-from mcore_rl.families.hf_config import HfConfig, common, grouped_experts, needed, require, require_keys
-from mcore_rl.families.hf_export import grouped_experts_to_hf
+from mcore_rl.families.hf_config import (
+    HfConfig,
+    common,
+    grouped_experts,
+    grouped_experts_to_hf,
+    needed,
+    require,
+    require_keys,
+)
 
 
 class SolarOpen(Family):

@@ -22,7 +22,7 @@ from mcore_rl.planning.place import place_of
 from mcore_rl.planning.search import search
 from mcore_rl.planning.text import mesh_text, nearest_text, span_text
 from mcore_rl.planning.training import Training, training_of
-from mcore_rl.storage.imports import import_of, imports_folder
+from mcore_rl.storage.folders import import_of, imports_folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mcore_rl.config.lora import TARGETS, LoraConfig, Target
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families.packed_rows import Rows, packed_rows
+from mcore_rl.families.rules import Rows, packed_rows
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.global_tensors import LocalShard, local_shards
 from mcore_rl.model.heads import ScoreModel

@@ -16,8 +16,18 @@ from torch import Tensor, nn
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
-from mcore_rl.families.regions import copies_into_megatron, cut, overlap, sizes, whole
-from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap, listed
+from mcore_rl.families.weight_map import (
+    AxisRange,
+    Region,
+    Shape,
+    WeightMap,
+    copies_into_megatron,
+    cut,
+    listed,
+    overlap,
+    sizes,
+    whole,
+)
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import merged_shards
 from mcore_rl.model.global_tensors import LocalShard, local_shards

@@ -19,7 +19,7 @@ from mcore_rl.programs.preferences import data_metrics, describe_preferences, lo
 from mcore_rl.rl.models.reference import Reference
 from mcore_rl.storage.checkpoint import saved_steps
 from mcore_rl.storage.checkpoints.read import inspect
-from mcore_rl.storage.checkpoints.weights import load_weights, refuse_other_adapters
+from mcore_rl.storage.checkpoints.write import load_weights, refuse_other_adapters
 from mcore_rl.storage.run_config import load_run_config
 from mcore_rl.train.loop import Run
 from mcore_rl.train.preference_losses import DPOHead

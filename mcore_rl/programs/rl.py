@@ -52,7 +52,7 @@ from mcore_rl.rl.rollouts.prompts import refuse_prompts_without_teacher
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.storage.checkpoint import check, find_checkpoint
-from mcore_rl.storage.model import read_run, run_of_checkpoint, stored_lora
+from mcore_rl.storage.folders import read_run, run_of_checkpoint, stored_lora
 from mcore_rl.storage.run_config import load_run_config
 from mcore_rl.train.loop import Run
 from mcore_rl.workers.launcher import world_size_of_launcher

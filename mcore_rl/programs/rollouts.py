@@ -52,7 +52,7 @@ from mcore_rl.rl.rollouts.prompts import (
 from mcore_rl.rl.rollouts.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.types import Prompt
 from mcore_rl.storage.checkpoint import find_checkpoint
-from mcore_rl.storage.model import read_run, run_of_checkpoint
+from mcore_rl.storage.folders import read_run, run_of_checkpoint
 from mcore_rl.train.state import Progress
 
 

@@ -7,7 +7,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.storage.model import read_run, run_of_checkpoint
+from mcore_rl.storage.folders import read_run, run_of_checkpoint
 
 
 def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpoint: str | None) -> Tokenizer:

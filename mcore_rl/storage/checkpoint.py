@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.storage.checksums import as_hex, crc32
-from mcore_rl.storage.files import move_into_place, write_atomically
-from mcore_rl.storage.huggingface import unfinished_download
+from mcore_rl.storage.files import move_into_place, unfinished_download, write_atomically
 
 MARKER = "checkpoint.json"
 MANIFEST = "manifest.json"

@@ -477,3 +477,15 @@ def _with_linked_files(source: Path) -> Iterator[Path]:
     yield source
     if source.is_dir():
         yield from (Path(os.path.realpath(entry)) for entry in source.iterdir() if entry.is_symlink())
+
+
+def unfinished_download(folder: Path) -> str:
+    """Return a sentence on a file of which the hub's client has a part only, for the messages of errors; empty without
+    any.
+    """
+    # The client keeps parts in the folder itself (--local-dir), or next to all snapshots of its cache.
+    places = [folder / ".cache/huggingface/download"]
+    if folder.absolute().parent.name == "snapshots":
+        places.append(folder.absolute().parents[1] / "blobs")
+    parts = sorted(part for place in places for part in place.rglob("*.incomplete"))
+    return f" Its download is unfinished ({parts[0]}): `hf download` goes on with it." if parts else ""

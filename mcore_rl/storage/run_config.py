@@ -13,8 +13,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Section
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families.same_model import model_changes
-from mcore_rl.storage.huggingface import is_hf
-from mcore_rl.storage.model import ModelFolder, find_model, read_model_folder
+from mcore_rl.storage.folders import ModelFolder, find_model, is_hf, read_model_folder
 
 R = TypeVar("R", bound=RunConfig)
 OF_TRAINING = (

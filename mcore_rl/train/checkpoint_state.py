@@ -10,15 +10,15 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.build import settle_weights
 from mcore_rl.storage.checkpoints.read import CRITIC, OWN_ENTRY, StoredCheckpoint, read
-from mcore_rl.storage.checkpoints.weights import (
+from mcore_rl.storage.checkpoints.write import (
     common_state,
+    describe_mesh,
     put_weights,
     sharding_metadata,
     trained_weights,
     weights_state,
     without_absent_extras,
 )
-from mcore_rl.storage.checkpoints.write import describe_mesh
 from mcore_rl.train.optimizer import initialize_moments, saved_groups, settle_loaded_step
 from mcore_rl.train.random_states import random_states, reseed, restore_random_states
 from mcore_rl.train.state import Progress, TrainState

@@ -32,8 +32,14 @@ from mcore_rl.storage.checkpoint import (
     superseded,
 )
 from mcore_rl.storage.checkpoints.read import CRITIC, StoredCheckpoint, inspect
-from mcore_rl.storage.checkpoints.weights import load_weights, refuse_other_adapters
-from mcore_rl.storage.checkpoints.write import SavePlan, ShardPlanner, WrittenFiles, finish
+from mcore_rl.storage.checkpoints.write import (
+    SavePlan,
+    ShardPlanner,
+    WrittenFiles,
+    finish,
+    load_weights,
+    refuse_other_adapters,
+)
 from mcore_rl.storage.files import checkpoint_errors_explained, room_at
 from mcore_rl.train.checkpoint_state import full_state, load_full_state
 from mcore_rl.train.offload import all_present

@@ -28,7 +28,7 @@ from mcore_rl.metrics.performance import Timers
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.model.transformer_config import machine_of
-from mcore_rl.storage.checkpoints.weights import weights_state
+from mcore_rl.storage.checkpoints.write import weights_state
 from mcore_rl.train.offload import Residence
 from mcore_rl.train.optimizer import build_optimizer, build_schedule
 from mcore_rl.train.state import Progress, TrainState

@@ -10,7 +10,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError, ConfigError, DataError
 from mcore_rl.storage.checkpoint import find_checkpoint
 from mcore_rl.storage.files import sole_writer
-from mcore_rl.storage.imports import ModelImport, import_of, imports_folder
+from mcore_rl.storage.folders import ModelImport, import_of, imports_folder
 from mcore_rl.workers.launcher import dies_with_parent
 
 STANDARD_ERROR = 2

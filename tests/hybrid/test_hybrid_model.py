@@ -27,8 +27,7 @@ from megatron.training.checkpointing import _maybe_setup_gpt_to_hybrid_load
 
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.convert.megatron.layouts import KeyLayout, KeyNames
-from mcore_rl.convert.megatron.model import open_dist_model
+from mcore_rl.convert.megatron.model import KeyLayout, KeyNames, open_dist_model
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import unwrap
@@ -36,7 +35,7 @@ from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.layers.norm import RMSNorm
 from mcore_rl.model.spec import _layer_spec
 from mcore_rl.model.transformer_config import transformer_config
-from mcore_rl.storage.checkpoints.weights import sharding_metadata
+from mcore_rl.storage.checkpoints.write import sharding_metadata
 from tests.conversion import assert_same, exported, imported, read_dist, read_hf, saved
 from tests.hf_models import TOLERANCE, VOCAB, oracle, random_tokens
 from tests.unit.convert.test_layouts import relaid

@@ -24,7 +24,7 @@ from mcore_rl.model import hf_stream
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.inputs import localize
-from mcore_rl.storage.checkpoints.weights import load_weights
+from mcore_rl.storage.checkpoints.write import load_weights
 from tests.parallel.parity import LogitsHead
 
 

@@ -16,10 +16,10 @@ from mcore_rl.config.lora import LoraConfig, Target
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.convert.inspection import contents
+from mcore_rl.convert.check import contents
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.layers import adapters
-from mcore_rl.storage.checkpoints.weights import load_weights
+from mcore_rl.storage.checkpoints.write import load_weights
 from tests.conversion import adapter_of, assert_same, exported, read_dist, read_hf
 from tests.parallel.checkpointing import SMALL, SMALL_DEEPSEEK, config_of, opened, run
 from tests.parallel.parity import assembled, owned, set_up_plain

@@ -21,7 +21,7 @@ from mcore_rl.model.adapters import adapters_off, fill_adapters, merge_loss
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.hf_stream import iter_hf_weights
-from mcore_rl.storage.checkpoints.weights import load_weights
+from mcore_rl.storage.checkpoints.write import load_weights
 from tests.conversion import ONE_FILE, adapter_of, exported, imported, read_hf, saved
 from tests.hf_models import VOCAB, oracle, random_tokens
 from tests.parallel.checkpointing import config_of, opened

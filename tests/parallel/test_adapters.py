@@ -25,7 +25,7 @@ from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.layers import adapters as layers
 from mcore_rl.rl.models.reference import Reference
 from mcore_rl.storage.checkpoint import reference_to
-from mcore_rl.storage.checkpoints.weights import save_weights
+from mcore_rl.storage.checkpoints.write import save_weights
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState

@@ -17,7 +17,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.storage.checksums import crc32_of
-from mcore_rl.storage.foreign.pickles import load_metadata
+from mcore_rl.storage.foreign import load_metadata
 from tests.parallel.checkpointing import SMALL, config_of, opened, run
 from tests.ranks import run_ranks
 

@@ -12,8 +12,8 @@ from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert import logits
+from mcore_rl.convert.check import LOGITS_BYTES
 from mcore_rl.convert.hf.model import open_hf_model
-from mcore_rl.convert.verify import LOGITS_BYTES
 from mcore_rl.planning.weights import weights_by_stage
 from tests.conversion import (
     assert_same,

@@ -47,7 +47,7 @@ from mcore_rl.rl.rewards.worker import Score
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Group
 from mcore_rl.rl.update.learner import Learner, policy_logprobs
-from mcore_rl.storage.checkpoints.weights import save_weights
+from mcore_rl.storage.checkpoints.write import save_weights
 from mcore_rl.train.offload import all_present
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport

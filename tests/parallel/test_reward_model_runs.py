@@ -37,7 +37,7 @@ from mcore_rl.programs import rm
 from mcore_rl.programs.rollouts import load_reward_models
 from mcore_rl.rl.rewards.from_model import RewardModels
 from mcore_rl.storage.checkpoints.read import find_checkpoint
-from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
+from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from mcore_rl.train.reward_model import RewardModelTrainer
 from tests.conversion import assert_adapters_alone_moved, exported, imported, read_dist
 from tests.emitted import assert_emitted

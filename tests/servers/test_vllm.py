@@ -17,7 +17,7 @@ from mcore_rl.data.chat import Conversation
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.types import Problem, Prompt
-from mcore_rl.storage.checkpoints.weights import save_weights
+from mcore_rl.storage.checkpoints.write import save_weights
 from tests.conversing import END, chat_of, config_of, conversations_of, sampling, seeds_of, write_tokenizer
 from tests.generating import spelled
 from tests.servers.conftest import Figures

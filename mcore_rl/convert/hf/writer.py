@@ -1,15 +1,48 @@
-"""Safetensors files of an export; headers and sizes are known before a byte of a tensor is read."""
+"""Safetensors files of an export, and weights in the int4 or fp8 blocks in which a reference folder has them."""
 
 import json
+import math
 import os
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from mcore_rl.convert.copying.content import ChunkBytes
+import torch
+from torch import Tensor
+
 from mcore_rl.convert.copying.conversion import WrittenRange
-from mcore_rl.convert.copying.plan import CopyTask, TargetTensor
-from mcore_rl.convert.hf.folder import DTYPE_NAMES
+from mcore_rl.convert.copying.tensors import (
+    ByteRun,
+    ChunkBytes,
+    CopyTask,
+    TargetTensor,
+    TensorSource,
+    chunk_at,
+    fill,
+    refuse_not_finite,
+)
+from mcore_rl.convert.hf.folder import DTYPE_NAMES, HfFolder
+from mcore_rl.convert.hf.model import QUANTIZATION, HfSource, with_quantization
+from mcore_rl.convert.hf.quantization import (
+    FP8,
+    FP8_SCALE,
+    INT4_PACKED,
+    INT4_SCALE,
+    INT4_SHAPE,
+    POWERS,
+    fp8_block_size,
+    fp8_faults,
+    int4_faults,
+    int4_shapes,
+    pack_int4,
+    quantize_fp8,
+    with_scale_types,
+)
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families.weight_map import AxisRange, Region, RegionCopy, listed, sizes, whole
 
 
 class SafetensorsWriter:
@@ -97,3 +130,240 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+BlockKind = Literal["int4", "fp8"]
+Quantization = Literal["none", BlockKind]
+METHODS: dict[BlockKind, str] = {"int4": "compressed-tensors", "fp8": "fp8"}
+"""`quant_method` in config.json."""
+PARTS: dict[BlockKind, tuple[str, ...]] = {
+    "int4": (INT4_PACKED, INT4_SCALE, INT4_SHAPE),
+    "fp8": ("", FP8_SCALE),
+}
+"""Suffixes of the names of the tensors that a weight is stored as."""
+COMPUTED: dict[BlockKind, tuple[str, ...]] = {"int4": (INT4_PACKED,), "fp8": PARTS["fp8"]}
+"""The parts that follow from the checkpoint's weights; all others are the reference's."""
+SCALES: dict[BlockKind, str] = {
+    "int4": "the reference's scales",
+    "fp8": "the reference's scales where these give back every weight of a block, else the largest weight / 448",
+}
+UNQUANTIZED = ("embedding.word_embeddings.weight", "output_layer.weight", "router.weight")
+"""Ends of Megatron's keys of the matrices that servers never read in fp8."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """The weights that an export writes in blocks, as its reference has them."""
+
+    kind: BlockKind
+    reference: HfFolder
+    weights: Mapping[str, TargetTensor]
+    """By name, as they would be written without blocks."""
+
+    @property
+    def note(self) -> str:
+        """A sentence about the output for its user."""
+        count = len(self.weights)
+        return f"{count} tensors are {self.kind} ({SCALES[self.kind]}): servers compute with rounded weights"
+
+    @property
+    def copied(self) -> list[str]:
+        """Names of the reference's tensors that are copied."""
+        parts = set(PARTS[self.kind]).difference(COMPUTED[self.kind])
+        return [name + part for name in self.weights for part in parts]
+
+    def targets(self, plain: Sequence[TargetTensor]) -> list[TargetTensor]:
+        """Return the tensors to write instead of `plain`, which has no blocks."""
+        others = [target for target in plain if target.name not in self.weights]
+        # The parts of a weight side by side: what is computed from it reads it while it is in memory.
+        parts = [as_stored(self.reference, name + part) for name in self.weights for part in PARTS[self.kind]]
+        return others + parts
+
+    def source(self, checkpoint: TensorSource) -> TensorSource:
+        """Return a source of all tensors of the export."""
+        computed = {
+            name + part: target for name, target in self.weights.items() for part in COMPUTED[self.kind]
+        }
+        if self.kind == "int4":
+            return WithInt4(checkpoint, self.reference, computed)
+        return WithFp8(checkpoint, self.reference, computed)
+
+
+def blocks_like(
+    kind: Quantization, reference: HfFolder | None, path: Path | None, plain: Sequence[TargetTensor]
+) -> Blocks | None:
+    """Return which of the tensors `plain` are written in blocks; None if none shall be.
+
+    Args:
+        kind: The user's choice.
+        reference: A folder of the same model with such blocks, under its family's names; None if it has no tensors.
+        path: Where the reference is, for messages.
+        plain: The tensors of the export without blocks.
+
+    Raises:
+        CheckpointError: The reference has no such blocks, or they contradict its config.json or the model.
+    """
+    if kind == "none":
+        return None
+    tensors = reference.tensors if reference else {}
+    shapes = (
+        int4_shapes(tensors)
+        if kind == "int4"
+        else {name: tensor.shape for name, tensor in tensors.items() if tensor.dtype in FP8}
+    )
+    if reference is None or not shapes:
+        raise CheckpointError(
+            f"--quantize {kind} writes what a folder of the same model has in {kind} blocks, and --reference {path} "
+            "has none. Name one that has, or leave out --quantize."
+        )
+    config = with_quantization(reference.config or {})
+    quantization = config.get(QUANTIZATION) or {}
+    if quantization.get("quant_method") != METHODS[kind]:
+        raise CheckpointError(
+            f"--reference {path} has tensors in {kind} blocks, and its config.json has quantization_config "
+            f"{quantization or None}, so that no server would read the output. Take the config.json of those weights."
+        )
+    weights = {target.name: target for target in plain if target.name in shapes}
+    typed = replace(reference, tensors=with_scale_types(tensors, config))
+    size = fp8_block_size(config)
+    faults = [*(int4_faults(tensors) if kind == "int4" else fp8_faults(typed.tensors, size))]
+    faults += [
+        f"{name} has shape {shapes[name]}, the model wants {target.shape}"
+        for name, target in weights.items()
+        if shapes[name] != target.shape
+    ]
+    if kind == "fp8":
+        faults += _exceptions(weights, quantization.get("modules_to_not_convert") or ())
+    if faults:
+        raise CheckpointError(
+            f"--quantize {kind} cannot follow the blocks of --reference {path}:\n{listed(faults)}"
+        )
+    return Blocks(kind=kind, reference=reference, weights=weights)
+
+
+def as_stored(reference: HfFolder, name: str) -> TargetTensor:
+    """Return a target with the name, shape and type of a tensor of the reference."""
+    tensor = reference.tensors[name]
+    copies = (RegionCopy(whole(tensor.shape), name, whole(tensor.shape)),)
+    return TargetTensor(name=name, shape=tensor.shape, dtype=tensor.dtype, copies=copies)
+
+
+class WithReference:
+    """A checkpoint's tensors, and tensors that only the reference folder has."""
+
+    def __init__(self, source: TensorSource, folder: HfFolder) -> None:
+        self._source, self._folder, self._reference = source, folder, HfSource(folder)
+
+    def _of(self, name: str) -> TensorSource:
+        return self._reference if self._reference.has(name) else self._source
+
+    def fill(self, out: Tensor, name: str, where: Region) -> None:
+        """Copy a region to `out` (see TensorSource)."""
+        self._of(name).fill(out, name, where)
+
+    def prefetch(self, name: str, where: Region) -> None:
+        """Let the disk begin to read a region (see TensorSource)."""
+        self._of(name).prefetch(name, where)
+
+    def run(self, name: str, where: Region) -> ByteRun | None:
+        """Return where a region of the checkpoint is stored (see TensorSource); copied tensors are filled."""
+        return None if self._reference.has(name) else self._source.run(name, where)
+
+    def read(self, run: ByteRun, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a run (see TensorSource)."""
+        self._source.read(run, start, out)
+
+
+class WithBlocks(WithReference, ABC):
+    """The tensors of an export with blocks, of which some parts are computed from the checkpoint's weights."""
+
+    def __init__(self, source: TensorSource, folder: HfFolder, computed: Mapping[str, TargetTensor]) -> None:
+        """`computed` has, by the name of a part, the weight that it is computed from."""
+        super().__init__(source, folder)
+        self._computed = computed
+
+    def fill(self, out: Tensor, name: str, where: Region) -> None:
+        """Copy a region to `out` (see TensorSource)."""
+        if name in self._computed:
+            self._compute(out, self._computed[name], name, where)
+        else:
+            super().fill(out, name, where)
+
+    def prefetch(self, name: str, where: Region) -> None:
+        """Let the disk begin to read a region, or the weight that it is computed from (see TensorSource)."""
+        if name not in self._computed:
+            super().prefetch(name, where)
+            return
+        for copy in self._computed[name].copies:
+            self._source.prefetch(copy.source, copy.where)
+
+    @abstractmethod
+    def _compute(self, out: Tensor, weight: TargetTensor, name: str, where: Region) -> None:
+        """Fill `out` with a region of the part `name` of a weight."""
+
+    def _weights(self, weight: TargetTensor, rows: AxisRange) -> Tensor:
+        """Return rows of a weight of the checkpoint `[rows, columns]`, in the type that it has without blocks."""
+        chunk = chunk_at(weight, (rows, AxisRange(0, weight.shape[1])))
+        weights = fill(chunk, self._source)
+        refuse_not_finite(weights, chunk, self._source)
+        return weights
+
+    def _scales(self, name: str, rows: AxisRange) -> Tensor:
+        """Return rows of scales of the reference, fp32 `[rows, column blocks]`."""
+        columns = AxisRange(0, self._folder.tensors[name].shape[1])
+        scales = torch.empty(rows.count, columns.count)
+        self._reference.fill(scales, name, (rows, columns))
+        return scales
+
+
+class WithInt4(WithBlocks):
+    """The tensors of an export with int4 blocks; only words of numbers are computed."""
+
+    def _compute(self, out: Tensor, weight: TargetTensor, name: str, where: Region) -> None:
+        scales = self._scales(weight.name + INT4_SCALE, where[0])
+        words = pack_int4(self._weights(weight, where[0]), scales)
+        out.copy_(words[:, slice(*where[1])].view(out.shape))
+
+
+class WithFp8(WithBlocks):
+    """The tensors of an export with fp8 blocks; numbers and scales are computed, a row of blocks at a time."""
+
+    def __init__(self, source: TensorSource, folder: HfFolder, computed: Mapping[str, TargetTensor]) -> None:
+        config = with_quantization(folder.config or {})
+        self._block = fp8_block_size(config)
+        self._in_powers = (config.get(QUANTIZATION) or {}).get("scale_fmt") == POWERS
+        super().__init__(source, replace(folder, tensors=with_scale_types(folder.tensors, config)), computed)
+
+    def _compute(self, out: Tensor, weight: TargetTensor, name: str, where: Region) -> None:
+        (rows, columns), is_scale = where, name != weight.name
+        # Scales that are stored as plain bytes are the bytes of powers of two.
+        out_RC = (out.view(torch.float8_e8m0fnu) if out.dtype == torch.uint8 else out).view(sizes(where))
+        height = 1 if is_scale else self._block
+        for index in range(rows.start // height, math.ceil(rows.stop / height)):
+            part, first = self._row_of_blocks(weight, index)[is_scale], index * height
+            low, high = max(rows.start, first), min(rows.stop, first + len(part))
+            out_RC[low - rows.start : high - rows.start] = part[low - first : high - first, slice(*columns)]
+
+    def _row_of_blocks(self, weight: TargetTensor, index: int) -> tuple[Tensor, Tensor]:
+        """Return the numbers and scales of a row of blocks (see quantize_fp8)."""
+        name, first = weight.name + FP8_SCALE, index * self._block
+        rows = AxisRange(first, min(first + self._block, weight.shape[0]))
+        dtype = self._folder.tensors[name].dtype
+        return quantize_fp8(
+            self._weights(weight, rows),
+            self._scales(name, AxisRange(index, index + 1)),
+            self._block,
+            dtype,
+            in_powers=self._in_powers or dtype == torch.float8_e8m0fnu,
+        )
+
+
+def _exceptions(weights: Mapping[str, TargetTensor], modules: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each weight that servers do not read in fp8, as by `modules` of config.json."""
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        named = [key for key in modules if f".{module}.".endswith(f".{key}.") or module.startswith(f"{key}.")]
+        if named:
+            yield f"{name} is fp8, and modules_to_not_convert of config.json has {named[0]}"
+        elif any(copy.source.endswith(UNQUANTIZED) for copy in weight.copies):
+            yield f"{name} is fp8, which servers do not read as embedding, router or output layer"

@@ -20,12 +20,10 @@ from mcore_rl.storage.checkpoint import (
     find_checkpoint,
     step_of,
 )
-from mcore_rl.storage.checkpoints.integrity import check_descriptions, check_identity
-from mcore_rl.storage.checkpoints.read import CRITIC, held_by_base
+from mcore_rl.storage.checkpoints.read import CRITIC, check_descriptions, check_identity, held_by_base
 from mcore_rl.storage.files import sizes_and_times
-from mcore_rl.storage.foreign.archives import FileRange
-from mcore_rl.storage.foreign.pickles import load_common, load_metadata
-from mcore_rl.storage.huggingface import read_json, refuse_special_file
+from mcore_rl.storage.folders import read_json, refuse_special_file
+from mcore_rl.storage.foreign import FileRange, load_common, load_metadata
 
 OPTIMIZER = ("optimizer.", "chained_")
 """Key prefixes of an optimizer's state: this program's, and Megatron-LM's for several optimizers."""

@@ -25,7 +25,7 @@ from mcore_rl.megatron.patches.offload import weights_count_as_on_device
 from mcore_rl.megatron.patches.optimizer_state import state_by_parameter
 from mcore_rl.megatron.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
 from mcore_rl.megatron.patches.versions import megatron_version
-from mcore_rl.storage.foreign import foreign_files
+from mcore_rl.storage import foreign
 
 SUPPORTED = ("0.16", "0.19")
 Cause = Literal["no CUDA", "no TransformerEngine", "no TransformerEngine or apex", "version"]
@@ -288,21 +288,21 @@ RUNS_PROGRAMS = (
 FOREIGN_FILE_PATCHES: tuple[Patch, ...] = (
     Patch(
         symbol="torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
-        replace=lambda _: foreign_files.load_entry,
+        replace=lambda _: foreign.load_entry,
         cause="version",
         reason=f"torch.load(weights_only=False): {RUNS_PROGRAMS}",
         until="objects that are no tensors are loaded with weights_only=True",
     ),
     Patch(
         symbol="torch.distributed.checkpoint.filesystem:pickle",
-        replace=foreign_files.restricted_pickle,
+        replace=foreign.restricted_pickle,
         cause="version",
         reason=f".metadata is read with pickle.load: {RUNS_PROGRAMS}",
         until=".metadata is read without pickle, or with an allow-list",
     ),
     Patch(
         symbol="megatron.core.dist_checkpointing.strategies.common:TorchCommonLoadStrategy.load_common",
-        replace=foreign_files.load_common_method,
+        replace=foreign.load_common_method,
         versions=("0.16",),
         cause="version",
         reason="common.pt is read by another reader than the one that checked it, and with "
@@ -311,7 +311,7 @@ FOREIGN_FILE_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.dist_checkpointing.serialization:load_common",
-        replace=foreign_files.load_common_function,
+        replace=foreign.load_common_function,
         versions=("0.19",),
         cause="version",
         reason="common.pt is read by another reader than the one that checked it, and with "

@@ -26,7 +26,7 @@ from mcore_rl.rl.passes.heads import ValueHead, ValueLossHead
 from mcore_rl.rl.passes.optional import Pass
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.storage.checkpoints.weights import load_weights
+from mcore_rl.storage.checkpoints.write import load_weights
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, refuse_no_gradient
 

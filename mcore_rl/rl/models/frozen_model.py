@@ -18,8 +18,8 @@ from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.rl.types import WaitingBytes
 from mcore_rl.storage.checkpoint import check
-from mcore_rl.storage.checkpoints.weights import load_weights
-from mcore_rl.storage.model import stored_lora
+from mcore_rl.storage.checkpoints.write import load_weights
+from mcore_rl.storage.folders import stored_lora
 from mcore_rl.train.offload import WaitingMemory, store_on
 from mcore_rl.train.random_states import random_states, restore_random_states
 

@@ -30,7 +30,7 @@ from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import WaitingBytes
 from mcore_rl.storage.checkpoint import delete, saved_steps
-from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
+from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from mcore_rl.storage.files import checkpoint_errors_explained
 from mcore_rl.train.state import TrainState
 

@@ -11,7 +11,7 @@ from mcore_rl.families import family_of
 from mcore_rl.families.family import Family, yarn
 from mcore_rl.families.same_model import model_changes
 from mcore_rl.storage.checkpoint import COMMON
-from mcore_rl.storage.foreign.pickles import load_common
+from mcore_rl.storage.foreign import load_common
 
 ABSENT: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (False, None),

@@ -27,20 +27,74 @@ from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.patches.versions import megatron_version
 from mcore_rl.model.heads import SCORE_WEIGHT
+from mcore_rl.storage import foreign
 from mcore_rl.storage.checkpoint import (
     COMMON,
     FORMAT_FILE,
     MARKER,
+    METADATA,
     Marker,
     base_of,
     check,
     find_checkpoint,
     others,
 )
-from mcore_rl.storage.checkpoints.integrity import check_descriptions, check_identity, check_part
 from mcore_rl.storage.checkpoints.megatron_lm import args_changes, read_args
-from mcore_rl.storage.foreign import pickles
-from mcore_rl.storage.foreign.archives import FilePart, FileRange
+from mcore_rl.storage.checksums import crc32_of
+from mcore_rl.storage.foreign import FilePart, FileRange, damaged_record, recorded_crc32
+
+DESCRIPTIONS = (METADATA, COMMON, FORMAT_FILE)
+"""Small files that describe the large ones' content."""
+UNREADABLE = (OSError, RuntimeError, *foreign.MALFORMED)
+"""Exceptions that reading a damaged archive raises."""
+
+
+def check_descriptions(path: Path, marker: Marker) -> None:
+    """Raise a DamagedCheckpointError when a small file that describes other files has changed since it was written."""
+    for name in DESCRIPTIONS:
+        if name in marker.crc32 and crc32_of(path / name) != marker.crc32[name]:
+            raise DamagedCheckpointError(
+                f"{path / name} is damaged: its bytes are not those that were written. {others(path)}"
+            )
+
+
+def check_identity(path: Path, marker: Marker, name: str, archives: Iterable[FileRange]) -> None:
+    """Raise a DamagedCheckpointError when a file is not the file that the marker names, such as another step's.
+
+    Large records are not read: `check_part` compares them with the checksums on which this check is built.
+
+    Args:
+        path: The checkpoint.
+        marker: Its marker; a marker of an earlier version has no checksums of files, and passes.
+        name: Name of the file.
+        archives: Ranges of it that torch.save wrote.
+    """
+    if name not in marker.crc32:
+        return
+    try:
+        is_written = recorded_crc32(path / name, archives) == marker.crc32[name]
+    except UNREADABLE:
+        is_written = False
+    if not is_written:
+        raise DamagedCheckpointError(
+            f"{path / name} is not the file that was written with {path.name}: it is damaged, or of another step. "
+            f"{others(path)}"
+        )
+
+
+def check_part(path: Path, key: str, part: FileRange) -> None:
+    """Raise a DamagedCheckpointError when the bytes of a tensor's or object's part are not those that were written."""
+    with (path / part.file).open("rb") as file:
+        try:
+            record = damaged_record(FilePart(file.fileno(), part.start, part.length))
+        except UNREADABLE as error:
+            record = str(error)
+    if record is not None:
+        raise DamagedCheckpointError(
+            f"{path / part.file} is damaged: the bytes of {key} are not those that were written ({record}). "
+            f"{others(path)}"
+        )
+
 
 OWN_ENTRY = "mcore_rl"
 """Entry of the common state that only checkpoints of this program have."""
@@ -59,7 +113,7 @@ LOGIT_PARTS = ("output_layer.", "mtp.")
 """Beginnings of the keys of weights that only logits need."""
 MAX_LISTED = 3
 """Most differences that a message lists."""
-MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingException, *pickles.MALFORMED)
+MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingException, *foreign.MALFORMED)
 """Exceptions that torch and Megatron raise on damaged or foreign files."""
 
 
@@ -204,9 +258,9 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
     marker = None if is_megatron_lm else check(path)
     if marker is not None:
         check_descriptions(path, marker)
-    metadata = pickles.load_metadata(path)
+    metadata = foreign.load_metadata(path)
     if (path / COMMON).is_file():
-        pickles.refuse_programs((path / COMMON).read_bytes(), str(path / COMMON))
+        foreign.refuse_programs((path / COMMON).read_bytes(), str(path / COMMON))
     if is_megatron_lm:
         _check_lengths(path, metadata)
         _check_origin(path)
@@ -249,7 +303,7 @@ def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:
             check_part(stored.path, key, part)
             with (stored.path / part.file).open("rb") as file:
                 data = FilePart(file.fileno(), part.start, part.length)
-                pickles.refuse_programs(data, f"{key} in {stored.path / part.file}")
+                foreign.refuse_programs(data, f"{key} in {stored.path / part.file}")
 
 
 def _check_files(stored: StoredCheckpoint, keys: Collection[str]) -> None:

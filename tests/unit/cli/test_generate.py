@@ -25,8 +25,8 @@ from mcore_rl.errors import escaped
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.model.build import build_model
-from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
-from mcore_rl.storage.model import ModelFolder
+from mcore_rl.storage.checkpoints.write import load_weights, save_weights
+from mcore_rl.storage.folders import ModelFolder
 from tests.fake_server import FakeServer, TableAnswers
 from tests.served_model import ModelAnswers
 

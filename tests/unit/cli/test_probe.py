@@ -16,7 +16,7 @@ from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.rl.engines.probe import probe_sequences
-from mcore_rl.storage.checkpoints.weights import save_weights
+from mcore_rl.storage.checkpoints.write import save_weights
 from tests.fake_server import FakeServer, TableAnswers
 from tests.tiny_models import TINY
 

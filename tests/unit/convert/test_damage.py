@@ -8,7 +8,7 @@ import torch
 
 from mcore_rl.cli.cli import main
 from mcore_rl.convert.megatron.folder import open_dist
-from mcore_rl.convert.megatron.layouts import KeyLayout
+from mcore_rl.convert.megatron.model import KeyLayout
 from mcore_rl.errors import CheckpointError
 from tests.conversion import differing, exported, imported, read_hf, with_mtp, write_hf
 from tests.hf_models import oracle

@@ -8,11 +8,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.convert.megatron.layouts import KeyLayout
+from mcore_rl.convert.megatron.model import KeyLayout
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_uninitialized, unwrap
-from mcore_rl.storage.checkpoints.weights import weights_state
+from mcore_rl.storage.checkpoints.write import weights_state
 from tests.hf_models import oracle
 from tests.unit.convert.conftest import Converted
 from tests.unit.convert.test_layouts import relaid

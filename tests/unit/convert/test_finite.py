@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from mcore_rl.convert.megatron.layouts import KeyLayout
+from mcore_rl.convert.megatron.model import KeyLayout
 from mcore_rl.errors import CheckpointError
 from tests.conversion import assert_same, exported, imported, read_dist, read_hf, write_hf
 from tests.hf_models import Tensors, oracle

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.conversion import CopySettings
-from mcore_rl.convert.copying.plan import chunk_at
+from mcore_rl.convert.copying.tensors import chunk_at, fill
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange

@@ -8,13 +8,12 @@ import torch
 
 from mcore_rl.cli.cli import main
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.convert.megatron.layouts import KeyLayout
-from mcore_rl.convert.megatron.model import open_dist_model
+from mcore_rl.convert.megatron.model import KeyLayout, open_dist_model
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_uninitialized
-from mcore_rl.storage.checkpoints.weights import load_weights
+from mcore_rl.storage.checkpoints.write import load_weights
 from tests.conversion import (
     assert_same,
     differing,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mcore_rl.convert.copying.copier import convert
+from mcore_rl.convert.importing import plan_relayout
 from mcore_rl.convert.megatron.folder import open_dist
-from mcore_rl.convert.megatron.layouts import KeyLayout
-from mcore_rl.convert.relayout import plan_relayout
+from mcore_rl.convert.megatron.model import KeyLayout
 from mcore_rl.errors import CheckpointError
 from mcore_rl.storage.checkpoint import read_marker, write_marker
 from tests.conversion import (

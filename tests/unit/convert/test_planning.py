@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.convert.copying.content import fill
-from mcore_rl.convert.copying.plan import TargetTensor, chunks_of
-from mcore_rl.families.regions import RegionCopy, composed
-from mcore_rl.families.weight_map import AxisRange, Region
+from mcore_rl.convert.copying.tensors import TargetTensor, chunks_of, fill
+from mcore_rl.families.weight_map import AxisRange, Region, RegionCopy, composed
 from mcore_rl.storage.checksums import PartChecksum
 
 EXPERTS, HIDDEN, WIDTH = 3, 5, 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.convert.megatron.folder import open_dist
-from mcore_rl.storage.foreign.archives import HEADER_BYTES
+from mcore_rl.storage.foreign import HEADER_BYTES
 from tests.conversion import imported, read_dist, saved
 
 

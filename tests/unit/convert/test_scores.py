@@ -15,7 +15,7 @@ from mcore_rl.families import FAMILIES, hf_config, model_from_hf
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
+from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from tests.conversion import ONE_FILE, exported, imported
 from tests.hf_models import CASES, TOLERANCE, random_tokens, randomize
 from tests.tiny_models import TINY

@@ -18,11 +18,11 @@ from torch import Tensor
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.exporting import ExportOptions, plan_export
-from mcore_rl.convert.megatron.layouts import KeyLayout
+from mcore_rl.convert.megatron.model import KeyLayout
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.storage.checkpoint import read_marker, write_marker
-from mcore_rl.storage.imports import ModelImport
+from mcore_rl.storage.folders import ModelImport
 from tests.conversion import (
     ONE_FILE,
     assert_same,

@@ -20,7 +20,7 @@ from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.heads import ScoreLayer
 from mcore_rl.planning.weights import weights_by_stage
 from mcore_rl.storage.checkpoint import reference_to
-from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
+from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from tests.tiny_models import TINY
 
 MTP = TINY["deepseek_v3"].model_copy(update={"mtp_layers": 1})

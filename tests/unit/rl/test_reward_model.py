@@ -30,7 +30,7 @@ from mcore_rl.rl.rewards.worker import Outcome, Score
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
 from mcore_rl.rl.workers.failure import FailedScore
 from mcore_rl.storage.checkpoint import find_checkpoint, read_marker, write_marker
-from mcore_rl.storage.checkpoints.weights import load_weights, save_weights
+from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from tests.generating import prompt_of
 from tests.rounding import fp32_rounding
 from tests.tiny_models import TINY

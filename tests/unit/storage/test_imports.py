@@ -14,17 +14,16 @@ import pytest
 from mcore_rl.cli import generate
 from mcore_rl.cli.cli import main
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.convert.hf.small_files import small_files
+from mcore_rl.convert.hf.folder import small_files
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.storage.imports import import_of, imports_folder
-from mcore_rl.storage.model import read_model_folder
+from mcore_rl.storage.folders import import_of, imports_folder, read_model_folder
 from mcore_rl.storage.run_config import load_run_config
 from mcore_rl.workers.imports import checkpoint_of, ensure_imported
 from tests.conversion import differing, imported, read_hf, with_mtp, write_hf
 
 ENSURE = (
     "import sys; from pathlib import Path; from mcore_rl.workers.imports import ensure_imported; "
-    "from mcore_rl.storage.model import read_model_folder; "
+    "from mcore_rl.storage.folders import read_model_folder; "
     "ensure_imported(sys.argv[1], read_model_folder(Path(sys.argv[1])).model, Path(sys.argv[2]))"
 )
 

@@ -14,16 +14,17 @@ import pytest
 import torch
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.storage.foreign.archives import (
+from mcore_rl.storage.foreign import (
     RECORDED_BYTES,
     FilePart,
     FileRange,
     archive_records,
     damaged_record,
+    load_saved,
     record_bytes,
     recorded_crc32,
+    refuse_programs,
 )
-from mcore_rl.storage.foreign.pickles import load_saved, refuse_programs
 
 NUM_ARCHIVES = 10_000
 NAMES = (
@@ -244,7 +245,7 @@ class Program:
 def test_nothing_is_run_even_where_the_check_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcore_rl.storage.foreign.pickles.refuse_programs", lambda data, what: None)
+    monkeypatch.setattr("mcore_rl.storage.foreign.refuse_programs", lambda data, what: None)
     with pytest.raises(
         CheckpointError, match=r"an entry: a pickle asks for _?io\.open, which could be any program"
     ):

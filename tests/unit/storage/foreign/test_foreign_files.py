@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.patches import table  # noqa: F401 - applies the patches
-from mcore_rl.storage.foreign.pickles import refuse_programs_inside
+from mcore_rl.storage.foreign import refuse_programs_inside
 
 # isort: split
 from megatron.core import dist_checkpointing

@@ -1,1 +1,0 @@
-"""Files of foreign origin, read without running any program in them."""
