@@ -20,9 +20,10 @@ from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.programs.open_run import open_run
-from mcore_rl.programs.rl import reference_passes
+from mcore_rl.programs.rl import load_reference
 from mcore_rl.programs.rollouts import load_prompts, open_rollouts
 from mcore_rl.rl.passes.batch import Minibatch
+from mcore_rl.rl.passes.optional import OptionalParts
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rollouts.rollout import Rollout
@@ -99,10 +100,10 @@ def main() -> None:
         routes = PolicyRoutes(run.state, config.rl, config.replay)
         vocab_size = prompts.tokenizer.vocab_size
         logprobs = policy_logprobs(run.state, config.rl, vocab_size)
-        passes = list(
-            reference_passes(config.rl.loss, config.replay, run, logprobs, routes, config.updates_per_rollout)
+        reference = load_reference(
+            config.rl.loss, config.replay, run, logprobs, routes, config.updates_per_rollout
         )
-        learner = Learner(run.state, config, routes, logprobs, passes)
+        learner = Learner(run.state, config, routes, logprobs, OptionalParts(reference=reference))
         trainer = InTurns(run, config, rollouts, learner, prompts.held_out)
         trainer.turns = turns
         trainer.run()

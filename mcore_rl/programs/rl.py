@@ -42,7 +42,7 @@ from mcore_rl.rl.models.frozen_model import FrozenModel, model_to_freeze
 from mcore_rl.rl.models.reference import Reference, ReferencePass
 from mcore_rl.rl.models.teachers import Teachers, TeacherSource
 from mcore_rl.rl.passes.heads import LogprobHead
-from mcore_rl.rl.passes.optional import Pass
+from mcore_rl.rl.passes.optional import OptionalParts
 from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.passes.texts import Texts
@@ -120,29 +120,19 @@ def train(config: RlRunConfig) -> None:
             routes = PolicyRoutes(run.state, config.rl, config.replay)
             vocab_size = prompts.tokenizer.vocab_size
             logprobs = policy_logprobs(run.state, config.rl, vocab_size)
-            passes: list[Pass] = []
-            if config.replay.split_interval is not None:
-                passes.append(
-                    RoutingSplits(
-                        logprobs,
-                        routes,
-                        config.replay,
-                        run.state,
-                        updates_per_rollout=config.updates_per_rollout,
-                        is_ahead=bool(config.rl.rollout.max_staleness),
-                    )
-                )
-            passes += [
-                *reference_passes(
-                    config.rl.loss, config.replay, run, logprobs, routes, config.updates_per_rollout
+            updates_per_rollout = config.updates_per_rollout
+            parts = OptionalParts(
+                splits=make_splits(config, run, logprobs, routes),
+                reference=load_reference(
+                    config.rl.loss, config.replay, run, logprobs, routes, updates_per_rollout
                 ),
-                *teacher_passes(
-                    config.rl.distill, run, teacher_sources, logprobs.head, config.updates_per_rollout
+                teachers=load_teachers(
+                    config.rl.distill, run, teacher_sources, logprobs.head, updates_per_rollout
                 ),
-                *critic_passes(config, run),
-                *text_passes(config.rl, config.train.seed, run, text_source, vocab_size),
-            ]
-            learner = Learner(run.state, config, routes, logprobs, passes)
+                critic=load_critic(config, run),
+                texts=load_texts(config.rl, config.train.seed, run, text_source, vocab_size),
+            )
+            learner = Learner(run.state, config, routes, logprobs, parts)
             RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
     platforms.stop()
 
@@ -256,17 +246,33 @@ def refuse_other_critic(load: str, model: ModelConfig, run_dir: Path) -> None:
         )
 
 
-def reference_passes(
+def make_splits(
+    config: RlRunConfig, run: Run, logprobs: PolicyLogprobs, routes: PolicyRoutes
+) -> RoutingSplits | None:
+    """Return the splits of mismatches by routing for `replay.split_interval`; None without it."""
+    if config.replay.split_interval is None:
+        return None
+    return RoutingSplits(
+        logprobs,
+        routes,
+        config.replay,
+        run.state,
+        updates_per_rollout=config.updates_per_rollout,
+        is_ahead=bool(config.rl.rollout.max_staleness),
+    )
+
+
+def load_reference(
     loss: AnyLoss,
     replay: ReplayConfig,
     run: Run,
     logprobs: PolicyLogprobs,
     routes: PolicyRoutes,
     updates_per_rollout: int,
-) -> Iterator[ReferencePass]:
-    """Collective over the world: yield the run's reference policy, at step 0 the policy; nothing without KL."""
+) -> ReferencePass | None:
+    """Collective over the world: return the run's reference policy, at step 0 the policy; None without KL."""
     if not loss.kl_coeff:
-        return
+        return None
     config, step = run.state.config, run.state.progress.step
     reference = Reference(
         run.state.chunks,
@@ -283,7 +289,7 @@ def reference_passes(
         reference.set(0)
     else:
         run.log.message(f"reference policy: {reference.resume(step)}")
-    yield ReferencePass(
+    return ReferencePass(
         reference,
         loss,
         replay,
@@ -337,12 +343,10 @@ def read_texts(
     return TextSource(packed=packed, plan=None)
 
 
-def text_passes(
-    rl: RlConfig, seed: int, run: Run, source: TextSource | None, vocab_size: int
-) -> Iterator[Texts]:
-    """Collective over the world: yield the pass that mixes texts into updates; nothing without texts."""
+def load_texts(rl: RlConfig, seed: int, run: Run, source: TextSource | None, vocab_size: int) -> Texts | None:
+    """Collective over the world: return the part that mixes texts into updates; None without texts."""
     if source is None:
-        return
+        return None
     if source.packed is not None:
         examples = source.packed.examples
         counts = f"{len(examples)} conversations, {examples.num_skipped} too long and left out"
@@ -355,7 +359,7 @@ def text_passes(
             run.log.message(f"rl.ptx: {text.describe(source.plan.samples.train)}")
         cache = run.folder.path / "index_cache"
         dataset = build_datasets(source.plan, seed=seed, cache_dir=cache).train
-    yield Texts(
+    return Texts(
         dataset,
         rl.ptx,
         run.state,
@@ -409,16 +413,16 @@ def teacher_source(
     return TeacherSource(path=path, model=model)
 
 
-def teacher_passes(
+def load_teachers(
     distill: DistillConfig,
     run: Run,
     sources: Sequence[TeacherSource | None],
     logprobs: LogprobHead,
     updates_per_rollout: int,
-) -> Iterator[Teachers]:
-    """Collective over the world: yield the run's teachers; nothing without teachers."""
+) -> Teachers | None:
+    """Collective over the world: return the run's teachers; None without teachers."""
     if not sources:
-        return
+        return None
     state, config, step = run.state, run.state.config, run.state.progress.step
     teachers: list[FrozenModel | Reference] = []
     for source in sources:
@@ -453,16 +457,16 @@ def teacher_passes(
         else:
             run.log.message(f"teacher: {earlier.resume(step)}")
         teachers.append(earlier)
-    yield Teachers(teachers, distill, logprobs, state, updates_per_rollout=updates_per_rollout)
+    return Teachers(teachers, distill, logprobs, state, updates_per_rollout=updates_per_rollout)
 
 
-def critic_passes(config: RlRunConfig, run: Run) -> Iterator[Critic]:
-    """Collective over the world: yield the run's critic, with weights from rl.advantage.critic.load or the policy at
-    step 0, and from the checkpoint later; nothing without a critic.
+def load_critic(config: RlRunConfig, run: Run) -> Critic | None:
+    """Collective over the world: return the run's critic, with weights from rl.advantage.critic.load or the policy at
+    step 0, and from the checkpoint later; None without a critic.
     """
     state = run.state.critic
     if state is None or config.critic is None:
-        return
+        return None
     critic = Critic(
         state,
         run.state,
@@ -474,7 +478,7 @@ def critic_passes(config: RlRunConfig, run: Run) -> Iterator[Critic]:
     )
     if run.state.progress.step == 0:
         run.log.message(critic.begin(run.state.chunks))
-    yield critic
+    return critic
 
 
 if __name__ == "__main__":

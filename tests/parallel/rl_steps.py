@@ -25,6 +25,7 @@ from mcore_rl.rl.models.reference import Reference, ReferencePass
 from mcore_rl.rl.objectives.advantages import StepReward
 from mcore_rl.rl.passes.batch import Advantages, Minibatch, SampleShape
 from mcore_rl.rl.passes.heads import LogprobHead
+from mcore_rl.rl.passes.optional import OptionalParts
 from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.passes.texts import Texts
@@ -193,8 +194,8 @@ def updates(
         state.optimizer.reload_model_params()
         routes = PolicyRoutes(state, varied.rl, varied.replay)
         logprobs = policy_logprobs(state, varied.rl, config.model.vocab_size)
-        passes = [] if reference is None else [reference_pass(varied, reference, logprobs, routes, state)]
-        learner = Learner(state, varied, routes, logprobs, passes)
+        kl = None if reference is None else reference_pass(varied, reference, logprobs, routes, state)
+        learner = Learner(state, varied, routes, logprobs, OptionalParts(reference=kl))
         rollout = rollout_of(varied, mesh.dp_cp.rank, mesh.dp_cp.size)
         minibatches = learner.prepared(rollout)
         advantages = learner.advantages(rollout, minibatches)
@@ -306,9 +307,9 @@ def routing_splits(config: RlRunConfig, initial: Tensors) -> dict[str, float]:
     rollout, _, learner, minibatches = begin(config, initial)
     advantages = learner.advantages(rollout, minibatches)
     splits = splits_of(learner)
-    metrics = splits.before_updates(minibatches, advantages)
+    metrics = splits.before_updates(minibatches)
     first, _ = [learner.update(minibatch, advantages) for minibatch in minibatches]
-    metrics += splits.after_updates(minibatches[:1], policy_has_learned=True)
+    metrics += splits.after_updates(minibatches[:1])
     third = learner.update(minibatches[0], advantages)
     assert first is not None and third is not None
     before, after = replaced(first.sums), replaced(third.sums)
@@ -366,7 +367,7 @@ def splits_by_hand(config: RlRunConfig, initial: Tensors) -> dict[str, Any]:
         by_first[first] = total / count
     return {
         "by_hand": by_first,
-        "split": reduced(splits_of(learner).before_updates(minibatches, Advantages(of_samples={}))),
+        "split": reduced(splits_of(learner).before_updates(minibatches)),
     }
 
 
@@ -412,7 +413,7 @@ def router_shifts(config: RlRunConfig, initial: Tensors) -> dict[str, float]:
     if config.rl.ptx.coeff:
         texts = texts_pass(config, state)
     logprobs = policy_logprobs(state, config.rl, config.model.vocab_size)
-    learner = Learner(state, config, routes, logprobs, [] if texts is None else [texts])
+    learner = Learner(state, config, routes, logprobs, OptionalParts(texts=texts))
     rollout = rollout_of(config, 0, 1)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])

@@ -41,6 +41,7 @@ from mcore_rl.rl.models.critic import Critic, critic_routes
 from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.models.reference import Reference
 from mcore_rl.rl.models.teachers import Teachers
+from mcore_rl.rl.passes.optional import OptionalParts
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.from_model import Reading, RewardModel, RewardModelSource, whole_reader
 from mcore_rl.rl.rewards.worker import Score
@@ -123,7 +124,7 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
         updates_per_rollout=config.updates_per_rollout,
     )
     logprobs = policy_logprobs(state, config.rl, config.model.vocab_size)
-    passes = [reference_pass(config, reference, logprobs, routes, state), critic]
+    parts = OptionalParts(reference=reference_pass(config, reference, logprobs, routes, state), critic=critic)
     if config.rl.distill.paths:
         copy_in(state.chunks, other)
         other_path = save_weights(state.chunks, mesh, config.model, folder / "other")
@@ -138,18 +139,17 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
             verify_checksums=config.checkpoint.verify_checksums,
         )
         teachers = [of_disk, Reference(state.chunks, mesh, config.model, folder, folder)]
-        passes.append(
-            Teachers(
-                teachers,
-                config.rl.distill,
-                logprobs.head,
-                state,
-                updates_per_rollout=config.updates_per_rollout,
-            )
+        of_teachers = Teachers(
+            teachers,
+            config.rl.distill,
+            logprobs.head,
+            state,
+            updates_per_rollout=config.updates_per_rollout,
         )
+        parts = replace(parts, teachers=of_teachers)
     if config.rl.ptx.coeff:
-        passes.append(texts_pass(config, state))
-    learner = Learner(state, config, routes, logprobs, passes)
+        parts = replace(parts, texts=texts_pass(config, state))
+    learner = Learner(state, config, routes, logprobs, parts)
     rollout = truncated_rollout(config, mesh.dp_cp.rank, mesh.dp_cp.size)
     minibatches = learner.prepared(rollout)
     advantages = learner.advantages(rollout, minibatches)

@@ -28,8 +28,9 @@ from mcore_rl.megatron.platform import start
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.programs.open_run import open_run
-from mcore_rl.programs.rl import critic_passes
+from mcore_rl.programs.rl import load_critic
 from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling
+from mcore_rl.rl.passes.optional import OptionalParts
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.interface import RewardInput
@@ -149,7 +150,7 @@ def learned(
             PolicyRoutes(run.state, config.rl, config.replay),
             policy_logprobs(run.state, config.rl, config.model.vocab_size),
         )
-        learner = Learner(run.state, config, routes, logprobs, list(critic_passes(config, run)))
+        learner = Learner(run.state, config, routes, logprobs, OptionalParts(critic=load_critic(config, run)))
         RlTrainer(run, config, rollouts, learner, ()).run()
         pieces = owned(run.state)
     return pieces, list(read_records(folder / FILE_NAME))

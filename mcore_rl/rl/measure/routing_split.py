@@ -29,8 +29,7 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.objectives.diagnostics import kl_estimate
 from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, log_difference
-from mcore_rl.rl.passes.batch import Advantages, Minibatch
-from mcore_rl.rl.passes.optional import Pass
+from mcore_rl.rl.passes.batch import Minibatch
 from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.train.state import TrainState
@@ -84,7 +83,7 @@ class RoutingSplit:
             before = now
 
 
-class RoutingSplits(Pass):
+class RoutingSplits:
     """Splits both mismatches of every `replay.split_interval`-th rollout batch."""
 
     def __init__(
@@ -111,7 +110,7 @@ class RoutingSplits(Pass):
         self._updates_per_rollout, self._is_ahead = updates_per_rollout, is_ahead
         self._is_due = False
 
-    def before_updates(self, minibatches: Sequence[Minibatch], advantages: Advantages) -> list[Metric]:
+    def before_updates(self, minibatches: Sequence[Minibatch]) -> list[Metric]:
         """Split KL(rollout policy || trainer) of the first minibatch.
 
         Returns no metrics without the engine's routes or without tokens to train on.
@@ -126,7 +125,7 @@ class RoutingSplits(Pass):
             split = self._split(minibatch, rollout, of_rollout=True)
         return rollout_split_metrics(split, is_ahead=self._is_ahead)
 
-    def after_updates(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
+    def after_updates(self, minibatches: Sequence[Minibatch]) -> list[Metric]:
         """Split KL(old policy || policy) of the last minibatch.
 
         Returns no metrics if no pass recorded the old policy's logprobs and routes, as for an on-policy update.

@@ -23,7 +23,6 @@ from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.passes.batch import Advantages, Minibatch, PolicyMicrobatch
 from mcore_rl.rl.passes.heads import ValueHead, ValueLossHead
-from mcore_rl.rl.passes.optional import Pass
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.storage.checkpoints.write import load_weights
@@ -31,10 +30,10 @@ from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, refuse_no_gradient
 
 
-class Critic(Pass):
+class Critic:
     """Value model with its own optimizer and its own routes. Every method is collective over the world."""
 
-    learns_before_policy = True
+    needs_old_logprobs = False
 
     def __init__(
         self,

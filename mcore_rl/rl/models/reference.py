@@ -24,7 +24,6 @@ from mcore_rl.rl.objectives.diagnostics import kl_estimate
 from mcore_rl.rl.objectives.kl_control import next_kl_coeff
 from mcore_rl.rl.objectives.losses import Objective
 from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
-from mcore_rl.rl.passes.optional import Pass
 from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
@@ -136,7 +135,7 @@ class Reference:
             yield from (buffer for buffer in model.buffers() if buffer.is_floating_point())
 
 
-class ReferencePass(Pass):
+class ReferencePass:
     """Adds logprobs under the reference policy, and adapts the KL coefficient if rl.loss.kl_target is set."""
 
     def __init__(

@@ -9,7 +9,6 @@ import torch
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.distill import DistillConfig
 from mcore_rl.megatron.schedule import run_pass
-from mcore_rl.metrics.metrics import Metric
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.models.frozen_model import FrozenModel
@@ -17,7 +16,6 @@ from mcore_rl.rl.models.reference import Reference, refresh_when_due
 from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, log_difference
 from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch, SampleShape
 from mcore_rl.rl.passes.heads import LogprobHead, TeacherHead
-from mcore_rl.rl.passes.optional import Pass
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import WaitingBytes
 from mcore_rl.train.state import TrainState
@@ -31,7 +29,7 @@ class TeacherSource:
     model: ModelConfig
 
 
-class Teachers(Pass):
+class Teachers:
     """The teachers of a run, by index, with live routing. Every method is collective over the world."""
 
     def __init__(
@@ -80,7 +78,7 @@ class Teachers(Pass):
         gap_T = gap_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).where(microbatch.mask_T, 0.0)
         return replace(microbatch, advantages_T=microbatch.advantages_T + distill.coeff * gap_T)
 
-    def after_updates(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
+    def refresh(self) -> None:
         """Make the current policy its own teacher every `rl.distill.self_refresh_rollouts` rollout batches."""
         for teacher in self._teachers:
             if isinstance(teacher, Reference):
@@ -90,7 +88,6 @@ class Teachers(Pass):
                     self._state.progress.step,
                     self._updates_per_rollout,
                 )
-        return []
 
     @torch.no_grad()
     def _with_logprobs(

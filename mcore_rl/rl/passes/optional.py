@@ -1,18 +1,31 @@
-"""The interface of optional parts of a training step: a reference policy, teachers, a critic, texts ..."""
+"""The parts of a training step that only some configs have: a reference policy, teachers, a critic, texts, splits."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from mcore_rl.megatron.schedule import Head
-from mcore_rl.metrics.metrics import Metric
-from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.rl.objectives.losses import Objective
-from mcore_rl.rl.passes.batch import Advantages, Minibatch, PolicyMicrobatch
+from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
 from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.types import WaitingBytes
-from mcore_rl.train.step import StepReport
+
+if TYPE_CHECKING:  # a run imports only the parts that it has, when its program makes them
+    from mcore_rl.rl.measure.routing_split import RoutingSplits
+    from mcore_rl.rl.models.critic import Critic
+    from mcore_rl.rl.models.reference import ReferencePass
+    from mcore_rl.rl.models.teachers import Teachers
+    from mcore_rl.rl.passes.texts import Texts
+
+
+class AddsTensor(Protocol):
+    """A part with a pass of its own over a rollout batch, without gradient."""
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether it reads the first minibatch's old logprobs or routes outside that minibatch's only update."""
+
+    def add(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """Collective over the world: return the minibatches with an additional tensor."""
 
 
 class RewardKl(Protocol):
@@ -29,64 +42,22 @@ class RewardKl(Protocol):
         """Collective over the world: return the KL summed over each completion, float64 `[N]`."""
 
 
-class Pass:
-    """Base class for optional parts of a training step.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptionalParts:
+    """The optional parts of a run's step, made by its program; None where the config does not ask for one."""
 
-    The program creates the parts that the config asks for, and the learner calls their methods at fixed points of the
-    step. Each method does nothing by default. Every method is collective over the world.
-    """
+    splits: "RoutingSplits | None" = None
+    reference: "ReferencePass | None" = None
+    teachers: "Teachers | None" = None
+    critic: "Critic | None" = None
+    texts: "Texts | None" = None
 
-    needs_old_logprobs = False
-    """Whether it reads the first minibatch's old logprobs or routes outside that minibatch's only update."""
+    @property
+    def with_passes(self) -> list[AddsTensor]:
+        """The parts that add a tensor to each minibatch, in the order of their passes."""
+        return [part for part in (self.reference, self.teachers, self.critic) if part is not None]
 
-    learns_before_policy = False
-    """Whether it trains on a rollout batch before the policy's first update."""
-
-    reward_kl: RewardKl | None = None
-    """KL penalty on rewards; None if it has no such penalty."""
-
-    def holds_policy(self) -> str | None:
-        """Reason why the policy is not trained on the rollout batch that begins at this step; None if it is trained."""
-        return None
-
-    def waiting_bytes(self) -> Sequence[WaitingBytes]:
-        """Bytes that its frozen models take on this rank between passes."""
-        return ()
-
-    def add(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-        """Return the minibatches with an additional tensor, computed by a pass without gradient."""
-        return list(minibatches)
-
-    def before_updates(self, minibatches: Sequence[Minibatch], advantages: Advantages) -> list[Metric]:
-        """Run after the advantages are known and before the policy's updates. Returns metrics."""
-        return []
-
-    def in_advantages(self, microbatch: PolicyMicrobatch) -> PolicyMicrobatch:
-        """Return an update's microbatch with its contribution added to the advantages."""
-        return microbatch
-
-    def in_objective(self, objective: Objective) -> Objective:
-        """Return the terms of an update's loss with its changes."""
-        return objective
-
-    def in_update(
-        self,
-        head: Head[Any],
-        microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch],
-        num_tokens: int,
-    ) -> tuple[Head[Any], Sequence[PolicyMicrobatch | LocalMicrobatch]]:
-        """Return the head and microbatches of an update with its additions; the world trains on `num_tokens`."""
-        return head, microbatches
-
-    def after_updates(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
-        """Run after the last update of a rollout batch. Returns metrics."""
-        return []
-
-    def take_reports(self) -> list[StepReport]:
-        """Return reports of its own model's optimizer steps since the last call."""
-        return []
-
-
-def methods_of(passes: Sequence[Pass], name: str) -> list[Callable[..., Any]]:
-    """Return the bound method `name` of each pass that overrides it."""
-    return [getattr(part, name) for part in passes if getattr(type(part), name) is not getattr(Pass, name)]
+    @property
+    def reward_kl(self) -> RewardKl | None:
+        """The KL penalty on rewards; None without."""
+        return None if self.reference is None else self.reference.reward_kl

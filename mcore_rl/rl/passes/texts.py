@@ -12,11 +12,10 @@ from mcore_rl.megatron.schedule import Head
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.rl.passes.batch import PolicyMicrobatch
 from mcore_rl.rl.passes.heads import MixedHead
-from mcore_rl.rl.passes.optional import Pass
 from mcore_rl.train.state import TrainState
 
 
-class Texts(Pass):
+class Texts:
     """Adds texts to each update. They depend only on the optimizer step, so a resumed run continues where it was."""
 
     def __init__(

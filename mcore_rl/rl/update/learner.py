@@ -14,6 +14,7 @@ from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
 from mcore_rl.megatron.schedule import Head
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.rl.objectives.aggregation import BatchTotals, loss_weights
 from mcore_rl.rl.passes.batch import (
@@ -24,7 +25,7 @@ from mcore_rl.rl.passes.batch import (
     make_microbatch,
 )
 from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead
-from mcore_rl.rl.passes.optional import Pass, methods_of
+from mcore_rl.rl.passes.optional import OptionalParts
 from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes, RefusedCompletionsError
 from mcore_rl.rl.rollouts.rollout import Rollout
@@ -46,7 +47,7 @@ class Learner:
         config: RlRunConfig,
         routes: PolicyRoutes,
         logprobs: PolicyLogprobs,
-        passes: Sequence[Pass] = (),
+        parts: OptionalParts | None = None,
     ) -> None:
         """Prepare this rank.
 
@@ -55,27 +56,18 @@ class Learner:
             config: the run's config.
             routes: routing of the policy's passes.
             logprobs: the pass over the policy's modules.
-            passes: optional parts of the step, in addition to the policy's own passes.
+            parts: optional parts of the step, in addition to the policy's own passes; None: none.
         """
         self.state = state
         self.config = config
         self.routes = routes
-        self._add, self._holds, self._in_advantages, self._in_objective, self._in_update = (
-            methods_of(passes, name)
-            for name in ("add", "holds_policy", "in_advantages", "in_objective", "in_update")
-        )
-        self.before_updates, self.after_updates, self.waiting_bytes, self.take_reports = (
-            methods_of(passes, name)
-            for name in ("before_updates", "after_updates", "waiting_bytes", "take_reports")
-        )
-        """Methods that the trainer calls, of the passes that override them."""
-        self._needs_old_logprobs = any(part.needs_old_logprobs for part in passes)
-        self._learns_before_policy = any(part.learns_before_policy for part in passes)
+        self.parts = parts or OptionalParts()
+        self.held: str | None = None
+        """Reason why the policy is not trained on the rollout batch that was prepared last; None if it is trained."""
         self._logprobs = logprobs
         mesh = state.mesh
         self._objective = policy_objective(config.rl.loss, config.rl.distill)
-        kl = next((part.reward_kl for part in passes if part.reward_kl is not None), None)
-        self.advantages = estimator_of(config.rl.advantage, kl, mesh, state.platform.device)
+        self.advantages = estimator_of(config.rl.advantage, self.parts.reward_kl, mesh, state.platform.device)
         self._limits = PackingLimits(
             max_tokens=config.packed_length,
             multiple=lcm(
@@ -158,43 +150,55 @@ class Learner:
 
     def prepared(self, rollout: Rollout) -> list[Minibatch]:
         """Return the minibatches of a rollout batch, with the outputs of all passes without gradient."""
+        self.held = None if self.parts.critic is None else self.parts.critic.holds_policy()
         minibatches = self.minibatches(rollout)
         self.routes.begin(
             rollout, [microbatch for minibatch in minibatches for microbatch in minibatch.microbatches]
         )
         minibatches = self.with_old_logprobs(minibatches)
-        for add in self._add:
-            minibatches = add(rollout, minibatches)
+        for part in self.parts.with_passes:
+            minibatches = part.add(rollout, minibatches)
         return minibatches
 
-    @property
-    def holds_policy(self) -> str | None:
-        """Reason why the policy is not trained on the rollout batch that begins at this step; None if it is trained."""
-        return next((reason for holds in self._holds if (reason := holds())), None)
+    def before_updates(self, minibatches: Sequence[Minibatch], advantages: Advantages) -> list[Metric]:
+        """Split the mismatch of the rollout and train the critic, where the config asks for them. Returns metrics."""
+        splits, critic = self.parts.splits, self.parts.critic
+        metrics = [] if splits is None else splits.before_updates(minibatches)
+        return metrics + ([] if critic is None else critic.before_updates(minibatches, advantages))
+
+    def after_updates(self, minibatches: Sequence[Minibatch]) -> list[Metric]:
+        """Split what the updates moved, adapt the KL coefficient, and refresh reference and teachers where it is time.
+        Returns metrics.
+        """
+        parts, metrics = self.parts, []
+        if parts.splits is not None:
+            metrics += parts.splits.after_updates(minibatches)
+        if parts.reference is not None:
+            metrics += parts.reference.after_updates(minibatches, policy_has_learned=not self.held)
+        if parts.teachers is not None:
+            parts.teachers.refresh()
+        return metrics
 
     def optimizer_state_on_device(self) -> AbstractContextManager[None]:
         """Context that keeps gradients and optimizer state on the device, to move them only once for all updates."""
         residence = self.state.residence
-        return residence.for_updates() if residence.moves and not self.holds_policy else nullcontext()
-
-    def skip_step(self) -> None:
-        """Advance the step counter without an update."""
-        self.state.progress.step += 1
+        return residence.for_updates() if residence.moves and not self.held else nullcontext()
 
     def update(self, minibatch: Minibatch, advantages: Advantages) -> StepReport | None:
         """Take one optimizer step on `minibatch`.
 
         Returns:
-            A report of the step. None if there is no token to train on (dynamic sampling found no group with a signal,
-            or all completions are truncated and masked): the step is counted but changes nothing.
+            A report of the step. None if the policy is held, or there is no token to train on (dynamic sampling found
+            no group with a signal, or all completions are truncated and masked): the step is counted and changes
+            nothing.
 
         Raises:
             RefusedCompletionsError: on all ranks, if the engine's routes belong to other completions; the policy is
                 unchanged.
         """
         progress = self.state.progress
-        if not minibatch.totals.num_tokens:
-            self.skip_step()
+        if self.held or not minibatch.totals.num_tokens:
+            progress.step += 1
             return None
         microbatches = [
             microbatch.with_advantages(advantages.of_samples, minibatch.loss_weights_N)
@@ -202,11 +206,11 @@ class Learner:
         ]
         kind = self.config.replay.kind
         is_imposed = kind == "r3" or (kind == "r2" and not minibatch.is_on_policy)
-        for in_advantages in self._in_advantages:
-            microbatches = [in_advantages(microbatch) for microbatch in microbatches]
-        objective = self._objective
-        for in_objective in self._in_objective:
-            objective = in_objective(objective)
+        parts, objective = self.parts, self._objective
+        if parts.teachers is not None:
+            microbatches = [parts.teachers.in_advantages(microbatch) for microbatch in microbatches]
+        if parts.reference is not None:
+            objective = parts.reference.in_objective(objective)
         head: Head[Any] = PolicyHead(
             self._logprobs.head,
             self.state.mesh,
@@ -215,8 +219,8 @@ class Learner:
             None if self.routes.trace is None else self.routes.trace.add_update,
         )
         mixed: Sequence[PolicyMicrobatch | LocalMicrobatch] = microbatches
-        for in_update in self._in_update:
-            head, mixed = in_update(head, mixed, minibatch.totals.num_tokens)
+        if parts.texts is not None:
+            head, mixed = parts.texts.in_update(head, mixed, minibatch.totals.num_tokens)
         with self.optimizer_state_on_device():
             with (
                 self.routes.update(mixed, is_old_policy=minibatch.is_on_policy) as routing,
@@ -239,9 +243,9 @@ class Learner:
         """Whether the first minibatch has a single update and nothing else needs its old logprobs or routes."""
         return (
             self.config.rl.update.epochs == 1
-            and not self._needs_old_logprobs
-            # A critic that learns first must not learn from completions that the policy's update would refuse.
-            and not (self._learns_before_policy and self.routes.judges_updates)
+            and not any(part.needs_old_logprobs for part in self.parts.with_passes)
+            # A critic learns first, and must not learn from completions that the policy's update would refuse.
+            and not (self.parts.critic is not None and self.routes.judges_updates)
         )
 
     def _loss_weights(self, num_trained_N: Tensor, totals: BatchTotals) -> Tensor:

@@ -27,6 +27,7 @@ from mcore_rl.megatron.platform import start
 from mcore_rl.rl.models.reference import ReferencePass
 from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
 from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead
+from mcore_rl.rl.passes.optional import OptionalParts
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.update.learner import Learner, policy_logprobs
@@ -270,7 +271,7 @@ def learner_of(state: TrainState, config: RlRunConfig) -> Learner:
         state,
         updates_per_rollout=1,
     )
-    return Learner(state, config, routes, logprobs, [kl])
+    return Learner(state, config, routes, logprobs, OptionalParts(reference=kl))
 
 
 @pytest.mark.parametrize(("name", "max_tokens"), [*((name, 40) for name in CASES), ("gspo", 200)])
