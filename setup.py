@@ -116,6 +116,8 @@ setup(
     packages=find_packages(include=["mcore_rl", "mcore_rl.*"]),
     package_data={
         "mcore_rl": ["py.typed"],
+        "mcore_rl.config": ["*.toml"],
+        "mcore_rl.metrics": ["*.toml"],
         "mcore_rl.megatron.cpu": ["compiled.cpp", "compiled_attention.cpp", "compiled_products.h"],
         "mcore_rl.report": ["page/*", "page/vendor/*"],
     },

@@ -21,7 +21,7 @@ from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli.commands.table import COMMANDS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import SectionDoc, describe_sections
-from mcore_rl.config.megatron_names import ARGUMENTS, Argument
+from mcore_rl.config.other_names import ARGUMENTS, Argument
 from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.config.section import Section
 from mcore_rl.errors import EXIT_STATUSES

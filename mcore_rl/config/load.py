@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from mcore_rl.config.describe import FieldDoc, describe, describe_sections, sections_of
 from mcore_rl.config.kinds import KINDS, NO_REPLAY, READERS, kind_of_name
-from mcore_rl.config.megatron_names import argument_named
-from mcore_rl.config.other_names import VALUE_NOTES, equivalent_named, refuse_foreign_config
+from mcore_rl.config.other_names import VALUE_NOTES, argument_named, equivalent_named, refuse_foreign_config
 from mcore_rl.config.recipes import config_file, extended_file
 from mcore_rl.config.section import Section, alternatives, kinds_of, variant_of
 from mcore_rl.config.toml import parse_value, toml_value

@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.model import model_violations
 from mcore_rl.config.describe import describe
-from mcore_rl.config.megatron_names import ARGUMENTS
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.config.other_names import ARGUMENTS
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 
 OF_THE_SCRIPTS = {
