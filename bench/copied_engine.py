@@ -23,8 +23,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling, check_request
-from mcore_rl.rl.engines.make import Decode
+from mcore_rl.rl.engines.base import Capabilities, Decode, QuietEngine, Sampling, check_request
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.types import Completion, Group, Prompt, VersionSpan, grown_routes
 

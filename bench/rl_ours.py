@@ -25,7 +25,7 @@ from mcore_rl.programs.rollouts import load_prompts, open_rollouts
 from mcore_rl.rl.passes.batch import Minibatch
 from mcore_rl.rl.passes.optional import OptionalParts
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
-from mcore_rl.rl.rewards.failures import FailureReport
+from mcore_rl.rl.rewards.score import FailureReport
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.update.learner import Learner, policy_logprobs

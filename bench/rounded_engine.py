@@ -14,7 +14,7 @@ from torch import nn
 from bench.copied_engine import built_copies, paired_tensors
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.rl.engines.make import Decode
+from mcore_rl.rl.engines.base import Decode
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 
 

@@ -2,7 +2,7 @@
 
 import random
 
-from mcore_rl.rl.rollouts.tasks import TaskProblem
+from mcore_rl.rl.rollouts.prompts import TaskProblem
 
 
 def count_ones(generator: random.Random, size: int) -> TaskProblem:

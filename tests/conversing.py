@@ -30,8 +30,7 @@ from mcore_rl.megatron.routers import routed_layers
 from mcore_rl.rl.engines.base import Engine, Sampling, sampling_of
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.environments.conversations import Conversations
-from mcore_rl.rl.environments.make import environment_maker
-from mcore_rl.rl.environments.processes import EnvironmentWorkers
+from mcore_rl.rl.environments.interface import EnvironmentWorkers, environment_maker
 from mcore_rl.rl.rollouts.rollout import runs_rewards
 from mcore_rl.rl.types import Group, Problem, Prompt
 from tests.generating import Tensors, loaded

@@ -122,6 +122,8 @@ FAULTS = (
     *("expert_twice", "no_such_expert"),
 )
 HANG_S = 120.0
+SOFTWARE = {"vllm": "0.32.0", "sglang": "0.5.23"}
+GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 
 
 @dataclass
@@ -132,7 +134,8 @@ class FakeServer:
     kind: str = "vllm"
     host: str = "127.0.0.1"
     port: int = 0
-    software: str = "0.32.0"
+    software: str | None = None
+    """The version of its software; None: one that was tried."""
     logprobs_mode: str = "raw_logprobs"
     """vLLM's --logprobs-mode, and its default."""
     returns_original: bool = False
@@ -145,7 +148,8 @@ class FakeServer:
     max_len: int = 1 << 20
     delay_s: float = 0.0
     faults: list[tuple[str, str]] = field(default_factory=list)
-    """(path, fault): the next call of the path has the fault. "always" before the name: every call."""
+    """(path, fault): the next call of the path that is none of the probe's has the fault. "always" before the name:
+    every such call."""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     version: str = "default"
     tokens_before_pause: int = 0
@@ -188,11 +192,11 @@ class FakeServer:
 
     def rollouts(self) -> list[dict[str, Any]]:
         """Requests for completions but those of the probe."""
-        bodies = self.bodies("/inference/v1/generate" if self.kind == "vllm" else "/generate")
-        names = [str(body.get("request_id") or body.get("rid") or "probe-") for body in bodies]
-        return [body for body, name in zip(bodies, names, strict=True) if not name.startswith("probe-")]
+        return [body for body in self.bodies(GENERATE[self.kind]) if not _is_of_probe(body)]
 
-    def fault_of(self, path: str) -> str | None:
+    def fault_of(self, path: str, body: Mapping[str, Any]) -> str | None:
+        if path == GENERATE[self.kind] and _is_of_probe(body):
+            return None
         with self.lock:
             for index, (at, fault) in enumerate(self.faults):
                 if at == path:
@@ -208,7 +212,7 @@ class FakeServer:
         if path == "/health":
             return None
         if path in ("/version", "/server_info"):
-            return {"version": self.software, "tp_size": 1, "pp_size": 1}
+            return {"version": self.software or SOFTWARE[self.kind], "tp_size": 1, "pp_size": 1}
         if path in ("/inference/v1/generate", "/generate"):
             return self._generated(body, fault)
         if path in ("/inference/v1/abort_requests", "/abort_request"):
@@ -379,6 +383,10 @@ class FakeServer:
         return base64.b64encode(file.getvalue()).decode()
 
 
+def _is_of_probe(body: Mapping[str, Any]) -> bool:
+    return str(body.get("request_id") or body.get("rid") or "probe-").startswith("probe-")
+
+
 class _Server(ThreadingHTTPServer):
     request_queue_size = 256
 
@@ -405,7 +413,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fake.api_key is not None and self.headers["Authorization"] != f"Bearer {fake.api_key}":
             self._send(401, b'{"error": "Unauthorized"}')
             return
-        fault = fake.fault_of(parts.path)
+        fault = fake.fault_of(parts.path, body)
         if fault == "close_at_once":
             fake.calls.append((parts.path, body))
             self.close_connection = True

@@ -16,7 +16,7 @@ from mcore_rl.megatron.platform import Platform
 from mcore_rl.metrics.attempts import add_attempt, this_run_attempt
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.metrics.sinks import open_log
-from mcore_rl.rl.rollouts.samples import write_samples
+from mcore_rl.rl.rollouts.evaluation import write_samples
 
 LAYERS, EXPERTS = 3, 6
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"

@@ -13,9 +13,8 @@ from mcore_rl.data.preferences import comparison_of
 from mcore_rl.data.records import Record, beyond_max, is_table, listed, read_records
 from mcore_rl.errors import DataError
 from mcore_rl.programs.rollouts import load_prompts
-from mcore_rl.rl.rewards.score import ANSWER_PARTS
-from mcore_rl.rl.rewards.trial import TRIED_AT_START, try_reward
-from mcore_rl.rl.rollouts.tasks import read_problems
+from mcore_rl.rl.rewards.score import ANSWER_PARTS, TRIED_AT_START, try_reward
+from mcore_rl.rl.rollouts.prompts import read_problems
 
 FIRST = 100
 """Number of lines of each file that are read."""

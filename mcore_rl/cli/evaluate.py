@@ -29,7 +29,7 @@ from mcore_rl.metrics.metrics import reduced
 from mcore_rl.programs.preferences import load_preferences
 from mcore_rl.programs.rollouts import load_prompts, open_rollouts
 from mcore_rl.programs.trained_model import refuse_other_tokenizer
-from mcore_rl.rl.rewards.failures import FailureReport
+from mcore_rl.rl.rewards.score import FailureReport
 from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_metrics
 from mcore_rl.storage.folders import stored_lora
 from mcore_rl.storage.run_config import load_run_config

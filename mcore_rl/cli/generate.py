@@ -20,9 +20,8 @@ from mcore_rl.errors import ConfigError, DataError, escaped
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.make import server_apis
 from mcore_rl.rl.engines.native.engine import Listener, MegatronEngine
-from mcore_rl.rl.engines.server_api import ServedCompletion
+from mcore_rl.rl.engines.server_api import ServedCompletion, server_apis
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Problem, Prompt
 from mcore_rl.storage.folders import ModelFolder, find_model, read_model_folder, read_run, stored_lora

@@ -20,10 +20,14 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.model.global_tensors import local_shards
-from mcore_rl.rl.engines.make import server_apis
-from mcore_rl.rl.engines.probe import Probe, ProbeReference
-from mcore_rl.rl.engines.probe_difference import FEWEST_TOKENS, ProbeDifference, difference_of
-from mcore_rl.rl.engines.server_api import ServerApi
+from mcore_rl.rl.engines.probe import (
+    FEWEST_EXPERT_TOKENS,
+    Probe,
+    ProbeDifference,
+    ProbeReference,
+    difference_of,
+)
+from mcore_rl.rl.engines.server_api import ServerApi, server_apis
 from mcore_rl.storage.checkpoint import find_checkpoint, path_of_step, saved_steps
 from mcore_rl.storage.folders import read_run, stored_lora
 from mcore_rl.workers.rank_guard import rank_guard
@@ -189,7 +193,7 @@ def _text(
             note = "  <- this is what the server has"
         text.append(f"{line.name:<16}{limit.of(line.moved):>12.2e}{limit.of(line.server):>34.2e}{note}")
     if probe.num_unreached:
-        few = "no sequence" if limit.statistic == "largest" else f"fewer than {FEWEST_TOKENS} tokens"
+        few = "no sequence" if limit.statistic == "largest" else f"fewer than {FEWEST_EXPERT_TOKENS} tokens"
         text.append(f"{probe.num_unreached} experts are reached by {few}: what they alone lack is not seen")
     return "\n".join(text) + "\n"
 

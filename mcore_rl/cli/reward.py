@@ -9,9 +9,14 @@ from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.programs.rollouts import load_prompts
-from mcore_rl.rl.rewards.failures import FailureReport
-from mcore_rl.rl.rewards.score import Reward, Scores
-from mcore_rl.rl.rewards.trial import ANSWER, refuse_failing_trial, trial_groups
+from mcore_rl.rl.rewards.score import (
+    ANSWER,
+    FailureReport,
+    Reward,
+    Scores,
+    refuse_failing_trial,
+    trial_groups,
+)
 from mcore_rl.storage.run_config import load_run_config
 
 SHOWN = 400

@@ -11,9 +11,12 @@ from types import FrameType
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rl.engines.make import servers_folder
-from mcore_rl.rl.engines.server_fleet import replacement_request
-from mcore_rl.rl.engines.server_process import ServerProcess, server_command
+from mcore_rl.rl.engines.server_process import (
+    ServerProcess,
+    replacement_request,
+    server_command,
+    servers_folder,
+)
 from mcore_rl.storage.run_config import load_run_config
 
 GPU_DEVICE = Path("/dev/nvidiactl")

@@ -60,14 +60,15 @@ class Argument:
 
 
 def _table(name: str) -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    """Read a table beside this file; its lists of names become tuples."""
+    table = tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    for row in (*table.get("equivalent", ()), *table.get("argument", ())):
+        row.update({key: tuple(value) for key, value in row.items() if isinstance(value, list)})
+    return table
 
 
 _NAMES = _table("other_names.toml")
-EQUIVALENTS = tuple(
-    Equivalent(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
-    for row in _NAMES["equivalent"]
-)
+EQUIVALENTS = tuple(Equivalent(**row) for row in _NAMES["equivalent"])
 VALUE_NOTES: dict[str, dict[str, str]] = {}
 """Key -> item of its value in other systems -> what stands for it here, or why nothing does, and what to do."""
 for _row in _NAMES["value_note"]:
@@ -76,9 +77,7 @@ SAME_VALUE = frozenset(_NAMES["same_value"])
 """Fields that take the values of the corresponding settings unchanged, if the type fits."""
 SIGNS: dict[str, str] = _NAMES["signs"]
 """System -> words that occur only in its configs; the first system that matches decides."""
-ARGUMENTS = tuple(
-    Argument(**row | {"names": tuple(row["names"])}) for row in _table("megatron_names.toml")["argument"]
-)
+ARGUMENTS = tuple(Argument(**row) for row in _table("megatron_names.toml")["argument"])
 
 
 def equivalent_named(key: str, fields: Collection[str]) -> tuple[str, Equivalent, tuple[str, ...]] | None:

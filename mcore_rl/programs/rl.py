@@ -35,7 +35,7 @@ from mcore_rl.metrics.metrics import Metric
 from mcore_rl.programs.open_run import is_done, open_run
 from mcore_rl.programs.rollouts import Prompts, load_prompts, make_flow, open_rollouts
 from mcore_rl.programs.trained_model import refuse_other_tokenizer
-from mcore_rl.rl.environments.trial import try_environment
+from mcore_rl.rl.environments.conversations import try_environment
 from mcore_rl.rl.measure.routing_split import RoutingSplits
 from mcore_rl.rl.models.critic import Critic, critic_routes
 from mcore_rl.rl.models.frozen_model import FrozenModel, model_to_freeze
@@ -46,8 +46,7 @@ from mcore_rl.rl.passes.optional import OptionalParts
 from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.passes.texts import Texts
-from mcore_rl.rl.rewards.failures import FailedPart, FailureReport
-from mcore_rl.rl.rewards.trial import TRIED_AT_START, try_reward
+from mcore_rl.rl.rewards.score import TRIED_AT_START, FailedPart, FailureReport, try_reward
 from mcore_rl.rl.rollouts.prompts import refuse_prompts_without_teacher
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.update.learner import Learner, policy_logprobs

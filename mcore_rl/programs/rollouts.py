@@ -22,13 +22,10 @@ from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.programs.trained_model import load_matching_tokenizer
-from mcore_rl.rl.engines.base import asking, sampling_of
-from mcore_rl.rl.engines.make import make_engine
+from mcore_rl.rl.engines.base import asking, make_engine, sampling_of
 from mcore_rl.rl.environments.conversations import Conversations
-from mcore_rl.rl.environments.make import environment_maker
-from mcore_rl.rl.environments.processes import EnvironmentWorkers
+from mcore_rl.rl.environments.interface import EnvironmentWorkers, environment_maker
 from mcore_rl.rl.models.frozen_model import FrozenModel, model_to_freeze
-from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.from_model import (
     OwnText,
     Reader,
@@ -39,9 +36,9 @@ from mcore_rl.rl.rewards.from_model import (
     text_reader,
     whole_reader,
 )
-from mcore_rl.rl.rewards.score import ANSWER_PARTS, Reward
+from mcore_rl.rl.rewards.score import ANSWER_PARTS, FailureReport, Reward
+from mcore_rl.rl.rollouts.evaluation import greedy_baseline
 from mcore_rl.rl.rollouts.flow import GroupFlow
-from mcore_rl.rl.rollouts.greedy import greedy_baseline
 from mcore_rl.rl.rollouts.prompts import (
     FilePrompts,
     PromptEncoder,

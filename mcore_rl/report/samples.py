@@ -22,7 +22,7 @@ SHADES = (0.01, 0.1, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A line of a file of samples, as rl/rollouts/samples.py writes it."""
+    """A line of a file of samples, as rl/rollouts/evaluation.py writes it."""
 
     step: int
     problem: str

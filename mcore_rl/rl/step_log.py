@@ -14,8 +14,8 @@ from mcore_rl.planning.flops import train_flops_by_length
 from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
 from mcore_rl.rl.passes.batch import Minibatch
 from mcore_rl.rl.passes.trace import TokenTrace
+from mcore_rl.rl.rollouts.evaluation import gather_samples, table_lines, write_samples
 from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts
-from mcore_rl.rl.rollouts.samples import gather_samples, table_lines, write_samples
 from mcore_rl.rl.rollouts.signal import LearningWarnings, update_signal
 from mcore_rl.rl.types import WaitingBytes
 from mcore_rl.rl.update.learner import Learner

@@ -6,7 +6,11 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.rl.passes.policy_routes import RefusedCompletionsError
-from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_interval, evaluation_metrics
+from mcore_rl.rl.rollouts.evaluation import (
+    evaluate_policy,
+    evaluation_interval,
+    evaluation_metrics,
+)
 from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts
 from mcore_rl.rl.rollouts.signal import evaluation_warnings
 from mcore_rl.rl.step_log import StepLog

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_rl.rl.workers.failure import FailedScore
+from mcore_rl.rl.workers import FailedScore
 
 FinishReason = Literal["stop", "length"]
 EpisodeEnd = Literal["done", "document", "length", "turns", "context", "failed"]

@@ -7,8 +7,12 @@ import reasoning_gym
 import textarena
 
 from mcore_rl.config.rl.environment import EnvironmentConfig
-from mcore_rl.rl.environments.make import environment_maker
-from mcore_rl.rl.environments.processes import EnvironmentAnswer, EnvironmentCall, EnvironmentWorkers
+from mcore_rl.rl.environments.interface import (
+    EnvironmentAnswer,
+    EnvironmentCall,
+    EnvironmentWorkers,
+    environment_maker,
+)
 from mcore_rl.rl.types import Problem
 
 

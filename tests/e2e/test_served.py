@@ -68,7 +68,7 @@ def test_losses_through_servers_are_those_of_the_native_engine(
     tmp_path: Path,
     mesh: Mesh,
 ) -> None:
-    """Two servers that begin with other weights; one of them breaks a completion, and its probe once. Low-rank adapters
+    """Two servers that begin with other weights; one of them breaks a completion and an update once. Low-rank adapters
     come to them added to the weights.
     """
     small = (*SMALL, *changes)
@@ -187,7 +187,7 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
     mesh: Mesh,
 ) -> None:
     """A server has sampled its completions when an update comes, and reads their routes after it, or before."""
-    config, software = load_config(RlRunConfig, rl_file, SMALL), {"vllm": "0.32.0", "sglang": "0.5.23"}
+    config = load_config(RlRunConfig, rl_file, SMALL)
     model = config.model
     zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
     with ExitStack() as stack:
@@ -196,7 +196,6 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
                 FakeServer(
                     ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros),
                     kind,
-                    software=software[kind],
                     logprobs_mode="processed_logprobs",
                 )
             )

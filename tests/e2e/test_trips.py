@@ -11,8 +11,7 @@ STEP = {
     # Prompts, completions, rewards.
     "rl/rollouts/rollout.py": "scored groups of the next prompts",
     "rl/rollouts/signal.py": "how many groups have a signal, and warnings where few have",
-    "rl/rollouts/prompts.py": "the prompts at the cursor",
-    "rl/rollouts/tasks.py": "the recipe's problems are made by a task",
+    "rl/rollouts/prompts.py": "the prompts at the cursor: the recipe's problems are made by a task",
     "data/chat.py": "a problem as a conversation",
     "data/labels.py": "keys of a turn that are null or empty are absent",
     "data/tokenizer.py": "text to tokens, and back for the reward",
@@ -23,7 +22,7 @@ STEP = {
     "rl/engines/native/decoder.py": "one generating step",
     "rl/sampling.py": "drawn tokens, their logprobs, seeds",
     "rl/rewards/score.py": "rewards of the completions",
-    "rl/workers/pool.py": "reward functions run in processes of their own",
+    "rl/workers.py": "reward functions run in processes of their own",
     "megatron/agree.py": "an error of one rank's scores or proofs is raised on all",
     # Microbatches, routes, logprobs, advantages, the update.
     "rl/update/learner.py": "from a rollout to updates",

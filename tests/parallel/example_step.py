@@ -13,9 +13,8 @@ from mcore_rl.programs.open_run import open_run
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
-from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.interface import RewardInput
-from mcore_rl.rl.rewards.score import Reward
+from mcore_rl.rl.rewards.score import FailureReport, Reward
 from mcore_rl.rl.rollouts.rollout import Rollouts
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.types import Prompt

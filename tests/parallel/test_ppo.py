@@ -44,7 +44,7 @@ from mcore_rl.rl.models.teachers import Teachers
 from mcore_rl.rl.passes.optional import OptionalParts
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.from_model import Reading, RewardModel, RewardModelSource, whole_reader
-from mcore_rl.rl.rewards.worker import Score
+from mcore_rl.rl.rewards.interface import Score
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Group
 from mcore_rl.rl.update.learner import Learner, policy_logprobs

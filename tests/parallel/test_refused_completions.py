@@ -32,9 +32,8 @@ from mcore_rl.programs.rl import load_critic
 from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling
 from mcore_rl.rl.passes.optional import OptionalParts
 from mcore_rl.rl.passes.policy_routes import PolicyRoutes
-from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.interface import RewardInput
-from mcore_rl.rl.rewards.score import Reward
+from mcore_rl.rl.rewards.score import FailureReport, Reward
 from mcore_rl.rl.rollouts.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.types import Group, Prompt

@@ -25,8 +25,7 @@ from mcore_rl.megatron.platform import start
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.programs.rollouts import make_flow
 from mcore_rl.rl.engines.base import Capabilities, Engine, QuietEngine, Sampling
-from mcore_rl.rl.rewards.failures import FailureReport
-from mcore_rl.rl.rewards.score import Reward
+from mcore_rl.rl.rewards.score import FailureReport, Reward
 from mcore_rl.rl.rollouts.prompts import TaskProblems, TaskPrompts
 from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts, runs_rewards
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version

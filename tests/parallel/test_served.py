@@ -30,11 +30,10 @@ from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.hf_stream import Bucket, iter_hf_weights
 from mcore_rl.rl.engines import weight_push
-from mcore_rl.rl.engines.adapter_push import AdapterPush, ServedAdapters
-from mcore_rl.rl.engines.base import Sampling, sampling_of
-from mcore_rl.rl.engines.make import make_engine, server_apis
+from mcore_rl.rl.engines.base import Sampling, make_engine, sampling_of
 from mcore_rl.rl.engines.probe import Probe, ProbeReference, probe_sequences
-from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
+from mcore_rl.rl.engines.server_api import server_apis
+from mcore_rl.rl.engines.weight_push import AdapterPush, PushReport, ServedAdapters, WeightPush
 from mcore_rl.rl.types import Completion, Prompt
 from tests.fake_server import Answer, Asked, FakeServer, TableAnswers
 from tests.generating import Tensors, loaded, prompt_of, ragged_prompts, spelled

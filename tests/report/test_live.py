@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.rl.rollouts.samples import write_samples
+from mcore_rl.rl.rollouts.evaluation import write_samples
 from tests.forked import CLI
 from tests.report_runs import sample, write_run
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from mcore_rl.config.rl.reward import CodeConfig, RewardConfig
-from mcore_rl.rl.rewards.code import code_function
 from mcore_rl.rl.rewards.interface import RewardInput
+from mcore_rl.rl.rewards.sandbox import code_function
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
 

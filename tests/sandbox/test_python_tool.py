@@ -2,7 +2,7 @@
 
 import pickle
 
-from mcore_rl.rl.environments.python_tool import PythonTool
+from mcore_rl.rl.environments.builtin import PythonTool
 
 
 def test_a_program_of_a_turn_runs_in_the_sandbox_and_its_output_is_the_answer() -> None:

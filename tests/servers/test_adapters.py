@@ -15,11 +15,10 @@ from mcore_rl.families import hf_config
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.global_tensors import local_shards
-from mcore_rl.rl.engines.adapter_push import AdapterPush, ServedAdapters
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.make import server_apis
-from mcore_rl.rl.engines.server_api import ServerApi, ServerError
+from mcore_rl.rl.engines.server_api import ServerApi, ServerError, server_apis
 from mcore_rl.rl.engines.server_process import ServerProcess, server_command
+from mcore_rl.rl.engines.weight_push import AdapterPush, ServedAdapters
 from tests.servers.conftest import Figures
 from tests.servers.vllm_server import SHAPE, Trainer, random_prompts, until_healthy
 

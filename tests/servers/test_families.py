@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.checks.engine import PROBED_FAMILIES
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.rl.engines.http_client import HttpClient
+from mcore_rl.rl.engines.server_api import HttpClient
 from tests.servers.conftest import Figures
 from tests.servers.vllm_server import MAX_TOKENS, OmittingApi, Trainer, VllmServer, generated, random_prompts
 from tests.tiny_models import TINY

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.rl.engines.http_client import HttpClient
+from mcore_rl.rl.engines.server_api import HttpClient
 from mcore_rl.rl.engines.weight_push import PushReport
 from tests.servers.conftest import Figures
 from tests.servers.vllm_server import FAULTS, MODELS, OmittingApi, Trainer, VllmServer

@@ -15,7 +15,7 @@ from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.chat import Conversation
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.rl.engines.http_client import HttpClient
+from mcore_rl.rl.engines.server_api import HttpClient
 from mcore_rl.rl.types import Problem, Prompt
 from mcore_rl.storage.checkpoints.write import save_weights
 from tests.conversing import END, chat_of, config_of, conversations_of, sampling, seeds_of, write_tokenizer

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -32,11 +31,9 @@ from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.hf_stream import iter_hf_weights
 from mcore_rl.rl.engines.base import Capabilities, Sampling
-from mcore_rl.rl.engines.http_client import HttpClient
-from mcore_rl.rl.engines.make import refuse_version
 from mcore_rl.rl.engines.served import ServedEngine
-from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi
-from mcore_rl.rl.engines.server_fleet import ServerFleet
+from mcore_rl.rl.engines.server_api import HttpClient, ServedCompletion, ServerApi
+from mcore_rl.rl.engines.server_process import ServerFleet
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.sampling import Cut
@@ -284,7 +281,7 @@ def served_engine(
     config = engine_config(kind="vllm", urls=(server.url,))
     return ServedEngine(
         lambda url: server.api,
-        ServerFleet(config, lambda url: server.api, folder, None, partial(refuse_version, "vllm")),
+        ServerFleet(config, lambda url: server.api, folder, None),
         trainer.chunks,
         trainer.mesh,
         trainer.model,

@@ -1,7 +1,7 @@
 """No text of a model or of data reaches a terminal as a command."""
 
 from mcore_rl.errors import escaped
-from mcore_rl.rl.rollouts.samples import table_lines
+from mcore_rl.rl.rollouts.evaluation import table_lines
 
 
 def test_control_characters_are_escaped_and_newline_and_tab_stay():

@@ -21,7 +21,7 @@ class EngineConfig(Section):
     kind: str
     """Engine; `native`: the modules that train; `vllm` and `sglang`: servers, started by the run (`count`) or before it
     (`urls`), which get the new weights after every rollout batch; `module:name`: a function of your own with the
-    arguments of rl.engines.make.native_engine, which returns an rl.engines.base.Engine."""
+    arguments of rl.engines.base.MakeEngine, which returns an rl.engines.base.Engine."""
     slots: PositiveInt | Literal["auto"] = "auto"
     """Maximum number of completions in progress; `native`: on each replica of the model, each with memory for the keys
     and values of the longest sample; servers: on each server that is started (--max-num-seqs, --max-running-requests);

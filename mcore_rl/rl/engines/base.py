@@ -4,9 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from torch import nn
+
+from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.growing_text import GrowingText
 from mcore_rl.errors import ConfigError, EngineError
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Group, Prompt
@@ -187,3 +192,33 @@ def check_request(
                 f"{sampling.max_new_tokens} more, {longest} in all; the engine holds {capabilities.max_tokens}. "
                 "Shorten prompts or rollout.max_new_tokens, or enlarge the engine."
             )
+
+
+Decode = Callable[[Sequence[int]], str]
+MakeEngine = Callable[[RlRunConfig, Sequence[nn.Module], Mesh, Decode], Engine]
+"""Function that makes an engine on the training modules `chunks`; the last argument converts token ids to text."""
+ENGINES = {
+    "native": "mcore_rl.rl.engines.native.engine:native_engine",
+    "vllm": "mcore_rl.rl.engines.served:served_engine",
+    "sglang": "mcore_rl.rl.engines.served:served_engine",
+}
+"""The MakeEngine of each built-in engine; its module is imported only for a config that names it."""
+
+
+def make_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
+    """Collective over the world: create the engine of `rl.engine.kind`; `decode` converts token ids to text.
+
+    Raises:
+        ConfigError: if a user-defined engine lacks members of `Engine`.
+    """
+    kind = config.rl.engine.kind
+    make: MakeEngine = load_extension("rl.engine.kind", ENGINES.get(kind, kind))
+    engine = make(config, chunks, mesh, decode)
+    if missing := [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]:
+        quiet = [name for name in missing if hasattr(QuietEngine, name)]
+        raise ConfigError(
+            f"rl.engine.kind={kind} makes {type(engine).__name__}, which has no {', '.join(missing)} "
+            "(rl.engines.base.Engine). Add them"
+            + (f"; rl.engines.base.QuietEngine as a base has {', '.join(quiet)}." if quiet else ".")
+        )
+    return engine

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from threading import Condition
 
 import numpy as np
@@ -19,17 +21,40 @@ from torch import nn
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import ServedConfig
+from mcore_rl.config.rl.section import RlConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import EngineError
 from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.routers import routed_layers
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.rl.engines.adapter_push import AdapterPush, ServedAdapters
-from mcore_rl.rl.engines.base import Capabilities, Sampling, StopStrings, check_request
-from mcore_rl.rl.engines.served_routes import pick_layers, without_recomputed
-from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError
-from mcore_rl.rl.engines.server_fleet import ServerFleet
-from mcore_rl.rl.engines.weight_push import WeightPush, transport_folder
+from mcore_rl.rl.engines.base import (
+    Capabilities,
+    Decode,
+    Engine,
+    Sampling,
+    StopStrings,
+    check_request,
+    sampling_of,
+)
+from mcore_rl.rl.engines.server_api import (
+    ServedCompletion,
+    ServerApi,
+    ServerError,
+    logprobs_mode,
+    pick_layers,
+    server_apis,
+    without_recomputed,
+)
+from mcore_rl.rl.engines.server_process import (
+    ServerFleet,
+    served_length,
+    server_command,
+    servers_folder,
+    start_server_of,
+)
+from mcore_rl.rl.engines.weight_push import AdapterPush, ServedAdapters, WeightPush, transport_folder
 from mcore_rl.rl.types import BYTE_EXPERTS, Completion, Group, Prompt, VersionSpan
 
 MOST_MERGE_LOSS = 0.1
@@ -475,3 +500,67 @@ def _group(prompt: Prompt, futures_G: "Sequence[Future[Completion]]") -> Group:
 def _no_server(lost: Mapping[str, str]) -> str:
     reasons = "; ".join(f"{url}: {reason}" for url, reason in lost.items())
     return f"no server is left that has the present weights: {reasons or 'none has got any yet'}"
+
+
+def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
+    """Return the engine that generates on servers. With rl.engine.count, rank 0 starts the servers.
+
+    `update_weights` must be called before the first request.
+    """
+    engine, folder, tokenizer = config.served, servers_folder(config.run_dir), config.data.tokenizer
+    assert engine is not None
+    vocab_size = config.model.vocab_size if tokenizer.kind == "none" else load_tokenizer(tokenizer).vocab_size
+    api_at = server_apis(engine, config.model)
+    on_gpu = next(chunks[0].parameters()).is_cuda
+    fleet = None
+    if mesh.world.rank == 0:
+        if engine.transport_dir is not None:
+            Path(engine.transport_dir).mkdir(parents=True, exist_ok=True)
+        start = (
+            partial(
+                start_server_of,
+                engine,
+                partial(server_command, config, folder, on_gpu=on_gpu),
+                folder,
+            )
+            if engine.count
+            else None
+        )
+        fleet = ServerFleet(engine, api_at, folder, start)
+    return ServedEngine(
+        api_at,
+        fleet,
+        chunks,
+        mesh,
+        config.model,
+        decode,
+        engine,
+        sampling=sampling_of(config.rl.rollout, (), vocab_size=vocab_size, with_routes=False),
+        capabilities=Capabilities(
+            max_tokens=served_length(config.longest_sample, config.model, engine),
+            routes=config.wants_engine_routes,
+            seeded=False,
+        ),
+        refusal=partial(refused_sampling, config.rl),
+        imposes_routes=config.replay.kind == "r3",
+        may_miss_routes=config.replay.missing != "error",
+        adapters=config.lora if engine.lora == "adapter" else None,
+    )
+
+
+def refused_sampling(rl: RlConfig, sampling: Sampling) -> str | None:
+    """Return why a server cannot report logprobs at the sampling temperature before top-k, top-p and min-p.
+
+    None if it can.
+    """
+    started = sampling_of(rl.rollout, (), vocab_size=0, with_routes=False).cut
+    if rl.engine.kind == "sglang" or sampling.cut.temperature == 0.0:
+        return None
+    wanted = logprobs_mode(sampling.cut)
+    is_any = sampling.cut.is_open and sampling.cut.temperature == 1.0
+    if is_any or wanted == logprobs_mode(started):
+        return None
+    return (
+        f"a completion is asked for at {sampling.cut}, and the servers report the logprobs of {started}: a server has "
+        "one --logprobs-mode. Sample with temperature 1, or without top_k, top_p and min_p, everywhere."
+    )

@@ -1,4 +1,4 @@
-"""Inference servers as processes of this machine: their command, their start, and the end of their process tree."""
+"""Inference servers of a run: their command, their processes, and the fleet, which replaces failed servers."""
 
 import json
 import os
@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -19,8 +20,9 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import VLLM_RANKS, ServedConfig, VllmConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.rl.engines.served_routes import FLAG
-from mcore_rl.rl.engines.vllm_api import MODEL
+from mcore_rl.errors import EngineError
+from mcore_rl.rl.engines.server_api import MODEL, ROUTES_FLAG, ServerApi, ServerError
+from mcore_rl.storage.files import write_atomically
 from mcore_rl.workers.launcher import environment_variable, free_port, start_server
 from mcore_rl.workers.process_tree import END_TREE
 
@@ -115,7 +117,7 @@ def server_command(
         dtype=dtype,
         length=str(served_length(config.longest_sample, config.model, engine)),
         address=("--host", host, "--port", str(port)),
-        routes=(FLAG,) if config.wants_engine_routes else (),
+        routes=(ROUTES_FLAG,) if config.wants_engine_routes else (),
     )
     start = engine.command or (sys.executable, "-m", MODULES[engine.kind])
     if not isinstance(engine, VllmConfig):
@@ -282,3 +284,152 @@ class ServerProcess:
         )
         self._started_s = time.monotonic()
         self.num_starts += 1
+
+
+def servers_folder(run_dir: str) -> Path:
+    """Return the folder of a run's server logs and state."""
+    return Path(run_dir) / "servers"
+
+
+def start_server_of(
+    engine: ServedConfig, command: Callable[[int], ServerCommand], folder: Path, index: int
+) -> ServerProcess:
+    """Start server `index` of rl.engine.count; its log is `server_<index>.log` in `folder`."""
+    size = engine.tensor_parallel
+    return ServerProcess(
+        command,
+        folder / f"server_{index}.log",
+        devices=engine.devices[index * size : (index + 1) * size],
+    )
+
+
+MAX_STARTS = 5
+"""Maximum number of starts of each server in a run."""
+LOOK_S = 0.5
+STATUS_FILE = "status.json"
+
+
+def replacement_request(folder: Path, url: str) -> Path:
+    """Return the file with which a run asks `mcore-rl serve`, on another machine, to restart a server.
+
+    Args:
+        folder: The folder of the run's servers, accessible from both machines.
+        url: The server's address.
+    """
+    parts = urlsplit(url)
+    return folder / "replace" / f"{parts.hostname}_{parts.port}"
+
+
+@dataclass(slots=True)
+class ServerFleet:
+    """All servers of a run. Only a single thread of rank 0 may use it."""
+
+    config: ServedConfig
+    api_at: Callable[[str], ServerApi]
+    folder: Path
+    """Folder of the servers' logs and state."""
+    start: Callable[[int], ServerProcess] | None
+    """Function that starts server K of `count`; None: the servers of `urls` are used."""
+    lines: list[str] = field(default_factory=list)
+    """Events for the log, oldest first; the caller that logs them clears the list."""
+    processes: list[ServerProcess] = field(default_factory=list)
+    _accepted: set[str] = field(default_factory=set)
+    """Servers that have been checked once."""
+    _is_open: bool = False
+
+    def ready(self) -> list[str]:
+        """Return the addresses of the servers that answer. The first call waits for all servers, later calls for
+        `min_servers`.
+
+        Raises:
+            EngineError: if too few servers answer in time, a server ended before it ever answered, or a server cannot
+                be used.
+        """
+        if not self._is_open and self.start is not None:
+            self.processes = [self.start(index) for index in range(self.config.count)]
+        total = len(self.processes) or len(self.config.urls)
+        wanted = min(self.config.min_servers, total) if self._is_open else total
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while True:
+            self._look_at_processes()
+            urls = [process.url for process in self.processes] or list(self.config.urls)
+            ready = [url for url in urls if self.api_at(url).is_healthy()]
+            if len(ready) >= wanted:
+                break
+            if time.monotonic() > deadline:
+                raise EngineError(self._too_few(ready, wanted, [url for url in urls if url not in ready]))
+            time.sleep(LOOK_S)
+        for url in ready:
+            if url not in self._accepted:
+                self.api_at(url).refuse_untried()
+                self._accept(url)
+        self._is_open = True
+        return ready
+
+    def start_anew(self, lost: dict[str, str]) -> None:
+        """Restart failed servers. For servers of `urls`, leave a request for `mcore-rl serve`, in case it started them.
+
+        Args:
+            lost: Reason of the failure, by address.
+        """
+        for url, reason in lost.items():
+            process = next((process for process in self.processes if process.url == url), None)
+            if process is None:
+                request = replacement_request(self.folder, url)
+                request.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(request, f"{reason}\n")
+                self.lines.append(f"{url} is left out: {reason}")
+                continue
+            self._restart(process, reason)
+
+    def write_status(self, living: Sequence[str], version: int) -> None:
+        """Write the status file for `mcore-rl jobs`: the servers that have the weights of `version`."""
+        urls = [process.url for process in self.processes] or list(self.config.urls)
+        status = {
+            "version": version,
+            "servers": [{"url": url, "is_serving": url in living} for url in urls],
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / STATUS_FILE, json.dumps(status, indent=1) + "\n")
+
+    def close(self) -> None:
+        """End the servers that this process started."""
+        for process in self.processes:
+            process.close()
+
+    def _look_at_processes(self) -> None:
+        for process in self.processes:
+            if process.is_alive:
+                continue
+            if not self._is_open:
+                raise EngineError(f"the server {process.log.stem} {process.ending()}")
+            if process.num_starts < MAX_STARTS:
+                self._restart(process, "its process ended")
+
+    def _restart(self, process: ServerProcess, reason: str) -> None:
+        old = process.url
+        if process.num_starts >= MAX_STARTS:
+            process.close()
+            self.lines.append(f"{old} is not started again after {MAX_STARTS} starts: {reason}")
+            return
+        process.restart()
+        self.lines.append(
+            f"{old} failed and is started again as {process.url}, which gets the weights with the next update: "
+            f"{reason}"
+        )
+
+    def _accept(self, url: str) -> None:
+        """Resume a server, which an earlier run may have left paused."""
+        try:
+            self.api_at(url).resume()
+        except ServerError as error:
+            raise EngineError(f"{error}. Start the server anew.") from None
+        self._accepted.add(url)
+
+    def _too_few(self, ready: Sequence[str], wanted: int, silent: Sequence[str]) -> str:
+        logs = f"; see the logs in {self.folder}" if self.processes else ""
+        return (
+            f"{len(ready)} of {wanted} servers answer within rl.engine.start_timeout_s="
+            f"{self.config.start_timeout_s:g}; silent: {', '.join(silent)}{logs}. Raise the limit where they start "
+            "slowly."
+        )

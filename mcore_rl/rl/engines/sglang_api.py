@@ -13,47 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.server_api import (
+    PROBE_TIMEOUT_S,
     ServedCompletion,
+    ServerApi,
     ServerError,
     completion_of,
     finite_logprobs,
     version_spans,
 )
-from mcore_rl.rl.engines.vllm_api import NEVER, padding_ids
-
-PROBE_TIMEOUT_S = 30.0
 
 
-class SglangApi:
+class SglangApi(ServerApi):
     """An SGLang server."""
 
-    def __init__(
-        self,
-        http: HttpClient,
-        *,
-        vocab_size: int,
-        experts_per_token: int,
-        request_timeout_s: float,
-        update_timeout_s: float,
-    ) -> None:
-        """Create the API of a server.
-
-        Args:
-            http: HTTP client of the server.
-            vocab_size: Number of ids of the model, including padding of its vocabulary.
-            experts_per_token: Number of experts per token, needed because the server sends routes without a shape.
-            request_timeout_s: Time limit of a completion, in seconds.
-            update_timeout_s: Time limit of each call of a weight update, in seconds.
-        """
-        self._http, self._vocab_size, self._top_k = http, vocab_size, experts_per_token
-        self._request_s, self._update_s = request_timeout_s, update_timeout_s
-
-    @property
-    def url(self) -> str:
-        """Address of the server."""
-        return self._http.url
+    KIND = "sglang"
+    TRIED = ((0, 5, 23), (0, 5, 24))
 
     def generate(
         self,
@@ -77,9 +52,8 @@ class SglangApi:
             "ignore_eos": True,
             "stop_token_ids": sorted(sampling.stop_tokens),
             "no_stop_trim": True,
+            **self._logit_bias(sampling),
         }
-        if padding := padding_ids(sampling, self._vocab_size):
-            parameters["logit_bias"] = {str(token): NEVER for token in padding}
         body = {
             "rid": request_id,
             "input_ids": list(prompt_T),
@@ -90,7 +64,7 @@ class SglangApi:
             **_named(adapter),
         }
         answer = self._http.post("/generate", body, timeout_s=self._request_s)
-        try:
+        with self._reading("an answer"):
             meta = answer["meta_info"]
             entries = meta["output_token_logprobs"]
             tokens_T = tuple(answer["output_ids"])
@@ -109,8 +83,6 @@ class SglangApi:
                 if experts is None or not sampling.with_routes
                 else read_flat(experts, len(prompt_T) + len(tokens_T) - 1, self._top_k),
             )
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.url}: an answer of another form: {error!r}") from None
 
     def abort(self, request_id: str) -> None:
         """End a running request."""
@@ -165,22 +137,12 @@ class SglangApi:
             **_named(adapter),
         }
         answer = self._http.post("/generate", body, timeout_s=self._update_s)
-        try:
+        with self._reading("prompt logprobs"):
             entries = answer["meta_info"]["input_token_logprobs"][1:]
             if [entry[1] for entry in entries] != list(tokens_T[1:]):
                 raise ServerError(f"{self.url}: prompt logprobs of other tokens than were sent")
             logprobs = [entry[0] for entry in entries]
-        except (KeyError, IndexError, TypeError) as error:
-            raise ServerError(f"{self.url}: prompt logprobs of another form: {error!r}") from None
         return finite_logprobs(self.url, logprobs)
-
-    def is_healthy(self) -> bool:
-        """Whether the server reports that it is healthy."""
-        try:
-            self._http.get("/health", timeout_s=PROBE_TIMEOUT_S)
-        except ServerError:
-            return False
-        return True
 
     def version(self) -> str:
         """Return the version of SGLang."""

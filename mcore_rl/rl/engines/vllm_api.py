@@ -7,57 +7,32 @@ import base64
 import binascii
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.server_api import (
+    MODEL,
+    PROBE_TIMEOUT_S,
     ServedCompletion,
+    ServerApi,
     ServerError,
     completion_of,
     finite_logprobs,
     version_spans,
 )
-from mcore_rl.rl.sampling import Cut
 
-MODEL = "policy"
-"""Name under which the server serves the model (--served-model-name)."""
 ABORT_PREFIX = "generate-tokens-"
 """Prefix that the server adds to a request's id; an abort without it returns 200 and does nothing."""
-NEVER = -100.0
-"""Lowest logit bias that the server accepts; it multiplies a token's weight by e^-100."""
-PROBE_TIMEOUT_S = 30.0
 
 
-class VllmApi:
+class VllmApi(ServerApi):
     """A vLLM server."""
 
-    def __init__(
-        self,
-        http: HttpClient,
-        *,
-        vocab_size: int,
-        request_timeout_s: float,
-        update_timeout_s: float,
-    ) -> None:
-        """Create the API of a server.
-
-        Args:
-            http: HTTP client of the server.
-            vocab_size: Number of ids of the model, including padding of its vocabulary.
-            request_timeout_s: Time limit of a completion, in seconds.
-            update_timeout_s: Time limit of each call of a weight update, in seconds.
-        """
-        self._http, self._vocab_size = http, vocab_size
-        self._request_s, self._update_s = request_timeout_s, update_timeout_s
-
-    @property
-    def url(self) -> str:
-        """Address of the server."""
-        return self._http.url
+    KIND = "vllm"
+    TRIED = ((0, 32), (0, 34))
 
     def generate(
         self,
@@ -82,9 +57,8 @@ class VllmApi:
             "logprobs": 0,
             "ignore_eos": True,
             "stop_token_ids": sorted(sampling.stop_tokens),
+            **self._logit_bias(sampling),
         }
-        if padding := padding_ids(sampling, self._vocab_size):
-            parameters["logit_bias"] = {str(token): NEVER for token in padding}
         body = {
             "request_id": request_id,
             "model": adapter or MODEL,
@@ -93,7 +67,7 @@ class VllmApi:
             "sampling_params": parameters,
         }
         answer = self._http.post("/inference/v1/generate", body, timeout_s=self._request_s)
-        try:
+        with self._reading("an answer"):
             choice = answer["choices"][0]
             content = choice["logprobs"]["content"]
             tokens_T = tuple(choice["token_ids"])
@@ -111,8 +85,6 @@ class VllmApi:
                 versions=version_spans(choice["weight_versions"]),
                 experts_TLK=None if experts is None or not sampling.with_routes else read_npy(experts),
             )
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.url}: an answer of another form: {error!r}") from None
 
     def abort(self, request_id: str) -> None:
         """End a running request."""
@@ -166,22 +138,12 @@ class VllmApi:
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0},
         }
         answer = self._http.post("/inference/v1/generate", body, timeout_s=self._update_s)
-        try:
+        with self._reading("prompt logprobs"):
             entries = answer["prompt_logprobs"][1:]
             logprobs = [
                 entry[str(token)]["logprob"] for token, entry in zip(tokens_T[1:], entries, strict=True)
             ]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.url}: prompt logprobs of another form: {error!r}") from None
         return finite_logprobs(self.url, logprobs)
-
-    def is_healthy(self) -> bool:
-        """Whether the server reports that it is healthy."""
-        try:
-            self._http.get("/health", timeout_s=PROBE_TIMEOUT_S)
-        except ServerError:
-            return False
-        return True
 
     def version(self) -> str:
         """Return the version of vLLM."""
@@ -198,25 +160,6 @@ class VllmApi:
             return int(answer["world_size"])
         except (KeyError, TypeError, ValueError):
             raise ServerError(f"{self.url}/get_world_size: no number in {answer}") from None
-
-
-LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
-
-
-def logprobs_mode(cut: Cut) -> LogprobsMode | None:
-    """Return the --logprobs-mode that gives logprobs at the sampling temperature before top-k, top-p and min-p.
-
-    `processed_logprobs` are at the temperature and after the cut, `raw_logprobs` at temperature 1 and before the cut.
-    None if neither mode gives them.
-    """
-    if cut.is_open:
-        return "processed_logprobs"
-    return "raw_logprobs" if cut.temperature == 1.0 else None
-
-
-def padding_ids(sampling: Sampling, vocab_size: int) -> range:
-    """Return the model's ids beyond the tokenizer's vocabulary, which must not be drawn."""
-    return range(sampling.vocab_size or vocab_size, vocab_size)
 
 
 def read_npy(text: str) -> NDArray[np.int32]:

@@ -1,12 +1,20 @@
-"""Push of the trainer's weights to its servers after an update, verified by the probe."""
+"""Push of the trainer's weights, or of its low-rank adapters, to its servers after an update, verified by the probe.
 
+`ServerApi.load` gets the description of a bucket; the server side of both transports is `mcore_rl/vllm_worker.py`.
+"""
+
+import itertools
 import secrets
+import shutil
 import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,21 +22,36 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import ServedConfig
+from mcore_rl.convert.peft import write_served_adapter
 from mcore_rl.errors import EngineError
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.model.adapters import adapters_in, merge_loss
-from mcore_rl.model.hf_stream import iter_hf_weights
+from mcore_rl.model.adapters import adapters_in, adapters_off, merge_loss
+from mcore_rl.model.global_tensors import gathered, local_shards
+from mcore_rl.model.hf_stream import Bucket, iter_hf_weights
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.probe import DTYPES, PACKED, PROMPT_TOKENS, SEQUENCE_TOKENS, Probe, ProbeReference
-from mcore_rl.rl.engines.probe_difference import ProbeDifference, ProbeLimit, difference_of
-from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError
-from mcore_rl.rl.engines.vllm_api import logprobs_mode
-from mcore_rl.rl.engines.weight_transport import BroadcastTransport, FileTransport
+from mcore_rl.rl.engines.probe import (
+    DTYPES,
+    PACKED,
+    PROMPT_TOKENS,
+    SEQUENCE_TOKENS,
+    Probe,
+    ProbeDifference,
+    ProbeLimit,
+    ProbeReference,
+    difference_of,
+)
+from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError, logprobs_mode
+from mcore_rl.storage.checksums import crc32_of
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -196,7 +219,7 @@ class WeightPush:
         with ThreadPoolExecutor(PACKED) as pool:
             return list(pool.map(complete, range(PACKED)))
 
-    def _transport(self, sender: "Sender") -> FileTransport | BroadcastTransport:
+    def _transport(self, sender: "Sender") -> "FileTransport | BroadcastTransport":
         """Return the transport to the servers that are living now."""
         engine = self._engine
         if not engine.broadcasts:
@@ -279,3 +302,269 @@ def _address_towards(url: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
         return str(probe.getsockname()[0])
+
+
+SEEN = 0.1
+"""Fraction of the probe's limit above which adapters must change at least a digit of a server's logprobs."""
+
+
+class ServedAdapters:
+    """Folder for adapters on their way to servers, and the names of loaded adapters. It exists on rank 0, for the whole
+    run.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        """Create a folder in `parent`, which must be visible to trainer and servers; it is deleted with this object."""
+        self._folder = tempfile.TemporaryDirectory(prefix="mcore_rl_adapters_", dir=parent)
+        self.path = Path(self._folder.name)
+        # A server may run as another user.
+        self.path.chmod(0o755)
+        self.names: dict[str, str] = {}
+        """Name of the loaded adapter, by the server's address."""
+
+
+class AdapterPush(WeightPush):
+    """Sends the current adapters of the modules to servers, in place of weights.
+
+    A server's prefix cache distinguishes adapters only by name, so each push uses a new name. The former adapter is
+    unloaded after the new adapter has been probed. Base weights are not sent: the servers have loaded the base model,
+    and the first push, while the adapters still add nothing, verifies it.
+    """
+
+    def __init__(
+        self,
+        *of_policy: *tuple[
+            Sequence[ServerApi], Sequence[nn.Module], Mesh, ModelConfig, ServedConfig, Sampling
+        ],
+        lora: LoraConfig,
+        served: ServedAdapters | None,
+    ) -> None:
+        """Prepare pushes.
+
+        Args:
+            of_policy: The arguments of `WeightPush`.
+            lora: The section `lora`.
+            served: Folder and names of the adapters, on rank 0; None on all other ranks.
+        """
+        super().__init__(*of_policy)
+        self._lora, self._served = lora, served
+
+    def push(self, version: int) -> PushReport:
+        """Collective over the world: send the current adapters to all servers, and probe the servers.
+
+        A server that fails does not raise; it is listed in the report.
+        """
+        watch = Stopwatch()
+        ours = self._probe.reference(self._tolerance)
+        with adapters_off(self._chunks):
+            base_NT = self._probe.logprobs()
+        watch.lap("trainer")
+        shards = [shard for shard in local_shards(self._chunks) if ".adapter." in shard.key]
+        tensors = gathered(shards, self._mesh)
+        watch.lap("gather")
+        sender, differences, fields = None, dict[str, ProbeDifference](), dict[str, Any]()
+        if self._served is not None:
+            sender = Sender(self._servers)
+            fields = self._sent(sender, self._served, version, tensors, ours, base_NT, differences, watch)
+        return self._report(sender, ours, differences, watch, version=version, **fields)
+
+    def _sent(
+        self,
+        sender: Sender,
+        served: ServedAdapters,
+        version: int,
+        tensors: dict[str, Tensor],
+        ours: ProbeReference,
+        base_NT: Tensor,
+        differences: dict[str, ProbeDifference],
+        watch: Stopwatch,
+    ) -> dict[str, Any]:
+        """Send the adapters to the servers and probe them, on rank 0. Returns fields of the report."""
+        name = f"policy-{version:06d}-{secrets.token_hex(4)}"
+        folder, num_bytes = served.path / name, 0
+        is_seen = ours.limit.of(difference_of(ours.logprobs_NT, base_NT)) > SEEN * ours.limit.limit
+        try:
+            num_bytes = write_served_adapter(folder, tensors, self._lora, self._model)
+        except (OSError, SafetensorError) as error:
+            sender.fail_all(
+                f"{folder}: the adapters cannot be written ({error}). Free space there, or name another folder: "
+                "rl.engine.transport_dir"
+            )
+        watch.lap("gather")
+        sender.everywhere("pause", lambda server: server.pause())
+        watch.lap("pause")
+        sender.everywhere("load of the adapters", lambda server: server.load_adapter(name, str(folder)))
+        watch.lap("load")
+        sender.everywhere("resume", lambda server: server.resume())
+        watch.lap("finish")
+        sender.everywhere(
+            "probe", lambda server: self._compare_adapted(server, name, ours, differences, is_seen=is_seen)
+        )
+        sender.everywhere("unloading", lambda server: _unload(server, served.names.get(server.url)))
+        # The adapters of a failed server are unknown: it is restarted, or keeps a name that no request uses.
+        served.names = dict.fromkeys([server.url for server in sender.living], name)
+        for former in served.path.iterdir():
+            if former.name != name:
+                shutil.rmtree(former)
+        return {"num_bytes": num_bytes, "largest_bucket_bytes": num_bytes, "adapter": name}
+
+    def _compare_adapted(
+        self,
+        server: ServerApi,
+        name: str,
+        ours: ProbeReference,
+        differences: dict[str, ProbeDifference],
+        *,
+        is_seen: bool,
+    ) -> None:
+        """Probe a server. Raises ServerError if it does not compute with the base model and the adapters."""
+        theirs = [server.prompt_logprobs(tokens, adapter=name) for tokens in self._probe.sequences]
+        difference = differences[server.url] = ours.difference(theirs)
+        if excess := ours.limit.excess(difference):
+            raise ServerError(
+                f"{server.url} does not have the trainer's weights although it has loaded the adapters {name}: it has "
+                f"another base, or leaves some of them out: {excess}"
+            )
+        # If an adapter matches no module, the server answers with the base model and status 200.
+        if is_seen and theirs == [server.prompt_logprobs(tokens) for tokens in self._probe.sequences]:
+            raise ServerError(
+                f"{server.url} answers under the name {name} as its base, to the last digit, though the adapters "
+                "change these logprobs: they are bound to nothing there"
+            )
+
+
+def _unload(server: ServerApi, former: str | None) -> None:
+    # A server that was restarted at the same address no longer has it.
+    with suppress(ServerError):
+        if former is not None:
+            server.unload_adapter(former)
+
+
+Load = Callable[[Callable[[str], Mapping[str, Any]]], None]
+"""Function that makes all living servers load a bucket at the same time; its argument returns the description of the
+bucket for the server at an address."""
+
+
+class FileTransport:
+    """Writes each bucket to its own folder, which is deleted once the servers have read it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Create the transport in `folder`: shared memory of this node, or a disk that all servers' nodes mount there.
+
+        Raises:
+            EngineError: if the folder is not writable.
+        """
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="mcore_rl_weights_", dir=folder))
+        except OSError as error:
+            raise EngineError(
+                f"rl.engine.transport_dir={folder}: buckets of weights cannot be written there ({error.strerror}). "
+                "Name a folder that this user can write."
+            ) from None
+        # A server may run as another user.
+        self._folder.chmod(0o755)
+
+    def close(self) -> None:
+        """Delete all remaining files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def send(self, bucket: Bucket, load: Load) -> None:
+        """Write a bucket, let the servers load it, and delete it. Raises EngineError if it cannot be written."""
+        folder = self._folder / bucket.name.strip(".")
+        path = folder / "model.safetensors"
+        try:
+            folder.mkdir()
+            save_file(bucket.tensors, path)
+            path.chmod(0o644)
+            update = {"path": str(path), "crc32": crc32_of(path)}
+        except (OSError, SafetensorError) as error:
+            raise EngineError(
+                f"{path}: a bucket of {bucket.num_bytes} bytes cannot be written ({error}). Free space there, or name "
+                "another folder: rl.engine.transport_dir."
+            ) from None
+        # The servers read the file, so the tensors need not stay in this process's memory.
+        bucket.tensors.clear()
+        load(lambda _: update)
+        shutil.rmtree(folder)
+
+
+class BroadcastTransport:
+    """Broadcasts each tensor to all workers of all servers, with NCCL between GPUs and gloo between CPUs.
+
+    Each push creates a new group of the living servers, because all members would hang on a dead member. If a member
+    dies during a push, all its servers have failed, because the weights that they received are unknown.
+    """
+
+    def __init__(self, host: str, workers: Mapping[str, int], device: torch.device, timeout_s: float) -> None:
+        """Prepare a push.
+
+        Args:
+            host: Address of this node that the servers can reach.
+            workers: Number of workers of each server, by the server's address.
+            device: Device of the weights, which determines the backend.
+            timeout_s: Time limit of a broadcast, in seconds.
+        """
+        self._device, self._timeout_s = device, timeout_s
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._key = secrets.token_hex(8)
+        limit = timedelta(seconds=timeout_s)
+        self._store = TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        common = {
+            "backend": self._backend,
+            "host": host,
+            "port": self._store.port,
+            "key": self._key,
+            "size": 1 + sum(workers.values()),
+            "timeout_s": timeout_s,
+        }
+        ranks = itertools.accumulate(workers.values(), initial=1)
+        self._groups = {url: common | {"rank": rank} for url, rank in zip(workers, ranks, strict=False)}
+        self._size = 1 + sum(workers.values())
+        self._group: Any = None
+        self._thread = ThreadPoolExecutor(1, "weights")
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._backend == "nccl" and self._group is not None:
+            # Otherwise a broadcast left unfinished by a dead member would keep the device busy.
+            self._group.abort()
+        self._group = None
+
+    def send(self, bucket: Bucket, load: Load) -> None:
+        """Broadcast the tensors of a bucket while the servers receive them. Raises EngineError if that fails."""
+        description = {
+            "names": list(bucket.tensors),
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in bucket.tensors.values()],
+        }
+        first = self._group is None
+        sending = self._thread.submit(self._broadcast, bucket)
+        load(lambda url: description | ({"group": self._groups[url]} if first else {}))
+        try:
+            sending.result(self._timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            raise EngineError(
+                f"the broadcast of {bucket.name} to the servers did not end ({str(error)[:300]}): one of their workers "
+                "is gone or cannot be reached. See the servers' logs."
+            ) from None
+
+    def _broadcast(self, bucket: Bucket) -> None:
+        """Collective over the group: send the tensors as bytes, because not every backend supports every type."""
+        if self._group is None:
+            self._group = self._join()
+        for tensor in bucket.tensors.values():
+            self._group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _join(self) -> Any:
+        """Collective over the group: create it, separate from the training world."""
+        store, size = PrefixStore(self._key, self._store), self._size
+        limit = timedelta(seconds=self._timeout_s)
+        if self._backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            torch.cuda.set_device(self._device)
+            return dist.ProcessGroupNCCL(store, 0, size, options)
+        return dist.ProcessGroupGloo(store, 0, size, limit)

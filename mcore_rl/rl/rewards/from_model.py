@@ -24,10 +24,9 @@ from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.objectives.gae import Moments
 from mcore_rl.rl.passes.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
 from mcore_rl.rl.passes.heads import ValueHead
-from mcore_rl.rl.rewards.interface import TextStep
-from mcore_rl.rl.rewards.worker import Outcome, Score
+from mcore_rl.rl.rewards.interface import Outcome, Score, TextStep
 from mcore_rl.rl.types import Completion, Group, WaitingBytes
-from mcore_rl.rl.workers.failure import FailedScore
+from mcore_rl.rl.workers import FailedScore
 
 
 class Reading(NamedTuple):

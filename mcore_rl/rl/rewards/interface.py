@@ -1,8 +1,15 @@
-"""Interface of a reward function: its input and its result."""
+"""Reward functions: their input and result, and worker processes in which a function that hangs costs one score."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from numbers import Integral, Real
 from typing import Any, NamedTuple
+
+import numpy
+
+from mcore_rl.rl.workers import GRACE_S, MAX_TEXT, CaughtException, FailedScore, WorkerPool, cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,3 +51,122 @@ RewardFunction = Callable[
   is the sum of the values;
 - None, or None in place of the number: the part does not apply to this prompt and is left out of its sum.
 """
+
+
+SCORE_KEYS = ("score", "reward")
+"""Keys under which a returned dict may have its score."""
+SCORE_FORMS = "wanted: a number, (number, reason), a dict with 'score', or steps [(end, value), ...]"
+
+
+class Job(NamedTuple):
+    """A function, by its index, to apply to a completion."""
+
+    function: int
+    scored: RewardInput
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Score that a reward function gave to a completion."""
+
+    value: float
+    """The number, or the sum of the steps' values."""
+    steps: tuple[TextStep, ...] | None = None
+    """Steps of the completion; None: the function returned a single number."""
+    reason: str = ""
+    """The function's reason for the score."""
+    applies: bool = True
+    """Whether the part applies to the completion; if not, the value is NaN."""
+
+
+Outcome = Score | FailedScore
+
+
+class RewardWorkers(WorkerPool):
+    """Worker processes that apply reward functions; `run` returns the outcome of each job."""
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        *,
+        workers: int,
+        timeout_s: float,
+        max_memory_gib: float | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        """Start the processes; all arguments but `functions` are WorkerPool's."""
+        super().__init__(
+            partial(_apply, tuple(functions)),
+            workers=workers,
+            timeout_s=timeout_s,
+            max_memory_gib=max_memory_gib,
+            grace_s=grace_s,
+        )
+
+
+def _apply(functions: Sequence[RewardFunction], job: Job) -> Outcome:
+    return _score(functions[job.function], job.scored)
+
+
+def _score(function: RewardFunction, scored: RewardInput) -> Outcome:
+    with CaughtException() as guard:
+        return outcome_of(function(scored), len(scored.completion))
+    return guard.failure(__file__)
+
+
+def outcome_of(returned: Any, num_characters: int) -> Outcome:
+    """Convert a reward function's result to an outcome.
+
+    Args:
+        returned: the result; None is a score that does not apply.
+        num_characters: length of the completion's text, which bounds the ends of steps.
+
+    Raises:
+        TypeError: if the result has none of the accepted forms.
+        ValueError: if a text is not a number.
+    """
+    reason = ""
+    if isinstance(returned, Mapping):
+        returned, reason = _named(returned)
+    elif isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], str | None):
+        returned, reason = returned[0], returned[1] or ""
+    reason = cut(reason, MAX_TEXT)
+    if isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
+        steps = _steps(returned, num_characters)
+        if isinstance(steps, FailedScore):
+            return steps
+        return Score(sum(step.value for step in steps), steps, reason)
+    if returned is None:
+        return Score(math.nan, None, reason, applies=False)
+    value = float(returned)
+    return Score(value, None, reason) if math.isfinite(value) else FailedScore("not_finite", str(value))
+
+
+def _named(returned: Mapping[Any, Any]) -> tuple[Any, str]:
+    """Return the score of a dict, with its other entries as the reason. Raises TypeError unless it has one score."""
+    found = [key for key in SCORE_KEYS if key in returned]
+    if len(found) != 1:
+        keys = cut(", ".join(map(str, returned)) or "none", MAX_TEXT // 2)
+        raise TypeError(f"the function returned a dict with the keys {keys}; {SCORE_FORMS}")
+    others = {key: value for key, value in returned.items() if key != found[0]}
+    reason = [str(others.pop("reason"))] if others.get("reason") else []
+    return returned[found[0]], "; ".join([*reason, *(f"{key}: {value}" for key, value in others.items())])
+
+
+def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...] | FailedScore:
+    """Return the steps, or a failure if they are not valid steps of a text of `num_characters` characters."""
+    steps: list[TextStep] = []
+    for entry in returned:
+        match entry:
+            case (Integral() as end, Real() | numpy.bool_() as value) if not isinstance(end, bool):
+                steps.append(TextStep(int(end), float(value)))
+            case _:
+                return FailedScore("bad_steps", f"{cut(repr(entry), MAX_TEXT // 2)} is no (end, value)")
+    for before, step in zip((TextStep(0, 0.0), *steps), steps, strict=False):
+        if not before.end < step.end <= num_characters:
+            return FailedScore(
+                "bad_steps", f"end {step.end} after {before.end} of {num_characters} characters"
+            )
+        if not math.isfinite(step.value):
+            return FailedScore("not_finite", str(step))
+    return tuple(steps)

@@ -4,13 +4,24 @@ The comparison is math-verify's.
 """
 
 import re
+from functools import partial
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-untyped]
 
-from mcore_rl.rl.rewards.interface import RewardInput
-from mcore_rl.rl.rewards.numbers import FIGURE, MINUS_SIGNS, first_line, last_number, number_of, stated_number
-from mcore_rl.rl.rewards.rules import GSM8K_MARKER, after_marker, answered
+from mcore_rl.config.rl.reward import RewardConfig
+from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput
+from mcore_rl.rl.rewards.rules import (
+    FIGURE,
+    GSM8K_MARKER,
+    MINUS_SIGNS,
+    after_marker,
+    answered,
+    first_line,
+    last_number,
+    number_of,
+    stated_number,
+)
 
 # A number followed by a unit or remark. Words that are mathematics, or that join two answers, are not a unit.
 NUMBER_AND_REMARK = re.compile(
@@ -33,6 +44,11 @@ WORD = re.compile(r"(?i)(?<![\\a-z])(?!sqrt|frac|infinity)(?:[a-z]{4,}|yes|no|od
 WORDS = re.compile(r"[A-Za-z][A-Za-z\s,.'\u2019-]*")
 # In x^2+2e-3 the e may be Euler's number.
 ALONE = re.compile(f"(?<![-+*/^])(?:{FIGURE.pattern})")
+
+
+def math_function(config: RewardConfig) -> RewardFunction:
+    """Return the reward function of the part `math`."""
+    return partial(math_equal, answer_pattern=config.answer_pattern or "")
 
 
 def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:

@@ -1,28 +1,163 @@
-"""Rewards of groups of completions: the weighted sum of the reward parts named in the config."""
+"""Rewards of groups of completions: the weighted sum of the parts in the config, failed scores, and the trial."""
 
+import json
 import math
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Self
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from mcore_rl.config.extension import choose
+from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl.reward import ENVIRONMENT_PART, RewardConfig
+from mcore_rl.errors import TrainingError
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.objectives.advantages import ROUNDING, overlong_penalty
-from mcore_rl.rl.rewards import rules
-from mcore_rl.rl.rewards.code import code_function
-from mcore_rl.rl.rewards.failures import FailedPart
-from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
-from mcore_rl.rl.rewards.served import served_parts
-from mcore_rl.rl.rewards.worker import SCORE_FORMS, Job, Outcome, RewardWorkers, Score
-from mcore_rl.rl.types import Completion, Group, Problem
-from mcore_rl.rl.workers.failure import FailedScore
+from mcore_rl.rl.rewards.interface import (
+    SCORE_FORMS,
+    Job,
+    Outcome,
+    RewardFunction,
+    RewardInput,
+    RewardWorkers,
+    Score,
+    TextStep,
+)
+from mcore_rl.rl.rewards.rules import RULES
+from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
+from mcore_rl.rl.workers import FailedScore, cut
 
+FILE_NAME = "reward_failures.jsonl"
+"""File in the run folder that records the first failure of each kind."""
+SHOWN = 1000
+"""Maximum number of characters of a prompt, completion or answer in a report."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedPart:
+    """A reward part that returned no number for one completion."""
+
+    part: str
+    problem_id: str
+    failure: FailedScore
+    scored: RewardInput
+    """Input of the part that failed."""
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """Key that failures of one kind share: the part, how it failed, and the exception class."""
+        return self.part, self.failure.kind, self.failure.error
+
+    def sample(self) -> dict[str, str]:
+        """Return the prompt, completion and answer, each shortened."""
+        scored = self.scored
+        texts = {"prompt": scored.prompt, "completion": scored.completion, "answer": scored.answer}
+        return {name: cut(text, SHOWN) for name, text in texts.items()}
+
+    def describe(self) -> str:
+        """Return a description of several lines: the failure, its traceback and its sample."""
+        sample = "\n".join(f"  {name}: {text!r}" for name, text in self.sample().items())
+        trace = f"\n{self.failure.traceback.rstrip()}" if self.failure.traceback else ""
+        how = "raised " if self.failure.kind == "raised" else f"failed ({self.failure.kind}): "
+        return f'part "{self.part}" {how}{self.failure.text}{trace}\n  of {self.problem_id}:\n{sample}'
+
+
+def first_of_each_kind(failures: Sequence[FailedPart]) -> Iterator[FailedPart]:
+    """Yield the first failure of each kind, in order."""
+    kinds = set()
+    for failed in failures:
+        if failed.kind not in kinds:
+            kinds.add(failed.kind)
+            yield failed
+
+
+class FailureReport:
+    """Reports the first failure of each kind since this object was created, in a file and as a log message."""
+
+    def __init__(self, message: Callable[[str], None], folder: Path | None) -> None:
+        """Create the report.
+
+        Args:
+            message: function that logs a message.
+            folder: folder of the file FILE_NAME; None: no file is written.
+        """
+        self._message = message
+        self._folder = folder
+        self._reported: set[tuple[str, str, str]] = set()
+
+    def add(self, failures: Sequence[FailedPart]) -> None:
+        """Report failures of kinds not seen before."""
+        for failed in first_of_each_kind(failures):
+            if failed.kind in self._reported:
+                continue
+            self._reported.add(failed.kind)
+            if self._folder is not None:
+                self._append(failed, self._folder / FILE_NAME)
+            self._message(
+                f"warning: reward {failed.describe()}\n  (later failures of this kind are only counted)"
+            )
+
+    def _append(self, failed: FailedPart, path: Path) -> None:
+        failure = failed.failure
+        line = {
+            "time": time.time(),
+            "part": failed.part,
+            "kind": failure.kind,
+            "error": failure.text,
+            "traceback": failure.traceback,
+            "problem": failed.problem_id,
+            **failed.sample(),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8", errors="replace") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def refuse_failing_parts(
+    num_failed: Mapping[str, int],
+    num_scores: int,
+    failures: Sequence[FailedPart],
+    max_failed_fraction: float,
+) -> None:
+    """Raise a TrainingError for the part that fails most often, if it exceeds the allowed fraction of failures.
+
+    Args:
+        num_failed: number of failed scores by part, for the parts that training depends on.
+        num_scores: number of scores per part.
+        failures: at least the first failure of each part.
+        max_failed_fraction: `rl.reward.max_failed_fraction`.
+    """
+    if not num_failed or not num_scores:
+        return
+    part = max(num_failed, key=num_failed.__getitem__)
+    if num_failed[part] / num_scores > max_failed_fraction:
+        limit = f"of this batch, more than rl.reward.max_failed_fraction={max_failed_fraction:g} allows"
+        raise failing_part(num_failed, num_scores, failures, limit)
+
+
+def failing_part(
+    num_failed: Mapping[str, int], num_scores: int, failures: Sequence[FailedPart], where: str
+) -> TrainingError:
+    """Return the error for the part that fails most often; `where` completes the sentence that gives the count."""
+    part = max(num_failed, key=num_failed.__getitem__)
+    first = next(failed for failed in failures if failed.part == part)
+    return TrainingError(
+        f'rl.reward.parts "{part}" failed for {num_failed[part]} of {num_scores} completions {where}: '
+        f"{first.failure.text}\nThe first one: {first.describe()}\nCorrect the function (try it with `mcore-rl reward "
+        "CONFIG --sample 4`), or set rl.reward.max_failed_fraction=1 to go on whatever fails."
+    )
+
+
+LOADED_PARTS = {
+    "math": "mcore_rl.rl.rewards.mathematics:math_function",
+    "code": "mcore_rl.rl.rewards.sandbox:code_function",
+}
+"""Function that makes each part's reward function; its module is imported only for a config that names the part."""
+SERVED_PARTS = "mcore_rl.rl.rewards.served:served_parts"
 ANSWER_PARTS = ("exact", "positions", "numeric", "math")
 """Parts that compare a completion with the prompt's reference answer."""
 
@@ -76,6 +211,13 @@ def _mean(name: str, values_PG: Tensor) -> Iterator[Metric]:
         yield Metric(name, values_PG.nansum(), num_values)
 
 
+class ServedPart(Protocol):
+    """A reward part that a server scores."""
+
+    def outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
+        """Return the outcome of each completion. A missing answer is a failed score, not an exception."""
+
+
 class Reward:
     """Scores completions in worker processes. Close it, or use it as a context manager."""
 
@@ -84,7 +226,9 @@ class Reward:
         self._config = config
         self._max_new_tokens = max_new_tokens
         self._weights = config.weights or (1.0,) * len(config.parts)
-        self._served = served_parts(config)
+        self._served: Mapping[str, ServedPart] = {}
+        if config.served_parts:
+            self._served = load_extension("rl.reward.parts", SERVED_PARTS)(config)
         others = (*config.model_parts, *self._served, ENVIRONMENT_PART)
         self._functions = [name for name in config.parts if name not in others]
         # Modules are imported before the processes are forked, so that an import error is raised in this process.
@@ -231,25 +375,11 @@ def _environment_outcome(completion: Completion) -> Outcome:
 
 def part_function(name: str, config: RewardConfig) -> RewardFunction:
     """Return the reward function of a part, with its settings from the config; a user-defined function is imported."""
-    pattern = config.answer_pattern or ""
-    if name == "math":
-        from mcore_rl.rl.rewards.mathematics import math_equal  # its parser takes half a second
-
-        return partial(math_equal, answer_pattern=pattern)
-    if name == "code":
-        return code_function(config.code, pattern)
-    functions: dict[str, RewardFunction] = {
-        "exact": partial(rules.exact, answer_pattern=pattern),
-        "positions": partial(rules.positions, answer_pattern=pattern),
-        "numeric": partial(rules.numeric, answer_pattern=pattern),
-        "countdown": partial(rules.countdown, answer_pattern=pattern),
-        "format": partial(rules.format_matches, pattern=config.format_pattern or ""),
-        "regex": partial(rules.regex_found, pattern=config.regex_pattern or ""),
-        "length": partial(
-            rules.length_within, min_tokens=config.length_min_tokens, max_tokens=config.length_max_tokens
-        ),
-    }
-    return choose("rl.reward.parts", name, functions)
+    if name in RULES:
+        return RULES[name](config)
+    function: Any = load_extension("rl.reward.parts", LOADED_PARTS.get(name, name))
+    made: RewardFunction = function(config) if name in LOADED_PARTS else function
+    return made
 
 
 def _reasons(
@@ -274,4 +404,79 @@ def _reward_input(problem: Problem, completion: Completion) -> RewardInput:
         is_truncated=completion.is_truncated,
         fields=problem.fields,
         messages=() if completion.episode is None else completion.episode.messages,
+    )
+
+
+ANSWER = "{answer}"
+"""Placeholder of the reference answer in the template of a trial completion."""
+NO_ANSWER = "no reference answer"
+"""Answer used for a prompt without a reference answer."""
+TRIED_AT_START = 2
+"""Number of prompts in the trial before a training run starts."""
+
+
+def trial_groups(
+    prompts: Sequence[Prompt], encode: Callable[[str], list[int]], template: str = ANSWER
+) -> list[Group]:
+    """Return two completions per prompt: `template` with its own reference answer, and with the next prompt's."""
+    groups = []
+    for index, prompt in enumerate(prompts):
+        other = prompts[(index + 1) % len(prompts)]
+        answers = [source.problem.answer or NO_ANSWER for source in (prompt, other)]
+        texts = [template.replace(ANSWER, answer) for answer in answers]
+        completions = tuple(_trial_completion(text, tuple(encode(text))) for text in texts)
+        groups.append(Group(prompt=prompt, completions=completions))
+    return groups
+
+
+def try_reward(
+    config: RewardConfig, max_new_tokens: int, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]
+) -> tuple[FailedPart, ...]:
+    """Score the reference answers of `prompts`, so that a reward function that always fails is found before the start.
+
+    Reward models and the environment are left out.
+
+    Returns:
+        The failed scores.
+
+    Raises:
+        TrainingError: if every score of a part failed, unless rl.reward.max_failed_fraction=1. A served part with only
+            failed scores always raises.
+    """
+    functions = config.of_functions
+    if functions is None:
+        return ()
+    with Reward(functions, max_new_tokens=max_new_tokens) as reward:
+        scores = reward(trial_groups(prompts, encode))
+    refuse_failing_trial(scores, functions)
+    return scores.failures
+
+
+def refuse_failing_trial(scores: Scores, config: RewardConfig) -> None:
+    """Raise a TrainingError for a part if all its scores failed, unless rl.reward.max_failed_fraction=1.
+
+    A reward server or judge that gives no score before the start is always an error.
+    """
+    num_failed = Counter(failed.part for failed in scores.failures)
+    num_scores = scores.rewards_PG.numel()
+    for part in config.served_parts:
+        if num_failed[part] == num_scores:
+            first = next(failed for failed in scores.failures if failed.part == part)
+            raise TrainingError(
+                f'rl.reward.parts "{part}" gave no score for any of {num_scores} reference answers, before the start: '
+                f"{first.failure.text}. Start the server, or correct the address, the key or the template."
+            )
+    if config.max_failed_fraction < 1 and max(num_failed.values(), default=0) == num_scores:
+        raise failing_part(
+            num_failed, num_scores, scores.failures, "of a trial on reference answers, before the start"
+        )
+
+
+def _trial_completion(text: str, tokens_T: tuple[int, ...]) -> Completion:
+    return Completion(
+        text=text,
+        tokens_T=tokens_T,
+        logprobs_T=(0.0,) * len(tokens_T),
+        versions=single_version(0, len(tokens_T)),
+        finish="stop",
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from jinja2 import StrictUndefined, TemplateError
@@ -15,12 +15,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mcore_rl.config.extension import JUDGE_PART, SERVED_PARTS, server_url
 from mcore_rl.config.rl.reward import JudgeConfig, RewardConfig, RewardServerConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rl.engines.http_client import HttpClient
-from mcore_rl.rl.engines.server_api import ServerError
-from mcore_rl.rl.rewards.interface import RewardInput
-from mcore_rl.rl.rewards.numbers import MINUS_SIGNS, rating
-from mcore_rl.rl.rewards.worker import Outcome, outcome_of
-from mcore_rl.rl.workers.failure import MAX_TEXT, FailedScore, cut
+from mcore_rl.rl.engines.server_api import HttpClient, ServerError
+from mcore_rl.rl.rewards.interface import Outcome, RewardInput, outcome_of
+from mcore_rl.rl.rewards.rules import MINUS_SIGNS, rating
+from mcore_rl.rl.workers import MAX_TEXT, FailedScore, cut
 from mcore_rl.workers.launcher import environment_variable
 
 Parsed = TypeVar("Parsed")
@@ -28,20 +26,13 @@ COMPLETIONS_PATH = "/chat/completions"
 """Path of the chat endpoint of an OpenAI-compatible server, below the URL that ends in /v1."""
 
 
-class ServedPart(Protocol):
-    """A reward part that a server scores."""
-
-    def outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
-        """Return the outcome of each completion. A missing answer is a failed score, not an exception."""
-
-
-def served_parts(config: RewardConfig) -> dict[str, ServedPart]:
+def served_parts(config: RewardConfig) -> dict[str, "Judge | RewardServer"]:
     """Return the parts that servers score, by name. No request is sent yet.
 
     Raises:
         ConfigError: if the environment variable of an API key is not set, or a template cannot be read.
     """
-    parts: dict[str, ServedPart] = {}
+    parts: dict[str, Judge | RewardServer] = {}
     for name in config.parts:
         if name.startswith(SERVED_PARTS):
             is_judge = name.startswith(JUDGE_PART)

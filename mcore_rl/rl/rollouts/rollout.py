@@ -22,19 +22,19 @@ from mcore_rl.rl.engines.base import Engine, Sampling, asking
 from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on
 from mcore_rl.rl.passes.batch import SampleShape, TrainedSample
-from mcore_rl.rl.rewards.failures import (
+from mcore_rl.rl.rewards.from_model import RewardModels
+from mcore_rl.rl.rewards.interface import TextStep
+from mcore_rl.rl.rewards.score import (
     FailedPart,
     FailureReport,
+    Reward,
+    Scores,
     first_of_each_kind,
     refuse_failing_parts,
 )
-from mcore_rl.rl.rewards.from_model import RewardModels
-from mcore_rl.rl.rewards.interface import TextStep
-from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.rollouts.flow import GroupFlow
 from mcore_rl.rl.rollouts.prompts import PromptSource, own_positions
-from mcore_rl.rl.rollouts.signal import Signal, signal_of
-from mcore_rl.rl.rollouts.truncation import episodes_reason, truncation_reason
+from mcore_rl.rl.rollouts.signal import Signal, episodes_reason, signal_of, truncation_reason
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt
 

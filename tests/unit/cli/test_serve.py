@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from mcore_rl.cli.cli import main
-from mcore_rl.rl.engines.http_client import HttpClient
-from mcore_rl.rl.engines.server_api import ServerError
-from mcore_rl.rl.engines.server_fleet import replacement_request
+from mcore_rl.rl.engines.server_api import HttpClient, ServerError
+from mcore_rl.rl.engines.server_process import replacement_request
 from mcore_rl.workers.launcher import free_port
 
 FAKE = str(Path(__file__).parents[2] / "fake_server.py")

@@ -13,7 +13,7 @@ from mcore_rl.data.examples import read_examples
 from mcore_rl.data.preferences import read_preferences
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.rl.rollouts.tasks import read_problems
+from mcore_rl.rl.rollouts.prompts import read_problems
 
 
 def said(role, content, **keys):

@@ -22,7 +22,7 @@ from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.records import filled, read_records
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.rl.rollouts.tasks import read_problems
+from mcore_rl.rl.rollouts.prompts import read_problems
 from tests.unit.data.conftest import made_up_documents
 
 SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0size"

@@ -21,7 +21,7 @@ from mcore_rl.data.preferences import comparison_of
 from mcore_rl.data.records import Record, read_records
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.rl.rollouts.tasks import read_problems
+from mcore_rl.rl.rollouts.prompts import read_problems
 
 
 def turn(role, content):

@@ -17,8 +17,7 @@ from mcore_rl.megatron.routers import replayed_routers
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.replay.disagreement import DisagreementLimit
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
-from mcore_rl.rl.engines.served_routes import pick_layers
-from mcore_rl.rl.engines.server_api import ServerError
+from mcore_rl.rl.engines.server_api import ServerError, pick_layers
 from tests.parallel import replaying
 from tests.parallel.replaying import Case, Run, opened, sample_tokens, tiny
 

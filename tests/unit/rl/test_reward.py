@@ -21,14 +21,11 @@ from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups
-from mcore_rl.rl.rewards.failures import FailureReport, refuse_failing_parts
-from mcore_rl.rl.rewards.interface import RewardInput, TextStep
-from mcore_rl.rl.rewards.score import Reward
-from mcore_rl.rl.rewards.trial import try_reward
-from mcore_rl.rl.rewards.worker import Job, RewardWorkers
+from mcore_rl.rl.rewards.interface import Job, RewardInput, RewardWorkers, TextStep
+from mcore_rl.rl.rewards.score import FailureReport, Reward, refuse_failing_parts, try_reward
 from mcore_rl.rl.rollouts.rollout import Rollouts, _ReplicaScores, token_steps
 from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, Turn, single_version
-from mcore_rl.rl.workers.failure import MAX_TEXT, MAX_TRACEBACK, FailedScore
+from mcore_rl.rl.workers import MAX_TEXT, MAX_TRACEBACK, FailedScore
 from tests.emitted import rows_of
 from tests.unit.rl.groups import text_group
 

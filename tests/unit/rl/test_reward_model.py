@@ -25,10 +25,10 @@ from mcore_rl.programs.rl import refuse_other_critic
 from mcore_rl.programs.rollouts import load_reward_models, reward_model_source
 from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels, RewardModelSource, whole_reader
+from mcore_rl.rl.rewards.interface import Outcome, Score
 from mcore_rl.rl.rewards.score import Reward
-from mcore_rl.rl.rewards.worker import Outcome, Score
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
-from mcore_rl.rl.workers.failure import FailedScore
+from mcore_rl.rl.workers import FailedScore
 from mcore_rl.storage.checkpoint import find_checkpoint, read_marker, write_marker
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from tests.generating import prompt_of

@@ -5,15 +5,15 @@ from fractions import Fraction
 import pytest
 from math_verify import parse, verify
 
-from mcore_rl.rl.rewards import code
+from mcore_rl.rl.rewards import sandbox
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.mathematics import math_equal
-from mcore_rl.rl.rewards.numbers import last_number
 from mcore_rl.rl.rewards.rules import (
     answered,
     countdown,
     exact,
     format_matches,
+    last_number,
     length_within,
     numeric,
     positions,
@@ -336,4 +336,4 @@ def test_countdown_divides_exactly():
 def test_a_program_reads_nothing_where_the_input_of_a_test_is_null():
     """It read the text None."""
     pairs = [{"input": None, "output": 0}, {"input": [1, 2], "output": None}]
-    assert code.tests_of({"tests": pairs}, "tests") == [("", "0"), ("1\n2", "")]
+    assert sandbox.tests_of({"tests": pairs}, "tests") == [("", "0"), ("1\n2", "")]

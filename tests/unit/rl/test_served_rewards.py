@@ -11,10 +11,8 @@ import pytest
 from mcore_rl.config.rl.reward import JudgeConfig, RewardConfig, RewardServerConfig
 from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.metrics.metrics import reduced
-from mcore_rl.rl.rewards.failures import refuse_failing_parts
 from mcore_rl.rl.rewards.interface import TextStep
-from mcore_rl.rl.rewards.score import Reward, Scores
-from mcore_rl.rl.rewards.trial import try_reward
+from mcore_rl.rl.rewards.score import Reward, Scores, refuse_failing_parts, try_reward
 from mcore_rl.rl.types import Group
 from tests.unit.rl.groups import text_group
 

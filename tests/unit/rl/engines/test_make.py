@@ -10,8 +10,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.rl.engines.base import Capabilities, QuietEngine, asking
-from mcore_rl.rl.engines.make import make_engine
+from mcore_rl.rl.engines.base import Capabilities, QuietEngine, asking, make_engine
 from mcore_rl.rl.types import Group
 
 RECIPE = Path("launch/recipes/tiny_moe/grpo.toml")

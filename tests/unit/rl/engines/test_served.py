@@ -17,23 +17,20 @@ from mcore_rl.errors import EngineError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.rl.engines.base import Capabilities, Sampling
-from mcore_rl.rl.engines.http_client import HttpClient
-from mcore_rl.rl.engines.make import refuse_version, refused_sampling
-from mcore_rl.rl.engines.served import ServedEngine
-from mcore_rl.rl.engines.server_api import ServerApi
-from mcore_rl.rl.engines.server_fleet import ServerFleet
+from mcore_rl.rl.engines.served import ServedEngine, refused_sampling
+from mcore_rl.rl.engines.server_api import HttpClient, ServerApi
+from mcore_rl.rl.engines.server_process import ServerFleet
 from mcore_rl.rl.engines.sglang_api import SglangApi
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion
-from tests.fake_server import HANG_S, FakeServer, TableAnswers
+from tests.fake_server import GENERATE, HANG_S, FakeServer, TableAnswers
 from tests.generating import engine_on, loaded, prompt_of, ragged_prompts, spelled
 from tests.hf_models import VOCAB, oracle
 from tests.sections import engine_config
 from tests.served_model import ModelAnswers
 from tests.unit.rl.engines import contract
 
-GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 EIGHT = Sampling(max_new_tokens=8, cut=Cut(temperature=0.7))
 
 
@@ -435,7 +432,7 @@ def test_versions_that_were_not_tried_are_refused(kind: str, version: str) -> No
         with pytest.raises(
             EngineError, match=rf"is {kind} {version.replace('+', '.')}; tried are versions from"
         ):
-            refuse_version(kind, api)
+            api.refuse_untried()
 
 
 def test_logprobs_of_another_temperature_are_refused() -> None:

@@ -14,17 +14,21 @@ import pytest
 
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.http_client import HttpClient
-from mcore_rl.rl.engines.served_routes import pick_layers
-from mcore_rl.rl.engines.server_api import NO_VERSION, ServerApi, ServerError
+from mcore_rl.rl.engines.server_api import (
+    NO_VERSION,
+    HttpClient,
+    ServerApi,
+    ServerError,
+    logprobs_mode,
+    pick_layers,
+)
 from mcore_rl.rl.engines.sglang_api import SglangApi
-from mcore_rl.rl.engines.vllm_api import VllmApi, logprobs_mode
+from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import VersionSpan
-from tests.fake_server import HANG_S, FakeServer
+from tests.fake_server import GENERATE, HANG_S, SOFTWARE, FakeServer
 
 VOCAB = 64
-GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 SAMPLING = Sampling(max_new_tokens=5, cut=Cut(temperature=0.7), stop_tokens=frozenset({70}))
 KINDS = ["vllm", "sglang"]
 
@@ -197,7 +201,7 @@ def test_versions_of_software_and_keys(server: FakeServer) -> None:
     server.api_key = "secret"
     with pytest.raises(ServerError, match="status 401"):
         api_of(server).version()
-    assert api_of(server, api_key="secret").version() == "0.32.0"
+    assert api_of(server, api_key="secret").version() == SOFTWARE[server.kind]
 
 
 def test_a_server_with_a_certificate_of_ones_own_is_known_by_its_file(tmp_path: Path) -> None:

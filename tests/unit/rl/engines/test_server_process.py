@@ -12,10 +12,8 @@ import pytest
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import EngineError
-from mcore_rl.rl.engines.http_client import HttpClient
-from mcore_rl.rl.engines.server_api import ServerApi
-from mcore_rl.rl.engines.server_fleet import ServerFleet
-from mcore_rl.rl.engines.server_process import ServerProcess, server_command
+from mcore_rl.rl.engines.server_api import HttpClient, ServerApi
+from mcore_rl.rl.engines.server_process import ServerFleet, ServerProcess, server_command
 from mcore_rl.rl.engines.vllm_api import VllmApi
 
 FAKE = str(Path(__file__).parents[4] / "tests" / "fake_server.py")

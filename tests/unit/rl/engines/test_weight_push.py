@@ -20,8 +20,7 @@ from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.hf_stream import bucket_of, iter_hf_weights
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.probe import Probe
-from mcore_rl.rl.engines.probe_difference import ProbeDifference, difference_of, probe_limit
+from mcore_rl.rl.engines.probe import Probe, ProbeDifference, difference_of, probe_limit
 from mcore_rl.rl.engines.server_api import ServedCompletion, ServerError
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.sampling import Cut

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroupGloo
 
 from mcore_rl.errors import EngineError
 from mcore_rl.model.hf_stream import Bucket
-from mcore_rl.rl.engines.weight_transport import BroadcastTransport, FileTransport
+from mcore_rl.rl.engines.weight_push import BroadcastTransport, FileTransport
 from mcore_rl.storage.checksums import crc32_of
 
 Update = Callable[[str], Mapping[str, Any]]

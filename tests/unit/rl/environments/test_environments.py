@@ -8,10 +8,8 @@ import pytest
 
 from mcore_rl.config.rl.environment import EnvironmentConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rl.environments.guessing import Guessing
-from mcore_rl.rl.environments.make import environment_maker
-from mcore_rl.rl.environments.processes import EnvironmentCall, EnvironmentWorkers
-from mcore_rl.rl.environments.tools import Calculator, computed
+from mcore_rl.rl.environments.builtin import Calculator, Guessing, computed
+from mcore_rl.rl.environments.interface import EnvironmentCall, EnvironmentWorkers, environment_maker
 from mcore_rl.rl.types import Problem
 
 SUM = Problem(problem_id="p", prompt="12 + 30 =", answer="42")

@@ -13,10 +13,10 @@ from mcore_rl.errors import DataError
 from mcore_rl.rl.rollouts.prompts import (
     PromptEncoder,
     held_out_prompts,
+    read_problems,
     refuse_prompts_without_teacher,
     train_prompts,
 )
-from mcore_rl.rl.rollouts.tasks import read_problems
 
 
 class Letters:

@@ -9,7 +9,7 @@ from mcore_rl.config.rl.reward import RewardConfig
 from mcore_rl.errors import DataError
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.score import part_function
-from mcore_rl.rl.rollouts.tasks import TASKS, make_problem, read_problems
+from mcore_rl.rl.rollouts.prompts import TASKS, make_problem, read_problems
 
 GOLDEN = ("make 2112 from 24 11 8:", "(11 * 8) * 24")
 """Of countdown with 3 to 4 numbers, seed 5, number 77; a later version that changed it would break resumed runs."""
@@ -137,7 +137,7 @@ def test_a_file_that_is_not_there_is_refused():
 
 def test_a_task_of_the_users_own_makes_the_same_problem_for_the_same_index(tmp_path, monkeypatch):
     (tmp_path / "own_task.py").write_text(
-        "from mcore_rl.rl.rollouts.tasks import TaskProblem\n"
+        "from mcore_rl.rl.rollouts.prompts import TaskProblem\n"
         "def doubling(generator, size):\n"
         "    number = generator.randrange(10**size)\n"
         "    return TaskProblem(prompt=f'{number} doubled', answer=str(2 * number), fields={'size': size})\n"

@@ -1,7 +1,7 @@
 """The reason that is given when every completion of a batch is truncated."""
 
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.rollouts.truncation import truncation_reason
+from mcore_rl.rl.rollouts.signal import truncation_reason
 from mcore_rl.rl.types import Completion, Group, single_version
 from tests.generating import prompt_of, spelled
 

@@ -9,8 +9,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.batch_invariant import InvariantProducts
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.native.decoder import Bucket, NextToken, StaticDecode
 from mcore_rl.rl.engines.native.engine import MegatronEngine
-from mcore_rl.rl.engines.native.graphs import Bucket, NextToken, StaticDecode
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion
 from tests.emulated_machine import emulated

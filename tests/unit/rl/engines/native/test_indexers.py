@@ -10,7 +10,7 @@ from mcore_rl.config.rl.engine import NativeConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.native import chosen_keys
+from mcore_rl.rl.engines.native import engine as native_engine
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Prompt
@@ -113,7 +113,7 @@ def test_training_chooses_the_keys_of_the_engine(
                 weight.data.neg_()
         return run_pass(passed, *args, **kwargs)
 
-    monkeypatch.setattr(chosen_keys, "run_pass", after_an_update)
+    monkeypatch.setattr(native_engine, "run_pass", after_an_update)
     engine.update_weights(1)
     engine.generate(asked, GREEDY, [[0] * 4] * 2)
     same, compared = overlap_of(engine) or (0.0, 0.0)

@@ -1,1 +1,0 @@
-"""Worker processes for user-defined functions: rewards, environments, tools."""
