@@ -83,7 +83,7 @@ EXTRAS = {
 
 
 class WithLaunchFiles(build_py):
-    """Copies recipes, clusters and templates into the package, where `mcore_rl.storage.files.shipped` finds them."""
+    """Copies recipes, clusters and job.sh into the package, where `mcore_rl.storage.files.shipped` finds them."""
 
     def run(self) -> None:
         """Build, then copy; an editable install reads them in the repository."""

@@ -1,7 +1,8 @@
 """One Slurm job as a value, and the job script of it.
 
-`render(JobScript(...))` returns a plain bash script; launch/templates/job.sbatch.j2 is the place to read.
-The job writes to the run's folder:
+`render(JobScript(...))` returns a short bash script: the options of sbatch and the job's settings as variables. It
+sources the copy of launch/job.sh that the launch has made beside it, which does everything else: that file is the place
+to read. The job writes to the run's folder:
 
 logs/<job>.<attempt>/       node-<host>.log, check-<host>.log, failures/ of ranks, failure.json (the first cause),
                             srun.log: one folder per attempt
@@ -32,15 +33,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-import jinja2
-
 from mcore_rl.checks.cluster import seconds_of
 from mcore_rl.config.cluster import ContainerConfig, NoContainer
 from mcore_rl.errors import HUNG_STATUS, ConfigError
 from mcore_rl.storage.files import NOT_WRITER, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, shipped
 
-TEMPLATES = shipped("templates")
-TEMPLATE = "job.sbatch.j2"
+JOB_SH = "job.sh"
+"""Name of the static part of a job script, in launch/ and in the folder of a launch."""
 
 STATUS: Mapping[str, int] = MappingProxyType(
     {
@@ -79,16 +78,36 @@ MEANING: Mapping[int, str] = MappingProxyType(
     }
 )
 """Exit status -> its meaning for a user."""
+UNREADABLE = """
+job_sh={job_sh}
+if [ ! -r "$job_sh" ]; then
+  cause="$job_sh cannot be read on $(hostname): it was deleted, moved, or is not mounted there"
+  echo "$cause. Restore it and submit again, or launch again (exit status {refused})"
+  run=$run_dir${{array_field:+/$SLURM_ARRAY_TASK_ID}}
+  {{
+    printf '{{"event": "end", "time": %s, "job": "%s", ' "$(date +%s)" "$SLURM_JOB_ID"
+    printf '"attempt": %s, "why": "refused", ' "${{SLURM_RESTART_COUNT:-0}}"
+    printf '"then": "{refused}", "cause": "%s"}}\\n' "$cause"
+  }} >>"$run/attempts.jsonl"
+  exit {refused}
+fi
+# shellcheck source=launch/job.sh
+source "$job_sh"
+"""
+"""End of a job script; a job without its folder ends with a record, as where its copy of the code is gone."""
+MAX_COLUMNS = 120
+"""Width of the lines that hold the elements of an array."""
 WORD = re.compile(r"[^\s\"'`$\\;&|<>#]*")
 PLACE = re.compile(r"[\w./\-]*(\$\{?\w+\}?[\w./\-]*)*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Component:
-    """Another part of a heterogeneous job, such as rollout servers, which starts first and ends with the program."""
+class Servers:
+    """Second component of a heterogeneous job, rollout servers: it starts first and ends with the program.
 
-    name: str
-    """Name of lower-case letters and `_`; the program finds its hosts, separated by commas, in <NAME>_HOSTS."""
+    The program finds its hosts, separated by commas, in SERVER_HOSTS.
+    """
+
     nodes: int
     command: str
     """Line of bash that runs once on each of its nodes; {python} stands for the Python of the job."""
@@ -98,12 +117,12 @@ class Component:
     """Arguments that it adds to the program; {hosts} stands for its hosts, separated by commas, {urls} for the quoted
     addresses of all ports."""
     ports: int = 0
-    """Ports that each of its nodes listens on, from <NAME>_PORT on, which depends on the job."""
+    """Ports that each of its nodes listens on, from SERVER_PORT on, which depends on the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobScript:
-    """All inputs of the template. Empty texts and zeros leave a setting to Slurm or to the program."""
+    """All settings of a job. Empty texts and zeros leave a setting to Slurm or to the program."""
 
     name: str
     program: str
@@ -147,12 +166,14 @@ class JobScript:
     """Field that gets the index of an element."""
     sbatch: tuple[str, ...] = ()
     """Further options of sbatch: `--exclusive`, `--gpus-per-node=h100:8`, `--mem=0`."""
-    components: tuple[Component, ...] = ()
+    servers: Servers | None = None
 
     work_dir: str
     """Absolute path of the program's working folder, to which relative paths of its config refer."""
     code_dir: str = ""
     """Absolute path of a copy of the code that is imported instead of the installed package."""
+    job_sh: str = str(shipped(JOB_SH))
+    """Absolute path of the copy of launch/job.sh that the job runs, also after later upgrades of the package."""
     python: str = "python"
     """Command that starts Python."""
     setup: tuple[str, ...] = ()
@@ -229,9 +250,9 @@ class JobScript:
         )
 
     @property
-    def is_pyxis(self) -> bool:
-        """Whether srun sets up the container."""
-        return self.container.kind == "pyxis"
+    def is_checked(self) -> bool:
+        """Whether lines run on every node before the program, which show that a node is unfit."""
+        return bool(self.node_check or self.pre_node or (self.is_training and (self.setup or self.scratch)))
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -277,26 +298,154 @@ class JobScript:
 
 
 def render(job: JobScript) -> str:
-    """Return the text of the job script."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        comment_start_string="<#",  # bash has ${#array[@]}
-        comment_end_string="#>",
-        autoescape=False,  # bash, not HTML: what comes from the job is quoted by `q`
+    """Return the text of job.sbatch."""
+    return "\n".join((*_directives(job), *_settings(job), ""))
+
+
+def _directives(job: JobScript) -> Iterator[str]:
+    """Yield the lines that sbatch reads."""
+    folder = f"{job.run_dir}/<index>" if job.array else job.run_dir
+    yield "#!/bin/bash -p"
+    yield f"# {job.name}: {job.program}, {job.nodes} x {job.ranks_per_node} ranks."
+    yield "# One attempt of the job; it can be edited and submitted with sbatch."
+    yield f"# {folder} holds attempts.jsonl (starts and ends of attempts)"
+    yield "# and logs/<job>.<attempt>/ (output of the nodes)."
+    if job.is_training:
+        yield "# The program exits with 0 after a save, and creates DONE after its last step. Without DONE the job is"
+        yield "# requeued, unless it was cancelled, STOP was created, or max_attempts brought no new checkpoint."
+    if job.spares:
+        yield "# Where a node fails, this script begins anew on the others of its allocation, some of which are spares"
+        yield "# (logs/<job>.restarts counts that), and is requeued only when too few of them are left."
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes + job.spares}",
+        *(["--no-kill"] if job.spares else []),
+        f"--ntasks-per-node={job.tasks_per_node}",
+        f"--time={job.time}",
+        *([f"--signal=B:USR1@{job.signal_s}"] if job.is_training else []),
+        "--requeue",
+        "--open-mode=append",
+        f"--output={job.log_file}",
+        f"--chdir={job.work_dir}",
+        *job.sbatch_options,
+    ]
+    if job.servers:
+        options += [
+            "hetjob",
+            f"--nodes={job.servers.nodes}",
+            "--ntasks-per-node=1",
+            "--requeue",
+            *job.servers.sbatch,
+        ]
+    yield from (f"#SBATCH {option}" for option in options)
+
+
+def _settings(job: JobScript) -> Iterator[str]:
+    """Yield the lines of bash that set the variables of job.sh and source it."""
+    servers = job.servers or Servers(nodes=0, command="")
+    inside = shlex.join(job.inside)
+    check = (
+        f"--ranks={job.ranks_per_node}",
+        f"--gpus={job.gpus_per_node}",
+        f"--gpu-memory-gib={job.gpu_memory_gib}",
+        f"--min-bandwidth-gbps={job.min_bandwidth_gbps}",
     )
-    environment.filters["q"] = lambda value: shlex.quote(str(value))
-    return environment.get_template(TEMPLATE).render(
-        job=job,
-        status={**STATUS, "hung_rank": HUNG_STATUS},
-        not_writer=NOT_WRITER,
-        reserve=RESERVE_FILE,
-        reserve_bytes=RESERVE_BYTES,
-        unwritten=UNWRITTEN,
-        writable_s=WRITABLE_S,
+    groups: Mapping[str, Mapping[str, object]] = {
+        "the program": {
+            "is_training": job.is_training,
+            "run_dir": job.run_dir,
+            "array_field": job.array_field if job.array else "",
+            "starter": job.starter,
+            "module": job.module,
+            "arguments": (
+                *job.arguments,
+                *([f"train.hang_s={job.hang_s}"] if job.is_training and job.hang_s else []),
+            ),
+            **({} if job.is_training else {"done_text": job.done_text}),
+        },
+        "its nodes": {
+            "num_nodes": job.nodes,
+            "spares": job.spares,
+            "ranks_per_node": job.ranks_per_node,
+            "tasks_per_node": job.tasks_per_node,
+            "cores_per_task": job.cores_per_task,
+            "is_bound": job.bind,
+            "work_dir": job.work_dir,
+            "code_dir": job.code_dir,
+            "python": job.python,
+            "setup": job.setup,
+            "inside": inside,
+            "srun_options": job.srun_options,
+            "environment": tuple(f"{name}={value}" for name, value in job.environment.items()),
+            "environment_file": job.environment_file,
+            "scratch": job.scratch,
+            "cache": job.cache,
+        },
+        "inference servers": {
+            "server_command": servers.command.replace("{python}", f"{inside} {job.python}".strip()),
+            "server_ports": servers.ports,
+            "server_arguments": servers.program_arguments,
+        },
+        "checks of the nodes": {
+            "is_checked": job.is_checked,
+            "check_arguments": check if job.node_check else (),
+            "check_timeout_s": job.check_timeout_s,
+            "image_timeout_s": job.image_timeout_s,
+            "pre_node": job.pre_node,
+            "post_node": job.post_node,
+        },
+        "survival": {
+            "signal_s": job.signal_s,
+            "max_attempts": job.max_attempts,
+            "max_crashes": job.max_crashes,
+            "bad_node_crashes": job.bad_node_crashes,
+            "bad_node_attempts": job.bad_node_attempts,
+        },
+        "constants of the package": {
+            "reserve_file": RESERVE_FILE,
+            "reserve_bytes": RESERVE_BYTES,
+            "not_writer": NOT_WRITER,
+            "unwritten": UNWRITTEN,
+            "writable_s": WRITABLE_S,
+            "hung_status": HUNG_STATUS,
+        },
+    }
+    yield "# shellcheck disable=SC2016,SC2034 # job.sh uses the variables, and expands some of them on the nodes"
+    yield ""
+    yield "# Traps first: an untrapped signal ends a script."
+    yield "why= # limit: the time limit is near (USR1). term: cancelled, or a node is lost (TERM)"
+    if job.is_training:
+        yield "trap 'why=${why:-limit}' USR1"
+    yield "trap 'why=term' TERM"
+    yield "set -uo pipefail # bash -p: BASH_ENV and SHELLOPTS of the submitting shell neither end nor change it"
+    for title, settings in groups.items():
+        yield ""
+        yield f"# {title}"
+        for name, value in settings.items():
+            yield _assignment(name, value)
+    yield f"declare -A status=({' '.join(f'[{name}]={number}' for name, number in STATUS.items())}) # of the job"
+    yield from UNREADABLE.format(job_sh=shlex.quote(job.job_sh), refused=STATUS["refused"]).splitlines()
+
+
+def _assignment(name: str, value: object) -> str:
+    """Return the lines that assign a setting: "yes" or nothing for a bool, an array for a sequence."""
+    if isinstance(value, bool):
+        return f"{name}={'yes' if value else ''}"
+    if not isinstance(value, tuple | list):
+        return f"{name}={_quoted(value)}"
+    lines = [f"{name}=("]
+    for word in map(_quoted, value):
+        if len(lines[-1]) + len(word) >= MAX_COLUMNS:
+            lines.append(" ")
+        lines[-1] += word if lines[-1].endswith("(") else f" {word}"
+    return "\n".join(lines) + ")"
+
+
+def _quoted(value: object) -> str:
+    """Return one word of bash; with a comma in quotes too, which would look like a separator in an array."""
+    text = str(value)
+    return (
+        "" if text == "" else f"'{text}'" if shlex.quote(text) == text and "," in text else shlex.quote(text)
     )
 
 
@@ -308,8 +457,8 @@ def _violations(job: JobScript) -> Iterator[str]:
             yield f'{what}="{path}" is not absolute. Give the whole path: nodes start in another folder.'
     if "%" in job.run_dir:
         yield f'run_dir="{job.run_dir}" has a %, which sbatch replaces in the name of a log. Choose one without.'
-    of_components = [option for component in job.components for option in component.sbatch]
-    for text in (job.name, job.run_dir, job.work_dir, *job.sbatch_options, *of_components):
+    of_servers = job.servers.sbatch if job.servers else ()
+    for text in (job.name, job.run_dir, job.work_dir, *job.sbatch_options, *of_servers):
         if not WORD.fullmatch(text):
             yield f"{text!r} cannot stand in an #SBATCH line. Leave out blanks, quotes and #."
     if not seconds_of(job.time):
@@ -317,20 +466,12 @@ def _violations(job: JobScript) -> Iterator[str]:
     for what in ("scratch", "cache"):
         if not PLACE.fullmatch(getattr(job, what)):
             yield f'{what}="{getattr(job, what)}" is not a path, in which variables such as $SLURM_JOB_ID are allowed.'
-    yield from _unfit_parts(job)
-
-
-def _unfit_parts(job: JobScript) -> Iterator[str]:
-    """Yield a sentence for each combination of values with which the script would not run."""
-    for component in job.components:
-        if not re.fullmatch(r"[a-z_]+", component.name):
-            yield f'"{component.name}" cannot name a component. Use lower-case letters and _.'
-    if job.components and job.spares:
+    if job.servers and job.spares:
         yield (
             f"survival.spares={job.spares} with servers: the components of a heterogeneous job cannot begin anew on "
             "spare nodes. Set survival.spares=0, or leave out the servers."
         )
-    if job.components and job.array:
+    if job.servers and job.array:
         yield "Slurm has no arrays of heterogeneous jobs. Leave out one of the two."
     limit_s = seconds_of(job.time)
     if job.is_training and limit_s is not None and job.signal_s >= limit_s:

@@ -19,7 +19,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import CheckpointConfig, RunConfig
 from mcore_rl.config.section import Section
 from mcore_rl.errors import ConfigError
-from mcore_rl.launch.job import Component, JobScript
+from mcore_rl.launch.job import JOB_SH, JobScript, Servers
 from mcore_rl.launch.preflight import (
     Allowances,
     Checked,
@@ -109,7 +109,7 @@ def plan_training(
         signal_s=cluster.survival.signal_s,
         array=options.array,
         array_field=options.array_field,
-        components=_servers(served, cluster, options, folder),
+        servers=_servers(served, cluster, options, folder),
         bind=cluster.node.bind and cluster.slurm.exclusive,
         node_check=cluster.checks.node,
         gpus_per_node=gpus,
@@ -240,6 +240,7 @@ def _placement(cluster: ClusterConfig, options: JobOptions, folder: Path, gpus: 
         "sbatch": sbatch_options(cluster, gpus),
         "work_dir": str(Path.cwd()),
         "code_dir": str(folder / "code"),
+        "job_sh": str(folder / JOB_SH),
         "python": cluster.python.command,
         "setup": cluster.python.setup,
         "environment": cluster.environment,
@@ -301,14 +302,14 @@ def _shared_transport(engine: ServedConfig, run_dir: Path) -> tuple[str, ...]:
 
 def _servers(
     served: ServedConfig | None, cluster: ClusterConfig, options: JobOptions, folder: Path
-) -> tuple[Component, ...]:
+) -> Servers | None:
     """Return the servers of a job with its launch in `folder`, as the options or the engine's section have them."""
     if not options.servers:
         if options.server_command or options.server_field:
             raise ConfigError(
                 "--server-command and --server-field need --servers N, the number of server nodes."
             )
-        return ()
+        return None
     command, ports = options.server_command, 0
     arguments: tuple[str, ...] = (f"{options.server_field}={{hosts}}",) if options.server_field else ()
     if not command and served is not None:
@@ -337,15 +338,12 @@ def _servers(
         "constraint": slurm.constraint,
     }
     requested = [f"--{name}={value}" for name, value in named.items() if value]
-    return (
-        Component(
-            name="server",
-            nodes=options.servers,
-            command=command,
-            sbatch=(*requested, *sbatch_options(cluster, cluster.node.gpus)),
-            program_arguments=arguments,
-            ports=ports,
-        ),
+    return Servers(
+        nodes=options.servers,
+        command=command,
+        sbatch=(*requested, *sbatch_options(cluster, cluster.node.gpus)),
+        program_arguments=arguments,
+        ports=ports,
     )
 
 

@@ -1,6 +1,7 @@
 """Files that a launch leaves in a run's folder, and files of a run that its job reads.
 
-launch/<n>/     job.sbatch, config.toml, cluster.toml, commit.txt, code/ (code.patch), submission.json: see `Submission`
+launch/<n>/     job.sbatch, job.sh, config.toml, cluster.toml, commit.txt, code/ (code.patch), and submission.json: see
+                `Submission`
 """
 
 import json

@@ -25,7 +25,7 @@ from mcore_rl.errors import ConfigError, McoreRlError
 from mcore_rl.launch import slurm
 from mcore_rl.launch.arguments import PIPELINE
 from mcore_rl.launch.code_copy import Code, copy_code, refuse_changes, this_code
-from mcore_rl.launch.job import render
+from mcore_rl.launch.job import JOB_SH, render
 from mcore_rl.launch.planning import (
     FOUND,
     JobOptions,
@@ -37,7 +37,7 @@ from mcore_rl.launch.planning import (
 )
 from mcore_rl.launch.preflight import Allowances, in_use_violations
 from mcore_rl.launch.records import LOCK, SCRIPT, Submission, done, record
-from mcore_rl.storage.files import sole_writer
+from mcore_rl.storage.files import shipped, sole_writer
 from mcore_rl.storage.run_config import load_run_config
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -288,6 +288,7 @@ def _submit(plan: PlannedJob, code: Code, after: str = "") -> str:
                 for name, text in plan.files.items():
                     _write(plan.folder / name, text, plan.modes)
                 _write(plan.folder / SCRIPT, render(plan.job), plan.modes)
+                shutil.copyfile(shipped(JOB_SH), plan.folder / JOB_SH)
                 copy_code(code, plan.folder)
                 job = slurm.submit([str(plan.folder / SCRIPT)])
                 undo.callback(slurm.cancel, job)

@@ -51,7 +51,7 @@ Stamps = Mapping[str, Sequence[int]]
 
 
 def shipped(folder: str) -> Path:
-    """Return the folder `recipes`, `clusters` or `templates` of launch/: inside the installed package, or next to it
+    """Return `recipes`, `clusters` or `job.sh` of launch/: inside the installed package, or next to it
     in a checkout and in a job's copy of the code.
     """
     inside = Path(__file__).parents[1] / "shipped"

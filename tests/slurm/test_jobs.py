@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.launch.job import STATUS, Component, JobScript
+from mcore_rl.launch.job import STATUS, JobScript, Servers
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import BEGIN_S, ends, job, losses, saved_step, signal_rank, submit
 
@@ -87,14 +87,13 @@ def test_an_array_trains_one_run_for_each_seed(cluster: Cluster) -> None:
 
 
 def test_a_heterogeneous_job_tells_the_program_its_servers_and_ends_them_with_it(cluster: Cluster) -> None:
-    server = Component(
-        name="server",
+    servers = Servers(
         nodes=2,
         command=f"exec {cluster.python} -m http.server 8123",
         sbatch=("--time=30",),
         program_arguments=(f"data.cache_dir={cluster.shared}/cache_of_{{hosts}}",),
     )
-    script: JobScript = job(cluster, "servers", "train.steps=4", **ONE_RANK, components=(server,))
+    script: JobScript = job(cluster, "servers", "train.steps=4", **ONE_RANK, servers=servers)
     id_ = submit(cluster, script)
     cluster.until_state(id_, ["RUNNING"], 60)
     hosts = cluster.hosts(f"{id_}+1")

@@ -113,6 +113,7 @@ def job(cluster: Cluster, name: str, *overrides: str, **fields: Any) -> JobScrip
         "run_dir": str(cluster.shared / name),
         "work_dir": str(cluster.shared),
         "code_dir": str(cluster.code),
+        "job_sh": str(cluster.code / "launch/job.sh"),
         "python": str(cluster.python),
         "nodes": 2,
         "time": "30",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.cluster import ContainerConfig
 from mcore_rl.launch import job
 from mcore_rl.launch.job import STATUS, JobScript, render
 from tests.unit.launch.conftest import ROOT
@@ -202,21 +203,16 @@ def test_a_checks_own_limit_ends_it_and_is_its_reason(machines):
     assert machines.excluded == "n2" and machines.ends[0][2] == "n2: the checks did not end within 3 s"
 
 
-def test_setting_up_a_containers_image_counts_against_no_checks_limit():
-    script = render(
-        JobScript(
-            name="a",
-            program="p",
-            module="m",
-            arguments=(),
-            run_dir="/r",
-            work_dir="/w",
-            check_timeout_s=60,
-            image_timeout_s=900,
-        )
+def test_setting_up_a_containers_image_counts_against_no_checks_limit(machines):
+    machines._install(
+        "bin/timeout", '#!/bin/bash\necho "$2 $3" >>"$CLUSTER/limits"\nexec /usr/bin/timeout "$@"\n'
     )
-    limits = re.findall(r"timeout --kill-after=10 (\d+) (\S+)", script)
-    assert limits == [("60", "bash"), ("990", "srun")]
+    machines._install("bin/apptainer", "#!/bin/bash\n[[ $* = *\\ true ]] || touch $CLUSTER/run/DONE\n")
+    container = ContainerConfig(kind="apptainer", image="a.sif")
+    fields = {"container": container, "node_check": True, "check_timeout_s": 60, "image_timeout_s": 900}
+    assert machines.attempt(hosts="n1", **fields).returncode == 0
+    assert machines.ends == [("finished", "0", "")]
+    assert (machines.folder / "limits").read_text() == "990 srun\n60 bash\n"
 
 
 def test_an_attempt_that_was_lost_with_its_first_node_is_recorded_by_the_next_one(machines):
@@ -459,6 +455,14 @@ def test_a_launch_folder_that_was_deleted_is_the_reason_and_nothing_runs_elsewhe
     assert machines.ends == [("refused", "2", cause)]
 
 
+def test_a_job_whose_copy_of_job_sh_was_deleted_ends_with_that_cause(machines):
+    gone = machines.folder / "gone/job.sh"
+    done = machines.attempt(job_sh=str(gone))
+    assert done.returncode == STATUS["refused"] and "Restore it and submit again" in done.stdout
+    ((why, then, cause),) = machines.ends
+    assert (why, then) == ("refused", "2") and cause.startswith(f"{gone} cannot be read on ")
+
+
 def test_a_launch_folder_that_one_node_lacks_is_that_nodes_fault(machines):
     machines.work = machines.folder / "work"
     machines.work.mkdir()
@@ -646,7 +650,7 @@ def other_code(machines):
     """A folder with a package of the same name, whose programs leave the file `trained` in the run's folder."""
     leaves = f"open({str(machines.run / 'trained')!r}, 'w')"
     package = machines.folder / "other/mcore_rl"
-    (package / "processes").mkdir(parents=True)
+    (package / "workers").mkdir(parents=True)
     (package / "__init__.py").touch()
     for path in ("workers/rank_process.py", "workers/torchrun.py", "../m.py"):
         (package / path).write_text(leaves)

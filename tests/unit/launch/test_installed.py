@@ -42,7 +42,5 @@ def test_an_installed_package_has_its_templates_clusters_and_recipes_and_copies_
     done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "101\n"), done.stderr
     copy = slurm.submitted[0].parent / "code"
-    assert (copy / "mcore_rl/shipped/templates/job.sbatch.j2").exists() and (
-        copy / "mcore_rl/programs/pretrain.py"
-    ).exists()
+    assert (copy / "mcore_rl/shipped/job.sh").exists() and (copy / "mcore_rl/programs/pretrain.py").exists()
     assert "installed" in copy.with_name("commit.txt").read_text()

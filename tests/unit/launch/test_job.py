@@ -2,15 +2,20 @@
 
 import json
 import re
+import shlex
 import subprocess
 
 import pytest
 
-from mcore_rl.checks.cluster import why_reserved
+from mcore_rl.checks.cluster import seconds_of, why_reserved
 from mcore_rl.errors import HUNG_STATUS, ConfigError
-from mcore_rl.launch.job import MEANING, STATUS, TEMPLATE, TEMPLATES, Component, JobScript, render, seconds_of
+from mcore_rl.launch.job import MEANING, STATUS, JobScript, Servers, render
+from mcore_rl.storage.files import UNWRITTEN
 from mcore_rl.workers.failures import FAILURES, Order, note_failure, rank_death, rank_failure
 from mcore_rl.workers.launcher import OF_RANKS
+from tests.unit.launch.conftest import ROOT
+
+JOB_SH = (ROOT / "launch/job.sh").read_text()
 
 JOB = {
     "name": "moe",
@@ -38,7 +43,7 @@ def test_time_limits_are_read_as_sbatch_reads_them(time, seconds):
 
 
 def test_all_that_is_wrong_is_told_at_once():
-    server = Component(name="Rollout Server", nodes=1, command="serve")
+    servers = Servers(nodes=1, command="serve")
     with pytest.raises(ConfigError) as error:
         JobScript(
             **JOB | {"run_dir": "runs/moe", "name": "my moe"},
@@ -46,39 +51,45 @@ def test_all_that_is_wrong_is_told_at_once():
             signal_s=600,
             scratch="/tmp/$(rm -r x)",
             array="0-3",
-            components=(server,),
+            servers=servers,
             spares=1,
         )
-    assert len(str(error.value).splitlines()) == 7
+    assert len(str(error.value).splitlines()) == 6
     assert "survival.spares=1 with servers: " in str(error.value)
 
 
 def test_the_script_knows_the_folder_of_causes_and_the_status_of_a_hung_rank():
-    script = render(JobScript(**JOB))
-    assert f"{FAILURES}=$log/failures" in script
-    assert re.search(rf"^  {HUNG_STATUS}\) failed hang", script, re.MULTILINE)
+    assert f"{FAILURES}=$log/failures" in JOB_SH
+    assert '  "$hung_status") failed hang' in JOB_SH and f"hung_status={HUNG_STATUS}\n" in render(
+        JobScript(**JOB)
+    )
 
 
 def test_every_exit_status_has_a_meaning_and_is_used():
     assert set(STATUS.values()) == set(MEANING)
-    template = (TEMPLATES / TEMPLATE).read_text()
-    for name in set(STATUS) - {"finished"}:
-        assert f"status.{name}" in template
+    assert set(re.findall(r"status\[(\w+)\]", JOB_SH)) == set(STATUS) - {"finished"}
 
 
 def test_words_reach_the_program_as_they_are():
     script = render(JobScript(**JOB, environment={"NCCL_DEBUG": "a 'b' $c"}))
-    assert "'data.train=['\"'\"'a b'\"'\"']'\n" in script
-    assert "export NCCL_DEBUG='a '\"'\"'b'\"'\"' $c'\n" in script
+    shown = subprocess.run(
+        [
+            "bash",
+            "-uc",
+            f'{script.partition("job_sh=")[0]}printf "%s\\n" "${{arguments[@]}}" "${{environment[@]}}"',
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout.splitlines() == [*JOB["arguments"], "NCCL_DEBUG=a 'b' $c"]
 
 
 def test_a_cluster_may_set_no_variable_of_the_script_or_of_the_launcher_but_the_two_that_are_defaults():
-    """All names that the script with every option assigns, and those by which a rank knows its place."""
-    server = Component(name="server", nodes=1, command="serve", ports=2, program_arguments=("urls={urls}",))
-    fields = {"scratch": "/a", "cache": "/b", "code_dir": "/c", "bind": True, "node_check": False}
-    script = render(JobScript(**JOB, **fields, components=(server,)))
-    script += render(JobScript(**JOB, **fields, spares=1, setup=("true",), array="0-3", array_field="a"))
-    assigned = re.findall(r"^ *((?:export )?[A-Za-z_]+=.*|export .*)", script, re.MULTILINE)
+    """All names that the two parts of a script assign, and those by which a rank knows its place."""
+    script = render(JobScript(**JOB)) + JOB_SH
+    assigned = re.findall(
+        r"(?:^ *|then |printf .* \"|eval \")((?:export )?[A-Za-z_]+=.*|export .*)", script, re.MULTILINE
+    )
     names = {
         name for line in assigned for name in re.findall(r"(?:^|^export | )([A-Za-z_]+)=", line)
     } | OF_RANKS
@@ -91,7 +102,12 @@ def test_a_cluster_may_set_no_variable_of_the_script_or_of_the_launcher_but_the_
         "run",
         "RANK",
     }
-    assert {name for name in names if not why_reserved(name)} == {"OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
+    of_checks = "TORCH_NCCL_BLOCKING_WAIT"  # set in the process of the checks alone
+    assert {name for name in names if not why_reserved(name)} == {
+        "OMP_NUM_THREADS",
+        "PYTHONUNBUFFERED",
+        of_checks,
+    }
     allowed = (
         "NCCL_DEBUG CUDA_DEVICE_MAX_CONNECTIONS LD_LIBRARY_PATH WANDB_API_KEY https_proxy MCORE_RL_CACHE"
     )
@@ -99,15 +115,16 @@ def test_a_cluster_may_set_no_variable_of_the_script_or_of_the_launcher_but_the_
 
 
 def test_the_script_reads_headline_and_status_of_the_first_cause_whatever_is_in_them(tmp_path):
-    script = render(JobScript(**JOB))
-    start = script.index("failed_with=\n")
-    reader = script[start : script.index('message "the program exited', start)]
+    start = JOB_SH.index("failed_with= #")
+    reader = JOB_SH[start : JOB_SH.index('message "the program exited', start)]
+    assert f"unwritten={shlex.quote(UNWRITTEN)}\n" in render(JobScript(**JOB))
     folder = tmp_path / "failures"
     note_failure(rank_failure(0, 1, "RuntimeError: Connection closed by peer", order=Order.LOST_PEER), folder)
     note_failure(rank_failure(3, 7, 'KeyError: "C:\\temp\\é"', "long\ntext", host="n2"), folder)
     note_failure(rank_death(2, 9), folder)
-    given = f"log={tmp_path} run={tmp_path} rc=1 why= preempted= cause= waited_s= hosts=(); free_mib() {{ echo 100; }}"
-    shell = f'{given}\nmessage() {{ echo "$@"; }}\n{reader}\nprintf "%s\\n" "$failed_with" "$cause"'
+    given = f"log={tmp_path} run={tmp_path} rc=1 is_training=yes why=limit cause= hosts=(); free_mib() {{ echo 100; }};"
+    given += ' message() { echo "$@"; }; wait_for_folder() { :; }'
+    shell = f'{given}\n{reader}\nprintf "%s\\n" "$failed_with" "$cause"'
     printed = subprocess.run(["bash", "-uc", shell], capture_output=True, text=True, check=True).stdout
     headline = 'rank 3 on n2: KeyError: "C:\\temp\\é"'
     first, status, cause = printed.splitlines()
