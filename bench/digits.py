@@ -5,14 +5,8 @@ reverse: the reward is the share of positions that are right. It is fine-tuned b
 of them are.
 """
 
-import importlib
 import json
-import multiprocessing
-import os
 import string
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -109,26 +103,3 @@ def write_tokenizer(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-
-
-def run_program(name: str, *words: object, environment: Mapping[str, str] | None = None) -> None:
-    """Run a program of training, in a process that begins with torch and Megatron in memory; its log is in its folder.
-
-    Raises:
-        SystemExit: the program failed.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mcore_rl.programs.rl", "mcore_rl.programs.sft", "torch._dynamo"])
-    process = context.Process(
-        target=_program, args=(name, [str(word) for word in words], dict(environment or {}))
-    )
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit(f"{name} ended with status {process.exitcode}")
-
-
-def _program(name: str, words: Sequence[str], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        sys.exit(importlib.import_module(f"mcore_rl.cli.{name}").main(words))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rl_folder import WARM_UP_STEPS, program, write_inputs
-from mcore_rl.cli.study.table import interval, read_run
+from mcore_rl.cli.study_results import interval, read_run
 from mcore_rl.storage.files import with_ending
 
 ARMS = {
@@ -151,15 +151,17 @@ def main() -> None:
         for arm in args.arms
         for row in rows_of(run_dir / f"{arm}-{seed}", arm, seed)
     ]
+    write_rows(args.output, sft_steps=args.sft_steps, rollouts=args.rollouts, rows=rows)
+    print(table(rows, args.arms, args.seeds, args.rollouts), flush=True)
+
+
+def write_rows(path: Path, **fields: object) -> None:
+    """Write a file of results, with the date and versions."""
     written = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {package: version(package) for package in ("torch", "megatron-core")},
-        "sft_steps": args.sft_steps,
-        "rollouts": args.rollouts,
-        "rows": rows,
     }
-    args.output.write_text(json.dumps(written, indent=1) + "\n")
-    print(table(rows, args.arms, args.seeds, args.rollouts), flush=True)
+    path.write_text(json.dumps(written | fields, indent=1) + "\n")
 
 
 def commit() -> str:

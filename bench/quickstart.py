@@ -15,16 +15,14 @@ docs/images/gains.svg, has every row: the accuracy over the rollout batches.
 """
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.learning import ROOT, cell, commit, rows_of
+from bench.learning import ROOT, cell, commit, rows_of, write_rows
 from bench.rl_folder import program
 
 LAYERS = ("torch", "cpu")
@@ -224,12 +222,7 @@ def main() -> None:
                 if model in ARMS and temperature == 0:
                     found["curve"] = curve(here / model, model, seed)
                 rows.append({**key, "commit": commit(), **found})
-                written = {
-                    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                    "versions": {package: version(package) for package in ("torch", "megatron-core")},
-                    "rows": rows,
-                }
-                args.output.write_text(json.dumps(written, indent=1) + "\n")
+                write_rows(args.output, rows=rows)
         print(table(rows), flush=True)
         if args.output == RESULTS:
             IMAGE.write_text(chart(rows))

@@ -1,6 +1,7 @@
 """The start of both trainers of `bench.rl`, made by mcore_rl's programs: tokenizer, model, prompts."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -217,4 +218,7 @@ def program(folder: Path, words: Sequence[str]) -> None:
     """Run `mcore-rl words...` in the folder; its output goes to a log file beside the configs."""
     with (folder / f"{words[0]}.log").open("w") as log:
         command = [sys.executable, "-m", "mcore_rl.cli.cli", *words]
-        subprocess.run(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, check=True)
+        # Engines of this package are named in configs, and the folder is not that of the repository.
+        paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)

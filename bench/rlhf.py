@@ -23,17 +23,15 @@ true accuracy of each rollout batch. A cell of the table is the mean over the se
 """
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.learning import ROOT, UPDATES, cell, commit, rows_of
+from bench.learning import ROOT, UPDATES, cell, commit, rows_of, write_rows
 from bench.rl_folder import program
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 
@@ -265,17 +263,14 @@ def main() -> None:
             for number, other, of in every
             if ARMS[other].reward_model is not None and (found := curve(run_dir(number, other, of)))
         ]
-        written = {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "versions": {package: version(package) for package in ("torch", "megatron-core")},
-            "rollouts": args.rollouts,
-            "reward_models": [
-                found for model in ("rm", "rm_any", "weak_rm") if (found := accuracy_of_model(folder / model))
-            ],
-            "rows": rows,
-            "curves": curves,
-        }
-        args.output.write_text(json.dumps(written, indent=1) + "\n")
+        models = [accuracy_of_model(folder / model) for model in ("rm", "rm_any", "weak_rm")]
+        write_rows(
+            args.output,
+            rollouts=args.rollouts,
+            reward_models=[model for model in models if model],
+            rows=rows,
+            curves=curves,
+        )
         print(table(rows, args.rollouts), flush=True)
 
 

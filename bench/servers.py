@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.digits import UPDATES, run_program, write_inputs
+from bench.digits import UPDATES, write_inputs
+from bench.rl_folder import program
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 
 SHAPE = ["model.head_dim=32"]
@@ -65,16 +66,14 @@ def main() -> None:
     folder = args.folder.absolute()
     write_inputs(folder)
     if not (folder / "sft" / "DONE").exists():
-        run_program("sft", folder / "sft.toml", *SHAPE)
+        program(folder, ["sft", "sft.toml", *SHAPE])
     for kind in args.kinds:
         for engine in ENGINES:
             name = f"{kind}_{engine}"
             if not (folder / name / "DONE").exists():
-                run_program(
-                    *("rl", folder / "rl.toml", f"run_dir={folder / name}", f"rl.loss.kind={kind}", *SHAPE),
-                    f"train.steps={args.rollouts * UPDATES}",
-                    *engine_fields(engine, args.python, args.urls),
-                )
+                words = [f"run_dir={folder / name}", f"rl.loss.kind={kind}", *SHAPE]
+                words.append(f"train.steps={args.rollouts * UPDATES}")
+                program(folder, ["rl", "rl.toml", *words, *engine_fields(engine, args.python, args.urls)])
             record = json.loads(args.output.read_text()) if args.output.exists() else {}
             record.setdefault("runs", {"command": "python -m bench.servers"})
             date = datetime.datetime.now(datetime.UTC).date().isoformat()

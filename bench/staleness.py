@@ -10,18 +10,16 @@ the reward the mean of the last fifth of them.
 """
 
 import argparse
-import datetime
-import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench.digits import UPDATES, run_program, write_inputs
-from bench.learning import cell, commit
+from bench.digits import UPDATES, write_inputs
+from bench.learning import cell, commit, run_study, study_toml, write_rows
+from bench.rl_folder import program
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 
 LOSSES = {
@@ -73,7 +71,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run each arm that is not done, then write all rows and print the table."""
+    """Make the start once, run the study from where it was ended, write all rows and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/staleness"), help="folder of all runs")
     parser.add_argument("--output", type=Path, default=RESULTS, help="file of the rows")
@@ -85,30 +83,25 @@ def main() -> None:
     folder = args.folder.absolute()
     write_inputs(folder)
     if not (folder / "sft" / "DONE").exists():
-        run_program("sft", folder / "sft.toml")
-    rows = []
-    for seed in args.seeds:
-        for loss in args.losses:
-            for staleness in STALENESS:
-                run_dir = folder / f"{loss}-{staleness}-{seed}"
-                if not (run_dir / "DONE").exists():
-                    run_program(
-                        *("rl", folder / "rl.toml", f"run_dir={run_dir}", f"train.seed={seed}"),
-                        *(f"train.steps={UPDATES * args.rollouts}", *LOSSES[loss]),
-                        *(f"rl.rollout.max_staleness={staleness}", *ENGINE),
-                        environment={"COPIED_ENGINE_DELAY_S": str(args.delay_s)},
-                    )
-                rows.append(row_of(run_dir, loss, staleness, seed))
-                written = {
-                    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                    "commit": commit(),
-                    "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-                    "versions": {package: version(package) for package in ("torch", "megatron-core")},
-                    "delay_s": args.delay_s,
-                    "rows": rows,
-                }
-                args.output.write_text(json.dumps(written, indent=1) + "\n")
-                print("\n".join(table(rows)), flush=True)
+        program(folder, ["sft", "sft.toml"])
+    arms = {
+        f"{loss}-{staleness}": [f"rl.rollout.max_staleness={staleness}", *LOSSES[loss]]
+        for loss in args.losses
+        for staleness in STALENESS
+    }
+    run_dir = folder / f"study-{args.rollouts}-{args.delay_s:g}"
+    fields = [f"train.steps={UPDATES * args.rollouts}", *ENGINE]
+    os.environ["COPIED_ENGINE_DELAY_S"] = str(args.delay_s)
+    run_study(folder, study_toml(run_dir, args.seeds, fields, arms), run_dir, None)
+    rows = [
+        row_of(run_dir / f"{loss}-{staleness}-{seed}", loss, staleness, seed)
+        for seed in args.seeds
+        for loss in args.losses
+        for staleness in STALENESS
+    ]
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    write_rows(args.output, commit=commit(), machine=machine, delay_s=args.delay_s, rows=rows)
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

@@ -456,7 +456,7 @@ check_node() { # folder hosts
   done
   if [ ${#check_arguments[@]} -gt 0 ]; then
     export TORCH_NCCL_BLOCKING_WAIT=1 # so that waiting for a broken node is an error and does not end this process
-    eval "$python"' -m mcore_rl.cli.machine.node_check --hosts "$2" --node "$SLURM_NODEID" --port "$MASTER_PORT" "${check_arguments[@]}"' || exit
+    eval "$python"' -m mcore_rl.cli.node_check --hosts "$2" --node "$SLURM_NODEID" --port "$MASTER_PORT" "${check_arguments[@]}"' || exit
   fi
   touch "$1/$SLURMD_NODENAME"
 }

@@ -7,12 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from mcore_rl.checks.inputs import absent_inputs, has_checkpoints, inputs_of
-from mcore_rl.checks.log import absent_packages
 from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.checks.run import refuse
 from mcore_rl.cli import cli
-from mcore_rl.cli.log_folders import next_log_dir
+from mcore_rl.cli.start_ranks import next_log_dir, prepare
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.toml import toml_value
@@ -27,11 +24,8 @@ from mcore_rl.errors import (
     TrainingError,
 )
 from mcore_rl.metrics.jsonl import FILE_NAME, NewRecords, read_records
-from mcore_rl.planning.local import local_memory_violations
-from mcore_rl.planning.training import training_of
 from mcore_rl.storage.files import create_atomically
 from mcore_rl.storage.run_config import load_run_config
-from mcore_rl.workers.imports import ensure_imported
 from mcore_rl.workers.launcher import launch_local, under_launcher
 from mcore_rl.workers.rank_guard import rank_guard
 
@@ -143,15 +137,7 @@ def train(
             loaded = load_config(program, config, {**(overrides or {}), **written})
         ranks = ranks or loaded.mesh.smallest_world
         PROGRAMS[program].check(loaded, ranks)
-        refuse(
-            [
-                *absent_inputs(inputs_of(loaded)),
-                *absent_packages(loaded.log),
-                *local_memory_violations(training_of(loaded, ranks), trains=True),
-            ]
-        )
-        if not has_checkpoints(Path(loaded.run_dir)):
-            ensure_imported(loaded.checkpoint.load, loaded.model, Path(loaded.run_dir))
+        prepare(loaded, ranks, trains=True)
         failed = refused.pop_all()
     log_dir = next_log_dir(Path(loaded.run_dir))
     file = log_dir / "config.toml"

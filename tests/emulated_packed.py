@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.enums import AttnMaskType
 
-from mcore_rl.cli.machine import doctor
+from mcore_rl.cli import doctor
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron import platform

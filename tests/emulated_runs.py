@@ -8,7 +8,7 @@ from mcore_rl.megatron.patches.table import FOUND, INSTALLED
 # isort: split
 from megatron.core.transformer.moe import fused_a2a
 
-from mcore_rl.cli.machine import doctor
+from mcore_rl.cli import doctor
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.cli.commands.table import COMMANDS
+from mcore_rl.cli.cli import COMMANDS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import SectionDoc, describe_sections
 from mcore_rl.config.other_names import ARGUMENTS, Argument

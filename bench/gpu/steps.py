@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.__main__ import RESULT, run_step
-from mcore_rl.cli.machine import doctor
+from mcore_rl.cli import doctor
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig

@@ -19,7 +19,7 @@ MEMORY_PART = 0.02
 """Relative difference in memory size that is ignored: firmware reserves more on some nodes."""
 
 Findings = Mapping[str, Any]
-"""Findings of a node, as `mcore_rl.cli.machine.doctor.examine` returns them."""
+"""Findings of a node, as `mcore_rl.cli.doctor.examine` returns them."""
 
 
 def answer(folder: Path, host: str, found: Findings) -> None:

@@ -11,7 +11,9 @@ import textwrap
 from collections.abc import Sequence
 
 from mcore_rl import __version__
-from mcore_rl.cli.commands.table import COMMAND_GROUPS, COMMANDS
+from mcore_rl.cli.commands.data import DATA
+from mcore_rl.cli.commands.models import MODELS
+from mcore_rl.cli.commands.training import CLUSTER, LOOK, TRAIN
 from mcore_rl.errors import (
     INTERRUPTED_STATUS,
     PIPE_CLOSED_STATUS,
@@ -22,6 +24,10 @@ from mcore_rl.errors import (
 )
 from mcore_rl.storage.files import disk_error
 
+COMMAND_GROUPS = {"train": TRAIN, "data": DATA, "models": MODELS, "cluster": CLUSTER, "look": LOOK}
+"""All commands by subject, in the order of the overview."""
+COMMANDS = {name: command for group in COMMAND_GROUPS.values() for name, command in group.items()}
+"""Every command by name; a name of two words is a command in a group, such as `mcore-rl data tokenizer`."""
 WIDTH = 80
 """Width of the overview in columns."""
 ALL_FIELDS = "--help-all"
@@ -64,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refused(error: McoreRlError) -> int:
-    """Print an error for the user and return the status."""
     sys.stderr.write(error_text(error) + "\n")
     return REFUSED_STATUS
 
@@ -91,12 +96,13 @@ def run(arguments: Sequence[str]) -> int:
     name, rest = split_name(arguments)
     command = COMMANDS[name]
     if command.config and ALL_FIELDS in rest:
-        sys.stdout.write(f"{parser_of(name).format_help()}\n{_fields_help(command.config)}\n")
+        fields = importlib.import_module("mcore_rl.cli.show").fields_help(command.config)
+        sys.stdout.write(f"{parser_of(name).format_help()}\n{fields}\n")
         return 0
     args = parser_of(name).parse_intermixed_args([_as_field(word) for word in rest])
     if command.program is not None:
         return int(importlib.import_module("mcore_rl.cli.start_ranks").start_ranks(command, args))
-    return int(importlib.import_module(command.module).main(args))
+    return int(getattr(importlib.import_module(command.module), command.main)(args))
 
 
 def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -139,14 +145,10 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_arguments(parser)
+    command.arguments(parser)
     if command.config:
         parser.add_argument(ALL_FIELDS, action="store_true", help="show this, and every field of CONFIG")
     return parser
-
-
-def _fields_help(kind: str) -> str:
-    return str(importlib.import_module("mcore_rl.cli.fields_help").fields_help(kind))
 
 
 def _as_field(word: str) -> str:

@@ -1,4 +1,4 @@
-"""`mcore-rl convert`: checkpoints from Hugging Face's format to Megatron's and back, without a GPU."""
+"""`mcore-rl convert`, `inspect` and `check`: convert checkpoints without a GPU, list and compare them, find damage."""
 
 import argparse
 import importlib
@@ -12,9 +12,9 @@ from typing import Literal
 
 from rich.console import Console
 
-from mcore_rl.cli.commands.checkpoints import convert_arguments
+from mcore_rl.cli.commands.models import convert_arguments
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.convert.check import LOGITS_BYTES, compare
+from mcore_rl.convert.check import LOGITS_BYTES, compare, contents, plan_check
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.exporting import ExportOptions, HubRepository, plan_export
@@ -62,14 +62,17 @@ def main(args: argparse.Namespace) -> int:
     settings = CopySettings(workers=args.workers, max_ram_bytes=args.max_ram, overwrite=args.overwrite)
     with ByteProgress(Console(), args.log) as progress:
         if args.action == "plan":
-            _show_plan(args, settings, progress)
+            source = args.paths[0]
+            output = args.paths[1] if len(args.paths) == 2 else Path(f"{source.name}-converted")
+            conversion = PLANS["import" if is_hf(source) else "export"](source, output, args, settings)
+            for line in (*conversion.notes, *conversion.lines(settings)):
+                progress.message(line)
         elif args.action == "verify":
             return _verify(args, progress)
         else:
             conversion = PLANS[args.action](args.paths[0], args.paths[1], args, settings)
-            check = {"import": _check_logits, "upcycle": _check_upcycled}.get(args.action)
-            if check is not None and _wants_logits(args, conversion, progress):
-                conversion = replace(conversion, check=partial(check, args, progress))
+            if args.action in ("import", "upcycle") and _wants_logits(args, conversion, progress):
+                conversion = replace(conversion, check=partial(_check_logits, args, progress))
             if hub is not None and args.dry_run:
                 for line in hub.preview(conversion):
                     progress.message(line)
@@ -127,17 +130,27 @@ def _logits() -> ModuleType:
 
 
 def _check_logits(args: argparse.Namespace, progress: ByteProgress, folder: Path) -> None:
-    """Raise a CheckpointError if an import's logits differ from transformers' logits of its source."""
+    """Report how far the output's logits are from its source's; raise a CheckpointError if rounding explains it not."""
     dtype = OUTPUT_DTYPES.get(args.dtype)
     distance = _logits().largest_distance(args.paths[0], folder, None, progress, mtp=args.mtp, dtype=dtype)
-    found = f"logits differ from transformers' by at most {distance.logits:.3g}"
-    if not distance.is_small:
+    is_import = args.action == "import"
+    source = "transformers'" if is_import else "the dense model's"
+    found = f"logits differ from {source} by at most {distance.logits:.3g}"
+    if args.noise:
+        progress.message(f"{found}: the noise")
+        return
+    if distance.is_small:
+        progress.message(f"{found} (rounding explains {distance.tolerance:.3g})")
+        return
+    found += f", and rounding explains {distance.tolerance:.3g}."
+    if is_import:
         raise CheckpointError(
-            f"the import of {args.paths[0]} is another model: {found}, and rounding explains {distance.tolerance:.3g}. "
-            "Its config.json has something that the family's file does not read, or reads otherwise. To import it all "
-            "the same: --no-check-logits."
+            f"the import of {args.paths[0]} is another model: {found} Its config.json has something that the family's "
+            "file does not read, or reads otherwise. To import it all the same: --no-check-logits."
         )
-    progress.message(f"{found} (rounding explains {distance.tolerance:.3g})")
+    raise CheckpointError(
+        f"the mixture of {args.paths[0]} is another function: {found} To write it all the same: --no-check-logits."
+    )
 
 
 def _export(source: Path, output: Path, args: argparse.Namespace, settings: CopySettings) -> Conversion:
@@ -222,37 +235,12 @@ def _upcycle(source: Path, output: Path, args: argparse.Namespace, settings: Cop
     return plan_upcycle(source, output, options, settings)
 
 
-def _check_upcycled(args: argparse.Namespace, progress: ByteProgress, folder: Path) -> None:
-    """Report how far a mixture's logits are from the dense model's; CheckpointError if they should agree and do not."""
-    dtype = OUTPUT_DTYPES.get(args.dtype)
-    distance = _logits().largest_distance(args.paths[0], folder, None, progress, dtype=dtype)
-    found = f"logits differ from the dense model's by at most {distance.logits:.3g}"
-    if args.noise:
-        progress.message(f"{found}: the noise")
-        return
-    if not distance.is_small:
-        raise CheckpointError(
-            f"the mixture of {args.paths[0]} is another function: {found}, and rounding explains "
-            f"{distance.tolerance:.3g}. To write it all the same: --no-check-logits."
-        )
-    progress.message(f"{found} (rounding explains {distance.tolerance:.3g})")
-
-
 PLANS: dict[str, Callable[[Path, Path, argparse.Namespace, CopySettings], Conversion]] = {
     "import": _import,
     "export": _export,
     "relayout": _relayout,
     "upcycle": _upcycle,
 }
-
-
-def _show_plan(args: argparse.Namespace, settings: CopySettings, progress: ByteProgress) -> None:
-    """Show the plan of an import of a Hugging Face folder, or of an export of a checkpoint."""
-    source = args.paths[0]
-    output = args.paths[1] if len(args.paths) == 2 else Path(f"{source.name}-converted")
-    conversion = PLANS["import" if is_hf(source) else "export"](source, output, args, settings)
-    for line in (*conversion.notes, *conversion.lines(settings)):
-        progress.message(line)
 
 
 def _verify(args: argparse.Namespace, progress: ByteProgress) -> int:
@@ -288,7 +276,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"convert {args.action} takes {' or '.join(map(str, wanted))} folders, got {len(args.paths)}."
         )
-    for name in (given := _given(args)):
+    parser = argparse.ArgumentParser(add_help=False)
+    convert_arguments(parser)
+    options = (option for option in parser._actions if option.option_strings)
+    given = [option.dest for option in options if getattr(args, option.dest) != option.default]
+    for name in given:
         if name not in OF_EACH | OF_ACTION[args.action]:
             raise ConfigError(
                 f"--{name.replace('_', '-')} means nothing to convert {args.action}. Leave it out."
@@ -301,9 +293,39 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} means nothing without --push-to-hub NAME. Add it.")
 
 
-def _given(args: argparse.Namespace) -> list[str]:
-    """Return the options that have another value than their default."""
-    parser = argparse.ArgumentParser(add_help=False)
-    convert_arguments(parser)
-    options = (option for option in parser._actions if option.option_strings)
-    return [option.dest for option in options if getattr(args, option.dest) != option.default]
+def inspect_checkpoint(args: argparse.Namespace) -> int:
+    """List a checkpoint and return the exit status: 0, or 1 if --diff finds a difference."""
+    with ByteProgress(Console()) as progress:
+        if args.diff is None:
+            for line in contents(cached_or_given(args.path)).lines():
+                progress.message(line)
+            return 0
+        args.reference, args.mtp, args.family = None, "keep", None
+        return int(report_differences(args.path, args.diff, args, progress) > 0)
+
+
+def check_files(args: argparse.Namespace) -> int:
+    """Print a line for each file and return the exit status: 0, or 1 if a file is damaged or not understood."""
+    console = Console()
+
+    def show(line: str) -> None:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    plan = plan_check(args.path)
+    show(plan.title)
+    bad: dict[str, list[str]] = {"damaged": [], "not understood": []}
+    for checked in plan.run(args.workers):
+        size = "-" if checked.num_bytes is None else readable_bytes(checked.num_bytes)
+        show(f"  {checked.name}  {size}  {checked.finding}")
+        if checked.verdict != "sound":
+            bad[checked.verdict].append(checked.name)
+    damaged, strange = bad.values()
+    if strange:
+        show(
+            f"NOT UNDERSTOOD: {', '.join(strange)}, so that nothing can be said of the files that it describes."
+        )
+    if damaged:
+        show(f"DAMAGED: {len(damaged)} of {len(plan.checks)} files: {', '.join(damaged)}. Take another copy.")
+    elif not strange:
+        show(f"{len(plan.checks)} files, none damaged")
+    return 1 if damaged or strange else 0

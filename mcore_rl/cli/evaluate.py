@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from torch import nn
+
 from mcore_rl.checks.evaluation import refuse_nothing_to_evaluate
 from mcore_rl.checks.lora import lora_violations
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.rm import check_rm
 from mcore_rl.checks.run import refuse
-from mcore_rl.cli.loaded_model import load_model
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.load import kind_of
@@ -24,13 +25,14 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron import platform as platforms
-from mcore_rl.megatron.mesh import build_mesh, seed_ranks
+from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.megatron.platform import Platform
 from mcore_rl.metrics.metrics import reduced
-from mcore_rl.programs.preferences import load_preferences
+from mcore_rl.programs.inputs import load_model, load_preferences, refuse_other_tokenizer
 from mcore_rl.programs.rollouts import load_prompts, open_rollouts
-from mcore_rl.programs.trained_model import refuse_other_tokenizer
 from mcore_rl.rl.rewards.score import FailureReport
 from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_metrics
+from mcore_rl.storage.checkpoints.read import StoredCheckpoint
 from mcore_rl.storage.folders import stored_lora
 from mcore_rl.storage.run_config import load_run_config
 from mcore_rl.train.preferences import pair_sums
@@ -58,16 +60,7 @@ def evaluate(config: RlRunConfig) -> None:
     check_rl(config, world_size_of_launcher())
     refuse_nothing_to_evaluate(config)
     prompts = load_prompts(config)
-    source = checkpoint_to_evaluate(
-        config.checkpoint.load, config.run_dir, config.data.tokenizer, config.model
-    )
-    config = with_stored_adapters(config, source)
-    settings = config.platform.model_copy(update={"recompute": "none"})
-    platform = platforms.start(settings, allows_te=config.allows_te)
-    mesh = build_mesh(config.mesh)
-    seed_ranks(config.train.seed)
-    allowed = config.checkpoint.allow_changes
-    chunks, stored = load_model(config.model, config.lora, mesh, platform, settings, source, allowed=allowed)
+    config, platform, mesh, chunks, stored = _loaded(config, config.data.tokenizer)
     failures = FailureReport(_complain, folder=None)
     with open_rollouts(config, prompts, chunks, mesh, platform, failures) as rollouts:
         rollouts.engine.update_weights(0)
@@ -92,16 +85,7 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
     valid = load_preferences(config).valid
     if valid is None:
         raise ConfigError('train.eval_batches="none": nothing is evaluated. Set a number.')
-    source = checkpoint_to_evaluate(
-        config.checkpoint.load, config.run_dir, config.data.tokenizer, config.model
-    )
-    config = with_stored_adapters(config, source)
-    settings = config.platform.model_copy(update={"recompute": "none"})
-    platform = platforms.start(settings, allows_te=config.allows_te)
-    mesh = build_mesh(config.mesh)
-    seed_ranks(config.train.seed)
-    allowed = config.checkpoint.allow_changes
-    chunks, stored = load_model(config.model, config.lora, mesh, platform, settings, source, allowed=allowed)
+    config, platform, mesh, chunks, stored = _loaded(config, config.data.tokenizer)
     if not stored.has_scores:
         raise CheckpointError(
             f"{stored.path} is of a language model, which has no scores. Name a checkpoint that `mcore-rl rm` made"
@@ -129,6 +113,21 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
 
 def _complain(text: str) -> None:
     sys.stderr.write(f"{text}\n")
+
+
+def _loaded(
+    config: AnyConfig, tokenizer: TokenizerConfig
+) -> tuple[AnyConfig, Platform, Mesh, list[nn.Module], StoredCheckpoint]:
+    """Collective over the world: load the checkpoint to evaluate; the config returned has its adapters."""
+    source = checkpoint_to_evaluate(config.checkpoint.load, config.run_dir, tokenizer, config.model)
+    config = with_stored_adapters(config, source)
+    settings = config.platform.model_copy(update={"recompute": "none"})
+    platform = platforms.start(settings, allows_te=config.allows_te)
+    mesh = build_mesh(config.mesh)
+    seed_ranks(config.train.seed)
+    allowed = config.checkpoint.allow_changes
+    chunks, stored = load_model(config.model, config.lora, mesh, platform, settings, source, allowed=allowed)
+    return config, platform, mesh, chunks, stored
 
 
 def with_stored_adapters(config: AnyConfig, source: Path) -> AnyConfig:

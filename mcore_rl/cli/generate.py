@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.cli.loaded_model import load_model
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl.engine import SERVED, NativeConfig
 from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
@@ -19,6 +18,7 @@ from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError, escaped
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import build_mesh, seed_ranks
+from mcore_rl.programs.inputs import load_model
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import Listener, MegatronEngine
 from mcore_rl.rl.engines.server_api import ServedCompletion, server_apis
@@ -170,19 +170,18 @@ class StreamedText:
 
     def __call__(self, prompt: int, index: int, tokens_T: Sequence[int]) -> None:
         """Print the new text of `tokens_T`, all tokens of the completion so far; called by the engine."""
-        if tokens_T[-1] not in self._request.ends:
-            self._show(self._request.text_of(tokens_T))
-
-    def end(self, text: str) -> None:
-        """Print the rest of `text`, the whole completion."""
-        self._write(text[len(self.shown) :] + "\n" if text.startswith(self.shown) else f"\n{text}\n")
-
-    def _show(self, text: str) -> None:
+        if tokens_T[-1] in self._request.ends:
+            return
+        text = self._request.text_of(tokens_T)
         # A character of several tokens decodes to a replacement character until its last token arrives, which may also
         # change earlier text. So show a text only if it continues the shown text.
         if text.startswith(self.shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self._write(text[len(self.shown) :])
             self.shown = text
+
+    def end(self, text: str) -> None:
+        """Print the rest of `text`, the whole completion."""
+        self._write(text[len(self.shown) :] + "\n" if text.startswith(self.shown) else f"\n{text}\n")
 
     def _write(self, text: str) -> None:
         sys.stdout.write(escaped(text))

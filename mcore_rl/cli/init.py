@@ -1,27 +1,49 @@
-"""`mcore-rl init FOLDER`: a short config for training a model, on the given GPUs or on this machine.
+"""`mcore-rl init`: a short config for a model on the given GPUs or on this machine, or from another system's config.
 
-With --from, it translates the config of another system.
+It also answers `mcore-rl plan FOLDER --gpus 8xH100`: whether a training of a model fits on GPUs, and with which mesh.
 """
 
 import argparse
+import json
+import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.cli.fit import fitting_fields, size_of
-from mcore_rl.cli.foreign import translated
+import yaml
+
+from mcore_rl.checks.programs import PROGRAMS, Program
+from mcore_rl.config.describe import describe
+from mcore_rl.config.load import load_config
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.other_names import SAME_VALUE, setting_named, system_of
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.planning.device import LARGEST_NODE, known_device
 from mcore_rl.planning.gpus import Gpus, parse_gpus
-from mcore_rl.storage.folders import find_model
+from mcore_rl.planning.meshes import toml_lines
+from mcore_rl.planning.place import place_of
+from mcore_rl.planning.search import Search, search
+from mcore_rl.planning.text import choice_text, search_lines
+from mcore_rl.planning.weights import weights_by_stage
+from mcore_rl.storage.folders import find_model, read_model_folder
 from mcore_rl.storage.run_config import load_run_config
 
 GROUP_SIZE = 8
 Line = tuple[str, Any, str]
 """Field, value, and comment."""
+LARGEST = 4096
+"""Largest number of GPUs to try."""
+NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+MISSING = "???"
+"""Value in YAML of OmegaConf (verl, NeMo-RL) that the command line must give; `${...}` refers to other settings."""
+SHOWN = 60
+"""Maximum length of a value in the list of settings that are not translated, in characters."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -124,3 +146,195 @@ def _gpus_here() -> Gpus | None:
     if device is None or device.memory_gib is None:
         return None
     return Gpus(min(torch.cuda.device_count(), LARGEST_NODE), device.name)
+
+
+def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
+    """Print in one line whether training `kind` of the model in `folder` fits on the GPUs, and then how.
+
+    Raises:
+        ConfigError: it does not fit; with the smallest number of GPUs that it fits on.
+    """
+    found = _tried(folder, gpus, kind, overrides)
+    training, shown = found.training, found.shortlist()
+    name = f"{folder.resolve().name}, {size_of(training.model)}: "
+    what = f"{kind} in {training.platform.precision} with sequences of {training.seq_length:,} tokens"
+    if shown:
+        fits = choice_text(shown[0], shown[0], found.place)
+        sys.stdout.write(f"{name}yes, {what} fits on {gpus} ({fits})\n")
+        fields = [f"model.path={folder}", "platform.precision=bf16", "mesh.dp=auto"]
+        fields += [*toml_lines(found.changes(shown[0])), *overrides]
+        sys.stdout.write(f"mcore-rl {kind} CONFIG {shlex.join(fields)}\n\n")
+        sys.stdout.write("".join(f"{line}\n" for line in search_lines(found, shown)))
+        return 0
+    largest = Gpus(LARGEST, gpus.device)
+    if found.refused == found.tried:
+        # A refusal in the same words on most GPUs is not of the mesh: no larger number need be searched.
+        refusals = {_refusal(folder, number, kind, overrides) for number in (gpus, largest)}
+        if len(refusals) == 1 and (refusal := refusals.pop()):
+            raise ConfigError(refusal)
+    larger = gpus
+    while not shown and larger.count < LARGEST:
+        larger = Gpus(larger.count * 2, gpus.device)
+        found = _tried(folder, larger, kind, overrides)
+        shown = found.shortlist()
+    if not shown and (refusal := _refusal(folder, larger, kind, overrides)):
+        raise ConfigError(refusal)
+    remedy = f"It does not on {LARGEST} either: shorten the sequences, or choose larger GPUs."
+    if shown:
+        remedy = f"It does on {larger} ({choice_text(shown[0], shown[0], found.place)})."
+    raise ConfigError(f"{name}no, {what} does not fit on {gpus}. {remedy}")
+
+
+def fitting_fields(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of the fastest mesh on which training the model fits; ConfigError if it fits on none."""
+    found = _tried(folder, gpus, kind, overrides)
+    shown = found.shortlist()
+    if not shown:
+        raise ConfigError(
+            f"`mcore-rl plan {folder} --gpus {gpus.count}x{gpus.device} --program {kind}` says why not."
+        )
+    return found.changes(shown[0])
+
+
+def _tried(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> Search:
+    place = place_of(gpus.cluster())
+    return search(_config(folder, gpus, kind, overrides), gpus.count, place)
+
+
+def _refusal(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> str:
+    """Return what the checks say of the fields on the GPUs; "" if they pass."""
+    try:
+        PROGRAMS[kind].check(_config(folder, gpus, kind, overrides), gpus.count)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _config(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> RunConfig:
+    """Return the config of a training given only by its model, GPUs and overrides."""
+    program = PROGRAMS[kind]
+    max_position = read_model_folder(find_model(str(folder), "FOLDER")).model.max_position
+    fields = [*_usual(program, folder, gpus, max_position), *overrides]
+    return load_run_config(program.config, None, fields)
+
+
+def _usual(program: Program, folder: Path, gpus: Gpus, max_position: int) -> Iterator[str]:
+    """Yield the fields of a training run for which only the model is known; the answer depends only on these fields."""
+    yield from ("platform.precision=bf16", "mesh.dp=auto", f"model.path={folder}", "checkpoint.load=none")
+    # File names for the checks; the files are not read.
+    yield from ("data.tokenizer.kind=huggingface", f"data.tokenizer.path={folder}")
+    # At least as many sequences as ranks, so that no mesh is refused because it cannot divide the batch.
+    if program is PROGRAMS["rl"]:
+        prompts, most = max(16, gpus.count // 8), min(1024, max_position // 2)
+        yield from (f"rl.prompts.max_tokens={most}", f"rl.rollout.max_new_tokens={most}")
+        yield from (
+            "rl.prompts.files=prompts",
+            f"rl.rollout.prompts_per_step={prompts}",
+            "rl.rollout.group_size=8",
+        )
+        yield f"train.global_batch={8 * prompts}"
+    else:
+        yield f"data.seq_length={min(1024, max_position)}"
+        yield from ("data.train=data", f"train.global_batch={max(8, gpus.count)}")
+    if program is PROGRAMS["rm"]:
+        yield "model.head=score"
+
+
+def size_of(model: ModelConfig) -> str:
+    """Return the number of parameters and, for a mixture of experts, of parameters active per token, as text."""
+    (weights,) = weights_by_stage(model, MeshConfig())
+    text = f"{weights.total / 1e9:.3g} B parameters"
+    if model.is_moe:
+        active = weights.dense + weights.expert * model.moe.top_k // model.moe.num_experts
+        text += f", {active / 1e9:.3g} B at work for a token"
+    return text
+
+
+def translated(path: Path, program: str | None, folder: str | None) -> str:
+    """Return the text of a config that corresponds to a config of another system.
+
+    It sets a field for each setting that has a field of the same value. The other settings are comments, with the
+    corresponding fields.
+
+    Args:
+        path: The config of the other system, YAML or JSON.
+        program: The training program; None is "rl", if the system has no other or the config samples completions.
+        folder: The model to use instead of the config's; None keeps the config's.
+
+    Raises:
+        ConfigError: If the file cannot be read, is not a table, or does not say which training it is of.
+    """
+    settings, system = _read(path)
+    if program is None and system in (None, "TRL") and "num_generations" not in settings:
+        raise ConfigError(f"{path} does not say which training it is of. Give --program sft, rm, dpo or rl.")
+    program = program or "rl"
+    cls: type[Section] = PROGRAMS[program].config
+    fields = {doc.key for doc in describe(cls)}
+    values: dict[str, tuple[Any, str]] = {}
+    known, unknown = [], []
+    rows = [(key, value, setting_named(key, fields, system)) for key, value in settings.items()]
+    # A setting for one field takes precedence over a setting for several, such as verl's clip_ratio.
+    for key, value, row in sorted(rows, key=lambda entry: -len(entry[2].fields) if entry[2] else 0):
+        text = " ".join(str(value).split())
+        said = f"#   {key} = {text if len(text) <= SHOWN else f'{text[:SHOWN]}...'}"
+        if row is None:
+            unknown.append(said)
+            continue
+        ours = [field for field in row.fields if field in fields]
+        if not (row.is_same and SAME_VALUE.issuperset(ours)):
+            known.append(f"{said}: here {' and '.join(ours)}{row.note and '. '}{row.note}")
+        elif refusal := _refusal_of(cls, ours, value):
+            known.append(f"{said}: {refusal}")
+        else:
+            values |= dict.fromkeys(ours, (value, key))
+    if folder is not None:
+        values["model.path"] = folder, "FOLDER"
+    whose = f"a config of {system}" if system else "which is of no system that is known"
+    lines = [
+        f"# {program}, from {path}, {whose}. Complete it, and look at it with `mcore-rl config THIS_FILE`."
+    ]
+    lines += [f"{key} = {toml_value(value)}  # {origin}" for key, (value, origin) in sorted(values.items())]
+    if known:
+        lines += ["# Not of the same value here:", *known]
+    if unknown:
+        lines += ["# No field is known to stand for:", *unknown]
+    return "\n".join(lines) + "\n"
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the settings of a file that are not null, by dotted key, and their system."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"--from {path} cannot be read: {error.strerror}.") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"--from {path} is neither YAML nor JSON: {' '.join(str(error).split())}."
+        ) from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"--from {path} is a {type(table).__name__}, wanted settings by name.")
+    return dict(_leaves(table, "")), system_of(text)
+
+
+def _leaves(table: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif value is not None:
+            # YAML reads 1e-6, which has no dot, as text.
+            is_number = isinstance(value, str) and NUMBER.fullmatch(value)
+            yield f"{prefix}{name}", float(value) if is_number else value
+
+
+def _refusal_of(cls: type[Section], ours: list[str], value: Any) -> str:
+    """Return why our fields do not accept the value; "" if they do."""
+    if isinstance(value, str) and ("${" in value or value == MISSING):
+        return "to be written out: it stands for a value of another place"
+    if not isinstance(value, bool | int | float | str | list):
+        return f"a {type(value).__name__}"
+    try:
+        load_config(cls, None, [f"{field}={toml_value(value)}" for field in ours])
+    except ConfigError as error:
+        return " ".join(str(error).replace(" on the command line", "").split())
+    return ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from mcore_rl.checks.cluster import check_cluster, placement
 from mcore_rl.checks.programs import PROGRAMS, program_of
 from mcore_rl.checks.run import refuse
-from mcore_rl.cli.fit import fit
+from mcore_rl.cli.init import fit
 from mcore_rl.config.cluster import ClusterConfig, RatesConfig
 from mcore_rl.config.kinds import READERS
 from mcore_rl.config.load import dump_config, kind_of, load_config

@@ -1,4 +1,4 @@
-"""`mcore-rl problems`: a built-in task's problems with answers as JSON lines, for fine-tuning or for reading."""
+"""`mcore-rl problems` writes problems of a built-in task; `mcore-rl reward` scores completions without a model."""
 
 import argparse
 import json
@@ -10,8 +10,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.programs.rollouts import load_prompts
+from mcore_rl.rl.rewards.score import (
+    ANSWER,
+    FailureReport,
+    Reward,
+    Scores,
+    refuse_failing_trial,
+    trial_groups,
+)
 from mcore_rl.rl.rollouts.prompts import TaskProblems, held_out_problems
 from mcore_rl.rl.types import Problem
 from mcore_rl.storage.files import refuse_replacing, written_atomically
@@ -21,9 +31,13 @@ FIRST_INDEX = 2**32
 """Index of the first problem. Reinforcement learning counts from 0, so the problems differ."""
 FIRST_VALID_INDEX = 2**33
 """Index of the first validation problem."""
+SHOWN = 400
+"""Number of characters to show of a prompt or reference."""
+FAILED_STATUS = 1
+"""Exit status if a score failed."""
 
 
-def main(args: argparse.Namespace) -> int:
+def write_problems(args: argparse.Namespace) -> int:
     """Write `args.count` problems to `args.output`, and `args.valid` different problems to a second file."""
     config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
     prompts, seed = config.rl.prompts, config.train.seed
@@ -60,7 +74,14 @@ def main(args: argparse.Namespace) -> int:
     for path, lines in files.items():
         _refuse_other(path, lines, Path(args.config))
     for path, lines in files.items():
-        _write(path, lines)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with written_atomically(path) as unfinished, unfinished.open("wb") as file:
+                file.writelines(map(_encoded, lines))
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be written: {error.strerror}. Choose another --output."
+            ) from error
     text = f"{args.output}: {args.count} {kind} of {prompts.task}, none of the {len(held_out)} held out for evaluation"
     if args.valid:
         text += f"\n{valid_path(args.output)}: {args.valid} others to validate on"
@@ -119,15 +140,6 @@ def _encoded(line: dict[str, str]) -> bytes:
     return (json.dumps(line, ensure_ascii=False) + "\n").encode()
 
 
-def _write(path: Path, lines: Sequence[dict[str, str]]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_atomically(path) as unfinished, unfinished.open("wb") as file:
-            file.writelines(map(_encoded, lines))
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}. Choose another --output.") from error
-
-
 def replaced(answer: str, generator: random.Random) -> str:
     """Return the answer with a digit or letter replaced by another of its kind."""
     place = _place(answer, generator)
@@ -174,3 +186,57 @@ def _place(answer: str, generator: random.Random) -> int:
 def _kind(character: str) -> str:
     """Return all digits for a digit, all lowercase letters for a lowercase letter, else an empty string."""
     return next((kind for kind in (string.digits, string.ascii_lowercase) if character in kind), "")
+
+
+def score_completions(args: argparse.Namespace) -> int:
+    """Score completions of the first `args.sample` prompts and print them with prompt and reference.
+
+    Returns:
+        0, or 1 if a score failed. A part that always fails raises TrainingError.
+    """
+    config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
+    check_rl(config, config.mesh.smallest_world)
+    prompts = load_prompts(config)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    groups = trial_groups(
+        prompts.train.take(0, args.sample), prompts.tokenizer.encode, args.completion or ANSWER
+    )
+    functions = config.rl.reward.of_functions
+    if functions is None:
+        raise ConfigError(
+            f"rl.reward.parts={list(config.rl.reward.parts)} are models or an environment alone, which score only in a "
+            "run. Name a function beside them, or start the run."
+        )
+    if others := [part for part in config.rl.reward.parts if part not in functions.parts]:
+        console.print(f"without {', '.join(others)}: reward models and environments score only in a run")
+    with Reward(functions, max_new_tokens=config.rl.rollout.max_new_tokens) as reward:
+        scores = reward(groups)
+    for p, group in enumerate(groups):
+        problem = group.prompt.problem
+        console.print(f"{problem.problem_id}: {_short(problem.prompt)}")
+        console.print(f"  reference: {_short(problem.answer) or 'none'}")
+        for g, completion in enumerate(group.completions):
+            whose = "with its reference" if g == 0 else "with another's"
+            console.print(f"  {whose}: {_short(completion.text)}")
+            console.print(f"    {_scored(scores, p, g)}")
+    refuse_failing_trial(scores, functions)
+    FailureReport(console.print, folder=None).add(scores.failures)
+    return FAILED_STATUS if scores.failures else 0
+
+
+def _scored(scores: Scores, p: int, g: int) -> str:
+    reasons = scores.reasons_PG[p][g]
+    parts = [
+        f"{name} {_number(values_PG[p, g].item())}" + (f" ({reasons[name]})" if name in reasons else "")
+        for name, values_PG in scores.parts.items()
+    ]
+    return f"reward {_number(scores.rewards_PG[p, g].item())} = {' | '.join(parts)}"
+
+
+def _number(value: float) -> str:
+    return "failed" if value != value else f"{value:.3f}"
+
+
+def _short(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= SHOWN else f"{flat[:SHOWN]} … ({len(flat) - SHOWN} characters more)"

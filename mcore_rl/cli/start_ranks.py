@@ -1,8 +1,10 @@
-"""Start of a training's ranks from the command line."""
+"""Start of a training's ranks from the command line, and the folders for their output."""
 
 import argparse
 import importlib
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mcore_rl.checks.evaluation import refuse_nothing_to_evaluate
@@ -10,12 +12,13 @@ from mcore_rl.checks.inputs import absent_inputs, has_checkpoints, inputs_of
 from mcore_rl.checks.log import absent_packages
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
-from mcore_rl.cli.commands.table import Command
-from mcore_rl.cli.log_folders import next_log_dir, refuse_unwritable
+from mcore_rl.cli.commands import Command
 from mcore_rl.config.load import kind_of
+from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.planning.local import local_memory_violations
 from mcore_rl.planning.training import training_of
+from mcore_rl.storage.files import existing_part
 from mcore_rl.workers.imports import ensure_imported
 from mcore_rl.workers.launcher import launch_local, under_launcher
 
@@ -33,16 +36,7 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
     program = PROGRAMS[_program_of(command, path, overrides)]
     config, ranks = program.checked_config(path, overrides, args.ranks)
     trains = command.module == program.module
-    refuse(
-        [
-            *absent_inputs(inputs_of(config)),
-            *(absent_packages(config.log) if trains else ()),
-            *local_memory_violations(training_of(config, ranks), trains=trains),
-        ]
-    )
-    refuse_unwritable(Path(config.run_dir))
-    if not has_checkpoints(Path(config.run_dir)):
-        ensure_imported(config.checkpoint.load, config.model, Path(config.run_dir))
+    prepare(config, ranks, trains=trains)
     if not trains:
         refuse_nothing_to_evaluate(config)
     return launch_local(
@@ -68,3 +62,41 @@ def _program_of(command: Command, config: Path, overrides: Sequence[str]) -> str
             f"checkpoint.load={config.parent}, or --model {config.parent} --data FILE --reward PART."
         )
     return kind_of(config, overrides, names)
+
+
+def prepare(config: RunConfig, ranks: int, *, trains: bool) -> None:
+    """Refuse what this machine or its files lack for a checked config, and import the model that it starts from."""
+    run_dir = Path(config.run_dir)
+    refuse(
+        [
+            *absent_inputs(inputs_of(config)),
+            *(absent_packages(config.log) if trains else ()),
+            *local_memory_violations(training_of(config, ranks), trains=trains),
+        ]
+    )
+    # Before the import, which takes long.
+    existing = existing_part(run_dir)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f'run_dir="{run_dir}" cannot be written: {existing} may not be written by this user. Choose another.'
+        )
+    if not has_checkpoints(run_dir):
+        ensure_imported(config.checkpoint.load, config.model, run_dir)
+
+
+def next_log_dir(run_dir: Path) -> Path:
+    """Create and return a new folder `run_dir/logs/<n>`, so that no attempt overwrites an earlier attempt's output."""
+    logs = run_dir / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        while True:
+            attempts = [int(folder.name) for folder in logs.iterdir() if folder.name.isdecimal()]
+            folder = logs / str(max(attempts, default=-1) + 1)
+            # Another start of the run may have created it meanwhile: the run's fence decides which of them trains.
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise ConfigError(
+            f'run_dir="{run_dir}" cannot be written: {error.strerror}. Choose another.'
+        ) from None

@@ -192,7 +192,7 @@ class JobScript:
     bind: bool = False
     """Whether each rank is bound to the cores near its GPU: see mcore_rl/workers/binding.py."""
     node_check: bool = True
-    """Whether mcore_rl.cli.machine.node_check runs on all nodes first."""
+    """Whether mcore_rl.cli.node_check runs on all nodes first."""
     gpus_per_node: int = 0
     """Number of GPUs that the check must find; 0 skips them."""
     gpu_memory_gib: float = 0.0

@@ -14,13 +14,12 @@ from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.model.adapters import adapters_off
-from mcore_rl.programs.open_run import is_done, open_run
-from mcore_rl.programs.preferences import data_metrics, describe_preferences, load_preferences
+from mcore_rl.programs.inputs import data_metrics, describe_preferences, load_preferences
+from mcore_rl.programs.open_run import is_done, open_run, run_rank
 from mcore_rl.rl.models.reference import Reference
 from mcore_rl.storage.checkpoint import saved_steps
 from mcore_rl.storage.checkpoints.read import inspect
 from mcore_rl.storage.checkpoints.write import load_weights, refuse_other_adapters
-from mcore_rl.storage.run_config import load_run_config
 from mcore_rl.train.loop import Run
 from mcore_rl.train.preference_losses import DPOHead
 from mcore_rl.train.preferences import (
@@ -38,7 +37,6 @@ from mcore_rl.train.reference_logprobs import (
     write_cached,
 )
 from mcore_rl.workers.launcher import world_size_of_launcher
-from mcore_rl.workers.rank_guard import rank_guard
 
 GROUPS_AT_A_TIME = 64
 """Prompts per data-parallel rank in a pass of the reference."""
@@ -46,9 +44,7 @@ GROUPS_AT_A_TIME = 64
 
 def main(argv: Sequence[str]) -> int:
     """Optimise on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
-    with rank_guard():
-        train(load_run_config(DPOConfig, Path(argv[0]), argv[1:]))
-    return 0
+    return run_rank(train, DPOConfig, argv)
 
 
 def train(config: DPOConfig) -> None:
@@ -106,7 +102,7 @@ def _computed(
 ) -> Tensor:
     """Collective over the world: return the logprobs of all answers under the reference."""
     state, start_s = run.state, time.perf_counter()
-    has_trained = on_rank_zero(partial(_has_checkpoints, run))
+    has_trained = on_rank_zero(lambda: bool(saved_steps(run.folder.checkpoints)))
     with ExitStack() as stack:
         if has_trained or config.dpo.reference is not None:
             # The modules do not have the reference's weights, which replace theirs for this pass.
@@ -140,10 +136,6 @@ def _computed(
         f"reference: {origin.checkpoint or origin.fingerprint}"
     )
     return logprobs
-
-
-def _has_checkpoints(run: Run) -> bool:
-    return bool(saved_steps(run.folder.checkpoints))
 
 
 if __name__ == "__main__":

@@ -2,40 +2,54 @@
 
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 from mcore_rl.checks.dependences import mesh_dependences
 from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
+from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing, with_contents
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.run import RunConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.config.speed import run_flags
 from mcore_rl.convert.peft import read_peft
+from mcore_rl.errors import CheckpointError, ConfigError, DataError
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.metrics.attempts import add_attempt, this_run_attempt
+from mcore_rl.metrics.attempts_file import FILE_NAME, read_attempts
 from mcore_rl.metrics.sinks import open_log, silent_log
 from mcore_rl.model.adapters import describe_adapters, fill_adapters
 from mcore_rl.model.transformer_config import machine_of
 from mcore_rl.planning.disk import disk_of, disk_warning
 from mcore_rl.planning.local import device_memory_lines
 from mcore_rl.planning.training import training_of
-from mcore_rl.programs.finished_run import changes_since_done, refuse_other_run
-from mcore_rl.programs.recorded_layers import keep_layers
-from mcore_rl.storage.checkpoint import saved_steps
+from mcore_rl.storage.checkpoint import complete_in, read_marker, saved_steps
 from mcore_rl.storage.files import full_disk_explained, write_atomically
+from mcore_rl.storage.run_config import load_run_config
 from mcore_rl.train.loop import Run
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.stop import StopRequest
+from mcore_rl.workers.rank_guard import rank_guard
 from mcore_rl.workers.watchdog import Limits, Watchdog
+
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
+
+
+def run_rank(train: Callable[[AnyConfig], None], config: type[AnyConfig], argv: Sequence[str]) -> int:
+    """Run one rank of a program; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
+    with rank_guard():
+        train(load_run_config(config, Path(argv[0]), argv[1:]))
+    return 0
 
 
 def is_done(config: RunConfig, platform: Platform) -> bool:
@@ -183,3 +197,76 @@ def _memory_lines(config: RunConfig, platform: Platform) -> list[str]:
     settings = config.platform.model_copy(update={"layers": platform.layers})
     actual = training_of(config.model_copy(update={"platform": settings}), platform.world_size)
     return list(device_memory_lines(actual, platform.device_bytes))
+
+
+def refuse_other_run(run_dir: str, changes: Sequence[ConfigChange], allowed: tuple[str, ...]) -> None:
+    """Raise a ConfigError if the finished run in `run_dir`, from which a config has `changes`, had another model, or
+    used other data or random numbers, except those that are `allowed`.
+    """
+    refused = [
+        change
+        for change in changes
+        if (change.breaks_exactness or change.key.startswith("model.")) and not change.is_allowed(allowed)
+    ]
+    if refused:
+        listed, keys = listing(refused)
+        raise ConfigError(
+            f"{run_dir} has a finished run, which is another one:\n{listed}\nChoose another run_dir for this "
+            f"one, or, if that one is what you want, set them as they were or give checkpoint.allow_changes={keys}."
+        )
+
+
+def changes_since_done(config: RunConfig) -> list[ConfigChange]:
+    """Return the fields that differ from the config of the finished run in `config.run_dir`, as far as its checkpoints
+    still exist; CheckpointError if another program made it.
+    """
+    complete = complete_in(Path(config.run_dir) / "checkpoints")
+    marker = read_marker(complete[-1]) if complete else None
+    if marker is None or not marker.program:
+        return []
+    if marker.program != (kind := kind_of_config(config)):
+        raise CheckpointError(
+            f"{config.run_dir} has a finished run of {marker.program}, and this is {kind}. Choose another run_dir."
+        )
+    inputs = contents_of_inputs(inputs_of(config))
+    return with_contents(config_changes(marker.settings, config), marker.inputs, inputs)
+
+
+def keep_layers(
+    config: PlatformConfig, platform: Platform, folder: RunFolder
+) -> tuple[Platform, tuple[str, ...]]:
+    """Collective over the world: use the layers that the last start of a run recorded, before a model is built.
+
+    A run with torch's layers keeps them if `platform.layers` is "auto".
+
+    Returns:
+        The platform with the layers of this start, and warnings: if the order of sums differs from the last start, so
+        that the run does not continue bit for bit, and if run.json was damaged, which is then renamed.
+    """
+    recorded, damage = on_rank_zero(partial(_last_layers, folder))
+    if (
+        recorded == "torch"
+        and platform.layers == "cpu"
+        and config.layers == "auto"
+        and not config.bf16_products
+    ):
+        platform = platform.with_torch_layers(f"as in {FILE_NAME}")
+    if not recorded or recorded == platform.layers_id:
+        return platform, damage
+    return platform, (
+        *damage,
+        f'{FILE_NAME} has the layers "{recorded}", and this start computes with "{platform.layers_id}": the run is '
+        "not continued bit for bit. For that, resume on a machine like the first, with the same platform.layers",
+    )
+
+
+def _last_layers(folder: RunFolder) -> tuple[str, tuple[str, ...]]:
+    """Return the layers of the last start ("" if not recorded), and a sentence if the record is damaged."""
+    try:
+        return next((attempt.layers for attempt in read_attempts(folder.path)[::-1]), ""), ()
+    except DataError:
+        aside = folder.set_aside(FILE_NAME)
+        return "", (
+            f"{folder.path / FILE_NAME} was damaged, and is {aside.name} now: the report knows nothing of the starts "
+            "before, and a run on a CPU chooses its layers anew",
+        )

@@ -11,20 +11,16 @@ from mcore_rl.data.index_file import unigram_entropy
 from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.programs.open_run import is_done, open_run
-from mcore_rl.storage.run_config import load_run_config
+from mcore_rl.programs.open_run import is_done, open_run, run_rank
 from mcore_rl.train.batch_size import total_samples
 from mcore_rl.train.loop import SupervisedTrainer
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.workers.launcher import world_size_of_launcher
-from mcore_rl.workers.rank_guard import rank_guard
 
 
 def main(argv: Sequence[str]) -> int:
     """Pretrain on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
-    with rank_guard():
-        train(load_run_config(PretrainConfig, Path(argv[0]), argv[1:]))
-    return 0
+    return run_rank(train, PretrainConfig, argv)
 
 
 def train(config: PretrainConfig) -> None:

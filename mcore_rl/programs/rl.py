@@ -32,9 +32,9 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.metrics.metrics import Metric
+from mcore_rl.programs.inputs import refuse_other_tokenizer
 from mcore_rl.programs.open_run import is_done, open_run
 from mcore_rl.programs.rollouts import Prompts, load_prompts, make_flow, open_rollouts
-from mcore_rl.programs.trained_model import refuse_other_tokenizer
 from mcore_rl.rl.environments.conversations import try_environment
 from mcore_rl.rl.measure.routing_split import RoutingSplits
 from mcore_rl.rl.models.critic import Critic, critic_routes

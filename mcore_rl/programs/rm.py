@@ -2,24 +2,19 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from mcore_rl.checks.rm import check_rm
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.megatron import platform as platforms
-from mcore_rl.programs.open_run import is_done, open_run
-from mcore_rl.programs.preferences import data_metrics, describe_preferences, load_preferences
-from mcore_rl.storage.run_config import load_run_config
+from mcore_rl.programs.inputs import data_metrics, describe_preferences, load_preferences
+from mcore_rl.programs.open_run import is_done, open_run, run_rank
 from mcore_rl.train.reward_model import RewardModelTrainer, reward_head
 from mcore_rl.workers.launcher import world_size_of_launcher
-from mcore_rl.workers.rank_guard import rank_guard
 
 
 def main(argv: Sequence[str]) -> int:
     """Train a reward model on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped."""
-    with rank_guard():
-        train(load_run_config(RewardModelConfig, Path(argv[0]), argv[1:]))
-    return 0
+    return run_rank(train, RewardModelConfig, argv)
 
 
 def train(config: RewardModelConfig) -> None:

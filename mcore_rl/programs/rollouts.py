@@ -21,7 +21,7 @@ from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Platform
-from mcore_rl.programs.trained_model import load_matching_tokenizer
+from mcore_rl.programs.inputs import load_matching_tokenizer
 from mcore_rl.rl.engines.base import asking, make_engine, sampling_of
 from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.environments.interface import EnvironmentWorkers, environment_maker

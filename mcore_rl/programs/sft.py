@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from mcore_rl.checks.sft import check_sft
 from mcore_rl.config.sft import SFTConfig
@@ -16,21 +15,17 @@ from mcore_rl.data.records import SHOWN, shapes_among, warnings_among
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.programs.open_run import is_done, open_run
-from mcore_rl.programs.trained_model import load_matching_tokenizer
-from mcore_rl.storage.run_config import load_run_config
+from mcore_rl.programs.inputs import load_matching_tokenizer
+from mcore_rl.programs.open_run import is_done, open_run, run_rank
 from mcore_rl.train.batch_size import total_samples
 from mcore_rl.train.loop import SupervisedTrainer
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.workers.launcher import world_size_of_launcher
-from mcore_rl.workers.rank_guard import rank_guard
 
 
 def main(argv: Sequence[str]) -> int:
     """Fine-tune on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
-    with rank_guard():
-        train(load_run_config(SFTConfig, Path(argv[0]), argv[1:]))
-    return 0
+    return run_rank(train, SFTConfig, argv)
 
 
 def train(config: SFTConfig) -> None:

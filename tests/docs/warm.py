@@ -15,7 +15,7 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from mcore_rl.cli import cli
-from mcore_rl.cli.commands.table import COMMANDS
+from mcore_rl.cli.cli import COMMANDS
 from tests.ranks import forkserver
 
 CLIENT = """#!{python} -IS

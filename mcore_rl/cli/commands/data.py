@@ -1,15 +1,14 @@
-"""Arguments of the commands that create, show and score data."""
+"""The commands that make, show and score data."""
 
 import argparse
 from pathlib import Path
 
-from mcore_rl.cli.commands.arguments import CONFIG_HELP, add_overrides, add_program
+from mcore_rl.cli.commands import CONFIG_HELP, Command, add_overrides, add_program
 from mcore_rl.launch.arguments import positive
 
 
 def tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a corpus and the tokenizer to train on it."""
-    parser.set_defaults(data_command="tokenizer")
     _corpus(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="FILE.model", help="the file to write")
     parser.add_argument(
@@ -33,7 +32,6 @@ def tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 def preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a corpus and the dataset to create from it."""
-    parser.set_defaults(data_command="preprocess")
     _corpus(parser)
     parser.add_argument(
         "--output", required=True, type=Path, metavar="PREFIX", help="where to write, without an ending"
@@ -142,3 +140,51 @@ def probability(text: str) -> float:
     if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"{text}, wanted a number from 0 to 1")
     return number
+
+
+DATA: dict[str, Command] = {
+    "data tokenizer": Command(
+        brief="train a sentencepiece tokenizer",
+        summary="Train a sentencepiece tokenizer (byte fallback, single digits) on JSON lines or text. "
+        "Ids: 0 unknown, 1 begin of text, 2 end of document, 3 padding.",
+        example="mcore-rl data tokenizer corpus/train.jsonl --vocab-size 2048 --output data/tokenizer.model",
+        arguments=tokenizer_arguments,
+        module="mcore_rl.cli.data",
+        main="make_tokenizer",
+    ),
+    "data preprocess": Command(
+        brief="encode text as .bin/.idx",
+        summary="Encode text files as PREFIX.bin and .idx (Megatron's format) and PREFIX.json (their origin). "
+        "A killed run resumes when the same command is given again.",
+        example="mcore-rl data preprocess corpus/train.jsonl --output data/train --tokenizer data/tok.model "
+        "--workers 8",
+        arguments=preprocess_arguments,
+        module="mcore_rl.cli.data",
+        main="make_dataset",
+    ),
+    "data show": Command(
+        brief="show training examples, or how a file is read",
+        summary="Show the first training examples of a config as the model reads them: sequences of pretraining, chats "
+        "with what is trained on marked, prompts with their reference answers. It starts no ranks.",
+        example="mcore-rl data show tiny_moe/sft --num 3",
+        arguments=show_data_arguments,
+        module="mcore_rl.cli.data",
+        main="show_examples",
+    ),
+    "problems": Command(
+        brief="write problems of a built-in task to fine-tune on",
+        summary="Write problems of an RL config's built-in task with their answers, to fine-tune on; none is held out.",
+        example="mcore-rl problems tiny_moe/grpo --count 20000 --output runs/quickstart/chat.jsonl",
+        arguments=problems_arguments,
+        module="mcore_rl.cli.problems",
+        main="write_problems",
+    ),
+    "reward": Command(
+        brief="try a reward on completions, without a model",
+        summary="Show what an RL config's reward gives to completions of its own prompts; it needs no model.",
+        example="mcore-rl reward tiny_moe/grpo --sample 4",
+        arguments=reward_arguments,
+        module="mcore_rl.cli.problems",
+        main="score_completions",
+    ),
+}

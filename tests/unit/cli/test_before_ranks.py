@@ -1,9 +1,6 @@
 """What ranks would refuse is refused before they start, once."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +15,9 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import LogConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.errors import ConfigError, DataError, TrainingError
+from tests.forked import run_command
 from tests.tokenizer_files import write_tokenizer
 
-ROOT = Path(__file__).parents[3]
 PROMPT = {"prompt": "12=", "answer": "21"}
 CHAT = {"prompt": "12=", "response": "21"}
 PAIR = {"prompt": "12=", "chosen": "21", "rejected": "12"}
@@ -102,34 +99,11 @@ def test_a_run_with_bad_lines_is_refused_once_and_has_no_log_of_a_rank(
     file: Callable[..., str], tmp_path: Path
 ) -> None:
     words = [f"rl.prompts.files={file(OTHER)}", "checkpoint.load=none", f"run_dir={tmp_path}/run"]
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mcore_rl.cli.cli",
-            "rl",
-            "tiny_moe/own_prompts",
-            *words,
-            "data.tokenizer.path=gone",
-        ],
-        cwd=ROOT,
-        env=clean,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run_command("rl", "tiny_moe/own_prompts", *words, "data.tokenizer.path=gone")
     assert ended.returncode == 2 and "data.tokenizer.path names the tokenizer gone" in ended.stderr
     (tmp_path / "tokenizer.model").write_text("")
     words.append(f"data.tokenizer.path={tmp_path}/tokenizer.model")
-    ended = subprocess.run(
-        [sys.executable, "-m", "mcore_rl.cli.cli", "rl", "tiny_moe/own_prompts", *words],
-        cwd=ROOT,
-        env=clean,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run_command("rl", "tiny_moe/own_prompts", *words)
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr.count("holds no prompt in 1 lines") == 1 and "First cause" not in ended.stderr
     assert not list((tmp_path / "run").rglob("rank_*.log"))

@@ -1,6 +1,5 @@
 import contextlib
 import io
-import os
 import re
 import shlex
 import subprocess
@@ -12,10 +11,9 @@ import pytest
 
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli import start_ranks
-from mcore_rl.cli.cli import main, parser_of, split_name
-from mcore_rl.cli.commands.table import COMMAND_GROUPS, COMMANDS
-from mcore_rl.cli.log_folders import next_log_dir
-from mcore_rl.cli.study.runs import plan
+from mcore_rl.cli.cli import COMMAND_GROUPS, COMMANDS, main, parser_of, split_name
+from mcore_rl.cli.start_ranks import next_log_dir
+from mcore_rl.cli.study import plan
 from mcore_rl.config.describe import describe, describe_sections
 from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.load import load_config
@@ -26,18 +24,6 @@ from mcore_rl.launch.job import STATUS
 
 ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "launch/recipes/tiny_moe/pretrain.toml")
-
-
-def mcore_rl(*words, **variables):
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", "mcore_rl.cli.cli", *words],
-        cwd=ROOT,
-        env=clean | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 @pytest.mark.parametrize(
@@ -52,22 +38,14 @@ def test_help_has_an_example(words, capsys):
     assert "  mcore-rl " in message.out and not message.err
 
 
-def test_help_imports_nothing_that_takes_seconds():
+def test_help_imports_neither_configs_nor_anything_that_takes_seconds():
+    """The classes of configs are most of what a command imports: they are built by pydantic."""
     code = (
         "import contextlib, sys, mcore_rl.cli.cli as cli\n"
         "for words in ([], *(name.split() for name in cli.COMMANDS)):\n"
         "    with contextlib.suppress(SystemExit): cli.main([*words, '--help'])\n"
-        "sys.exit(any(name.partition('.')[0] in ('torch', 'megatron', 'transformers') for name in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
-
-
-def test_the_help_of_a_plan_imports_no_config():
-    """They are most of what a command imports: their classes are built by pydantic."""
-    code = (
-        "import contextlib, sys, mcore_rl.cli.cli as cli\n"
-        "with contextlib.suppress(SystemExit): cli.main(['plan', '--help'])\n"
-        "sys.exit('pydantic' in sys.modules)"
+        "slow = ('torch', 'megatron', 'transformers', 'pydantic')\n"
+        "sys.exit(any(name.partition('.')[0] in slow for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
 
@@ -117,6 +95,13 @@ def test_fields_lists_sections_names_the_kinds_that_differ_and_the_nearest(capsy
     assert "Did you mean rl.loss?" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def completion():
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert main(["completion", "bash"]) == 0
+    return output.getvalue()
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
@@ -130,10 +115,9 @@ def test_fields_lists_sections_names_the_kinds_that_differ_and_the_nearest(capsy
         (["fields", "rl.los"], ["rl.loss"]),
     ],
 )
-def test_bash_completes_commands_recipes_fields_and_options(words, wanted, capsys):
-    assert main(["completion", "bash"]) == 0
+def test_bash_completes_commands_recipes_fields_and_options(words, wanted, completion):
     typed = " ".join(shlex.quote(word) for word in ["mcore-rl", *words])
-    script = f"{capsys.readouterr().out}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words)}; _mcore_rl"
+    script = f"{completion}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words)}; _mcore_rl"
     script += "; echo ${COMPREPLY[@]}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == wanted and not done.stderr
@@ -255,6 +239,7 @@ def test_config_warns_of_a_setting_that_means_something_else_on_another_mesh(cap
     assert 'warning: model.moe.balance="global_aux_loss" evens out the load' in capsys.readouterr().err
 
 
+@pytest.mark.matrix("recipes")
 @pytest.mark.parametrize("words", ["recipes", "config tiny_moe/grpo"])
 def test_a_reader_that_ends_first_leaves_no_traceback(words):
     """`mcore-rl recipes | head`: 141, as of a program that SIGPIPE ends."""
@@ -267,6 +252,7 @@ def test_a_reader_that_ends_first_leaves_no_traceback(words):
     assert "Traceback" not in errors and "BrokenPipe" not in errors
 
 
+@pytest.mark.matrix("recipes")
 @pytest.mark.parametrize("words", ["recipes", "config tiny_moe/grpo"])
 def test_output_that_has_no_room_is_refused_without_a_traceback(words):
     """`mcore-rl config ... > file` on a full disk."""
@@ -304,13 +290,9 @@ def test_the_number_of_ranks_is_left_to_a_launcher(monkeypatch, capsys):
     assert "a launcher has started the ranks" in capsys.readouterr().err
 
 
-def test_each_attempt_gets_a_log_folder_of_its_own(tmp_path):
-    assert [next_log_dir(tmp_path).name for _ in range(3)] == ["0", "1", "2"]
-    (tmp_path / "logs" / "10").mkdir()
-    assert next_log_dir(tmp_path).name == "11"
-
-
 def test_attempts_that_start_at_once_get_log_folders_of_their_own(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(next_log_dir, [tmp_path] * 200))
     assert sorted(int(folder.name) for folder in folders) == list(range(200))
+    (tmp_path / "logs" / "210").mkdir()
+    assert next_log_dir(tmp_path).name == "211"

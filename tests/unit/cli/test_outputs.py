@@ -129,6 +129,7 @@ def test_a_source_and_what_lies_around_it_stay(
     assert files_of(home) == before
 
 
+@pytest.mark.matrix("0-same command", "3-another one", "5-same command")
 @pytest.mark.parametrize("other", [False, True], ids=["same command", "another one"])
 @pytest.mark.parametrize("moves", range(6))
 def test_a_dataset_whose_replacing_was_killed_is_replaced_by_the_next_command(

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of this program and of its ranks, which also have `--rank`."""
-    parser = argparse.ArgumentParser(prog="python -m mcore_rl.cli.machine.node_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m mcore_rl.cli.node_check", description=__doc__)
     parser.add_argument(
         "--hosts", type=lambda text: text.split(","), required=True, help="hosts of the job, with commas"
     )
@@ -109,7 +109,7 @@ def unfit_links(outcomes: Sequence[Outcome], min_gbit_per_s: float) -> list[str]
 
 def _of_all_ranks(argv: Sequence[str], ranks: int) -> tuple[list[str], list[Outcome]]:
     """Return the faults of this node's ranks and the worst outcome of each link."""
-    command = [sys.executable, "-m", "mcore_rl.cli.machine.node_check_rank", *argv, "--rank"]
+    command = [sys.executable, "-m", "mcore_rl.cli.node_check_rank", *argv, "--rank"]
     processes = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(ranks)
     ]

@@ -13,14 +13,13 @@ from pathlib import Path
 from rich.console import Console
 
 from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.cli.log_folders import next_log_dir
-from mcore_rl.cli.study.figures import as_svg
-from mcore_rl.cli.study.table import as_json, as_markdown, read_run, rows_of
+from mcore_rl.cli.start_ranks import next_log_dir
+from mcore_rl.cli.study_results import as_json, as_markdown, as_svg, read_run, rows_of
 from mcore_rl.config.changes import ConfigChange
 from mcore_rl.config.load import load_config
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.programs.finished_run import changes_since_done
+from mcore_rl.programs.open_run import changes_since_done
 from mcore_rl.storage.files import (
     disk_errors_explained,
     has_mark,

@@ -1,16 +1,154 @@
-"""Configs of other systems as TOML: what is the same is set, and everything else is listed."""
+"""`mcore-rl init` and whether a training of a model fits: from its folder, or from a config of another system."""
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from mcore_rl.cli.cli import main
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.cli.cli import main, run
+from mcore_rl.cli.init import size_of
 from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.load import load_config
+from mcore_rl.errors import ConfigError
+from mcore_rl.planning.gpus import parse_gpus
+from mcore_rl.storage.run_config import load_run_config
+from tests.conversion import saved
+
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Path:
+    folder = tmp_path / "my models" / "Qwen3-30B-A3B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    return folder
+
+
+def test_the_answer_is_one_line_and_its_command_passes_the_checks(
+    qwen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(qwen), "--gpus", "8xH100"]) == 0
+    answer, command, *_ = capsys.readouterr().out.splitlines()
+    # The card of the model: 30.5 B parameters, 3.3 B activated.
+    assert answer.startswith(
+        "Qwen3-30B-A3B, 30.5 B parameters, 3.35 B at work for a token: yes, sft in bf16 with "
+    )
+    used, free = map(float, re.findall(r"([\d.]+) (?:GiB|free)", answer)[:2])
+    assert used + free == pytest.approx(80 - 6, abs=0.2) and used > 16 * 30.5 / 8 * 0.9
+    fields = shlex.split(command.split(" CONFIG ")[1])
+    assert fields[0] == f"model.path={qwen}"
+    data = ["data.train=x", "data.tokenizer.kind=huggingface", f"data.tokenizer.path={qwen}"]
+    config = load_run_config(PROGRAMS["sft"].config, None, [*fields, *data])
+    PROGRAMS["sft"].check(config, 8)
+    with pytest.raises(ConfigError, match=r"no, sft .* does not fit on 2 x H100\. It does on [48] x H100 \("):
+        run(["plan", str(qwen), "--gpus", "2xH100"])
+    # What is refused whatever the mesh is said as it is.
+    with pytest.raises(ConfigError, match=r"data\.seq_length=100000 .*model\.max_position"):
+        run(["plan", str(qwen), "data.seq_length=100000", "--gpus", "8xH100"])
+
+
+def test_a_model_of_the_hub_is_asked_about_by_its_name(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub/models--Qwen--Qwen3-30B-A3B/snapshots/0123abcd"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    (tmp_path / "hub/models--Qwen--Qwen3-30B-A3B/refs").mkdir()
+    (tmp_path / "hub/models--Qwen--Qwen3-30B-A3B/refs/main").write_text("0123abcd")
+    assert run(["plan", str(qwen), "--gpus", "8xH100"]) == 0
+    by_folder = capsys.readouterr().out
+    assert run(["plan", "Qwen/Qwen3-30B-A3B", "--gpus", "8xH100"]) == 0
+    # The folder's path has a blank, for which the shell's word is quoted.
+    named = by_folder.replace(f"'model.path={qwen}'", "model.path=Qwen/Qwen3-30B-A3B")
+    assert named != by_folder and capsys.readouterr().out == named
+    with pytest.raises(
+        ConfigError, match=r"no file Qwen/Other, and no recipe .*`hf download Qwen/Other config\.json`"
+    ):
+        run(["plan", "Qwen/Other", "--gpus", "8xH100"])
+
+
+def test_adapters_fit_on_fewer_gpus_and_the_command_has_them(
+    qwen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(qwen), "--gpus", "1xH100", "--lora-rank", "16"]) == 0
+    answer, command, *_ = capsys.readouterr().out.splitlines()
+    # All 30.5 B weights in 16 bits lie on the GPU.
+    assert "yes, sft in bf16" in answer and float(re.findall(r"([\d.]+) GiB", answer)[0]) > 2 * 30.5e9 / 2**30
+    assert command.split()[-1] == "lora.rank=16"
+
+
+def test_the_size_is_that_of_the_weights(tmp_path: Path) -> None:
+    folder = saved("qwen3_moe", tmp_path / "model")
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        total += sum(tensor.numel() for tensor in load_file(file).values())
+    config = load_run_config(
+        PROGRAMS["pretrain"].config, None, [f"model.path={folder}", "model.vocab_multiple=1"]
+    )
+    assert size_of(config.model).startswith(f"{total / 1e9:.3g} B parameters")
+
+
+@pytest.mark.matrix("none-pretrain", "none-sft", "8xH100-rm", "none-dpo", "8xH100-rl")
+@pytest.mark.parametrize("kind", PROGRAMS)
+@pytest.mark.parametrize("gpus", ["8xH100", "none"])
+def test_a_config_is_written_that_passes_all_checks(
+    qwen: Path, kind: str, gpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (qwen / "tokenizer.json").write_text("{}")
+    assert run(["init", str(qwen), "--program", kind, *(() if gpus == "none" else ("--gpus", gpus))]) == 0
+    text = capsys.readouterr().out
+    file = tmp_path / "my.toml"
+    file.write_text(text)
+    ranks = 1 if gpus == "none" else 8
+    assert (
+        f"mcore-rl {kind} THIS_FILE --ranks {ranks}" in text.splitlines()[0] and len(text.splitlines()) < 30
+    )
+    config, _ = PROGRAMS[kind].checked_config(file, [], ranks)
+    assert config.model.num_layers == 48 and config.platform.precision == ("fp32" if ranks == 1 else "bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("8", "wanted a number and a kind of GPU, as 8xH100"),
+        ("0xH100", "wanted a number"),
+        ("12xH100", "more than 8 GPUs are nodes of 8"),
+        ("8xH10O", 'gpus="H10O" is no known device. Did you mean H100'),
+    ],
+)
+def test_gpus_that_are_none_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        parse_gpus(text)
+
+
+def test_a_config_is_planned_on_gpus_without_a_clusters_file(capsys: pytest.CaptureFixture[str]) -> None:
+    def lines(*words: str) -> list[str]:
+        assert run(["plan", "qwen3_30b_a3b/pretrain", *words]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    # The example's nodes have a little less memory than the data sheet.
+    planned, of_cluster = lines("--gpus", "32xH100"), lines("--cluster", "example_h100", "--nodes", "4")
+    assert [line.replace("74.0 GiB", "73.6 GiB") for line in planned] == of_cluster
+    with pytest.raises(ConfigError, match="--gpus names all GPUs"):
+        lines("--gpus", "8xH100", "--nodes", "4")
+    with pytest.raises(ConfigError, match="is a model: `mcore-rl plan"):
+        run(["plan", "/tmp", "--cluster", "example_h100", "--nodes", "1"])
+
 
 VERL = """
 data:

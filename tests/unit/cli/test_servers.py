@@ -1,8 +1,14 @@
-"""`mcore-rl probe` finds whether a server has a checkpoint's weights, and which group of them it lacks."""
+"""`mcore-rl probe` finds what weights a server lacks; `mcore-rl serve` starts servers anew that end or are asked to."""
 
+import json
+import signal
+import socket
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -16,8 +22,12 @@ from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.rl.engines.probe import probe_sequences
+from mcore_rl.rl.engines.server_api import HttpClient, ServerError
+from mcore_rl.rl.engines.server_process import replacement_request
 from mcore_rl.storage.checkpoints.write import save_weights
+from mcore_rl.workers.launcher import free_port
 from tests.fake_server import FakeServer, TableAnswers
+from tests.forked import RunningCommand
 from tests.tiny_models import TINY
 
 MODEL = TINY["qwen3_moe"]
@@ -100,12 +110,14 @@ def test_a_server_with_the_weights_has_status_0(run: Run, capsys: pytest.Capture
     assert all(float(changed) > 2e-4 for _, changed, _ in rows)
 
 
+@pytest.mark.matrix("fp32")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_server_that_lacks_one_group_is_shown_to_lack_it(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    dtype: str, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert probed(run, ".experts.", "--older", str(run.older)) == 1
+    assert probed(run, ".experts.", "--dtype", dtype, "--older", str(run.older)) == 1
     shown = capsys.readouterr().out
-    assert "does NOT have these weights" in shown
+    assert "does NOT have these weights" in shown and "not seen" not in shown
     marked = [line.split()[0] for line in shown.splitlines() if "<- this is what the server has" in line]
     assert marked == ["experts"]
 
@@ -127,16 +139,6 @@ def test_what_rounding_hides_of_a_server_in_bf16_is_said(
     assert any("not seen" in row for row in rows)
 
 
-def test_a_server_in_bf16_that_lacks_one_group_is_shown_to_lack_it(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert probed(run, ".experts.", "--dtype", "bf16", "--older", str(run.older)) == 1
-    shown = capsys.readouterr().out
-    assert "does NOT have these weights" in shown and "not seen" not in shown
-    marked = [line.split()[0] for line in shown.splitlines() if "<- this is what the server has" in line]
-    assert marked == ["experts"]
-
-
 def test_a_server_that_is_not_there_is_named(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["probe", str(run.folder), "--url", "http://127.0.0.1:9"])
@@ -155,3 +157,62 @@ def test_a_server_that_asks_for_a_key_gets_the_one_of_the_variable(
         monkeypatch.setenv("SERVER_KEY", "secret")
         assert main(words) == 0
     assert "secret" not in capsys.readouterr().out
+
+
+FAKE = str(Path(__file__).parents[2] / "fake_server.py")
+
+
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "rl.toml"
+    path.write_text(
+        f"run_dir = '{tmp_path}/run'\n[platform]\ndevice = 'cpu'\n[rl.prompts]\ntask = 'arithmetic'\n"
+        f"[rl.engine]\nkind = 'vllm'\ncommand = {json.dumps([sys.executable, FAKE])}\n"
+    )
+    return path
+
+
+def test_servers_that_end_or_lack_the_weights_are_started_anew_and_all_end_with_it(tmp_path: Path) -> None:
+    port = free_port()
+    http = HttpClient(f"http://127.0.0.1:{port}")
+
+    def answers() -> bool:
+        try:
+            return http.get("/health", timeout_s=2) is None
+        except ServerError:
+            return False
+
+    process = RunningCommand(["serve", config_file(tmp_path), "--port", port], tmp_path / "output")
+    try:
+        wait_for(answers)
+        fake = next(
+            p for p in psutil.Process(process.pid).children(recursive=True) if p.cmdline()[1:2] == [FAKE]
+        )
+        fake.kill()
+        wait_for(lambda: "started anew, as it has ended" in process.text)
+        wait_for(answers)
+        request = replacement_request(tmp_path / "run/servers", f"http://{socket.gethostname()}:{port}")
+        request.parent.mkdir(parents=True, exist_ok=True)
+        request.write_text("its probe failed\n")
+        wait_for(lambda: "as the training asks for it (its probe failed)" in process.text)
+        wait_for(answers)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+        assert not psutil.wait_procs(children, timeout=120)[1]
+        assert (
+            "started with --served-model-name policy" in next(tmp_path.glob("run/servers/*.log")).read_text()
+        )
+    finally:
+        process.kill()
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_native_engine_has_no_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(config_file(tmp_path)), "rl.engine.kind=native", "rl.engine.command=none"]) == 2
+    assert 'rl.engine.kind="native" has no servers. Set rl.engine.kind="vllm"' in capsys.readouterr().err

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.cli.study import runs as study_command
-from mcore_rl.cli.study.figures import as_svg
-from mcore_rl.cli.study.runs import plan
-from mcore_rl.cli.study.table import (
+from mcore_rl.cli import study as study_command
+from mcore_rl.cli.study import plan
+from mcore_rl.cli.study_results import (
     COLUMNS,
     StudyRow,
     StudyRun,
     as_json,
     as_markdown,
+    as_svg,
     collapsed,
     read_run,
     rows_of,
@@ -28,7 +28,7 @@ from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError
 from tests.finished import finish
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "launch/recipes/tiny_moe/replay_study.toml"
 
 

@@ -1,25 +1,28 @@
-"""`mcore-rl probe`: check whether a server has a checkpoint's weights, and which part of them it lacks."""
+"""`mcore-rl serve` runs inference servers on this machine; `mcore-rl probe` compares one's weights with a run's."""
 
 import argparse
 import re
+import signal
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from torch import Tensor, nn
 
-from mcore_rl.cli.loaded_model import load_model
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.engine import SERVED
-from mcore_rl.config.run import PlatformConfig
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import platform as platforms
-from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.programs.inputs import load_model
 from mcore_rl.rl.engines.probe import (
     FEWEST_EXPERT_TOKENS,
     Probe,
@@ -27,11 +30,25 @@ from mcore_rl.rl.engines.probe import (
     ProbeReference,
     difference_of,
 )
-from mcore_rl.rl.engines.server_api import ServerApi, server_apis
+from mcore_rl.rl.engines.server_api import server_apis
+from mcore_rl.rl.engines.server_process import (
+    ServerProcess,
+    replacement_request,
+    server_command,
+    servers_folder,
+)
 from mcore_rl.storage.checkpoint import find_checkpoint, path_of_step, saved_steps
 from mcore_rl.storage.folders import read_run, stored_lora
+from mcore_rl.storage.run_config import load_run_config
 from mcore_rl.workers.rank_guard import rank_guard
 
+GPU_DEVICE = Path("/dev/nvidiactl")
+EVERYWHERE = "0.0.0.0"
+LOOK_S = 1.0
+QUICK_S = 60.0
+"""A server that exits sooner than this after its start counts as failed to start."""
+MAX_QUICK_ENDS = 5
+"""Number of consecutive failed starts after which to give up on a server."""
 GROUPS: Mapping[str, re.Pattern[str]] = {
     "norms": re.compile("norm"),
     "embedding": re.compile(r"^embedding\."),
@@ -48,6 +65,79 @@ NUDGE = 1.01
 """Factor on a group's weights to measure the probe's sensitivity to it, without an older checkpoint."""
 
 
+class StopRequested(Exception):  # noqa: N818  # no error
+    """SIGTERM or SIGINT has arrived."""
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C. Returns 0 then, or 1 after giving up on a server."""
+    config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
+    engine = config.served
+    if engine is None:
+        raise ConfigError(
+            f'rl.engine.kind="{config.rl.engine.kind}" has no servers. Set rl.engine.kind="vllm" or "sglang".'
+        )
+    on_gpu = config.platform.device == "cuda" or (config.platform.device == "auto" and GPU_DEVICE.exists())
+    folder, size = servers_folder(config.run_dir), engine.tensor_parallel
+    # Servers on several machines share the folder, and each writes its own files there.
+    of_host = folder / socket.gethostname()
+    command = partial(server_command, config, of_host, host=EVERYWHERE, on_gpu=on_gpu)
+    servers: list[ServerProcess] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    try:
+        for index in range(args.count):
+            port = args.port + index
+            servers.append(
+                ServerProcess(
+                    command,
+                    folder / f"{of_host.name}_{port}.log",
+                    devices=range(index * size, (index + 1) * size) if on_gpu else (),
+                    port=port,
+                )
+            )
+            _write(f"{servers[-1].url}: started, its output is in {servers[-1].log}")
+        return _watch(folder, servers)
+    except StopRequested:
+        return 0
+    finally:
+        for server in servers:
+            server.close()
+
+
+def _watch(folder: Path, servers: list[ServerProcess]) -> int:
+    """Restart servers that exit or that the training asks to restart; return 1 after giving up on a server."""
+    quick_ends = dict.fromkeys(range(len(servers)), 0)
+    since_s = time.time()
+    while True:
+        time.sleep(LOOK_S)
+        for index, server in enumerate(servers):
+            port = server.url.rsplit(":", 1)[1]
+            request = replacement_request(folder, f"http://{socket.gethostname()}:{port}")
+            if not server.is_alive:
+                quick_ends[index] = quick_ends[index] + 1 if server.age_s < QUICK_S else 1
+                if quick_ends[index] >= MAX_QUICK_ENDS:
+                    _write(f"{server.url} {server.ending()}")
+                    return 1
+                reason = "it has ended"
+            elif request.exists() and request.stat().st_mtime > since_s:
+                reason = f"the training asks for it ({request.read_text(encoding='utf-8').strip()})"
+                request.unlink(missing_ok=True)
+            else:
+                continue
+            server.restart()
+            _write(f"{server.url}: started anew, as {reason}")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise StopRequested
+
+
+def _write(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLine:
     """A group of weights that is replaced by other weights in the checkpoint's model."""
@@ -61,7 +151,7 @@ class GroupLine:
     """Difference between the server and the model with the replaced group."""
 
 
-def main(args: argparse.Namespace) -> int:
+def probe(args: argparse.Namespace) -> int:
     """Print the differences and return the exit status: 0 if the server has the checkpoint's weights, otherwise 1."""
     with rank_guard():
         trained = read_run(args.run)
@@ -69,9 +159,18 @@ def main(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{args.run} is a run of a reward model, which has no logits. Name a run of a policy."
             )
-        server = _server(args, trained.model)
+        engine = SERVED[args.kind](
+            urls=(args.url,),
+            api_key_env=args.api_key_env,
+            ca_file=args.ca_file,
+            request_timeout_s=TIMEOUT_S,
+            update_timeout_s=TIMEOUT_S,
+        )
+        server = server_apis(engine, trained.model)(args.url)
         checkpoint = find_checkpoint(args.checkpoint or args.run)
-        older = args.older or _checkpoint_before(checkpoint)
+        steps = [path_of_step(checkpoint.parent, step) for step in saved_steps(checkpoint.parent)]
+        before = steps[: steps.index(checkpoint)] if checkpoint in steps else []
+        older = args.older or (before[-1] if before else None)
         plain = {"recompute": "none", "layers": "torch", "fp8": "none", "bf16_products": False}
         settings = trained.platform.model_copy(update=plain)
         platform = platforms.start(settings)
@@ -83,42 +182,14 @@ def main(args: argparse.Namespace) -> int:
         ours = probe.reference(args.tolerance)
         theirs = [server.prompt_logprobs(tokens) for tokens in probe.sequences]
         found = ours.difference(theirs)
-        replaced = None if older is None else _weights(older, trained.model, lora, mesh, platform, settings)
+        replaced = None
+        if older is not None:
+            others, _ = load_model(trained.model, lora, mesh, platform, settings, older)
+            replaced = [shard.data for shard in local_shards(others)]
         lines = list(_groups(chunks, probe, ours.logprobs_NT, theirs, replaced))
         sys.stdout.write(_text(args.url, checkpoint, older, ours, found, lines, probe))
         platforms.stop()
     return 0 if ours.limit.holds(found) else 1
-
-
-def _server(args: argparse.Namespace, model: ModelConfig) -> ServerApi:
-    engine = SERVED[args.kind](
-        urls=(args.url,),
-        api_key_env=args.api_key_env,
-        ca_file=args.ca_file,
-        request_timeout_s=TIMEOUT_S,
-        update_timeout_s=TIMEOUT_S,
-    )
-    return server_apis(engine, model)(args.url)
-
-
-def _checkpoint_before(checkpoint: Path) -> Path | None:
-    """Return the previous checkpoint of the same run, if any."""
-    steps = [path_of_step(checkpoint.parent, step) for step in saved_steps(checkpoint.parent)]
-    before = steps[: steps.index(checkpoint)] if checkpoint in steps else []
-    return before[-1] if before else None
-
-
-def _weights(
-    checkpoint: Path,
-    model: ModelConfig,
-    lora: LoraConfig,
-    mesh: Mesh,
-    platform: platforms.Platform,
-    settings: PlatformConfig,
-) -> list[Tensor]:
-    """Return the weights of another checkpoint of the same model, in the order of its shards."""
-    chunks, _ = load_model(model, lora, mesh, platform, settings, checkpoint)
-    return [shard.data for shard in local_shards(chunks)]
 
 
 def _groups(
@@ -169,7 +240,6 @@ def _text(
     lines: Sequence[GroupLine],
     probe: Probe,
 ) -> str:
-    """Return the printed lines."""
     limit = ours.limit
     number = {"largest": "at most", "mean": "in the mean"}[limit.statistic]
     excess = limit.excess(found)
@@ -199,7 +269,6 @@ def _text(
 
 
 def _expert_lines(found: ProbeDifference, *, is_shown: bool) -> list[str]:
-    """Return the line about the expert that stands out most, if experts are compared."""
     expert = found.expert
     if not is_shown:
         return []

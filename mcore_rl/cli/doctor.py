@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mcore_rl import __version__
 from mcore_rl.checks import nodes
-from mcore_rl.cli.machine.node_check import shared_memory_faults
+from mcore_rl.cli.node_check import shared_memory_faults
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.config.speed import SpeedFlags, run_flags

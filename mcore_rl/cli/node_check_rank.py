@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mcore_rl.cli.machine.node_check import Outcome, arguments, rounds
+from mcore_rl.cli.node_check import Outcome, arguments, rounds
 
 GIB = 2**30
 MESSAGE_BYTES = {"cuda": 256 * 2**20, "cpu": 4 * 2**20}
@@ -95,7 +95,6 @@ def _all_reduce(args: argparse.Namespace, link: tuple[int, int, int], partner: s
 
 
 def _seconds_of_all_reduce(numbers: torch.Tensor) -> float:
-    """Return the mean time of an all-reduce in seconds."""
     if numbers.is_cuda:
         torch.cuda.synchronize()
     begin_s = time.perf_counter()

@@ -18,7 +18,7 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.sidecar import Sidecar
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.programs.trained_model import refuse_other_tokenizer
+from mcore_rl.programs.inputs import refuse_other_tokenizer
 from mcore_rl.storage.checkpoint import Marker, write_marker
 from mcore_rl.storage.folders import read_run, run_of_checkpoint
 

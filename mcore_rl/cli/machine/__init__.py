@@ -1,1 +1,0 @@
-"""A machine or node: its hardware and packages, and whether it works."""

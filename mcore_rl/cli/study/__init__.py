@@ -1,1 +1,0 @@
-"""Studies: comparisons of many runs of one config."""

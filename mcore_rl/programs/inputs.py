@@ -1,0 +1,170 @@
+"""Inputs of programs: the tokenizer that a model was trained with, preferences, and a model with stored weights."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy
+from torch import nn
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.preferences import PreferenceRunConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.convert.peft import read_peft
+from mcore_rl.data.chat import load_chat
+from mcore_rl.data.mixture import refuse_empty_sources
+from mcore_rl.data.preferences import Preferences, read_preferences
+from mcore_rl.data.records import SHOWN, shapes_among, warnings_among
+from mcore_rl.data.sidecar import read_sidecar
+from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
+from mcore_rl.errors import DataError
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import Platform
+from mcore_rl.metrics.metrics import Metric
+from mcore_rl.model.adapters import add_adapters, fill_adapters
+from mcore_rl.model.build import build_model
+from mcore_rl.storage.checkpoints.read import StoredCheckpoint, inspect
+from mcore_rl.storage.checkpoints.write import load_weights, refuse_other_adapters
+from mcore_rl.storage.folders import read_run, run_of_checkpoint
+from mcore_rl.train.preferences import PreferenceSource, packing_limits
+
+
+def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpoint: str | None) -> Tokenizer:
+    """Load the tokenizer for training that starts from a model.
+
+    Args:
+        config: The tokenizer, `data.tokenizer`.
+        model: The model; its vocabulary must hold all tokens.
+        checkpoint: The checkpoint that training starts from, if any.
+
+    Raises:
+        DataError: if the vocabulary is too small, or the checkpoint was trained with another tokenizer.
+    """
+    tokenizer = load_tokenizer(config)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise DataError(
+            f"the tokenizer {config.path} has {tokenizer.vocab_size} tokens, model.vocab_size is "
+            f"{model.vocab_size}. Name the tokenizer that the model was trained with."
+        )
+    refuse_other_tokenizer(tokenizer, checkpoint)
+    return tokenizer
+
+
+def refuse_other_tokenizer(
+    tokenizer: Tokenizer, checkpoint: str | None, field: str = "checkpoint.load"
+) -> None:
+    """Raise a DataError if the run that wrote `checkpoint`, named in `field`, used another tokenizer: ids would mean
+    different text.
+
+    Nothing is refused without a checkpoint, or if it was converted or its tokenizer is gone, because nothing is known.
+    If a pretraining named no tokenizer, the tokenizer that its data was made with is compared.
+    """
+    folder = run_of_checkpoint(Path(checkpoint)) if checkpoint else None
+    if folder is None or not (folder / "checkpoints").is_dir():
+        return
+    run = read_run(folder)
+    trained_with = run.tokenizer
+    if trained_with.path is None:
+        for prefix in run.data:
+            origin = read_sidecar(prefix)
+            if origin is not None and origin.tokenizer_digest != tokenizer.digest:
+                raise DataError(
+                    f"{field}={checkpoint} is of a run on {prefix}, which was made with another tokenizer "
+                    f"({prefix}.json has its SHA-256) than data.tokenizer.path names: the model would read other "
+                    "tokens than it has learned. Name that one."
+                )
+    if trained_with.path is None or not Path(trained_with.path).exists():
+        return
+    if load_tokenizer(trained_with).digest != tokenizer.digest:
+        raise DataError(
+            f"{field}={checkpoint} is of a run with the tokenizer {trained_with.path}, data.tokenizer.path "
+            "names another: the model would read other tokens than it has learned. Name that one, or another "
+            "checkpoint."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceData:
+    """Preferences for training and for evaluations."""
+
+    train: PreferenceSource
+    valid: PreferenceSource | None
+    """None without evaluations."""
+
+
+def load_preferences(config: PreferenceRunConfig) -> PreferenceData:
+    """Read data.train and data.valid. Raises DataError for unusable lines, or a different tokenizer."""
+    data = config.data
+    tokenizer = load_matching_tokenizer(data.tokenizer, config.model, config.checkpoint.load)
+    chat = load_chat(data.chat_template, tokenizer, data.tokenizer.path)
+
+    def read(paths: tuple[str, ...]) -> Preferences:
+        return read_preferences(
+            paths, data, chat, packed_length=config.packed_length, length_multiple=config.mesh.zigzag
+        )
+
+    train = read(data.train)
+    refuse_empty_sources("data.train_weights", data.train_weights, data.train, train.source_sizes)
+    has_valid = bool(data.valid and config.train.eval_batches)
+    source = partial(
+        PreferenceSource, limits=packing_limits(config), seed=config.train.seed, pad_id=tokenizer.eod_id
+    )
+    return PreferenceData(
+        train=source(train, weights=data.train_weights),
+        valid=source(read(data.valid)) if has_valid else None,
+    )
+
+
+def describe_preferences(data: PreferenceData) -> list[str]:
+    """Return log lines: prompts, pairs and omissions, then warnings."""
+    train = data.train.preferences
+    text = _describe(train)
+    if data.valid is not None:
+        text += f"; {_describe(data.valid.preferences)} to evaluate on"
+    if train.num_skipped:
+        text += f"; {train.num_skipped} prompts were too long and are left out"
+    if train.num_skipped_ties:
+        text += f"; {train.num_skipped_ties} ties are left out"
+    if train.bad_lines:
+        text += f"; {len(train.bad_lines)} bad lines are left out: {'; '.join(train.bad_lines[:SHOWN])}"
+    return [text + shapes_among(train.notes), *warnings_among(train.notes)]
+
+
+def _describe(preferences: Preferences) -> str:
+    if preferences.labels_T is None:
+        return f"{preferences.num_pairs} pairs of answers to {len(preferences)} prompts"
+    num_steps = int((~numpy.isnan(preferences.labels_T)).sum())
+    return f"{len(preferences)} answers with {num_steps} labelled steps"
+
+
+def data_metrics(data: PreferenceData) -> list[Metric]:
+    """Return the metrics of the training data."""
+    train = data.train.preferences
+    return [Metric("data/pairs", train.num_pairs), Metric("data/skipped_examples", train.num_skipped)]
+
+
+def load_model(
+    model: ModelConfig,
+    lora: LoraConfig,
+    mesh: Mesh,
+    platform: Platform,
+    settings: PlatformConfig,
+    source: Path,
+    *,
+    allowed: tuple[str, ...] | None = None,
+) -> tuple[list[nn.Module], StoredCheckpoint]:
+    """Collective over the world: return the chunks of a model with the weights of a checkpoint, and that checkpoint.
+
+    Adapters of the section `lora` are read from the checkpoint or, if it has none, from `lora.load`; without either
+    they add nothing. `allowed` and the errors raised are as for `load_weights`.
+    """
+    chunks = build_model(model, mesh, platform, settings)
+    if lora.is_on:
+        add_adapters(chunks, lora, model, seed=0)  # B is 0 until it is filled
+    refuse_other_adapters(inspect(source), lora)
+    stored = load_weights(chunks, mesh, model, source, allowed=allowed)
+    if lora.load is not None and not stored.has_adapters:
+        fill_adapters(chunks, read_peft(Path(lora.load), lora, model))
+    return chunks, stored
