@@ -1,6 +1,6 @@
 """Predicted against published training steps: `python -m bench.plan` prints a row for each run, and the errors.
 
-The first prediction of a published run is with the rates of planning/rates.py, which were fitted to all of them; the
+The first prediction of a published run is with the rates of planning/device.py, which were fitted to all of them; the
 second with rates that are fitted anew to the runs of the other families, as for a model of which no run is known.
 
 A published figure is in tokens/s for each GPU (TOKENS), or in model TFLOP/s (TFLOPS), which are made tokens by this
@@ -19,10 +19,9 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.planning.device import DEVICES
+from mcore_rl.planning.device import DEVICES, Rates
 from mcore_rl.planning.flops import train_flops_per_token
-from mcore_rl.planning.parts import Workload
-from mcore_rl.planning.rates import Rates
+from mcore_rl.planning.layer_times import Workload
 from mcore_rl.planning.rollout import Engine, Lengths, forward_seconds, generation
 from mcore_rl.planning.step import step, tokens_per_s
 from mcore_rl.storage.files import shipped

@@ -21,16 +21,16 @@ from mcore_rl.config.preferences import PreferenceDataConfig, PreferenceRunConfi
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig, SFTDataConfig
+from mcore_rl.data.answer_ends import token_name
 from mcore_rl.data.chat import Message
 from mcore_rl.data.documents import DocumentFormat, find_input_files, format_of_endings
-from mcore_rl.data.end_tokens import token_name
 from mcore_rl.data.examples import conversation_of
 from mcore_rl.data.indexed import NO_TOKEN, build_datasets, plan_data
-from mcore_rl.data.labels import unread_keys
-from mcore_rl.data.packed_sequences import PackedSequences
+from mcore_rl.data.packing import PackedSequences
 from mcore_rl.data.preferences import TIE, comparison_of
 from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.records import Record, is_table, read_records
+from mcore_rl.data.shapes import unread_keys
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.errors import INTERRUPTED_STATUS, ConfigError, DataError, escaped

@@ -12,8 +12,8 @@ from pathlib import Path
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl.engine import SERVED, NativeConfig
 from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
+from mcore_rl.data.answer_ends import end_tokens
 from mcore_rl.data.chat import Conversation, Message, load_chat, prompt_ids
-from mcore_rl.data.end_tokens import end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError, escaped
 from mcore_rl.megatron import platform as platforms

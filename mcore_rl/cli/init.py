@@ -24,11 +24,9 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
-from mcore_rl.planning.device import LARGEST_NODE, known_device
-from mcore_rl.planning.gpus import Gpus, parse_gpus
-from mcore_rl.planning.meshes import toml_lines
-from mcore_rl.planning.place import place_of
-from mcore_rl.planning.search import Search, search
+from mcore_rl.planning.device import LARGEST_NODE, Gpus, known_device, parse_gpus
+from mcore_rl.planning.estimate import place_of
+from mcore_rl.planning.search import Search, search, toml_lines
 from mcore_rl.planning.text import choice_text, search_lines
 from mcore_rl.planning.weights import weights_by_stage
 from mcore_rl.storage.folders import find_model, read_model_folder

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,25 +18,9 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.metrics.attempts_file import read_attempts
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
-from mcore_rl.planning.calibrate import calibrated
-from mcore_rl.planning.estimate import Estimate, estimate, times_of
-from mcore_rl.planning.exact import (
-    EXACT,
-    Exact,
-    RecordedSchedule,
-    exact_lines,
-    layer_lines,
-    recorded_microbatches,
-    recorded_schedule,
-    schedule_lines,
-    summary,
-    uncounted_lines,
-)
-from mcore_rl.planning.gpus import parse_gpus
-from mcore_rl.planning.place import Place, place_of
-from mcore_rl.planning.ranks import view_of_rank
+from mcore_rl.planning.device import parse_gpus
+from mcore_rl.planning.estimate import Estimate, Place, calibrated, estimate, place_of
 from mcore_rl.planning.search import Search, search
-from mcore_rl.planning.simulate import simulate_mesh, timeline_svg
 from mcore_rl.planning.text import (
     as_json,
     calibration_lines,
@@ -49,17 +32,15 @@ from mcore_rl.planning.text import (
     world_line,
 )
 from mcore_rl.planning.training import training_of
+from mcore_rl.planning.weights import view_of_rank
 from mcore_rl.storage.files import has_mark, refuse_replacing, write_atomically
 from mcore_rl.storage.folders import HUB_NAME, find_model
 from mcore_rl.storage.run_config import load_run_config
-from mcore_rl.workers.without_gpus import run_without_gpus
 
 MAX_RANKS = 1_000_000
 """Largest world to plan, because ranks are computed individually."""
 PLAN_MARK = "written by mcore-rl plan"
-"""Marks files of --json and --timeline, so that an earlier file is recognised."""
-DRAWN_GROUPS = 3
-"""Number of microbatches in a picture, as a multiple of the stages: warm-up, steady state and end."""
+"""Marks files of --json, so that an earlier file is recognised."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -105,32 +86,16 @@ def main(args: argparse.Namespace) -> int:
     plan = checked_estimate(config, world_size, place)
     if args.rank is not None and args.rank >= world_size:
         raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {world_size - 1}.")
-    exact = _exact(args, kind, plan) if args.exact else None
-    recorded = None
-    if exact is not None and exact.schedule:
-        recorded = recorded_schedule(exact.schedule, config.mesh, times_of(plan.training, place))
     if args.rank is not None:
         view = view_of_rank(config.model, config.mesh, args.rank, world_size, place.ranks_per_node)
         _write(rank_lines(plan, view))
     else:
         _write(estimate_lines(plan))
-    if exact is not None:
-        _write(exact_lines(exact, plan.stages, config.platform))
-        _write(uncounted_lines(plan.stages))
-        _write(layer_lines(exact.layers, plan.training.layers))
-    if recorded is not None:
-        _write(schedule_lines(recorded, plan.num_microbatches, _unit(plan)))
     if args.json:
-        values = (
-            {"comment": PLAN_MARK}
-            | as_json(plan)
-            | ({} if exact is None else {"exact": summary(exact, recorded)})
-        )
+        values = {"comment": PLAN_MARK} | as_json(plan)
         _write_file("--json", args.json, json.dumps(values, indent=1) + "\n")
     if args.rank is not None:
         return 0
-    if args.timeline:
-        _write_file("--timeline", args.timeline, _timeline(plan, recorded))
     if not plan.fits:
         raise ConfigError("It does not fit. " + nearest_text(search(config, world_size, place)))
     return 0
@@ -161,7 +126,7 @@ def _is_model(config: Path) -> bool:
 
 def _fit(args: argparse.Namespace) -> int:
     """Print whether training the model in a folder fits."""
-    if args.gpus is None or args.nodes or args.world or args.search or args.exact or args.rank is not None:
+    if args.gpus is None or args.nodes or args.world or args.search or args.rank is not None:
         raise ConfigError(
             f"{args.config} is a model: `mcore-rl plan {args.config} --gpus 8xH100` says whether a training of the "
             "model in it fits. Other questions are about a CONFIG, in which model.path may name the folder."
@@ -193,17 +158,15 @@ def _check(args: argparse.Namespace) -> None:
     for name, path, is_written, use in (
         ("--output", args.output, args.calibrate is not None, "with --calibrate"),
         ("--json", args.json, of_one_plan, "of one CONFIG on --nodes N"),
-        ("--timeline", args.timeline, of_one_plan and args.rank is None, "of one CONFIG on --nodes N"),
     ):
         if path is not None and not is_written:
             raise ConfigError(f"{name} {path} is written only {use}. Leave it out.")
-    for path in (args.json, args.timeline):
-        if path is not None:
-            _refuse_replacing(
-                args,
-                path,
-                lambda path: None if has_mark(path, PLAN_MARK) else "is no output of `mcore-rl plan`",
-            )
+    if args.json is not None:
+        _refuse_replacing(
+            args,
+            args.json,
+            lambda path: None if has_mark(path, PLAN_MARK) else "is no output of `mcore-rl plan`",
+        )
     if args.world and args.world[1] > MAX_RANKS:
         raise ConfigError(f"--world has {args.world[1]} ranks; a plan is of at most {MAX_RANKS}.")
 
@@ -275,54 +238,6 @@ def checked_estimate(config: RunConfig, world_size: int, place: Place) -> Estima
             f"on {world_size} ranks:\n{error}\n{_nearest(search(config, world_size, place))}"
         ) from None
     return estimate(training_of(config, world_size), place)
-
-
-def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
-    """Return the memory of Megatron's own modules on `--rank`, or on the first, middle and last stage; needs torch."""
-    pp, world = plan.training.mesh.pp, plan.training.world_size
-    ranks = [args.rank]
-    if args.rank is None:
-        # Stages are runs of consecutive ranks.
-        ranks = [stage * world // pp for stage in sorted({0, pp // 2, pp - 1})]
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "exact.json")
-        words = [args.config, *args.overrides, "--program", kind, "--world", world, "--output", output]
-        words += ["--ranks", *ranks]
-        words += ["--updated", *(plan.stages[rank * pp // world].updated for rank in ranks)]
-        if args.rank is None:
-            words.append("--layers")
-        if pp > 1 and args.rank is None:
-            shown = recorded_microbatches(plan.training.mesh, plan.num_microbatches)
-            # A picture shows the recorded passes, as many as can be distinguished.
-            words += ["--microbatches", _drawn(plan) if args.timeline else shown]
-        run_without_gpus("mcore_rl.cli.exact", words)
-        text = output.read_text()
-    if refused := json.loads(text).get("refused"):
-        raise ConfigError(refused)
-    return EXACT.validate_json(text)
-
-
-def _timeline(plan: Estimate, recorded: RecordedSchedule | None) -> str:
-    """Return the picture of the schedule, as recorded or else as planned."""
-    mesh, shown = plan.training.mesh, _drawn(plan)
-    title = f"pp {mesh.pp} x vpp {mesh.vpp}: {shown} of {plan.num_microbatches} microbatches, time in {_unit(plan)}"
-    if recorded is not None:
-        return _marked(timeline_svg(recorded.played, f"{title}, recorded"))
-    return _marked(timeline_svg(simulate_mesh(times_of(plan.training, plan.place), mesh, shown), title))
-
-
-def _marked(svg: str) -> str:
-    return svg.replace("\n", f"\n<!-- {PLAN_MARK} -->\n", 1)
-
-
-def _drawn(plan: Estimate) -> int:
-    """Return the number of microbatches for a picture that shows all parts of the schedule."""
-    return min(plan.num_microbatches, DRAWN_GROUPS * plan.training.mesh.pp)
-
-
-def _unit(plan: Estimate) -> str:
-    """Return the unit of simulated times."""
-    return "s" if plan.step is not None else "layers' forward passes"
 
 
 def _nearest(found: Search) -> str:

@@ -16,7 +16,7 @@ from mcore_rl.cli.commands import Command
 from mcore_rl.config.load import kind_of
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.planning.local import local_memory_violations
+from mcore_rl.planning.memory import local_memory_violations
 from mcore_rl.planning.training import training_of
 from mcore_rl.storage.files import existing_part
 from mcore_rl.workers.imports import ensure_imported

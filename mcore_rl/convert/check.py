@@ -28,8 +28,7 @@ from mcore_rl.convert.hf.model import HfModel, HfSource, MtpLayers, open_hf_mode
 from mcore_rl.convert.hf.writer import as_stored
 from mcore_rl.convert.megatron.folder import OPTIMIZER, open_dist
 from mcore_rl.convert.megatron.model import DistModel, disagreements, open_dist_model
-from mcore_rl.data.index_file import read_index
-from mcore_rl.data.sidecar import read_sidecar
+from mcore_rl.data.index_file import read_index, read_sidecar
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from mcore_rl.families import weight_map
 from mcore_rl.families.weight_map import (

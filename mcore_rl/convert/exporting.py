@@ -56,7 +56,7 @@ from mcore_rl.convert.hf.writer import (
 from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
 from mcore_rl.convert.megatron.tensors import MergedSource
-from mcore_rl.data.end_tokens import GENERATION_CONFIG
+from mcore_rl.data.answer_ends import GENERATION_CONFIG
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import score_config
 from mcore_rl.families.shells import TEXT, shell_of

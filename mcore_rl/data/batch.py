@@ -1,8 +1,16 @@
-"""The sequences of one forward pass, as returned by all data sources."""
+"""The sequences of a forward pass, and batches by sample cursor: a step's samples depend only on the cursor, not on the
+mesh or on earlier calls.
+"""
 
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from mcore_rl.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,3 +39,91 @@ class Microbatch:
     """Boundaries inside packed rows; None if every row is one sequence."""
     is_padding_BS: Tensor | None = None
     """bool: True at padding positions, which router statistics ignore; None without padding."""
+
+
+class SampleDataset(Protocol):
+    """Samples by index, as mcore's GPTDataset and BlendedDataset give them; PackedSequences gives more keys."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
+
+
+class BatchSource:
+    """A source of this data-parallel rank's microbatches for any step.
+
+    The step that begins at cursor c with a global batch of b trains on samples c .. c+b-1. Rank r of dp takes
+    the r-th of dp equal runs of them, split in order into microbatches: concatenating ranks and microbatches
+    gives the samples in order, so the set and the order are the same as on one rank. The cursor is the only state:
+    a resumed run passes the cursor at which it stopped.
+    """
+
+    def __init__(
+        self, dataset: SampleDataset, *, micro_batch: int, dp_rank: int = 0, dp_size: int = 1
+    ) -> None:
+        if micro_batch < 1 or not 0 <= dp_rank < dp_size:
+            raise ConfigError(
+                f"micro_batch={micro_batch} with data-parallel rank {dp_rank} of {dp_size}: wanted a "
+                "micro-batch of at least 1 and a rank below the size."
+            )
+        self.dataset = dataset
+        self.micro_batch = micro_batch
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._ahead: tuple[int, int, Future[list[Microbatch]]] | None = None
+
+    def microbatches(self, consumed_samples: int, global_batch: int) -> list[Microbatch]:
+        """Return this rank's `global_batch / dp / micro_batch` microbatches of the step at `consumed_samples`."""
+        ahead, self._ahead = self._ahead, None
+        if ahead and ahead[:2] == (consumed_samples, global_batch):
+            return ahead[2].result()
+        return self._read(consumed_samples, global_batch)
+
+    def prefetch(self, consumed_samples: int, global_batch: int) -> None:
+        """Read the result of the next call of `microbatches` with the same arguments in the background."""
+        self._ahead = (
+            consumed_samples,
+            global_batch,
+            self._reader.submit(self._read, consumed_samples, global_batch),
+        )
+
+    def from_the_start(self, num_batches: int, global_batch: int) -> Iterator[list[Microbatch]]:
+        """Yield the first `num_batches` batches, the same at every call, for an evaluation."""
+        for index in range(num_batches):
+            yield self.microbatches(index * global_batch, global_batch)
+
+    def _read(self, consumed_samples: int, global_batch: int) -> list[Microbatch]:
+        unit = self.micro_batch * self.dp_size
+        if global_batch < 1 or global_batch % unit:
+            raise ConfigError(
+                f"a global batch of {global_batch} is not a multiple of micro_batch={self.micro_batch} x "
+                f"dp={self.dp_size}. Use a multiple of {unit}."
+            )
+        if not 0 <= consumed_samples <= len(self.dataset) - global_batch:
+            raise DataError(
+                f"samples {consumed_samples} to {consumed_samples + global_batch - 1} are wanted of a "
+                f"dataset that was built with {len(self.dataset)}. Build it for as many samples as the "
+                "run's steps take."
+            )
+        share = global_batch // self.dp_size
+        first = consumed_samples + self.dp_rank * share
+        return [self._microbatch(start) for start in range(first, first + share, self.micro_batch)]
+
+    def _microbatch(self, first: int) -> Microbatch:
+        samples = [self.dataset[index] for index in range(first, first + self.micro_batch)]
+        is_packed = "lengths" in samples[0]
+        return Microbatch(
+            tokens_BS=torch.stack([sample["tokens"] for sample in samples]),
+            labels_BS=torch.stack([sample["labels"] for sample in samples]),
+            loss_mask_BS=torch.stack([sample["loss_mask"] for sample in samples]),
+            position_ids_BS=torch.stack([sample["position_ids"] for sample in samples]),
+            packed=_boundaries([sample["lengths"] for sample in samples]) if is_packed else None,
+            is_padding_BS=torch.stack([sample["is_padding"] for sample in samples]) if is_packed else None,
+        )
+
+
+def _boundaries(lengths: Sequence[Tensor]) -> PackedSpans:
+    # cu_seqlens begins with 0, hence the zero in front.
+    all_lengths = torch.cat([torch.zeros(1, dtype=torch.int32), *lengths])
+    return PackedSpans(cu_seqlens=all_lengths.cumsum(0, dtype=torch.int32), max_length=int(all_lengths.max()))

@@ -6,9 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mcore_rl.data.chat_template import TEMPLATE_ERRORS, load_template, load_tool_template, render
-from mcore_rl.data.labels import REASONING, is_absent, is_trained
-from mcore_rl.data.marked_tokenizer import JsonEncoder, MarkedTokenizer, TextEncoder
+from mcore_rl.data.chat_template import (
+    TEMPLATE_ERRORS,
+    JsonEncoder,
+    MarkedTokenizer,
+    TextEncoder,
+    load_template,
+    load_tool_template,
+    render,
+)
+from mcore_rl.data.shapes import REASONING, is_absent, is_trained
 from mcore_rl.data.tokenizer import TOKENIZER_JSON, HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from mcore_rl.errors import DataError
 
@@ -412,7 +419,11 @@ class TemplateChat:
         self, conversation: Conversation, num_turns: int, **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of the first `num_turns` turns and the offsets of the text between generation marks."""
-        turns = [self._hidden(_without_absent(turn)) for turn in conversation.messages[:num_turns]]
+        # Templates ask whether a key is there, and `"tool_calls": null` means no.
+        turns = [
+            self._hidden({key: value for key, value in turn.items() if value is not None})
+            for turn in conversation.messages[:num_turns]
+        ]
         rendered: Any
         try:
             rendered, spans = render(
@@ -485,11 +496,6 @@ def _refuse_unshown(conversation: Conversation, text: str) -> None:
                     f"the chat template does not show {what} {part!r}. Set data.chat_template to one that does, or "
                     "leave out such entries"
                 )
-
-
-def _without_absent(message: Message) -> dict[str, Any]:
-    """Drop the keys with the value null: templates ask whether a key is there, and `"tool_calls": null` means no."""
-    return {key: value for key, value in message.items() if value is not None}
 
 
 def _overlaps(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:

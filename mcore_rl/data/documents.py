@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from mcore_rl.data.labels import refuse_labels
 from mcore_rl.data.records import HUB, is_compressed, is_table, load_hub, opened, read_rows
+from mcore_rl.data.shapes import refuse_labels
 from mcore_rl.errors import DataError
 from mcore_rl.storage.files import PACKED, with_ending
 

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import RAW_JOINS, Chat, Conversation, EncodedConversation, raw_joins
-from mcore_rl.data.labels import refuse_labels, unread_keys
 from mcore_rl.data.records import Record, RecordReader, beside, beyond_max, filled, listed
-from mcore_rl.data.shapes import EARLIER, Dialogue, read_tools, recognise
+from mcore_rl.data.shapes import EARLIER, Dialogue, read_tools, recognise, refuse_labels, unread_keys
 from mcore_rl.errors import DataError
 
 MEND = "name its fields: data.messages_field, or data.prompt_field and data.response_field"

@@ -1,4 +1,5 @@
-"""The .bin/.idx pair on disk, checked byte for byte against Megatron's format before Megatron opens it.
+"""The .bin/.idx pair on disk with its sidecar PREFIX.json, checked byte for byte against Megatron's format before
+Megatron opens it, and against the tokenizer and the model. Checks depend only on the files: all ranks agree.
 
 An .idx holds a magic word, version, dtype code, the counts of sequences and documents, then the sequences'
 lengths (int32), their byte offsets in the .bin (int64), and the document bounds (int64). Megatron asserts the
@@ -6,8 +7,10 @@ first bytes only: a pair that is cut short or of two datasets gives wrong tokens
 """
 
 import hashlib
+import json
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,9 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.storage.files import with_ending
+from mcore_rl.storage.files import with_ending, write_atomically
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -176,3 +180,172 @@ def _require_pair(prefix: str) -> None:
             else "Make the pair with `mcore-rl data preprocess`."
         )
     )
+
+
+SIDECAR_VERSION = 1
+LATER_FIELDS = {"bin_crc32", "idx_crc32"}
+"""Fields that sidecars of this version did not have at first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFile:
+    """A file that documents were read from."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sidecar:
+    """Description of a finished dataset. The same input and settings give the same bytes."""
+
+    version: int = SIDECAR_VERSION
+    tokenizer_kind: str
+    tokenizer_digest: str
+    vocab_size: int
+    eod_id: int
+    max_token_id: int
+    """The largest id in the data."""
+    documents: int
+    tokens: int
+    """Number of tokens, end-of-document tokens included."""
+    dtype: str
+    """Type of the tokens in the .bin."""
+    bad_lines: int
+    """Number of lines, or of documents of plain text, that were left out."""
+    sources: tuple[SourceFile, ...]
+    bin_crc32: str = ""
+    """CRC-32 of the .bin in hexadecimal; empty, as the next: an earlier version did not record it."""
+    idx_crc32: str = ""
+    """CRC-32 of the .idx in hexadecimal."""
+
+    def to_json(self) -> bytes:
+        """Return the content of the file."""
+        return json.dumps(asdict(self), indent=1).encode() + b"\n"
+
+
+def read_sidecar(prefix: str) -> Sidecar | None:
+    """Return the sidecar of `prefix`; None if there is none, as with data from other tools."""
+    path = with_ending(prefix, ".json")
+    if not path.is_file():
+        return None
+    return sidecar_from(path)
+
+
+def sidecar_from(path: Path) -> Sidecar:
+    """Return the sidecar in `path`. Raises DataError if the file is not a sidecar, or has another version."""
+    remedy = (
+        "Make the data again with `mcore-rl data preprocess`, or remove the file to train without its checks."
+    )
+    try:
+        entries = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}. {remedy}") from error
+    version = entries.get("version") if isinstance(entries, dict) else None
+    if version != SIDECAR_VERSION:
+        raise DataError(f"{path} has version {version!r}, this code reads {SIDECAR_VERSION}. {remedy}")
+    names = {field.name for field in fields(Sidecar)}
+    if not names - LATER_FIELDS <= set(entries) <= names:
+        raise DataError(f"{path} has the fields {sorted(entries)}, wanted {sorted(names)}. {remedy}")
+    sources = tuple(SourceFile(**source) for source in entries.pop("sources"))
+    return Sidecar(**entries, sources=sources)
+
+
+CODES = {name: code for code, name in DTYPES.items()}
+
+
+def write_range(index: IndexFile, begin: int, end: int, folder: Path) -> str:
+    """Write a pair with the tokens `begin` to `end - 1` of `index` and return its prefix; documents are cut there.
+
+    The .bin is a link to the whole .bin: only the .idx is new. The name depends on the content, so that a part that was
+    written before is written again with the same bytes.
+    """
+    ends_N = index.lengths_N.cumsum(dtype=numpy.int64)
+    starts_N = ends_N - index.lengths_N
+    firsts_N, lasts_N = starts_N.clip(begin, end), ends_N.clip(begin, end)
+    is_inside_N = lasts_N > firsts_N
+    lengths_N = (lasts_N - firsts_N)[is_inside_N].astype(numpy.int32)
+    offsets_N = firsts_N[is_inside_N] * index.dtype.itemsize
+    bounds_N = numpy.arange(lengths_N.size + 1, dtype=numpy.int64)
+    header = HEADER.pack(MAGIC, 1, CODES[index.dtype.name], lengths_N.size, bounds_N.size)
+    prefix = folder / f"{Path(index.prefix).name}-{index.fingerprint[:16]}-{begin}-{end}"
+    link = with_ending(prefix, ".bin")
+    link.unlink(missing_ok=True)
+    link.symlink_to(with_ending(index.prefix, ".bin").absolute())
+    write_atomically(
+        with_ending(prefix, ".idx"), header + lengths_N.tobytes() + offsets_N.tobytes() + bounds_N.tobytes()
+    )
+    return str(prefix)
+
+
+def check_sidecar(index: IndexFile, sidecar: Sidecar) -> None:
+    """Raise DataError unless the sidecar describes this very pair."""
+    described = (sidecar.documents, sidecar.tokens, sidecar.dtype)
+    found = (index.lengths_N.size, index.num_tokens, index.dtype.name)
+    if described != found:
+        raise DataError(
+            f"{index.prefix}.json describes {described[0]} documents, {described[1]} tokens of {described[2]}; the "
+            f".idx has {found[0]}, {found[1]} of {found[2]}. The files are of different runs: make the data "
+            "again with `mcore-rl data preprocess`."
+        )
+
+
+def check_same_tokenizer(sidecars: Mapping[str, Sidecar | None]) -> None:
+    """Raise DataError if two datasets of a blend were made with different tokenizers."""
+    by_digest = {sidecar.tokenizer_digest: prefix for prefix, sidecar in sidecars.items() if sidecar}
+    if len(by_digest) > 1:
+        raise DataError(
+            "the data was made with different tokenizers: "
+            + ", ".join(f"{prefix} with {digest[:12]}" for digest, prefix in by_digest.items())
+            + ". Preprocess all of it with one."
+        )
+
+
+def check_tokenizer(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer, path: str) -> None:
+    """Raise DataError unless `tokenizer` made the data."""
+    if sidecar.tokenizer_digest != tokenizer.digest:
+        raise DataError(
+            f"data prefix {prefix!r} was made with the tokenizer {sidecar.tokenizer_digest[:12]} of "
+            f"{sidecar.vocab_size} tokens; data.tokenizer.path={path!r} is {tokenizer.digest[:12]} of "
+            f"{tokenizer.vocab_size}. Name the tokenizer it was made with, or preprocess it again with this "
+            "one."
+        )
+    if sidecar.eod_id != tokenizer.eod_id:
+        raise DataError(
+            f"data prefix {prefix!r} ends documents with token {sidecar.eod_id}; "
+            f"data.tokenizer.path={path!r} now names {tokenizer.eod_id} as end of document. Undo the change "
+            "of its special tokens, or preprocess again."
+        )
+
+
+def check_vocabulary(index: IndexFile, sidecar: Sidecar | None, vocab_size: int) -> None:
+    """Raise DataError unless the model has a row for every token of the data and of its tokenizer."""
+    if sidecar and sidecar.vocab_size > vocab_size:
+        raise DataError(
+            f"data prefix {index.prefix!r} was made with a tokenizer of {sidecar.vocab_size} tokens, and "
+            f"model.vocab_size={vocab_size}. Set model.vocab_size={sidecar.vocab_size}."
+        )
+    if sidecar and sidecar.max_token_id < vocab_size:
+        return
+    outside = first_outside(index, vocab_size)
+    if outside is None:
+        return
+    remedy = (
+        "Ids below 0 are larger ids that this type is too small for: make the data again in a larger type."
+        if outside.token < 0
+        else "Set model.vocab_size to the tokenizer's size, or preprocess with the model's tokenizer."
+    )
+    raise DataError(
+        f"{with_ending(index.prefix, '.bin')} ({index.dtype.name}) holds the token {outside.token} in document "
+        f"{outside.document} at position {outside.position}, both from 0, and model.vocab_size={vocab_size} allows "
+        f"ids from 0 to {vocab_size - 1}. {remedy}"
+    )
+
+
+def check_enough(prefix: str, *, tokens: int, seq_length: int) -> None:
+    """Raise DataError unless the training part fills a sequence: otherwise Megatron would count epochs forever."""
+    if tokens <= seq_length:
+        raise DataError(
+            f"the train part of data prefix {prefix!r} has {tokens} tokens; one sequence takes {seq_length + 1}. Give "
+            f"more text, or lower data.seq_length={seq_length}."
+        )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -15,18 +15,102 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     parse_and_normalize_split,
 )
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from numpy.typing import NDArray
+from torch import Tensor
 
 from mcore_rl.config.data import DataConfig
-from mcore_rl.data import checks
-from mcore_rl.data.epochs import EpochDataset, TrainSource
-from mcore_rl.data.index_file import IndexFile, read_index
-from mcore_rl.data.loader import SampleDataset
-from mcore_rl.data.sidecar import read_sidecar
-from mcore_rl.data.token_ranges import write_range
+from mcore_rl.data.batch import SampleDataset
+from mcore_rl.data.index_file import (
+    IndexFile,
+    check_enough,
+    check_same_tokenizer,
+    check_sidecar,
+    check_tokenizer,
+    check_vocabulary,
+    read_index,
+    read_sidecar,
+    write_range,
+)
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.storage.files import disk_errors_explained, make_folder, room_at, sole_writer
+
+APART = 0.8
+"""Share of an epoch below which Megatron shuffles the last epoch apart."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSource:
+    """A dataset of the blend to train on."""
+
+    prefix: str
+    tokens: int
+    """Tokens of its part to train on."""
+    share: float
+    """Its weight in the blend; the weights add up to 1."""
+    sequences: int
+    """Whole sequences in an epoch."""
+    samples: int
+    """Sequences that the run reads, including a blend's reserve."""
+    seq_length: int
+    """Tokens of a sequence."""
+
+    def describe(self, train_samples: int) -> str:
+        """Return the line for a log of a run that trains on `train_samples` sequences of all sources."""
+        epochs = train_samples * self.share / self.sequences
+        return (
+            f"{self.prefix} has {self.tokens:,} tokens to train on, {self.sequences:,} sequences; "
+            f"{self.share:.2%} of the run's, {epochs:,.2f} epochs"
+        )
+
+    def whole_order(self) -> str:
+        """Return the values that the order of `data.shuffle = "whole"` depends on apart from the seed: runs with the
+        same text read the same sequences up to the end of the shorter run.
+        """
+        # As GPTDataset counts: epochs follow without a gap, and the last label needs one more token.
+        num_epochs = -(-(self.samples * self.seq_length + 1) // self.tokens)
+        before = ((num_epochs - 1) * self.tokens - 1) // self.seq_length
+        is_apart = num_epochs > 1 and self.samples - before < int(APART * self.sequences)
+        return f"{num_epochs} epochs shuffled as {'one and the last apart' if is_apart else 'one'}"
+
+
+class EpochDataset(GPTDataset):
+    """Repeats one epoch as Megatron cuts, shuffles and caches it. Each epoch has every sequence once: the first epoch
+    in Megatron's order, later epochs in an order that depends only on the seed and the epoch's index.
+
+    The sequences are the same in all epochs; remaining tokens at the end that do not fill a sequence are never used.
+    From the second epoch on, an order takes 8 bytes for each sequence of the source, on each rank.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        """Take the arguments of GPTDataset by position, as Megatron's builder gives them; the fourth is the number of
+        samples.
+        """
+        low_level, path, indices, num_samples, *rest = args
+        super().__init__(low_level, path, indices, None, *rest)  # None: one epoch
+        self._per_epoch = int(super().__len__())
+        self._num_epochs: int = max(1, -(-num_samples // self._per_epoch))
+        self._order: tuple[int, NDArray[numpy.int64]] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of samples in all epochs that the requested samples begin."""
+        return self._num_epochs * self._per_epoch
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return a sample as GPTDataset does, for any index from 0."""
+        epoch, place = divmod(int(index), self._per_epoch)
+        sample: dict[str, Tensor] = super().__getitem__(int(self._order_of(epoch)[place]) if epoch else place)
+        return sample
+
+    def _order_of(self, epoch: int) -> NDArray[numpy.int64]:
+        order = self._order
+        if order is None or order[0] != epoch:
+            rng = numpy.random.default_rng((self.config.random_seed, epoch))
+            # Assigned as a whole: a thread reads ahead while another may ask for an earlier sample.
+            self._order = order = epoch, rng.permutation(self._per_epoch)
+        return order[1]
+
 
 SPLITS = ("train", "valid", "test")
 NO_TOKEN = -1
@@ -149,7 +233,7 @@ def plan_data(
             f"data.split={list(config.split)} cuts the documents in which its parts meet"
         )
     for prefix, tokens in parts[0].items():
-        checks.check_enough(prefix, tokens=tokens, seq_length=config.seq_length)
+        check_enough(prefix, tokens=tokens, seq_length=config.seq_length)
     for name, blend, part in zip(SPLITS[1:], blends[1:], parts[1:], strict=True):
         wanted = getattr(samples, name)
         found = _evaluated(wanted, evaluated_at_once, blend, part, config.seq_length) if blend else 0
@@ -218,8 +302,8 @@ def _check_fit(indexes: dict[str, IndexFile], config: DataConfig, vocab_size: in
     sidecars = {prefix: read_sidecar(prefix) for prefix in indexes}
     for prefix, sidecar in sidecars.items():
         if sidecar:
-            checks.check_sidecar(indexes[prefix], sidecar)
-    checks.check_same_tokenizer(sidecars)
+            check_sidecar(indexes[prefix], sidecar)
+    check_same_tokenizer(sidecars)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer.kind != "none" else None
     if tokenizer and tokenizer.vocab_size > vocab_size:
         raise DataError(
@@ -228,8 +312,8 @@ def _check_fit(indexes: dict[str, IndexFile], config: DataConfig, vocab_size: in
         )
     for prefix, sidecar in sidecars.items():
         if tokenizer and sidecar:
-            checks.check_tokenizer(prefix, sidecar, tokenizer, str(config.tokenizer.path))
-        checks.check_vocabulary(indexes[prefix], sidecar, vocab_size)
+            check_tokenizer(prefix, sidecar, tokenizer, str(config.tokenizer.path))
+        check_vocabulary(indexes[prefix], sidecar, vocab_size)
     if tokenizer:
         return tokenizer.eod_id
     return next((sidecar.eod_id for sidecar in sidecars.values() if sidecar), UNKNOWN_EOD)
@@ -346,7 +430,11 @@ def _with_ranges_written(plan: DataPlan, folder: Path) -> DataPlan:
 
 
 def _megatron_config(plan: DataPlan, seed: int, cache_dir: Path) -> GPTDatasetConfig:
-    blends = [_notation(blend) for blend in plan.blends]
+    # Megatron takes a single prefix without a weight.
+    blends = [
+        blend and (list(blend.prefixes), list(blend.weights) if len(blend.prefixes) > 1 else None)
+        for blend in plan.blends
+    ]
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=plan.seq_length,
@@ -364,12 +452,6 @@ def _megatron_config(plan: DataPlan, seed: int, cache_dir: Path) -> GPTDatasetCo
     if plan.split:
         config.split_matrix = [blend.bounds if blend else None for blend in plan.blends]
     return config
-
-
-def _notation(blend: DatasetBlend | None) -> tuple[list[str], list[float] | None] | None:
-    if not blend:
-        return None
-    return list(blend.prefixes), list(blend.weights) if len(blend.prefixes) > 1 else None
 
 
 @contextlib.contextmanager

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_rl.data.batch import Microbatch, PackedSpans
-from mcore_rl.data.mixture import ShuffledSources
-from mcore_rl.data.packing import PackingLimits, lay_out, padded
+from mcore_rl.data.packing import PackingLimits, ShuffledSources, lay_out, padded
 from mcore_rl.data.preferences import Preferences
 
 
@@ -116,7 +115,6 @@ def plan_batch(
 
 
 def _packed_length(preferences: Preferences, group: int, multiple: int) -> int:
-    """Return the positions that a group takes in a packed sequence, each of its sequences padded to `multiple`."""
     first, last = preferences.sequence_starts_G[group : group + 2]
     lengths = numpy.diff(preferences.starts_N[first : last + 1]).tolist()
     return sum(padded(length, multiple) for length in lengths)

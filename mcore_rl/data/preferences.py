@@ -12,12 +12,20 @@ import numpy
 from numpy.typing import NDArray
 
 from mcore_rl.config.preferences import PreferenceDataConfig
+from mcore_rl.data.answer_ends import num_common, read_steps
 from mcore_rl.data.chat import RAW_JOINS, Chat, Conversation, Message, raw_joins
-from mcore_rl.data.labels import refuse_labels, unread_keys
 from mcore_rl.data.packing import padded
 from mcore_rl.data.records import Record, RecordReader, beside, beyond_max, filled, listed
-from mcore_rl.data.shapes import PROMPTS, as_ranking, read_tools, read_turns, recognise_prompt, with_earlier
-from mcore_rl.data.steps import read_steps
+from mcore_rl.data.shapes import (
+    PROMPTS,
+    as_ranking,
+    read_tools,
+    read_turns,
+    recognise_prompt,
+    refuse_labels,
+    unread_keys,
+    with_earlier,
+)
 from mcore_rl.errors import DataError
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
@@ -271,7 +279,6 @@ def comparison_of(record: Record, config: PreferenceDataConfig) -> Comparison:
 
 
 def _named(config: PreferenceDataConfig) -> set[str]:
-    """Return the fields of a record that the config names."""
     return {value for name, value in config if name.endswith("_field") and value is not None}
 
 
@@ -415,7 +422,6 @@ def _common_text(sides: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _hh_turns(text: str) -> list[Message]:
-    """Return the turns of a dialogue of HH-RLHF."""
     marks = list(HH_TURN.finditer(text))
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
     return [
@@ -478,11 +484,8 @@ def _encode(comparison: Comparison, chat: Chat) -> list[_Sequence]:
     for whole in wholes:
         # Templates may open the assistant's turn differently in a prompt than in a whole chat ("<think>"): the answer
         # begins where the two diverge, or after it.
-        shared = sum(
-            1 for _ in takewhile(lambda two: two[0] == two[1], zip(prompt_ids, whole.ids_T, strict=False))
-        )
         # The first token of a text is predicted by nothing.
-        begin = max(shared, 1)
+        begin = max(num_common(prompt_ids, whole.ids_T), 1)
         is_answer = [index >= begin and said for index, said in enumerate(whole.assistant_mask_T)]
         if not any(is_answer):
             raise DataError("an answer has no tokens, as this template renders it")

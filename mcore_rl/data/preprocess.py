@@ -23,10 +23,17 @@ from rich.console import Console
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat, InputFile, find_input_files
-from mcore_rl.data.shards import Shard, ShardReport, finished_shards, merge_shards, plan_shards, token_dtype
-from mcore_rl.data.sidecar import Sidecar, SourceFile, sidecar_from
+from mcore_rl.data.index_file import Sidecar, SourceFile, sidecar_from
+from mcore_rl.data.shards import (
+    Shard,
+    ShardReport,
+    finished_shards,
+    merge_shards,
+    plan_shards,
+    token_dtype,
+    tokenizing,
+)
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
-from mcore_rl.data.workers import tokenizing
 from mcore_rl.errors import DataError
 from mcore_rl.metrics.progress import ByteProgress
 from mcore_rl.storage.checksums import crc32_of
@@ -146,7 +153,12 @@ def _make(
             f"the inputs of {options.output} changed while they were read. Run again with --overwrite."
         )
     sidecar = _sidecar(options, sources, tokenizer, list(reports.values()))
-    _require_space(folder, sum(path.stat().st_size for path in folder.glob("shard-*")))
+    num_bytes, free = (
+        sum(path.stat().st_size for path in folder.glob("shard-*")),
+        shutil.disk_usage(folder).free,
+    )
+    if free < num_bytes:
+        raise DataError(f"{folder}: joining the parts takes {num_bytes} bytes, and {free} are free. {AGAIN}")
     checksums = merge_shards(shards, reports, folder, folder / "merged", tokenizer.vocab_size)
     sidecar = replace(sidecar, bin_crc32=checksums[0], idx_crc32=checksums[1])
     write_atomically(folder / "merged.json", sidecar.to_json())
@@ -287,12 +299,6 @@ def _publish(folder: Path, output: Path) -> None:
         if (path := with_ending(merged, ending)).exists()
     ]
     rename_all(moves)
-
-
-def _require_space(folder: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise DataError(f"{folder}: joining the parts takes {num_bytes} bytes, and {free} are free. {AGAIN}")
 
 
 def _bad_lines(shards: Sequence[Shard], reports: dict[int, ShardReport]) -> list[tuple[str, int, str]]:

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import importlib
 import json
 import lzma
 import re
@@ -15,9 +16,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, cast
 
-from mcore_rl.data.packages import required_package
-from mcore_rl.errors import DataError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.storage.files import DATA_ENDINGS, data_files
+
+
+def required_package(module: str, extra: str, name: str) -> Any:
+    """Import a module with which `name` is read; a ConfigError names the `extra` that has it, where it is absent."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{name} is read with the package {module.partition('.')[0]}, which is not installed. Install it: "
+            f"pip install 'mcore-rl[{extra}]'."
+        ) from error
+
 
 T = TypeVar("T")
 SPLITS = ("train", "valid", "val", "dev", "test", "eval")
@@ -126,7 +138,6 @@ def read_records(name: str) -> Iterator[Record]:
 
 
 def _files_of_one_split(folder: Path) -> list[Path]:
-    """Return the data files in a folder. Raises DataError if there are none, or if they are of several splits."""
     files = data_files(folder)
     if not files:
         raise DataError(f"{folder} has no file that ends in {', '.join(DATA_ENDINGS)}. Name files of data.")

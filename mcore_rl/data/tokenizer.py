@@ -1,17 +1,22 @@
-"""Text to token ids and back, from sentencepiece or Hugging Face files on this machine."""
+"""Text to token ids and back, from files on this machine: sentencepiece, Hugging Face's tokenizer.json, and the
+tiktoken.model that Moonlight and Kimi have instead.
+"""
 
+import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import sentencepiece
 import tokenizers
+from tokenizers import AddedToken
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.data.marked_tokenizer import without_limits
-from mcore_rl.data.tiktoken_file import TIKTOKEN_MODEL, TiktokenFile
+from mcore_rl.data.records import required_package
 from mcore_rl.errors import DataError
 
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -21,6 +26,165 @@ END_OF_TEXT = "<|endoftext|>"
 """Ends documents in the tokenizers that have it, even where a chat variant names another token as `eos`."""
 TIKTOKEN_END = "[EOS]"
 """Ends documents in the tokenizers of Moonlight and Kimi; the chat variants name the end of a turn as `eos`."""
+TIKTOKEN_MODEL = "tiktoken.model"
+"""File of lines `token rank`, the token's bytes in base64; the rank is the token's id."""
+CODE_MODULES = ("tokenization_moonshot", "tokenization_kimi")
+"""Modules of published models with the pattern below and the reserved tokens in their class."""
+PATTERN_PARTS = (
+    r"[\p{Han}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"\p{N}{1,3}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r"\s*[\r\n]+",
+    r"\s+(?!\S)",
+    r"\s+",
+)
+"""Alternatives of the pattern that cuts a text before its parts are merged to tokens."""
+NUM_RESERVED = 256
+"""Ids after the ranks that are added tokens, even if tokenizer_config.json does not name them. Moonlight's code has two
+more, for which its embedding has no row."""
+MAX_CHARACTERS = 400_000
+"""The models' code cuts longer texts into pieces that are encoded separately."""
+LONG_RUN = re.compile(r"\s{25000}(?=\s)|\S{25000}(?=\S)")
+"""Long runs of white space, or of other text, after which the models' code cuts as well."""
+
+
+class Encoded(NamedTuple):
+    """Tokens, and where each token is in the text."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+class TiktokenFile:
+    """The encoding of a folder with tiktoken.model, by the library tiktoken.
+
+    The file has only the ranks. Pattern and reserved tokens are in the Python code of the model's folder, which is not
+    executed: it must be of a known class, and added_tokens_decoder of tokenizer_config.json names tokens.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / TIKTOKEN_MODEL
+        tiktoken = required_package("tiktoken", "tiktoken", str(path))
+        content, settings = path.read_bytes(), _json_object(folder / TOKENIZER_CONFIG)
+        if not (folder / TOKENIZER_CONFIG).is_file():
+            raise DataError(
+                f"{folder} has a {TIKTOKEN_MODEL} and no tokenizer_config.json, which names its special tokens. Copy "
+                "it from where the model was published."
+            )
+        _refuse_other_code(folder, settings)
+        ranks = _ranks(path, content)
+        names = _added_tokens(folder, settings)
+        reserved = range(len(ranks), len(ranks) + NUM_RESERVED)
+        unnamed = {index: AddedToken(f"<|reserved_token_{index}|>", special=True) for index in reserved}
+        self.added: dict[int, AddedToken] = dict(sorted((unnamed | names).items()))
+        """Tokens that are found in a text before it is cut, by id."""
+        self.ids: dict[str, int] = {token.content: index for index, token in self.added.items()}
+        """Their ids, by text."""
+        self._encoding = tiktoken.Encoding(
+            name=str(path),
+            pat_str="|".join(PATTERN_PARTS),
+            mergeable_ranks=ranks,
+            special_tokens=self.ids,
+        )
+        self._all = frozenset(self.ids)
+        self._always = frozenset(token.content for token in self.added.values() if not token.special)
+        self.vocab_size: int = self._encoding.n_vocab
+        self.digest = hashlib.sha256(content + json.dumps(self.ids).encode()).hexdigest()
+
+    def ids_of(self, text: str, *, is_marked: bool) -> list[int]:
+        """Return the ids of a text. Names of special tokens become these tokens if it `is_marked`, else they are text;
+        names of other added tokens always become tokens.
+        """
+        names = self._all if is_marked else self._always
+        ids: list[int] = []
+        for piece in _pieces(text):
+            ids += self._encoding.encode(piece, allowed_special=names, disallowed_special=())
+        return ids
+
+    def marked(self, text: str) -> Encoded:
+        """Return the tokens of a text in which the names of special tokens are tokens."""
+        return self._with_offsets(text, self.ids_of(text, is_marked=True))
+
+    def plain(self, text: str, *, is_first: bool) -> Encoded:
+        """Return the tokens of a text in which the names of special tokens are text; `is_first` makes no difference."""
+        return self._with_offsets(text, self.ids_of(text, is_marked=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with the names of added tokens; a model's ids after the last token are ignored."""
+        text: str = self._encoding.decode([index for index in ids if index < self.vocab_size])
+        return text
+
+    def _with_offsets(self, text: str, ids: list[int]) -> Encoded:
+        """Return tokens with the characters that each has bytes of: a token may begin or end within a character."""
+        character = [place for place, letter in enumerate(text) for _ in letter.encode()]
+        ends = accumulate(map(len, self._encoding.decode_tokens_bytes(ids)), initial=0)
+        return Encoded(ids, [(character[begin], character[end - 1] + 1) for begin, end in pairwise(ends)])
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), MAX_CHARACTERS):
+        part = text[start : start + MAX_CHARACTERS]
+        cuts = [0, *(found.end() for found in LONG_RUN.finditer(part)), len(part)]
+        yield from (part[begin:end] for begin, end in pairwise(cuts))
+
+
+def _refuse_other_code(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise a DataError unless the folder's tokenizer is of a class with our pattern, which no file but code holds."""
+    entry = settings.get("auto_map")
+    entry = entry.get("AutoTokenizer") if isinstance(entry, dict) else None
+    name = str(entry[0] if isinstance(entry, list) and entry else entry)
+    # A copy may name the repository that has the code: OWNER/NAME--MODULE.CLASS.
+    module = name.partition("--")[2] or name
+    module = module.partition(".")[0]
+    if module not in CODE_MODULES:
+        raise DataError(
+            f"{folder} has a {TIKTOKEN_MODEL}, and auto_map of its tokenizer_config.json names {name}: how that code "
+            f"cuts a text is not known (known: {' and '.join(CODE_MODULES)}). Name a folder with the same tokenizer as "
+            "tokenizer.json."
+        )
+    code = folder / f"{module}.py"
+    text = code.read_text(encoding="utf-8") if code.is_file() else None
+    if text is not None and not all(part in text for part in PATTERN_PARTS):
+        raise DataError(
+            f"{code} cuts a text by another pattern than the published models' code of this name, and its ids would be "
+            "others. Name a folder with the same tokenizer as tokenizer.json."
+        )
+
+
+def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
+    try:
+        lines = [line.split() for line in content.splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:  # also of base64, and of a line that is no pair
+        raise DataError(
+            f"{path} ({len(content)} bytes) is no file of tokens and ranks: {error}. Copy it again."
+        ) from error
+    if sorted(ranks.values()) != list(range(len(lines))) or not all(
+        bytes([byte]) in ranks for byte in range(256)
+    ):
+        raise DataError(
+            f"{path} ({len(content)} bytes) is cut or damaged: it has {len(ranks)} tokens, whose ranks are not 0 to "
+            f"{len(lines) - 1} with all single bytes among them. Copy it again."
+        )
+    return ranks
+
+
+def _added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, AddedToken]:
+    entries = settings.get(ADDED, {})
+    try:
+        return {
+            int(index): AddedToken(entry["content"], special=bool(entry.get("special", False)))
+            for index, entry in entries.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{ADDED} of {folder / TOKENIZER_CONFIG} is no table of tokens by id: "
+            f"{type(error).__name__}: {error}. Copy it again."
+        ) from error
 
 
 class Tokenizer(Protocol):
@@ -122,8 +286,10 @@ class SentencePieceTokenizer:
             )
         self.eos_id = self.eod_id
         self.special_ids = frozenset(filter(self._processor.is_control, range(self.vocab_size)))
-        self.bos_id = _id_or_none(self._processor.bos_id())
-        self.pad_id = _id_or_none(self._processor.pad_id())
+        # sentencepiece has -1 for a piece that is not there.
+        bos_id, pad_id = self._processor.bos_id(), self._processor.pad_id()
+        self.bos_id = None if bos_id < 0 else bos_id
+        self.pad_id = None if pad_id < 0 else pad_id
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without added tokens."""
@@ -234,10 +400,6 @@ def _end_of_document(folder: Path, usual: str, names: Mapping[str, str], ids: Ma
     return ids[end]
 
 
-def _id_or_none(piece: int) -> int | None:
-    return None if piece < 0 else piece
-
-
 def _special_names(folder: Path) -> dict[str, str]:
     """Return special tokens by name (`eos_token`, ...), from the two files that may hold them. As in transformers,
     tokenizer_config.json wins if it lists the added tokens, and otherwise special_tokens_map.json.
@@ -291,3 +453,12 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise DataError(f"{path} is no JSON object. Copy it again.")
     return entries
+
+
+def without_limits(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return the tokenizer without the truncation and padding of its last use, which tokenizer.json keeps and
+    transformers does not apply.
+    """
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -15,10 +15,8 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.launch import records, slurm
-from mcore_rl.planning.disk import disk_of, disk_warning
-from mcore_rl.planning.estimate import Estimate, estimate
-from mcore_rl.planning.memory import GIB
-from mcore_rl.planning.place import place_of
+from mcore_rl.planning.estimate import Estimate, estimate, place_of
+from mcore_rl.planning.memory import GIB, disk_of, disk_warning
 from mcore_rl.planning.search import search
 from mcore_rl.planning.text import mesh_text, nearest_text, span_text
 from mcore_rl.planning.training import Training, training_of

@@ -2,8 +2,8 @@
 
 Two implementations of layers keep different tensors. TransformerEngine's ("te") follow arXiv 2205.05198, with attention
 that keeps no scores; ours ("torch") were counted in a forward pass, tensor by tensor
-(tests/unit/fake_world/test_saved.py counts them again). Experts are evenly loaded, or the experts of a rank have a
-multiple of the mean.
+(tests/unit/planning/test_kept_activations.py counts them again). Experts are evenly loaded, or the experts of a rank
+have a multiple of the mean.
 """
 
 from collections.abc import Iterator

@@ -1,32 +1,117 @@
-"""An estimate of a run on a cluster: memory by stage, and seconds of a step as a range with its reasons."""
+"""An estimate of a run on a cluster: memory by stage, and seconds of a step as a range with its reasons; and the rates
+of a cluster from a finished run on it.
 
-from dataclasses import dataclass
-from math import isinf
+The largest error in predictions of small models is the host's time to launch a layer's kernels. A calibration fits it
+if the predicted device waits for the host; otherwise no step depends on it, and only the speed of the device is fitted.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, isinf
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
 
 from mcore_rl.checks.cluster import placement
-from mcore_rl.planning.memory import Memory, main_memory_of_fullest_node, memory_by_stage
-from mcore_rl.planning.parts import Workload
-from mcore_rl.planning.place import Place
-from mcore_rl.planning.rates import Span, span_of_step
-from mcore_rl.planning.rollout import RlStep
-from mcore_rl.planning.schedule import chunks_in_flight
-from mcore_rl.planning.simulate import (
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.cluster import ClusterConfig, RatesConfig
+from mcore_rl.config.load import load_config
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.planning.device import Device, Rates, Span, device_of, known_device, rates_of, span_of_step
+from mcore_rl.planning.layer_times import Workload, workload_of
+from mcore_rl.planning.memory import GIB, Memory, main_memory_of_fullest_node, memory_by_stage
+from mcore_rl.planning.rollout import KnownParts, RlStep, engine_of, rl_step, with_lengths
+from mcore_rl.planning.step import (
     MAX_PASSES,
     ChunkTimes,
-    Simulation,
-    simulate_mesh,
-    step_times,
-    unit_times,
-)
-from mcore_rl.planning.step import (
     Sensitivity,
+    Simulation,
+    chunks_in_flight,
     imbalance_costs,
     model_tflops,
     sensitivities,
+    simulate_mesh,
     step,
+    step_times,
     tokens_per_s,
+    unit_times,
 )
-from mcore_rl.planning.training import Training
+from mcore_rl.planning.training import Training, training_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The ranks of a plan, but for their number."""
+
+    ranks_per_node: int
+    room_bytes: float
+    """Memory of a device for tensors."""
+    device: Device | None
+    """Device; None or one without bandwidths: nothing is predicted of time."""
+    host_bytes: float = inf
+    """Main memory of a node; inf: not known."""
+    rates: Rates = field(default_factory=Rates)
+    """Parts of the device's peaks that are reached, and the host's cost."""
+    server_gpus: int = 0
+    """GPUs of inference servers in addition to these ranks."""
+    completion_tokens: float | None = None
+    """Mean length of a completion; None: half of the longest."""
+
+    def workload(self, training: Training) -> Workload | None:
+        """Return the optimizer step of a training; None if the device's bandwidths are not known."""
+        if self.device is None or self.device.links is None:
+            return None
+        return workload_of(training, self.device, self.rates)
+
+    def rl_step(self, training: Training, work: Workload, known: KnownParts | None = None) -> RlStep | None:
+        """Return the rollout batch of a training with its updates; None without reinforcement learning, or if the
+        number of servers is not known.
+
+        Args:
+            training: The training.
+            work: Its optimizer step (`workload`).
+            known: Parts of other steps of the same run and place, if there are any; more are added.
+        """
+        if training.rollouts is None:
+            return None
+        engine = engine_of(training, self.server_gpus, self.rates)
+        if engine is None:
+            return None
+        return rl_step(training, work, engine, self.completion_tokens, known or KnownParts())
+
+
+def place_of(
+    cluster: ClusterConfig,
+    *,
+    server_nodes: int = 0,
+    completion_tokens: int | None = None,
+    imbalance: float | None = None,
+) -> Place:
+    """Return the ranks of a cluster, in addition to nodes of servers.
+
+    Args:
+        cluster: The cluster.
+        server_nodes: Nodes of inference servers in addition.
+        completion_tokens: Mean length of a completion; None: half of the longest.
+        imbalance: Tokens sent to the experts of the fullest rank, as a multiple of the mean; None: from the cluster's
+            rates, if they have it.
+
+    Raises:
+        ConfigError: The cluster's device is not known by the name given.
+    """
+    node, rates = cluster.node, rates_of(cluster.rates)
+    if imbalance is not None:
+        rates = replace(rates, imbalance=imbalance, imbalance_source="--imbalance")
+    return Place(
+        ranks_per_node=node.ranks_per_node,
+        room_bytes=(node.gpu_memory_gib - node.reserved_gib) * GIB if node.gpus else inf,
+        device=device_of(cluster),
+        host_bytes=inf if node.memory_gib == "all" else node.memory_gib * GIB,
+        rates=rates,
+        server_gpus=server_nodes * node.gpus,
+        completion_tokens=completion_tokens,
+    )
+
 
 LOADS = (1.1, 1.3, 2.0)
 """Loads of the fullest rank's experts, as multiples of the mean, for which the cost is reported."""
@@ -156,3 +241,166 @@ def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate
         limits=sensitivities(work),
         imbalance=dict(zip(LOADS, costs, strict=False)),
     )
+
+
+NODE_GPUS = 8
+"""GPUs of a node; the record of a run does not say how its ranks were distributed over nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The plan of a run on the device that it had."""
+
+    step: Span
+    """Seconds of an optimizer step; of RL, with completions as long as they may be."""
+    memory_bytes: int
+    """Device memory of the fullest rank."""
+
+
+def plan_of_run(path: Path, stage: str, device_name: str, world_size: int) -> Planned | None:
+    """Return the plan of a run; None if its device is not in the table, or its config is from before a change.
+
+    Args:
+        path: Folder of the run.
+        stage: Its program, such as pretrain.
+        device_name: Its device, as CUDA calls it.
+        world_size: Number of its ranks.
+    """
+    device = known_device(device_name)
+    if stage not in PROGRAMS or device is None or device.links is None:
+        return None
+    program = PROGRAMS[stage]
+    place = Place(ranks_per_node=min(NODE_GPUS, world_size), room_bytes=inf, device=device)
+    try:
+        config = load_config(program.config, path / "config.toml")
+        program.check(config, world_size)
+        plan = estimate(training_of(config, world_size), place)
+    except ConfigError:
+        return None
+    assert plan.step is not None
+    return Planned(plan.step.span, plan.fullest.total)
+
+
+LARGEST_HOST_S = 20e-3
+"""Largest host time per layer that a calibration accepts; the rest is attributed to the device."""
+LEAST_WAITS = 0.02
+"""Minimum share of a step spent waiting for the host; below it the step does not determine the host's time."""
+WARMING_UP = 2
+"""Number of first records of a run that are ignored: they compile, allocate and read for the first time."""
+LOGPROBS = ("time/old_logprobs_s", "time/reference_s", "time/values_s")
+EXPERT_LOADS = "moe/expert_load"
+UPDATES = ("time/forward_backward_s", "time/optimizer_s")
+
+
+def calibrated(
+    training: Training, place: Place, records: Sequence[Mapping[str, object]], name: str
+) -> RatesConfig:
+    """Return the rates with which the run's own step is predicted as it was measured.
+
+    Args:
+        training: The run's training.
+        place: Its place, with the device; an imbalance of its rates replaces the run's.
+        records: Its metrics, of metrics.jsonl.
+        name: Its folder, for the text.
+
+    Raises:
+        DataError: If the run has too few steps, or the device's bandwidths are not known.
+    """
+    work = place.workload(training)
+    if work is None:
+        raise DataError(
+            "a calibration needs the device that the run was on. Set node.device in the cluster's file."
+        )
+    timed = [record for record in records if UPDATES[0] in record]
+    if len(timed) <= WARMING_UP:
+        raise DataError(
+            f"{name} has {len(timed)} records of steps, and the first {WARMING_UP} are left out. Train longer."
+        )
+
+    def measured(*names: str) -> float:
+        values = [sum(float(str(step.get(name, 0.0))) for name in names) for step in timed[WARMING_UP:]]
+        return median(values)
+
+    imbalance = place.rates.imbalance or imbalance_of_run(training.mesh.ep, timed[WARMING_UP:])
+    work = replace(work, rates=replace(Rates(), imbalance=imbalance), imbalance=imbalance or 1.0)
+    rollouts, seconds, mean = training.rollouts, measured(*UPDATES), None
+    if rollouts is not None:
+        mean = measured("rollout/completion_tokens")
+        work = with_lengths(work, training.global_batch, measured("rollout/prompt_tokens") + mean)
+        seconds /= rollouts.updates
+    fitted = RatesConfig(source=name, imbalance=imbalance)
+    fitted = fitted.model_copy(update=fitted_speed(work, seconds))
+    place = replace(place, rates=rates_of(fitted), completion_tokens=mean)
+    whole = place.workload(training)
+    assert whole is not None
+    planned = place.rl_step(training, whole)
+    if planned is None:
+        return fitted
+    found = {
+        "rollout": (planned.parts["rollout"], measured("time/rollout_s")),
+        "logprobs": (planned.parts["logprobs and values"], measured(*LOGPROBS)),
+        "updates": (planned.parts["updates"], measured(*UPDATES)),
+    }
+    return fitted.model_copy(
+        update={part: seen / bound for part, (bound, seen) in found.items() if bound and seen}
+    )
+
+
+def imbalance_of_run(ep: int, records: Sequence[Mapping[str, object]]) -> float | None:
+    """Return the tokens of the fullest expert-parallel rank's experts as a multiple of the mean; None if every rank has
+    all experts, or the run did not count.
+
+    It is the mean over MoE layers, as each layer waits for its fullest rank, and the median over the records. Counts
+    are of whole steps: single microbatches are less even.
+    """
+    if ep == 1:
+        return None
+    found = [_imbalance(loads, ep) for record in records if (loads := record.get(EXPERT_LOADS))]
+    return median(found) if found else None
+
+
+def _imbalance(loads: Any, ep: int) -> float:
+    """Return the load of the fullest of `ep` ranks over their mean, for tokens by layer and expert."""
+    of_layers = []
+    for layer in loads:
+        if sum(layer):  # dense layers have zeros
+            local = len(layer) // ep
+            ranks = [sum(layer[first : first + local]) for first in range(0, len(layer), local)]
+            of_layers.append(max(ranks) * ep / sum(layer))
+    return fmean(of_layers) if of_layers else 1.0
+
+
+def fitted_speed(work: Workload, seconds: float) -> dict[str, float]:
+    """Return the fields of RatesConfig with which a step takes this many seconds: `host_layer_s`, or `speed`, or
+    both.
+    """
+
+    def with_host(host_s: float) -> float:
+        return step(replace(work, rates=replace(work.rates, host_layer_s=host_s))).seconds
+
+    planned = step(work)
+    fields: dict[str, float] = {}
+    if planned.parts.get("host waits", 0.0) >= LEAST_WAITS * planned.seconds:
+        host_s = _where(with_host, seconds, 0.0, LARGEST_HOST_S)
+        fields["host_layer_s"] = host_s
+        if with_host(host_s) == seconds or 0.0 < host_s < LARGEST_HOST_S:
+            return fields
+
+    def with_speed(slowness: float) -> float:
+        config = RatesConfig(speed=1 / slowness, host_layer_s=fields.get("host_layer_s"))
+        return step(replace(work, rates=rates_of(config))).seconds
+
+    fields["speed"] = 1 / _where(with_speed, seconds, 0.05, 20.0)
+    return fields
+
+
+def _where(rising: Callable[[float], float], wanted: float, low: float, high: float) -> float:
+    """Return where a rising function has a value, by bisection; an end of the interval if the value is beyond it."""
+    if rising(low) >= wanted:
+        return low
+    if rising(high) <= wanted:
+        return high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < wanted else (low, middle)
+    return (low + high) / 2

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families import family_of
-from mcore_rl.planning.adapters import active_adapters
+from mcore_rl.planning.weights import active_adapters
 
 FORWARD_AND_BACKWARD = 3
 

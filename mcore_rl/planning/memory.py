@@ -1,32 +1,38 @@
-"""An estimate, in closed form, of the device memory that training takes on a rank.
+"""Memory of each rank and of its node, and the disk that a run takes, in closed form, so that what does not fit is
+known before hours are spent.
 
-The estimate contains the weights of every model on the ranks, gradients, the rank's share of the optimizer state, the
-activations that forward passes keep for the backward pass (planning/activations.py), the recomputation of one layer,
-and the logits; for RL also the keys and values of rollouts, during which no activations are kept. Experts are evenly
-loaded, or the rank's experts have a given multiple of the mean. CUDA's context, NCCL's buffers and fragmentation are
-not in it: a cluster reserves room for them.
+The device memory contains the weights of every model on the ranks, gradients, the rank's share of the optimizer state,
+the activations that forward passes keep for the backward pass (planning/activations.py), the recomputation of one
+layer, and the logits; for RL also the keys and values of rollouts, during which no activations are kept. Experts are
+evenly loaded, or the rank's experts have a given multiple of the mean. CUDA's context, NCCL's buffers and fragmentation
+are not in it: a cluster reserves room for them. The disk has checkpoints (weights, and with optimizer state three fp32
+numbers for each weight) and the samples of RL that people read; metrics and logs are small in comparison.
 """
 
+import os
+import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.rl.engine import InProcessConfig
 from mcore_rl.families import family_of
 from mcore_rl.planning.activations import LayerActivations
-from mcore_rl.planning.adapters import with_adapters
-from mcore_rl.planning.routes import routes_of_rank
-from mcore_rl.planning.schedule import chunks_in_flight, most_kept
+from mcore_rl.planning.step import chunks_in_flight, most_kept
 from mcore_rl.planning.training import ModelOnRanks, Rollouts, Training
 from mcore_rl.planning.weights import (
+    FP32_BYTES,
     Weights,
     delta_state_bytes,
     layer_kinds_by_stage,
     layers_by_chunk,
+    layers_by_stage,
     weights_by_stage,
+    with_adapters,
 )
 
 GIB = 2**30
@@ -296,7 +302,6 @@ class StageMemory:
         )
 
     def _model_bytes(self, on_ranks: ModelOnRanks, weights: Weights, stage: int) -> ModelBytes:
-        """Return the bytes of a model of these weights."""
         training, mesh, optim = self.training, self.training.mesh, on_ranks.optim
         fp8 = FP8_COPIES_BYTES if training.platform.fp8 != "none" else 0
         stored = weights.bytes(self.layer.element)
@@ -402,6 +407,153 @@ class StageMemory:
 
 
 def _shared_choices(model: ModelConfig, layers: Sequence[int]) -> int:
-    """Return the number of choices of keys that layers of a chunk share."""
+    """Count the choices of keys that layers of a chunk share."""
     mixers = [model.mixers[layer] for layer in layers]
     return sum(pair == ("indexed", "shared") for pair in pairwise(mixers))
+
+
+BYTE_CODES = 256
+"""Largest number of route codes that a byte stores."""
+SCORE_BYTES = 6
+"""Bytes of an expert and of its score, for the router-shift ratio (rl/objectives/router_shift.py)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteBytes:
+    """Bytes of a rank's routes in each memory."""
+
+    device: int = 0
+    host: int = 0
+    """Page-locked main memory."""
+
+
+def layer_bytes(model: ModelConfig) -> int:
+    """Return the bytes of a token's route in one layer, as replay/cache.py stores it."""
+    num_codes = model.moe.num_experts * (2 if model.moe.capacity_factor else 1)
+    return model.moe.top_k * (1 if num_codes <= BYTE_CODES else 2)
+
+
+def routes_of_rank(training: Training, stage: int) -> RouteBytes:
+    """Return the bytes on a rank of a pipeline stage, assuming completions of the longest length."""
+    model, mesh, rollouts = training.model, training.mesh, training.rollouts
+    if rollouts is None or not model.is_moe:
+        return RouteBytes()
+    parts = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
+    tokens = -(-rollouts.num_completions * training.sample_length // (max(1, training.replicas) * parts))
+    layers = sum(model.moe_layers[layer] for layer in layers_by_stage(model, mesh)[stage])
+    each = layer_bytes(model) * rollouts.routes_per_token
+    if rollouts.keeps_router_scores:
+        each += model.moe.top_k * SCORE_BYTES
+    size = tokens * layers * each
+    return RouteBytes(device=size) if rollouts.route_store == "device" else RouteBytes(host=size)
+
+
+STATE_BYTES = 12
+"""Bytes of a weight's optimizer state in a checkpoint, fp32 in every precision: the weight and two moments."""
+TEXT_BYTES = 5
+"""Bytes of a token's text in the files of samples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    """Bytes that a run writes to its folder."""
+
+    checkpoint: int
+    """Bytes of one checkpoint."""
+    num_checkpoints: int
+    """Largest number of checkpoints at one time: the kept checkpoints, and the checkpoint that is being written."""
+    samples: int
+    """Bytes of all files of samples; 0 without RL."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.checkpoint * self.num_checkpoints + self.samples
+
+    def describe(self) -> str:
+        """Return the total and its parts, for messages."""
+        text = f"{_gib(self.total)} ({self.num_checkpoints} checkpoints of {_gib(self.checkpoint)}"
+        if self.samples:
+            text += f", samples {_gib(self.samples)}"
+        return f"{text})"
+
+
+def disk_of(training: Training) -> Disk:
+    """Return the bytes that a whole run takes."""
+    checkpoint, steps, whole = training.checkpoint, training.steps, MeshConfig()
+    weights, num_trained = Weights(), 0
+    # A checkpoint holds every model that is trained, including a critic.
+    for model in (model for model in training.models if model.trains):
+        (stage,) = with_adapters(weights_by_stage(model.model, whole), model.lora, model.model, whole)
+        is_left_out = model.lora.is_on and checkpoint.weights == "adapters"
+        weights += stage.adapters if is_left_out else stage
+        num_trained += (stage.adapters if model.lora.is_on else stage).trainable
+    element = 2 if training.platform.precision == "bf16" else 4
+    saves = -(-steps // (checkpoint.interval or steps))
+    return Disk(
+        checkpoint=weights.total * element + num_trained * STATE_BYTES + weights.fp32_buffers * FP32_BYTES,
+        num_checkpoints=saves if checkpoint.keep == "all" else min(saves, checkpoint.keep + 1),
+        samples=_samples(training),
+    )
+
+
+def disk_warning(run_dir: Path, disk: Disk) -> str:
+    """Return a sentence if the file system of `run_dir` has less room than the run will take, else an empty string."""
+    folder = run_dir.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    # A run that resumes has written a part already.
+    written = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
+    if disk.total - written <= free:
+        return ""
+    return (
+        f"the run will take {disk.describe()} of disk, and {existing} has {_gib(free)} free"
+        f"{f' beside {_gib(written)} of checkpoints' if written else ''}. Make room, choose another run_dir, or lower "
+        "checkpoint.keep."
+    )
+
+
+def _samples(training: Training) -> int:
+    rollouts = training.rollouts
+    if rollouts is None or rollouts.samples_interval is None:
+        return 0
+    written = -(-training.num_rollouts // rollouts.samples_interval)
+    return written * rollouts.num_completions * training.sample_length * TEXT_BYTES
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def local_memory_violations(training: Training, *, trains: bool) -> Iterator[str]:
+    """Yield a sentence if weights (and, if it `trains`, gradients and optimizer state) exceed this machine's memory.
+
+    Activations are not counted: their estimate is rough on CPUs, and a refused config could never run. Nothing is known
+    of a GPU's memory before CUDA is asked.
+    """
+    device = training.platform.device
+    if device == "cuda" or (device == "auto" and NVIDIA_DRIVER.exists()):
+        return
+    each = training.world_size // training.mesh.pp
+    needed = sum(each * (stage.permanent if trains else stage.weights) for stage in memory_by_stage(training))
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        what = "weights, gradients and optimizer state" if trains else "the weights"
+        yield (
+            f"{what} of this model take {needed / GIB:,.0f} GiB on {training.world_size} local ranks, and this machine "
+            f"has {there / GIB:,.0f} GiB. Correct the sizes in [model] if one is a slip, or run it on more machines."
+        )
+
+
+def device_memory_lines(training: Training, device_bytes: int) -> Iterator[str]:
+    """Yield the estimate against the memory of a device, and a warning if the estimate is larger."""
+    memory = memory_of_fullest_rank(training)
+    yield f"memory, estimated: {memory.describe()} of {device_bytes / GIB:.1f}"
+    if memory.total > device_bytes:
+        yield (
+            f"warning: the estimate is {(memory.total - device_bytes) / GIB:.1f} GiB more than the device has. "
+            "`mcore-rl plan CONFIG --cluster CLUSTER.toml --nodes N --search` lists meshes that fit."
+        )

@@ -4,7 +4,7 @@ A step of decoding reads the weights that its tokens touch and their keys and va
 longer), sends two small messages a layer, and costs the host a fixed time. Lengths of completions are log-normal, cut
 at the longest. Not included are the engine's scheduler, environments, rewards, and queues between processes. Published
 steps took 1.1 to 4.4 times as long (`python -m bench.plan`), so that the bound has to be calibrated with a run
-(planning/calibrate.py).
+(planning/estimate.py).
 """
 
 from collections.abc import Callable
@@ -16,14 +16,12 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.rl.engine import InProcessConfig, ServedConfig
 from mcore_rl.families import family_of
-from mcore_rl.planning.adapters import with_adapters
-from mcore_rl.planning.device import Device, Links
+from mcore_rl.planning.device import Device, Links, Rates
 from mcore_rl.planning.flops import forward_flops_per_token
-from mcore_rl.planning.parts import LayerTimes, Workload, all_layer_times
-from mcore_rl.planning.rates import Rates
+from mcore_rl.planning.layer_times import LayerTimes, Workload, all_layer_times
 from mcore_rl.planning.step import stage_times, step
 from mcore_rl.planning.training import Training
-from mcore_rl.planning.weights import Weights, delta_state_bytes, layer_weights
+from mcore_rl.planning.weights import Weights, delta_state_bytes, layer_weights, with_adapters
 
 SPREAD = 0.6
 """Standard deviation of the logarithm of a completion's length."""
@@ -140,7 +138,7 @@ def rl_step(
 
     Args:
         training: The run, which has rollouts.
-        work: Its update with completions of the longest length (`planner.parts.workload_of`).
+        work: Its update with completions of the longest length (`planning.layer_times.workload_of`).
         engine: Its engine (`engine_of`).
         mean_tokens: Mean length of a completion; None for half of the longest.
         known: Parts of other steps of the same run and place.

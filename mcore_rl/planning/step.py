@@ -1,14 +1,198 @@
-"""Seconds of an optimizer step: layers, pipeline, exchange of gradients, optimizer; and its limit."""
+"""Seconds of an optimizer step: the schedule of its forward and backward passes, layers, pipeline, exchange of
+gradients, optimizer; and its limit.
 
-from collections.abc import Sequence
+The order of passes on a stage is that of Megatron's schedules (1F1B, and interleaved, arXiv 2104.04473). A single plan
+plays it through with the times of each chunk; a search takes the bubble in closed form.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from mcore_rl.config.model import LayerKind
-from mcore_rl.planning.adapters import with_adapters
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import LayerKind, ModelConfig
+from mcore_rl.planning.device import SENSITIVITIES
 from mcore_rl.planning.flops import train_flops_per_token
-from mcore_rl.planning.parts import LayerTimes, Roofline, Workload, all_layer_times, output_times
-from mcore_rl.planning.rates import SENSITIVITIES
-from mcore_rl.planning.weights import Weights, layer_kinds_by_stage, weights_by_stage
+from mcore_rl.planning.layer_times import LayerTimes, Roofline, Workload, all_layer_times, output_times
+from mcore_rl.planning.weights import (
+    Weights,
+    layer_kinds_by_stage,
+    layers_by_chunk,
+    weights_by_stage,
+    with_adapters,
+)
+
+Kind = Literal["F", "B"]
+"""A forward or a backward pass."""
+Pass = tuple[Kind, int, int]
+"""Kind, model chunk on its stage, and microbatch."""
+
+
+def schedule(pp: int, vpp: int, num_microbatches: int, stage: int) -> list[Pass]:
+    """Return the passes of a stage in Megatron's order.
+
+    With more than one chunk on a stage, microbatches go round in groups of `pp`: all of a group through the first
+    chunk, then through the next.
+    """
+    total = num_microbatches * vpp
+    if vpp == 1:
+        warmup = pp - stage - 1
+    else:
+        warmup = 2 * (pp - stage - 1) + (vpp - 1) * pp
+    warmup = min(warmup, total)
+    groups = [range(first, min(first + pp, num_microbatches)) for first in range(0, num_microbatches, pp)]
+    forward = [(chunk, microbatch) for group in groups for chunk in range(vpp) for microbatch in group]
+    # Backward passes go through the chunks in reverse order.
+    backward = [(vpp - 1 - chunk, microbatch) for chunk, microbatch in forward]
+    passes: list[Pass] = [("F", *forward[index]) for index in range(warmup)]
+    for index in range(total - warmup):
+        passes += [("F", *forward[warmup + index]), ("B", *backward[index])]
+    return passes + [("B", *backward[index]) for index in range(total - warmup, total)]
+
+
+def chunks_in_flight(mesh: MeshConfig, stage: int, num_microbatches: int) -> int:
+    """Return the largest number of a stage's model chunks that wait for their backward pass after the forward pass
+    (1F1B).
+    """
+    if mesh.vpp == 1:
+        return min(mesh.pp - stage, num_microbatches)
+    # Megatron's warm-up of the interleaved schedule (arXiv 2104.04473), and the microbatch in its forward pass.
+    warmup = 2 * (mesh.pp - stage - 1) + (mesh.vpp - 1) * mesh.pp
+    return min(warmup + 1, num_microbatches * mesh.vpp)
+
+
+def most_kept(mesh: MeshConfig, stage: int, num_microbatches: int, kept: Sequence[int]) -> int:
+    """Return the most bytes that a stage keeps at a time, if a microbatch keeps `kept[chunk]` of them in a chunk."""
+    # After the warm-up each group of pp microbatches is as the one before it.
+    num_microbatches = min(num_microbatches, 4 * mesh.pp)
+    now = most = 0
+    for kind, chunk, _ in schedule(mesh.pp, mesh.vpp, num_microbatches, stage):
+        now += kept[chunk] if kind == "F" else -kept[chunk]
+        most = max(most, now)
+    return most
+
+
+MAX_PASSES = 300_000
+"""Maximum number of passes of a schedule that is simulated; longer schedules take seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """Result of a simulation."""
+
+    seconds: float
+    busy_s: list[float]
+    """Seconds of computation of each stage."""
+    alive: list[int]
+    """Largest number of chunks, on each stage, that wait for their backward pass."""
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of the time in which the busiest stage computes nothing."""
+        return 1 - max(self.busy_s) / self.seconds
+
+
+def simulate(
+    passes: Sequence[Sequence[Pass]],
+    seconds_of: Callable[[Kind, int, int], float],
+    message_s: float = 0.0,
+    *,
+    overlap: bool = False,
+) -> Simulation:
+    """Return when each pass happens: after the pass before it on its stage, and after the pass that makes its input.
+
+    Args:
+        passes: Passes of each stage, in order.
+        seconds_of: Seconds of a pass by kind, stage and chunk.
+        message_s: Seconds of a message between two stages.
+        overlap: Whether messages travel during the computation; if not, both stages wait for them.
+    """
+    pp = len(passes)
+    vpp = 1 + max(chunk for stage in passes for _, chunk, _ in stage)
+    last = pp * vpp - 1
+    ends: dict[tuple[Kind, int, int], float] = {}
+    clocks, busy, alive, most = [0.0] * pp, [0.0] * pp, [0] * pp, [0] * pp
+    position = [0] * pp
+    while any(position[stage] < len(passes[stage]) for stage in range(pp)):
+        for stage in range(pp):
+            for kind, chunk, microbatch in passes[stage][position[stage] :]:
+                place = chunk * pp + stage
+                before = _before(kind, place, last)
+                ready = 0.0
+                if before is not None:
+                    source = ends.get((*before, microbatch))
+                    if source is None:
+                        break
+                    # A backward pass of the last chunk begins from its own output, without a message.
+                    travels = message_s if before[1] != place and pp > 1 else 0.0
+                    ready = source + travels
+                start = max(clocks[stage], ready)
+                end = start + seconds_of(kind, stage, chunk)
+                sends = not overlap and pp > 1 and (place < last if kind == "F" else place > 0)
+                ends[kind, place, microbatch] = end
+                busy[stage] += end - start
+                clocks[stage] = end + (message_s if sends else 0.0)
+                alive[stage] += 1 if kind == "F" else -1
+                most[stage] = max(most[stage], alive[stage])
+                position[stage] += 1
+    return Simulation(seconds=max(ends.values()), busy_s=busy, alive=most)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkTimes:
+    """Seconds of the passes of every model chunk, and of a message between two stages."""
+
+    seconds: dict[tuple[int, int], tuple[float, float]]
+    """Forward and backward pass of a microbatch, by stage and chunk."""
+    message_s: float
+
+    def of_pass(self, kind: Kind, stage: int, chunk: int) -> float:
+        """Return the seconds of a pass."""
+        return self.seconds[stage, chunk][kind == "B"]
+
+
+def step_times(work: Workload) -> ChunkTimes:
+    """Return the seconds of every chunk."""
+    layers = {kind: (layer.forward, layer.backward) for kind, layer in all_layer_times(work).items()}
+    return _chunk_times(work.model, work.mesh, layers, output_times(work), message_seconds(work))
+
+
+def unit_times(model: ModelConfig, mesh: MeshConfig) -> ChunkTimes:
+    """Return times for an unknown device: a layer takes 1 second forwards and 2 backwards."""
+    return _chunk_times(model, mesh, dict.fromkeys(model.all_kinds, (1.0, 2.0)), (0.0, 0.0), 0.0)
+
+
+def simulate_mesh(times: ChunkTimes, mesh: MeshConfig, num_microbatches: int) -> Simulation:
+    """Return the schedule of this many microbatches on a mesh."""
+    passes = [schedule(mesh.pp, mesh.vpp, num_microbatches, stage) for stage in range(mesh.pp)]
+    return simulate(passes, times.of_pass, times.message_s, overlap=mesh.vpp > 1 and mesh.overlap_p2p)
+
+
+def _chunk_times(
+    model: ModelConfig,
+    mesh: MeshConfig,
+    layers: Mapping[LayerKind, tuple[float, float]],
+    output: tuple[float, float],
+    message_s: float,
+) -> ChunkTimes:
+    """Return the times of a mesh with layers that take `layers[kind]` seconds forwards and backwards."""
+    kinds, last = model.layer_kinds, (mesh.pp - 1, mesh.vpp - 1)
+    seconds: dict[tuple[int, int], tuple[float, float]] = {}
+    for stage, chunks in enumerate(layers_by_chunk(model, mesh)):
+        for chunk, indices in enumerate(chunks):
+            times = [layers[kinds[index]] for index in indices]
+            if (stage, chunk) == last:
+                times += [output] * (1 + model.mtp_layers) + [layers[model.mtp_kind]] * model.mtp_layers
+            seconds[stage, chunk] = (sum(time[0] for time in times), sum(time[1] for time in times))
+    return ChunkTimes(seconds=seconds, message_s=message_s if mesh.pp > 1 else 0.0)
+
+
+def _before(kind: Kind, place: int, last: int) -> tuple[Kind, int] | None:
+    """Return the pass that makes a pass's input, by kind and position in the model; None for the first."""
+    if kind == "F":
+        return ("F", place - 1) if place else None
+    return ("B", place + 1) if place < last else ("F", place)
+
 
 LEAST_EXPOSED = 0.1
 """Smallest part of the exchange of gradients that computation does not hide."""
@@ -17,7 +201,7 @@ MAIN_MOVED_BYTES = 2 * 4 + 2
 and the new weight.
 """
 
-TRAVELLING_BYTES = 4 + 2
+HOST_LINK_BYTES = 4 + 2
 """Bytes of an offloaded weight that travel: the fp32 gradient to main memory, the 16-bit weight back."""
 
 
@@ -95,7 +279,10 @@ def step(work: Workload, layers: dict[LayerKind, LayerTimes] | None = None) -> S
 def _finish(work: Workload, slowest: float) -> dict[str, float]:
     """Return the seconds of gradients, parameters and optimizer, without the part hidden by computation."""
     roof, mesh = Roofline(work), work.mesh
-    weights = max(_trained_by_stage(work), key=lambda stage: stage.dense + stage.expert)
+    stages = with_adapters(weights_by_stage(work.model, work.mesh), work.lora, work.model, work.mesh)
+    if work.lora.is_on:
+        stages = [Weights(dense=stage.dense_adapters, expert=stage.expert_adapters) for stage in stages]
+    weights = max(stages, key=lambda stage: stage.dense + stage.expert)
     expert_dp = max(1, work.world_size // (mesh.etp * mesh.ep * mesh.pp))
     dense_dp = work.dp * mesh.cp
 
@@ -131,7 +318,7 @@ def _offloaded(work: Workload, weights: float) -> float:
     """Return the seconds in which the CPU updates a rank's offloaded weights."""
     rates = work.rates
     update = weights * _state_moved_bytes(work) / (rates.host_memory_gbytes_per_s * 1e9)
-    travel = weights * TRAVELLING_BYTES / (rates.host_link_gbytes_per_s * 1e9)
+    travel = weights * HOST_LINK_BYTES / (rates.host_link_gbytes_per_s * 1e9)
     return max(update, travel) if work.offload_overlap else update + travel
 
 
@@ -168,11 +355,3 @@ def imbalance_costs(work: Workload, loads: Sequence[float]) -> list[float]:
     """Return how much of its speed a step loses if the fullest rank's experts get these multiples of the mean."""
     seconds = step(work).seconds
     return [1 - seconds / step(replace(work, imbalance=load)).seconds for load in loads]
-
-
-def _trained_by_stage(work: Workload) -> list[Weights]:
-    """Return the trained weights of one rank of each pipeline stage: all weights, or the adapters."""
-    stages = with_adapters(weights_by_stage(work.model, work.mesh), work.lora, work.model, work.mesh)
-    if not work.lora.is_on:
-        return stages
-    return [Weights(dense=stage.dense_adapters, expert=stage.expert_adapters) for stage in stages]

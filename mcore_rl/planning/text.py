@@ -7,16 +7,13 @@ from typing import Any
 
 from mcore_rl.config.cluster import RatesConfig
 from mcore_rl.config.toml import toml_value
-from mcore_rl.planning.disk import disk_of
-from mcore_rl.planning.estimate import Estimate, StepEstimate
-from mcore_rl.planning.memory import GIB, Memory
-from mcore_rl.planning.meshes import toml_lines
-from mcore_rl.planning.place import Place
-from mcore_rl.planning.ranks import RankView
-from mcore_rl.planning.rates import Rates
+from mcore_rl.planning.device import Rates
+from mcore_rl.planning.estimate import Estimate, Place, StepEstimate
+from mcore_rl.planning.memory import GIB, Memory, disk_of
 from mcore_rl.planning.rollout import PUBLISHED_FACTORS
-from mcore_rl.planning.search import SPARE, WITHIN, Choice, Search
+from mcore_rl.planning.search import SPARE, WITHIN, Choice, Search, toml_lines
 from mcore_rl.planning.training import Rollouts, Training
+from mcore_rl.planning.weights import RankView
 
 JSON_VERSION = 1
 LEAST_SHARE = 0.015

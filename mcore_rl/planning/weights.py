@@ -1,8 +1,11 @@
-"""The number of weights on each rank, in closed form from the shape of the model and the mesh."""
+"""The layers of each pipeline stage, the number of weights and of adapters' parameters on each rank, in closed form
+from the shape of the model and the mesh; and where a rank is in the mesh, with the groups that it communicates with.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, fields
 
+from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.families import family_of
@@ -217,3 +220,139 @@ def _latent_attention(model: ModelConfig, tp: int) -> int:
     weights += hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
     weights += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     return weights + heads * mla.v_head_dim * hidden
+
+
+def with_adapters(
+    weights: list[Weights], lora: LoraConfig, model: ModelConfig, mesh: MeshConfig
+) -> list[Weights]:
+    """Return the weights of one rank of each pipeline stage with their adapters."""
+    if not lora.is_on:
+        return weights
+    kinds = layer_kinds_by_stage(model, mesh)
+    each = {kind: layer_adapters(lora, model, mesh, kind) for kind in model.all_kinds}
+    return [
+        sum((each[kind] * count for kind, count in counts.items()), start=stage)
+        for stage, counts in zip(weights, kinds, strict=True)
+    ]
+
+
+def active_adapters(lora: LoraConfig, model: ModelConfig) -> int:
+    """Return the number of adapters' parameters that a token passes in all layers of a whole model."""
+    if not lora.is_on:
+        return 0
+    total = 0
+    for kind in model.layer_kinds:
+        layer = layer_adapters(lora, model, MeshConfig(), kind)
+        routed = layer.expert_adapters // model.moe.num_experts * model.moe.top_k if kind.is_moe else 0
+        total += layer.dense_adapters + routed
+    return total
+
+
+def layer_adapters(lora: LoraConfig, model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weights:
+    """Return the adapters of one transformer layer on one rank.
+
+    A of a layer that splits its outputs is whole on every tensor-parallel rank, with rows for each projection, and so
+    is B of a layer that splits its inputs; the other of the two is split.
+    """
+    targets, moe, tp = lora.targets_in(model), model.moe, mesh.tp
+    found = Weights()
+    is_moe = kind.is_moe
+    if "attention" in targets:
+        sizes = _latent_adapter_sizes(model, tp) if family_of(model).is_latent else _adapter_sizes(model, tp)
+        found += Weights(dense_adapters=lora.rank_of("attention", model) * sizes)
+    for target, width in (
+        ("mlp", 0 if is_moe else model.ffn_hidden_size),
+        ("shared_experts", moe.shared_width),
+    ):
+        if target in targets and width and (target == "mlp") != is_moe:
+            found += Weights(
+                dense_adapters=lora.rank_of(target, model) * _gated(model, width // tp, num_blocks=2)
+            )
+    if "experts" in targets and is_moe:
+        blocks = 2 if lora.expert_gate_up == "split" else 1
+        each = _gated(model, moe.ffn_hidden_size // mesh.etp, num_blocks=blocks)
+        found += Weights(expert_adapters=moe.num_experts // mesh.ep * lora.rank_of("experts", model) * each)
+    return found
+
+
+def _gated(model: ModelConfig, width: int, *, num_blocks: int) -> int:
+    """Return the inputs and outputs of both matrices of a gated MLP with `width` on this rank."""
+    return num_blocks * model.hidden_size + 2 * width + width + model.hidden_size
+
+
+def _adapter_sizes(model: ModelConfig, tp: int) -> int:
+    """Return the inputs and outputs of queries, keys and values, and of the output's projection."""
+    hidden, head = model.hidden_size, model.head_dim
+    queries, keys = model.num_heads // tp * head, max(1, model.num_kv_heads // tp) * head
+    return 3 * hidden + queries + 2 * keys + queries + hidden
+
+
+def _latent_adapter_sizes(model: ModelConfig, tp: int) -> int:
+    """Return the same of latent attention; its down-projections are whole on every tensor-parallel rank."""
+    hidden, mla, heads = model.hidden_size, model.mla, model.num_heads // tp
+    queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    query_path = hidden + queries
+    if mla.q_lora_rank:
+        query_path = hidden + mla.q_lora_rank + mla.q_lora_rank + queries
+    down = hidden + mla.kv_lora_rank + mla.qk_rope_head_dim
+    up = mla.kv_lora_rank + heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return query_path + down + up + heads * mla.v_head_dim + hidden
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Ranks that exchange something."""
+
+    ranks: tuple[int, ...]
+    num_nodes: int
+    """Number of nodes that the ranks are on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankView:
+    """One rank of a world."""
+
+    rank: int
+    node: int
+    coordinates: dict[str, int]
+    """Index on each axis: tp, cp, dp, pp; etp, ep, copy for the experts."""
+    groups: dict[str, Group]
+    """Groups of more than one rank, by axis."""
+    layers: tuple[int, ...]
+    experts: range
+    """Indices of the experts of each MoE layer that the rank has."""
+
+
+def view_of_rank(
+    model: ModelConfig, mesh: MeshConfig, rank: int, world_size: int, ranks_per_node: int
+) -> RankView:
+    """Return the place of `rank`; the mesh must have passed the checks for this world."""
+    dp = world_size // mesh.model_parallel
+    axes = _axes({"tp": mesh.tp, "cp": mesh.cp, "dp": dp, "pp": mesh.pp}, rank)
+    if model.is_moe:
+        copies = world_size // (mesh.etp * mesh.ep * mesh.pp)
+        axes |= _axes({"etp": mesh.etp, "ep": mesh.ep, "copy": copies, "pp": mesh.pp}, rank)
+    groups = {}
+    for name, (index, size, stride) in axes.items():
+        if size > 1:
+            ranks = tuple(rank + (other - index) * stride for other in range(size))
+            groups[name] = Group(ranks=ranks, num_nodes=len({rank // ranks_per_node for rank in ranks}))
+    local = model.moe.num_experts // mesh.ep
+    ep = axes["ep"][0] if "ep" in axes else 0
+    return RankView(
+        rank=rank,
+        node=rank // ranks_per_node,
+        coordinates={name: index for name, (index, _, _) in axes.items()},
+        groups=groups,
+        layers=tuple(layers_by_stage(model, mesh)[axes["pp"][0]]),
+        experts=range(ep * local, (ep + 1) * local),
+    )
+
+
+def _axes(sizes: dict[str, int], rank: int) -> dict[str, tuple[int, int, int]]:
+    """Return index, size and stride of each axis; the first axis changes fastest."""
+    axes, stride = {}, 1
+    for name, size in sizes.items():
+        axes[name] = (rank // stride % size, size, stride)
+        stride *= size
+    return axes

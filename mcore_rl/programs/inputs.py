@@ -14,10 +14,10 @@ from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.peft import read_peft
 from mcore_rl.data.chat import load_chat
-from mcore_rl.data.mixture import refuse_empty_sources
+from mcore_rl.data.index_file import read_sidecar
+from mcore_rl.data.packing import refuse_empty_sources
 from mcore_rl.data.preferences import Preferences, read_preferences
 from mcore_rl.data.records import SHOWN, shapes_among, warnings_among
-from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.mesh import Mesh

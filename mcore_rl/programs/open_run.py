@@ -27,8 +27,7 @@ from mcore_rl.metrics.attempts_file import FILE_NAME, read_attempts
 from mcore_rl.metrics.sinks import open_log, silent_log
 from mcore_rl.model.adapters import describe_adapters, fill_adapters
 from mcore_rl.model.transformer_config import machine_of
-from mcore_rl.planning.disk import disk_of, disk_warning
-from mcore_rl.planning.local import device_memory_lines
+from mcore_rl.planning.memory import device_memory_lines, disk_of, disk_warning
 from mcore_rl.planning.training import training_of
 from mcore_rl.storage.checkpoint import complete_in, read_marker, saved_steps
 from mcore_rl.storage.files import full_disk_explained, write_atomically

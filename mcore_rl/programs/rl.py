@@ -23,10 +23,10 @@ from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import TrainConfig
 from mcore_rl.config.sft import SFTDataConfig
+from mcore_rl.data.batch import SampleDataset
 from mcore_rl.data.examples import read_examples
 from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
-from mcore_rl.data.loader import SampleDataset
-from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
+from mcore_rl.data.packing import PackedSequences, PackingOptions
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import platform as platforms

@@ -13,8 +13,8 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.data.answer_ends import describe_ends, end_tokens
 from mcore_rl.data.chat import RAW_JOINS, Chat, load_chat, raw_joins
-from mcore_rl.data.end_tokens import describe_ends, end_tokens
 from mcore_rl.data.records import WARNING
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError

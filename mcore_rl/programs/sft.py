@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from mcore_rl.checks.sft import check_sft
 from mcore_rl.config.sft import SFTConfig
+from mcore_rl.data.answer_ends import end_tokens, no_end_warning
 from mcore_rl.data.chat import load_chat
-from mcore_rl.data.end_tokens import end_tokens, no_end_warning
 from mcore_rl.data.examples import read_examples
-from mcore_rl.data.mixture import refuse_empty_sources
-from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
+from mcore_rl.data.packing import PackedSequences, PackingOptions, refuse_empty_sources
 from mcore_rl.data.records import SHOWN, shapes_among, warnings_among
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.megatron import platform as platforms

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config.speed import run_flags
-from mcore_rl.data.batch import Microbatch
-from mcore_rl.data.loader import BatchSource, SampleDataset
+from mcore_rl.data.batch import BatchSource, Microbatch, SampleDataset
 from mcore_rl.errors import TrainingError
 from mcore_rl.megatron.schedule import Head
 from mcore_rl.metrics.metrics import Metric

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.examples import Examples
-from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
+from mcore_rl.data.packing import PackedSequences, PackingOptions
 from mcore_rl.errors import TrainingError
 from mcore_rl.megatron.routers import replayed_routers, routers
 from mcore_rl.megatron.schedule import run_pass

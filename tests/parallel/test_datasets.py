@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.config.data import DataConfig
+from mcore_rl.data.batch import BatchSource
 from mcore_rl.data.indexed import SampleCounts, build_datasets, plan_data
-from mcore_rl.data.loader import BatchSource
 from mcore_rl.errors import DataError
 from tests.ranks import run_ranks
 from tests.unit.data.test_index_file import write

@@ -12,10 +12,9 @@ import torch
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
-from mcore_rl.data.batch import Microbatch
+from mcore_rl.data.batch import BatchSource, Microbatch
 from mcore_rl.data.examples import Examples
-from mcore_rl.data.loader import BatchSource
-from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
+from mcore_rl.data.packing import PackedSequences, PackingOptions
 from mcore_rl.megatron.schedule import HeadOutput, run_pass
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize

@@ -24,7 +24,6 @@ FLOORS = (
     ("storage.checkpoints",),
     ("convert", "train"),
     ("rl",),
-    ("fake_world",),
     ("report",),
     ("programs",),
     ("cli",),
@@ -57,7 +56,6 @@ MEGATRON_ROOMS = {
     "convert",
     "train",
     "rl",
-    "fake_world",
 }
 COMPAT = "mcore_rl.megatron.patches.table"
 FRAGMENTS = {"Of", "What", "That", "See", "So"}

@@ -15,11 +15,10 @@ import tokenizers
 from mcore_rl import __version__
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.data.answer_ends import GENERATION_CONFIG, end_tokens
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.chat_template import MORE_TEMPLATES, TOOL_USE, has_template
-from mcore_rl.data.end_tokens import GENERATION_CONFIG, end_tokens
-from mcore_rl.data.tiktoken_file import TIKTOKEN_MODEL
-from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
+from mcore_rl.data.tokenizer import TIKTOKEN_MODEL, Tokenizer, load_tokenizer
 from mcore_rl.errors import CheckpointError
 from mcore_rl.metrics.attempts_file import read_attempts
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records

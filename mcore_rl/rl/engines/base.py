@@ -9,7 +9,7 @@ from torch import nn
 from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl.rollout import RolloutConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.data.growing_text import GrowingText
+from mcore_rl.data.answer_ends import GrowingText
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.data.growing_text import text_ends
+from mcore_rl.data.answer_ends import text_ends
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.passes.batch import PolicyMicrobatch
 from mcore_rl.rl.rollouts.rollout import Rollout

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.extension import STEP_MODEL_PART
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.data.answer_ends import read_steps, step_ends, step_tokens
 from mcore_rl.data.chat import Chat, Conversation, answered
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
-from mcore_rl.data.steps import read_steps, step_ends, step_tokens
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import run_pass

@@ -18,10 +18,9 @@ from mcore_rl.config.rl.distill import DistillConfig
 from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.rl.rollout import EvalConfig
 from mcore_rl.data.chat import Chat, Conversation, prompt_ids
-from mcore_rl.data.labels import refuse_labels, unread_keys
-from mcore_rl.data.mixture import ShuffledSources, refuse_empty_sources
+from mcore_rl.data.packing import ShuffledSources, refuse_empty_sources
 from mcore_rl.data.records import SHOWN, Record, RecordReader, beside, beyond_max, filled, listed
-from mcore_rl.data.shapes import read_turns, recognise, with_earlier
+from mcore_rl.data.shapes import read_turns, recognise, refuse_labels, unread_keys, with_earlier
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.types import Problem, Prompt

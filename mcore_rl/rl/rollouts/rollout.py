@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.data.steps import step_tokens
+from mcore_rl.data.answer_ends import step_tokens
 from mcore_rl.megatron.agree import on_every_rank
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric

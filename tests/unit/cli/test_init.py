@@ -16,7 +16,7 @@ from mcore_rl.cli.init import size_of
 from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.load import load_config
 from mcore_rl.errors import ConfigError
-from mcore_rl.planning.gpus import parse_gpus
+from mcore_rl.planning.device import parse_gpus
 from mcore_rl.storage.run_config import load_run_config
 from tests.conversion import saved
 

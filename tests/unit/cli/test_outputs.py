@@ -30,7 +30,6 @@ COMMANDS = {
     "preprocess's tokens": ([*PREPROCESS, "tokens"], "tokens.bin"),
     "preprocess's log": ([*PREPROCESS, "tokens"], "tokens.log.jsonl"),
     "plan": ([*PLAN, "--json", "plan.json"], "plan.json"),
-    "plan's picture": ([*PLAN, "--timeline", "plan.svg"], "plan.svg"),
 }
 """Arguments of a command, and a file that it writes."""
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.chat import Conversation, TemplateError, answered, load_chat, prompt_ids
-from mcore_rl.data.marked_tokenizer import JsonEncoder, MarkedTokenizer
+from mcore_rl.data.chat_template import JsonEncoder, MarkedTokenizer
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 

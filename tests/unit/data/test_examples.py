@@ -1,24 +1,288 @@
+"""Keys that change what a record means, in the usual data formats, against expectations that are written by hand."""
+
 import json
 
 import pytest
 
+from mcore_rl.config.preferences import PreferenceDataConfig
+from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import load_chat
+from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice
 from mcore_rl.data.examples import read_examples
+from mcore_rl.data.preferences import read_preferences
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
+from mcore_rl.rl.rollouts.prompts import read_problems
 
-CHAT = {"messages": [{"role": "user", "content": "etao"}, {"role": "assistant", "content": "in"}]}
-PAIR = {"prompt": "etao", "response": "in"}
+
+def said(role, content, **keys):
+    return {"role": role, "content": content, **keys}
+
+
+ASKED, ANSWERED = said("user", "etao"), said("assistant", "nit")
+CHAT, PAIR = {"messages": [ASKED, ANSWERED]}, {"prompt": "etao", "completion": "nit"}
+
+
+def chat_of(*turns, **keys):
+    return {"messages": list(turns), **keys}
+
+
+def sharegpt(**keys):
+    return {"conversations": [{"from": "human", "value": "etao"}, {"from": "gpt", "value": "nit", **keys}]}
+
+
+TWICE = (said("assistant", "sun"), said("user", "oats"))
+CONVERSATIONS = {
+    # What is trained on, by the texts of the assistant's turns.
+    "OpenAI weights": (chat_of(ASKED, TWICE[0] | {"weight": 0}, TWICE[1], ANSWERED | {"weight": 1}), ["nit"]),
+    "a weight of 0.0": (chat_of(ASKED, TWICE[0] | {"weight": 0.0}, TWICE[1], ANSWERED), ["nit"]),
+    "null weights": (
+        chat_of(ASKED | {"weight": None}, ANSWERED | {"weight": None, "tool_calls": []}),
+        ["nit"],
+    ),
+    "axolotl": (chat_of(ASKED | {"train": False}, TWICE[0] | {"train": False}, TWICE[1], ANSWERED), ["nit"]),
+    "ms-swift": (chat_of(ASKED, TWICE[0] | {"loss": True}, TWICE[1], ANSWERED | {"loss": False}), ["sun"]),
+    "verl": (chat_of(ASKED | {"loss_mask": 0}, TWICE[0] | {"loss_mask": 0}, TWICE[1], ANSWERED), ["nit"]),
+    "ShareGPT": (
+        {"conversations": [*sharegpt(weight=0)["conversations"], *sharegpt()["conversations"]]},
+        ["nit"],
+    ),
+    "LLaMA-Factory's history": (
+        {"instruction": "etao", "output": "nit", "history": [["oats", "sun"]]},
+        ["sun", "nit"],
+    ),
+    "ms-swift's history": (
+        {"query": "etao", "response": "nit", "history": [["oats", "sun"]]},
+        ["sun", "nit"],
+    ),
+    "history of turns": (PAIR | {"history": [TWICE[1], TWICE[0]]}, ["sun", "nit"]),
+    "an empty history": ({"instruction": "etao", "output": "nit", "history": []}, ["nit"]),
+    "KTO, an answer to learn": (PAIR | {"label": True}, ["nit"]),
+    "kto_tag of an answer to learn": (sharegpt() | {"kto_tag": True}, ["nit"]),
+    "NeMo's mask": (sharegpt() | {"mask": "User", "system": ""}, ["nit"]),
+    "UltraFeedback's better side": (CHAT | {"chosen": CHAT["messages"], "rejected": [ASKED]}, ["nit"]),
+    "absent keys of a table": (
+        CHAT | {"label": None, "weight": float("nan"), "images": [], "prompt": None, "tools": None},
+        ["nit"],
+    ),
+}
+REFUSED = {
+    "KTO": (
+        PAIR | {"label": False},
+        '"label" is False: it says whether the answer is to be learned. Leave out',
+    ),
+    "kto_tag": (sharegpt() | {"kto_tag": False}, '"kto_tag" is False'),
+    "a wrong solution": ({"problem": "a", "solution": "b", "is_correct": False}, '"is_correct" is False'),
+    "a weight between": (
+        chat_of(ASKED, ANSWERED | {"weight": 0.5}),
+        '(assistant): "weight" is 0.5',
+    ),
+    "no trained turn": (chat_of(ASKED, ANSWERED | {"weight": 0}), "no text of the assistant is trained on"),
+    "a trained user": (
+        chat_of(ASKED | {"train": True}, ANSWERED),
+        "only turns of the assistant are trained on",
+    ),
+    "axolotl's detail": (
+        chat_of(ASKED, ANSWERED | {"train_detail": [{"train": False}]}),
+        '"train_detail" is [{',
+    ),
+    "a weighted part": (
+        chat_of(ASKED, said("assistant", [{"type": "text", "text": "a", "train": False}])),
+        '"train" is False',
+    ),
+    "a weighted record": (CHAT | {"weight": 0}, '"weight" is 0: all texts of a file count alike'),
+    "ms-swift's rejected": (
+        CHAT | {"rejected_response": "x"},
+        "\"rejected_response\" is 'x': it is the worse of two",
+    ),
+    "other sides": (CHAT | {"chosen": [ASKED, TWICE[0]], "rejected": [ASKED]}, '"rejected" is [{'),
+    "labelled steps": (PAIR | {"labels": [True, False]}, '"labels" is [True, False]: it labels parts'),
+    "NeMo's label": (sharegpt(label="quality:0"), "\"label\" is 'quality:0': it rates the turn"),
+    "NeMo's other mask": (sharegpt() | {"mask": "Assistant"}, "\"mask\" is 'Assistant'"),
+    "pictures": (CHAT | {"images": ["a.png"]}, "only texts are trained on"),
+    "an old call": (
+        chat_of(ASKED, said("assistant", "", function_call={"name": "f"})),
+        '"function_call" is {',
+    ),
+    "settings of the template": (
+        CHAT | {"chat_template_kwargs": {"enable_thinking": False}},
+        "all records are rendered alike",
+    ),
+    "reasoning beside": (PAIR | {"reasoning_content": "so"}, "reasoning is read in the assistant's turns"),
+    "reasoning": (
+        chat_of(ASKED, ANSWERED | {"reasoning": "so"}),
+        'has "reasoning", which a plain template cannot',
+    ),
+    "a call of a tool": (
+        chat_of(ASKED, said("assistant", None, tool_calls=[{"function": {"name": "add"}}])),
+        "a turn of 'assistant' has \"tool_calls\", which a plain template cannot",
+    ),
+    "no content": (
+        chat_of(ASKED, said("assistant", None)),
+        'turn 2 of "messages" (assistant): it has no content',
+    ),
+    "no key of content": (
+        chat_of({"role": "user", "text": "a"}, ANSWERED),
+        "calls no tool (keys: role, text)",
+    ),
+    "no value": (sharegpt() | {"conversations": [{"from": "human", "value": None}]}, "it has no content"),
+    "a history of text": (PAIR | {"history": "a"}, '"history" is a str, wanted a list of turns'),
+    "a history without end": (
+        PAIR | {"history": [["a", None]]},
+        'turn 2 of "history" (assistant): it has no content',
+    ),
+}
+
+
+def trained(examples, tokenizer):
+    """The texts that are trained on, each up to the token that ends it."""
+    words = load_tokenizer(tokenizer)
+    ids = examples.ids_T[examples.assistant_mask_T].tolist()
+    ends = [index for index, token in enumerate(ids) if token == words.eod_id]
+    assert ends and ends[-1] == len(ids) - 1
+    return [words.decode(ids[a + 1 : b]) for a, b in zip([-1, *ends[:-1]], ends, strict=True)]
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_what_is_trained_on_is_what_the_keys_of_the_format_say(read, tokenizer, name):
+    entry, texts = CONVERSATIONS[name]
+    examples = read(entry)
+    assert trained(examples, tokenizer) == texts
+    assert not [note for note in examples.notes if note.startswith("warning")]
+
+
+def test_a_turn_without_weight_is_in_the_context_of_what_follows(read):
+    weighted = read(CONVERSATIONS["OpenAI weights"][0])
+    assert weighted.ids_T.tolist() == read(chat_of(ASKED, *TWICE, ANSWERED)).ids_T.tolist()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_key_that_cannot_be_followed_is_refused_with_its_line_and_what_to_do(read, tmp_path, name):
+    entry, reason = REFUSED[name]
+    with pytest.raises(DataError) as refused:
+        read(CHAT, entry)
+    assert f"{tmp_path}/a.jsonl:2: " in str(refused.value) and reason in str(refused.value)
+    assert len(read(CHAT, entry, max_bad=1)) == 1
+
+
+def test_every_other_key_is_counted_by_name_whatever_its_type(read, tmp_path):
+    lines = [
+        CHAT | {"id": 3, "score": 0.5, "meta": {"a": 1}, "tags": ["x"], "note": None, "flag": False},
+        chat_of(ASKED | {"name": "Ann"}, ANSWERED, id=4),
+        PAIR | {"messages": None, "category": "x"},
+    ]
+    shapes, warning = read(*lines).notes
+    forms = "OpenAI messages (messages) and TRL prompt and completion (prompt, completion)"
+    assert shapes == f"{tmp_path}/a.jsonl is read as {forms}"
+    names = "id (2), score (1), meta (1), tags (1), flag (1), name of turns (1), category (1)"
+    assert warning == (
+        f"warning: {tmp_path}/a.jsonl has keys that are not read: {names}; a prompt_template can use those of "
+        "records, a chat template those of turns"
+    )
+
+
+SIDES = {"prompt": "etao", "chosen": "nit", "rejected": "sun"}
+STEPS = {"prompt": "etao", "completions": ["nit", "sun"], "labels": [True, False]}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "form"),
+    [
+        (SIDES | {"weight": 0.3}, '"weight" is 0.3: all texts', "auto"),
+        (SIDES | {"prompt": [said("user", None)]}, "it has no content", "auto"),
+        (
+            SIDES | {"chosen": [ANSWERED | {"weight": 0}], "rejected": [TWICE[0]]},
+            "an answer has no tokens",
+            "auto",
+        ),
+        (STEPS | {"loss": 0}, '"loss" is 0', "steps"),
+    ],
+)
+def test_preferences_and_steps_refuse_the_same_keys(tmp_path, tokenizer, line, reason, form):
+    with pytest.raises(DataError) as refused:
+        preferences(tmp_path, tokenizer, line, form)
+    assert f"{tmp_path}/a.jsonl:1: " in str(refused.value) and reason in str(refused.value)
+
+
+@pytest.mark.parametrize(("line", "form"), [(SIDES, "auto"), (STEPS, "steps")])
+def test_preferences_and_steps_read_a_history_and_count_other_keys(tmp_path, tokenizer, line, form):
+    with_history = line | {"history": [["oats", "sun"]], "system": "nit", "score": 3}
+    turns = [said("system", "nit"), said("user", "oats"), said("assistant", "sun"), ASKED]
+    found, wanted = (
+        preferences(tmp_path, tokenizer, one, form) for one in (with_history, line | {"prompt": turns})
+    )
+    assert found.ids_T.tolist() == wanted.ids_T.tolist()
+    *_, warning = found.notes
+    assert "has keys that are not read: score (1);" in warning
+    assert len(wanted.notes) == 1
+
+
+def preferences(tmp_path, tokenizer, line, form):
+    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
+    plain = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
+    config = PreferenceDataConfig(format=form, chat_template="plain")
+    return read_preferences([f"{tmp_path}/a.jsonl"], config, plain, packed_length=256, length_multiple=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ({"prompt": "a", "history": [["b", "c"]]}, ["b", "c", "a"]),
+        ({"prompt": "a", "system": "s"}, ["s", "a"]),
+        ({"prompt": [said("user", "a")], "system_prompt": "s"}, ["s", "a"]),
+        ({"prompt": [said("system", "t"), said("user", "a")], "system": "s"}, ["t", "a"]),
+        ({"question": "a", "answer": "b", "system": "s"}, ["s", "a"]),
+        ({"prompt": "a", "label": "42", "weight": 0.5, "score": 3}, ["a"]),
+        ({"prompt": "a", "tools": [{"name": "f"}]}, "tools come from rl.environment"),
+        ({"prompt": [said("user", "a", train=True)]}, "only turns of the assistant are trained on"),
+        ({"prompt": [said("user", None)]}, "it has no content"),
+    ],
+)
+def test_prompts_have_what_stands_before_them_and_refuse_what_they_cannot_have(tmp_path, line, wanted):
+    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
+    config = PromptConfig(files=(f"{tmp_path}/a.jsonl",))
+    if isinstance(wanted, str):
+        with pytest.raises(DataError, match=wanted):
+            read_problems(config)
+        return
+    (problem,) = read_problems(config).problems
+    assert ([turn["content"] for turn in problem.messages] or [problem.prompt]) == wanted
+    others = line.keys() - {"prompt", "question", "answer"}
+    assert {key: problem.fields[key] for key in others} == {key: line[key] for key in others}
+
+
+def test_a_prompt_template_that_names_the_system_prompt_has_it_once(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "system": "s"}) + "\n")
+    config = PromptConfig(files=(f"{tmp_path}/a.jsonl",), prompt_template="{system}: {prompt}")
+    (problem,) = read_problems(config).problems
+    assert (problem.prompt, problem.messages) == ("s: a", ())
+
+
+def test_a_weighted_document_is_a_bad_line(tmp_path):
+    lines = [
+        {"text": "a", "weight": 1, "label": 0, "id": 3},
+        {"text": "b", "weight": 0},
+        {"text": "c", "train": None},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole = FileSlice(path=str(path), start=0, end=path.stat().st_size)
+    read = list(DocumentReader(whole, DocumentFormat(kind="jsonl")))
+    assert [(document.text, document.problem.partition(":")[0]) for document in read] == [
+        ("a", ""),
+        ("", '"weight" is 0'),
+        ("c", ""),
+    ]
 
 
 @pytest.fixture
 def read(tmp_path, tokenizer):
     def read_lines(*lines, **settings):
-        path = tmp_path / "chats.jsonl"
+        path = tmp_path / "a.jsonl"
         content = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
         path.write_bytes(b"".join(line + b"\n" for line in content))
-        config = SFTDataConfig(**settings)
+        config = SFTDataConfig(**{"chat_template": "plain"} | settings)
         return read_examples(
             [str(path)], config, load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
         )
@@ -36,7 +300,7 @@ def test_both_formats_say_the_same(read, tokenizer):
     assert first == second
     said = examples.ids_T[: examples.starts_N[1]][examples.assistant_mask_T[: examples.starts_N[1]]].tolist()
     words = load_tokenizer(tokenizer)
-    assert said == [*words.encode("in"), words.eod_id]
+    assert said == [*words.encode("nit"), words.eod_id]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +314,6 @@ def test_both_formats_say_the_same(read, tokenizer):
         ({"messages": "a"}, '"messages" is a str'),
         ({"messages": [{"content": "a"}]}, 'turn 1 of "messages" is no object with a "role"'),
         ({"messages": CHAT["messages"][:1]}, 'no turn has the role "assistant"'),
-        ({"messages": [{"role": "assistant", "content": None}]}, "it has no content and calls no tool"),
         ({"prompt": "a"}, '"response" is not there'),
         ({"prompt": "a", "response": 4}, '"response" is a int'),
         (CHAT | {"tools": [{"name": "look"}]}, '"tools", which a plain template cannot describe'),
@@ -59,19 +322,16 @@ def test_both_formats_say_the_same(read, tokenizer):
 def test_a_line_that_is_no_conversation_is_named(read, tmp_path, line, said):
     with pytest.raises(DataError) as raised:
         read(CHAT, line)
-    assert f"{tmp_path}/chats.jsonl:2: " in str(raised.value) and said in str(raised.value)
-
-
-SYSTEM = {"role": "system", "content": "etao"}
+    assert f"{tmp_path}/a.jsonl:2: " in str(raised.value) and said in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("line", "template", "is_warned"),
     [
         (CHAT, "raw", False),
-        ({"messages": [SYSTEM, *CHAT["messages"]]}, "raw", True),
+        ({"messages": [said("system", "etao"), *CHAT["messages"]]}, "raw", True),
         ({"messages": [*CHAT["messages"], *CHAT["messages"]]}, "raw", True),
-        ({"messages": [SYSTEM, *CHAT["messages"], *CHAT["messages"]]}, "plain", False),
+        ({"messages": [said("system", "etao"), *CHAT["messages"], *CHAT["messages"]]}, "plain", False),
     ],
 )
 def test_raw_warns_once_of_turns_that_it_joins(read, line, template, is_warned):

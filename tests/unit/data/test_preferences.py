@@ -1,12 +1,9 @@
 """Preferences in the layouts that people have, as the tokens that a model reads, and the microbatches they lie in."""
 
-import gzip
 import json
 from itertools import pairwise
 
 import numpy
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from mcore_rl.config.preferences import PreferenceDataConfig
@@ -125,22 +122,6 @@ def test_a_ranking_is_all_its_pairs_with_each_answer_once(read, tokenizer):
     assert read(ranked | {"scores": [1, 3.5, 1]}, ties="skip").pairs_P2.tolist() == [[1, 0], [1, 2]]
     two = read(ranked | {"responses": ["a", "b"], "scores": [2, 2]}, PAIR, ties="skip")
     assert (len(two), two.pairs_P2.tolist()) == (1, [[0, 1]])
-
-
-@pytest.mark.parametrize("form", ["gzipped", "parquet", "hub"])
-def test_compressed_and_tabular_data_reads_as_lines_do(read, tmp_path, monkeypatch, form):
-    lines = [PAIR, PAIR | {"prompt": "three"}]
-    folder = tmp_path / "table"
-    folder.mkdir()
-    if form == "gzipped":
-        path = folder / "pairs.jsonl.gz"
-        path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
-    else:
-        path = folder / "train.parquet"
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), path)
-        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    name = f"hub:{folder}:train" if form == "hub" else str(path)
-    assert read(paths=[name]).digest == read(*lines).digest
 
 
 @pytest.mark.parametrize(

@@ -268,17 +268,6 @@ def test_the_config_is_stronger_than_what_is_recognised():
     assert conversation_of(entry, template)[0].messages[0] == turn("user", "2 + 2!")
 
 
-def test_the_shape_is_said_in_a_line_and_keys_that_are_not_read_are_a_warning(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"question": Q, "context": "two words", "answer": A, "id": "x y"[:1]}) + "\n")
-    chat = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
-    assert read_examples([str(path)], SFTDataConfig(chat_template="plain"), chat).notes == (
-        f"{path} is read as question and answer (question, answer)",
-        f"warning: {path} has keys that are not read: context (1), id (1); a prompt_template can use those of "
-        "records, a chat template those of turns",
-    )
-
-
 @pytest.mark.parametrize(("other", "is_warned"), [("Answer in French.", True), ("Be brief.", False)])
 def test_a_system_prompt_beside_that_of_the_turns_is_a_warning_where_it_says_something_else(
     tmp_path, tokenizer, other, is_warned
@@ -293,16 +282,6 @@ def test_a_system_prompt_beside_that_of_the_turns_is_a_warning_where_it_says_som
     assert [f"{path} has keys that are not read: system (1);" in text for text in warnings] == [
         True
     ] * is_warned
-
-
-def test_a_call_of_a_tool_is_refused_by_a_template_that_cannot_show_it(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": [ASKED, CALL, turn("tool", "4"), SAID]}) + "\n")
-    chat = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
-    with pytest.raises(
-        DataError, match=r"a turn of 'assistant' has \"tool_calls\", which a plain template cannot"
-    ):
-        read_examples([str(path)], SFTDataConfig(chat_template="plain"), chat)
 
 
 def test_a_file_of_data_is_shown_without_a_config(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 import regex
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.data import packages
+from mcore_rl.data import records
 from mcore_rl.data.chat import Conversation, load_chat
 from mcore_rl.data.tokenizer import digest_of_folder, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
@@ -185,7 +185,7 @@ def test_without_the_library_the_extra_is_named(folder, monkeypatch):
     def absent(module):
         raise ImportError(module)
 
-    monkeypatch.setattr(packages.importlib, "import_module", absent)
+    monkeypatch.setattr(records.importlib, "import_module", absent)
     with pytest.raises(
         ConfigError, match=r"read with the package tiktoken.*pip install 'mcore-rl\[tiktoken\]'"
     ):

@@ -8,10 +8,9 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.launch.preflight import Allowances, check_training
-from mcore_rl.planning.estimate import estimate
-from mcore_rl.planning.gpus import parse_gpus
+from mcore_rl.planning.device import parse_gpus
+from mcore_rl.planning.estimate import estimate, place_of
 from mcore_rl.planning.memory import GIB
-from mcore_rl.planning.place import place_of
 from mcore_rl.planning.training import training_of
 from tests.unit.launch.conftest import ROOT
 

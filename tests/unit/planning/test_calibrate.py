@@ -9,9 +9,9 @@ from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.planning.calibrate import calibrated, imbalance_of_run
-from mcore_rl.planning.parts import workload_of
-from mcore_rl.planning.rates import Rates
+from mcore_rl.planning.device import Rates
+from mcore_rl.planning.estimate import calibrated, imbalance_of_run
+from mcore_rl.planning.layer_times import workload_of
 from mcore_rl.planning.rollout import Lengths, engine_of, forward_seconds, generation, with_lengths
 from mcore_rl.planning.step import step
 from mcore_rl.planning.training import training_of

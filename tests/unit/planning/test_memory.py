@@ -1,23 +1,34 @@
+"""A route takes a byte for each expert, or two, and goes to the memory that the config names."""
+
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import LayerKind
+from mcore_rl.config.model import LayerKind, ModelConfig, MoEConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.families import FAMILIES
+from mcore_rl.megatron.platform import Platform
 from mcore_rl.planning.activations import LayerActivations, load_of_fullest_rank
 from mcore_rl.planning.memory import (
     GIB,
+    RouteBytes,
+    device_memory_lines,
+    disk_of,
+    disk_warning,
+    layer_bytes,
     memory_by_stage,
     memory_of_fullest_rank,
+    routes_of_rank,
 )
-from mcore_rl.planning.schedule import chunks_in_flight
 from mcore_rl.planning.training import training_of
 from mcore_rl.planning.weights import layer_weights, layers_by_stage, weights_by_stage
+from mcore_rl.programs import open_run
 from tests.tiny_models import TINY
 from tests.weight_numbers import numbers_by_stage
 
@@ -59,14 +70,6 @@ def test_the_weights_of_a_rank_are_those_of_the_tensors_that_it_gets(family, mes
     assert [saved_numbers(stage) for stage in weights_by_stage(model, mesh)] == numbers_by_stage(model, mesh)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(pp=2)], ids=["1", "pp2"])
-def test_the_last_stage_has_the_layer_of_multi_token_prediction_and_an_embedding_for_it(family, mesh):
-    model = TINY[family]
-    model = model.model_copy(update={"mtp_layers": 1, "num_layers": 2 * (model.num_layers // 2)})
-    assert [saved_numbers(stage) for stage in weights_by_stage(model, mesh)] == numbers_by_stage(model, mesh)
-
-
 def test_a_rank_has_a_part_of_a_key_value_head_where_there_are_fewer_than_ranks():
     layers = [layer_weights(config().model, MeshConfig(tp=tp, ep=8), MOE).dense for tp in (4, 8)]
     # 4 of 32 query heads, of width 128, and their output; half of a key head and half of a value head.
@@ -88,20 +91,6 @@ def test_balanced_chunks_count_embedding_output_and_multi_token_prediction_as_la
     # What is left over goes to whole rounds, then to the last stages.
     assert MeshConfig(pp=3, vpp=2, pp_layout="balanced").chunk_layers(14) == [2, 3, 3, 2, 2, 2]
     assert MeshConfig(pp=4, pp_layout="balanced").chunk_layers(12) == [2, 3, 4, 3]
-
-
-def test_weights_gradients_and_optimizer_of_qwen3_30b_on_16_ranks_are_those_computed_by_hand():
-    memory = memory_of_fullest_rank(training())
-    # tp 2, ep 8. Experts: 48 layers x 16 of 128 x 3 x 2048 x 768. Attention: a half of 4096 + 4096 columns for
-    # queries and output, and of 2 x 512 for keys and values; norms 2 x 2048 + 2 x 128; router 128 x 2048.
-    experts = 48 * 16 * 3 * 2048 * 768
-    layer = 2048 * (8192 + 1024) // 2 + 2 * 2048 + 2 * 128 + 128 * 2048
-    dense = 48 * layer + 2 * (151936 * 2048 // 2) + 2048
-    assert memory.weights == 2 * (experts + dense)
-    assert memory.gradients == 4 * (experts + dense)
-    assert memory.optimizer == 12 * (dense // 8) + 12 * (
-        experts // 2
-    )  # 8 data-parallel ranks; 2 copies of experts
 
 
 def test_activations_of_a_layer_are_those_counted_by_hand():
@@ -170,22 +159,6 @@ def test_full_recomputation_keeps_the_inputs_of_layers_and_one_layer_of_the_rest
     assert memory.recomputed == sum(layer.all_parts(MOE).values())
     wider = memory_of_fullest_rank(training("platform.recompute=full", "platform.recompute_layers=4"))
     assert (wider.activations, wider.recomputed) == (memory.activations // 4, 4 * memory.recomputed)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "stage", "microbatches", "chunks"),
-    [
-        (MeshConfig(pp=4), 0, 8, 4),
-        (MeshConfig(pp=4), 3, 8, 1),
-        (MeshConfig(pp=4), 0, 2, 2),
-        # Interleaved: Megatron's warm-up of (pp - stage - 1) * 2 + (vpp - 1) * pp, and the one in work.
-        (MeshConfig(pp=4, vpp=2), 0, 8, 11),
-        (MeshConfig(pp=4, vpp=2), 3, 8, 5),
-        (MeshConfig(pp=4, vpp=2), 0, 4, 8),
-    ],
-)
-def test_so_many_forward_passes_of_chunks_wait_for_their_backward_pass(mesh, stage, microbatches, chunks):
-    assert chunks_in_flight(mesh, stage, microbatches) == chunks
 
 
 def test_context_parallel_ranks_share_tokens_and_optimizer_and_hold_the_same_weights():
@@ -259,14 +232,6 @@ def test_the_message_names_the_stage_and_the_parts():
     )
 
 
-def test_moments_and_gradients_in_bf16_take_half_of_their_bytes():
-    plain = memory_of_fullest_rank(training())
-    lowered = [f"optim.{name}=bf16" for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")]
-    half = memory_of_fullest_rank(training(*lowered))
-    assert half.optimizer * 12 == plain.optimizer * 8 and half.gradients * 2 == plain.gradients
-    assert plain.total - half.total == plain.optimizer - half.optimizer + plain.gradients - half.gradients
-
-
 @pytest.mark.parametrize("fraction", [0.25, 1.0])
 def test_offloaded_state_of_the_optimizer_takes_main_memory_and_none_of_the_device(fraction):
     plain = memory_of_fullest_rank(training())
@@ -275,3 +240,176 @@ def test_offloaded_state_of_the_optimizer_takes_main_memory_and_none_of_the_devi
     assert moved.optimizer == pytest.approx(12 * weights * (1 - fraction), abs=1)
     assert moved.host_optimizer == moved.main_memory == pytest.approx(16 * weights * fraction, abs=16)
     assert plain.total - moved.total == plain.optimizer - moved.optimizer
+
+
+ROUTED_WORDS = [
+    "model.family=qwen3_moe",
+    "model.num_layers=4",
+    "model.moe.num_experts=128",
+    "model.moe.top_k=8",
+    "model.max_position=4096",
+    "train.global_batch=64",
+    "rl.rollout.prompts_per_step=16",
+    "rl.rollout.group_size=8",
+    "rl.rollout.max_new_tokens=1000",
+    "rl.prompts.max_tokens=24",
+]
+TOKENS = 16 * 8 * 1024
+
+
+def routed_training(*overrides, world=1):
+    return training_of(load_config(RlRunConfig, None, [*ROUTED_WORDS, *overrides]), world)
+
+
+@pytest.mark.parametrize(
+    ("experts", "layers", "top_k", "capacity", "expected"),
+    [
+        (128, 48, 8, None, 384),  # Qwen3-30B-A3B
+        (128, 94, 8, None, 752),  # Qwen3-235B-A22B
+        (256, 58, 8, None, 464),  # DeepSeek-V3
+        (384, 60, 8, None, 960),  # Kimi K2
+        (512, 48, 10, None, 960),  # Qwen3-Next
+        (16, 1, 4, 1.0, 4),
+        (129, 1, 4, 1.0, 8),  # 258 codes: a dropped choice has a code of its own
+    ],
+)
+def test_bytes_per_token(experts, layers, top_k, capacity, expected):
+    """An int64 for each of 48 layers and 8 experts takes 3072 bytes; tests/unit/replay/test_cache.py fills a cache."""
+    model = ModelConfig(moe=MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=capacity))
+    assert layers * layer_bytes(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["replay.kind=r2"], RouteBytes(device=TOKENS * 4 * 8)),
+        (["replay.kind=none"], RouteBytes(device=TOKENS * 4 * 8)),
+        (["replay.kind=r3"], RouteBytes(device=TOKENS * 4 * 8)),
+        (["replay.kind=r2", "replay.observe_rollout=true"], RouteBytes(device=2 * TOKENS * 4 * 8)),
+        (["replay.kind=r2", "replay.store=pinned"], RouteBytes(host=TOKENS * 4 * 8)),
+        (["rl.update.old_logprobs=rollout"], RouteBytes()),
+        (["rl.loss.kind=rspo"], RouteBytes(device=TOKENS * 4 * 8 * 7)),
+    ],
+)
+def test_a_rank_s_routes_go_to_the_memory_of_the_config(words, wanted):
+    assert routes_of_rank(routed_training(*words), 0) == wanted
+
+
+def test_meshes_divide_the_routes_and_the_estimate_counts_them():
+    whole = TOKENS * 4 * 8
+    for mesh, world in (
+        (["mesh.pp=2"], 2),
+        (["mesh.tp=2", "mesh.ep=2"], 2),
+        (["mesh.cp=2"], 2),
+        (["mesh.dp=2"], 2),
+    ):
+        assert routes_of_rank(routed_training("replay.kind=r2", *mesh, world=world), 0).device == whole // 2
+    pinned, stored = (
+        memory_by_stage(routed_training("replay.kind=r2", f"replay.store={store}"))[0]
+        for store in ("pinned", "device")
+    )
+    assert stored.total - pinned.total == stored.routes == pinned.host_routes == whole
+    assert pinned.routes == stored.host_routes == 0
+    assert "routes 0.0" in stored.describe() and "routes" not in pinned.describe()
+
+
+USAGE = namedtuple("USAGE", "total used free")
+SMALL = (
+    "model.family=llama",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=16",
+    "model.ffn_hidden_size=128",
+    "model.vocab_size=512",
+)
+# Query, key, value and output of attention, the MLP's three matrices, two norms; embedding, output layer, last norm.
+WEIGHTS = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 2 * 512 * 64 + 64
+
+
+def disk(*overrides, cls=PretrainConfig):
+    return disk_of(training_of(load_config(cls, None, [*SMALL, *overrides]), 1))
+
+
+@pytest.mark.parametrize(("precision", "bytes_per_weight"), [("bf16", 14), ("fp32", 16)])
+def test_a_checkpoint_has_weights_and_three_fp32_numbers_for_each(precision, bytes_per_weight):
+    found = disk(f"platform.precision={precision}")
+    assert found.checkpoint == WEIGHTS * bytes_per_weight
+
+
+def test_a_checkpoint_of_adapters_alone_has_no_other_weights():
+    adapters = 2 * 8 * ((3 * 64 + 64 + 2 * 32 + 64 + 64) + (2 * 64 + 2 * 128 + 128 + 64))
+    lora = ("lora.rank=8", "checkpoint.load=base")
+    assert disk(*lora).checkpoint == 4 * WEIGHTS + 16 * adapters
+    assert disk(*lora, "checkpoint.weights=adapters").checkpoint == 16 * adapters
+
+
+@pytest.mark.parametrize(
+    ("keep", "interval", "number"), [("2", "10", 3), ("all", "30", 4), ("5", "60", 2), ("2", "none", 1)]
+)
+def test_the_kept_checkpoints_are_counted_and_the_one_that_is_written(keep, interval, number):
+    words = ("train.steps=100", f"checkpoint.keep={keep}", f"checkpoint.interval={interval}")
+    assert disk(*words).num_checkpoints == number
+
+
+def test_a_critic_is_saved_beside_the_policy():
+    plain = disk(cls=RlRunConfig).checkpoint
+    critic = disk("rl.advantage.kind=gae", cls=RlRunConfig).checkpoint
+    # One row of weights in the place of the output layer's 512, and the shift of the scores, 4 bytes.
+    assert critic - plain in ((WEIGHTS - 511 * 64) * 16, (WEIGHTS - 511 * 64) * 16 + 4)
+
+
+def test_samples_of_rl_are_counted():
+    words = [
+        "model.family=qwen3_moe",
+        "model.moe.num_experts=8",
+        "model.moe.top_k=2",
+        "train.steps=80",
+        "train.global_batch=16",
+        "rl.rollout.prompts_per_step=4",
+        "rl.rollout.group_size=8",
+        "rl.rollout.max_new_tokens=100",
+        "rl.prompts.max_tokens=28",
+        "rl.samples.interval=10",
+    ]
+    # 80 steps, two for each of 40 rollouts of 32 completions; every tenth is written, with 5 bytes a token.
+    assert disk(*words, cls=RlRunConfig).samples == 4 * 32 * 128 * 5
+
+
+def test_too_little_room_is_a_warning_and_what_is_there_already_counts(tmp_path, monkeypatch):
+    run_dir, planned = tmp_path / "runs/a", disk("train.steps=100", "checkpoint.interval=10")
+    total = planned.total
+    monkeypatch.setattr("shutil.disk_usage", lambda path: USAGE(total, 1000, total - 1000))
+    warning = disk_warning(run_dir, planned)
+    assert (
+        f"{tmp_path} has" in warning and "3 checkpoints of" in warning and "lower checkpoint.keep" in warning
+    )
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints/0.distcp").write_bytes(bytes(1000))
+    assert disk_warning(run_dir, planned) == ""
+
+
+GRPO = Path(__file__).parents[3] / "launch/recipes/qwen3_30b_a3b/grpo_r2.toml"
+
+
+def test_the_estimate_stands_beside_the_memory_of_the_device_and_warns_above_it():
+    config = load_config(RlRunConfig, GRPO)
+    (line,) = device_memory_lines(training_of(config, 16), 80 * GIB)
+    assert line.startswith(
+        "memory, estimated: 60.0 GiB on a rank of pipeline stage 0 (weights 7.5, gradients 15.0"
+    )
+    assert line.endswith(" of 80.0")
+    _, warning = device_memory_lines(training_of(config, 8), 80 * GIB)
+    assert warning.startswith("warning: the estimate is 2.3 GiB more") and "mcore-rl plan" in warning
+
+
+def test_a_start_logs_it_where_the_memory_of_the_device_is_known(monkeypatch):
+    platform = Platform(
+        device=torch.device("cpu"), dtype=torch.bfloat16, layers="torch", rank=0, local_rank=0, world_size=16,
+        deterministic=False,
+    )  # fmt: skip
+    config = load_config(RlRunConfig, GRPO)
+    assert open_run._memory_lines(config, platform) == []
+    monkeypatch.setattr(Platform, "device_bytes", 140 * GIB)
+    assert open_run._memory_lines(config, platform)[0].endswith(" of 140.0")

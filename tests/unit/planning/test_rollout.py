@@ -6,9 +6,8 @@ import pytest
 from bench.plan import QWEN30, RL_RUNS, model
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.planning.device import DEVICES
-from mcore_rl.planning.place import Place
-from mcore_rl.planning.rates import Rates
+from mcore_rl.planning.device import DEVICES, Rates
+from mcore_rl.planning.estimate import Place
 from mcore_rl.planning.rollout import (
     PUBLISHED_FACTORS,
     Engine,

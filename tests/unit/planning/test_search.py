@@ -8,14 +8,11 @@ import pytest
 from mcore_rl.checks.cluster import placement
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
-from mcore_rl.planning.device import DEVICES
-from mcore_rl.planning.estimate import estimate
+from mcore_rl.planning.device import DEVICES, Rates
+from mcore_rl.planning.estimate import Place, estimate
+from mcore_rl.planning.layer_times import workload_of
 from mcore_rl.planning.memory import GIB, memory_of_fullest_rank
-from mcore_rl.planning.meshes import configured, toml_lines
-from mcore_rl.planning.parts import workload_of
-from mcore_rl.planning.place import Place
-from mcore_rl.planning.rates import Rates
-from mcore_rl.planning.search import search
+from mcore_rl.planning.search import configured, search, toml_lines
 from mcore_rl.planning.step import step
 from mcore_rl.planning.training import training_of
 

@@ -15,7 +15,7 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.data.sidecar import Sidecar
+from mcore_rl.data.index_file import Sidecar
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.programs.inputs import refuse_other_tokenizer

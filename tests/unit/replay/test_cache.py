@@ -18,7 +18,7 @@ from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.megatron.routers import replayed_routers, routed_layers
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.planning.routes import layer_bytes
+from mcore_rl.planning.memory import layer_bytes
 from mcore_rl.replay import from_rollouts
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import local_tokens

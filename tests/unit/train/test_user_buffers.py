@@ -9,9 +9,9 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.fake_world.groups import fake_platform, fake_rank
 from mcore_rl.model.transformer_config import transformer_config
 from mcore_rl.train.setup import user_buffer_shape
+from tests.fake_world import fake_platform, fake_rank
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 

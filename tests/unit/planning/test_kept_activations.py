@@ -10,9 +10,9 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import DeltaConfig, IndexerConfig, MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.fake_world import saved
-from mcore_rl.fake_world.saved import saved_by_layer
 from mcore_rl.families import FAMILIES, family_named, family_of
+from tests import fake_world
+from tests.fake_world import saved_by_layer
 from tests.ranks import run_ranks
 
 MLA = {"kv_lora_rank": 48, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -113,10 +113,10 @@ def test_a_layer_of_ours_keeps_the_bytes_that_a_forward_pass_keeps(case):
 
 
 def adapters_counted(lora, positions):
-    saved.POSITIONS = positions
+    fake_world.POSITIONS = positions
     path = Path(__file__).parents[3] / "launch/recipes/qwen3_30b_a3b/grpo_lora.toml"
     config = load_config(RlRunConfig, path, ["platform.recompute=none"])
-    return saved.saved_by_layers(config.mesh, config.model, config.platform, lora)[0]
+    return fake_world.saved_by_layers(config.mesh, config.model, config.platform, lora)[0]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_attention_over_chosen_keys_keeps_less_than_its_plan_has(precision, tp):
 
 def counted_with_products(*case):
     """The same, with every matrix product computed."""
-    saved._WithoutProducts = nullcontext
+    fake_world._WithoutProducts = nullcontext
     return counted(*case)
 
 

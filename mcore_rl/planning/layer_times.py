@@ -20,8 +20,7 @@ from mcore_rl.config.speed import planned_flags
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 from mcore_rl.planning.activations import CHUNK, load_of_fullest_rank
-from mcore_rl.planning.device import Device, Links
-from mcore_rl.planning.rates import Rates
+from mcore_rl.planning.device import Device, Links, Rates
 from mcore_rl.planning.training import Training
 
 TILE = 128
@@ -326,7 +325,13 @@ def layer_times(work: Workload, kind: LayerKind) -> LayerTimes:
         part = parts.setdefault(name, [0.0, 0.0])
         part[0] += forward
         part[1] += backward
-    redone = _redone(work, parts)
+    if work.recompute == "full":
+        redone = sum(part[0] for part in parts.values())
+    else:
+        # Not a set: the order of a sum decides its last digit.
+        names = dict.fromkeys(name for module in work.recompute_modules for name in REDONE[module])
+        norms = NORM_OF_NORMS * parts["norms"][0] if "layernorm" in work.recompute_modules else 0.0
+        redone = sum(parts[name][0] for name in names if name in parts) + norms
     if work.overlap_ep and is_moe:
         parts["all-to-all"] = [seconds * (1 - work.rates.hidden) for seconds in parts["all-to-all"]]
     forward = sum(part[0] for part in parts.values())
@@ -350,15 +355,6 @@ def output_times(work: Workload) -> Seconds:
     if work.defers_logits and work.model.head == "logits":
         backward += forward
     return forward + loss / 2, backward + loss / 2
-
-
-def _redone(work: Workload, parts: dict[str, list[float]]) -> float:
-    if work.recompute == "full":
-        return sum(part[0] for part in parts.values())
-    # Not a set: the order of a sum decides its last digit.
-    names = dict.fromkeys(name for module in work.recompute_modules for name in REDONE[module])
-    norms = NORM_OF_NORMS * parts["norms"][0] if "layernorm" in work.recompute_modules else 0.0
-    return sum(parts[name][0] for name in names if name in parts) + norms
 
 
 def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mcore_rl.data.loader import BatchSource
+from mcore_rl.data.batch import BatchSource
 from mcore_rl.errors import ConfigError, DataError
 
 SEQ = 4

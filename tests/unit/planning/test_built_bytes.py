@@ -5,20 +5,22 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.recipes import RECIPES, recipe_files
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.fake_world.groups import fake_platform, fake_rank
-from mcore_rl.fake_world.meta import on_meta
-from mcore_rl.fake_world.rank import buildable, bytes_of_rank, storage_bytes
 from mcore_rl.model.build import build_model
 from mcore_rl.planning.memory import memory_by_stage
 from mcore_rl.planning.training import training_of
+from mcore_rl.planning.weights import view_of_rank
 from mcore_rl.rl.engines.native.decoder import Decoder
+from tests.fake_world import buildable, bytes_of_rank, fake_platform, fake_rank, on_meta, storage_bytes
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -78,8 +80,8 @@ def training(config, world, seq_length=64):
     return replace(training_of(config, world), seq_length=seq_length)
 
 
-def built(config, world, ranks):
-    return [bytes_of_rank(training(config, world), rank) for rank in ranks]
+def built(config, world, ranks, updated=None):
+    return [bytes_of_rank(training(config, world), rank, updated) for rank in ranks]
 
 
 def excesses(config, world, seq_length, ranks):
@@ -170,6 +172,19 @@ def test_a_rank_of_16384_has_the_bytes_of_the_closed_form():
         assert (excess, gaps) == (NOTHING, 0)
 
 
+def test_models_that_wait_in_main_memory_have_the_bytes_that_megatron_builds():
+    words = ("rl.advantage.critic.store=host", "rl.update.store=host")
+    config = load_config(RlRunConfig, recipe_files(RECIPES)["tiny_moe/ppo"], words)
+    world = config.mesh.smallest_world
+    (stage,) = memory_by_stage(training(config, world))
+    # Counted in the update that needs most: its model is on the device, and the other one waits.
+    (counted,) = run_ranks(built, 1, config, world, [0], stage.updated)[0]
+    excess = counted.excess(stage, config.platform)
+    assert counted.host > 0 and excess | {"main memory": 0} == NOTHING
+    # The weights that wait have gaps as well, of 2 bytes each.
+    assert -2 * counted.gaps <= excess["main memory"] <= 0
+
+
 @pytest.mark.parametrize("world", [3, 5])
 def test_the_shares_of_an_odd_number_of_ranks_are_together_the_whole_state(world):
     config = config_of("llama", "bf16", {}, 0)
@@ -221,3 +236,60 @@ def test_the_rollout_cache_is_that_of_the_engine(name):
         config = config.model_copy(update={"rl": config.rl.model_copy(update={"engine": engine})})
     planned = memory_by_stage(training_of(config, config.mesh.smallest_world))
     assert [stage.rollout_cache for stage in planned] == run_ranks(cache_bytes, 1, config)[0]
+
+
+MODEL = ModelConfig(num_layers=8, moe=MoEConfig(num_experts=16, ffn_hidden_size=8))
+WORLDS = (
+    (MeshConfig(tp=2, cp=2, pp=2, vpp=2, ep=4, etp=2, dp="auto"), 32),
+    (MeshConfig(tp=4, pp=4, ep=2, dp="auto"), 32),
+    (MeshConfig(ep=8, dp="auto"), 16),
+)
+RANKS = (0, 5, 11)
+AXES = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp", "ep": "ep", "etp": "etp", "copy": "expert_dp"}
+
+
+def groups_of_megatron():
+    """Index and ranks of every axis, by mesh and rank."""
+    found = []
+    for config, world in WORLDS:
+        for rank in RANKS:
+            with fake_rank(config, rank, world) as mesh:
+                axes = {name: getattr(mesh, axis) for name, axis in AXES.items()}
+                found.append(
+                    {
+                        name: (axis.rank, tuple(dist.get_process_group_ranks(axis.group)))
+                        for name, axis in axes.items()
+                    }
+                )
+    return found
+
+
+@pytest.fixture(scope="module")
+def groups():
+    cases = [(config, world, rank) for config, world in WORLDS for rank in RANKS]
+    return list(zip(cases, run_ranks(groups_of_megatron, 1)[0], strict=True))
+
+
+def test_a_rank_has_the_coordinates_and_groups_that_megatron_gives_it(groups):
+    for (config, world, rank), expected in groups:
+        view = view_of_rank(MODEL, config, rank, world, 8)
+        planned = {
+            name: (index, view.groups[name].ranks if name in view.groups else (rank,))
+            for name, index in view.coordinates.items()
+        }
+        assert planned == expected
+
+
+def test_a_rank_knows_its_layers_its_experts_and_what_crosses_nodes():
+    view = view_of_rank(MODEL, WORLDS[0][0], 29, 32, 8)
+    assert view.node == 3
+    assert (view.layers, view.experts) == ((2, 3, 6, 7), range(8, 12))
+    assert {name: group.num_nodes for name, group in view.groups.items()} == {
+        "tp": 1,
+        "cp": 1,
+        "dp": 2,
+        "pp": 2,
+        "etp": 1,
+        "ep": 1,
+        "copy": 2,
+    }
