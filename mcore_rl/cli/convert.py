@@ -17,9 +17,10 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.convert.check import LOGITS_BYTES, compare, contents, plan_check
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
+from mcore_rl.convert.copying.tensors import OUTPUT_DTYPES
 from mcore_rl.convert.exporting import ExportOptions, HubRepository, plan_export
 from mcore_rl.convert.hf.text_files import ModelText, has_tokenizer
-from mcore_rl.convert.importing import OUTPUT_DTYPES, ImportOptions, plan_import, plan_relayout
+from mcore_rl.convert.importing import ImportOptions, plan_import, plan_relayout
 from mcore_rl.convert.megatron.model import KeyLayout, native_layout, open_dist_model
 from mcore_rl.convert.peft import plan_adapter_export
 from mcore_rl.convert.upcycling import UpcycleOptions, plan_upcycle

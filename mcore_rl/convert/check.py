@@ -203,7 +203,6 @@ class CheckPlan:
 
 
 def _read(check: Callable[[], CheckedFile]) -> CheckedFile:
-    """Return the finding of a check; a disk that cannot be read is damage too."""
     try:
         return check()
     except OSError as error:
@@ -299,7 +298,6 @@ def _checked_by_marker(
 
 
 def _checked_by_parts(path: Path, name: str, parts: Sequence[tuple[str, FileRange]]) -> CheckedFile:
-    """Check a file by the checksums in its archives only."""
     file = path / name
     if not file.is_file():
         return _missing(name)
@@ -333,7 +331,6 @@ def _checked_by_parts(path: Path, name: str, parts: Sequence[tuple[str, FileRang
 
 
 def _part_faults(path: Path, parts: Iterable[tuple[str, FileRange]]) -> list[str]:
-    """Return the keys of the parts with bytes that have changed since they were written."""
     faults = []
     for key, part in parts:
         try:
@@ -362,7 +359,11 @@ def _plan_hf(path: Path) -> CheckPlan:
     except CheckpointError as error:
         return CheckPlan(title=f"{path}: an export", checks=[partial(_damaged, manifest, str(error))])
     files, tensors = recorded.get("files", {}), recorded.get("tensors", {})
-    names = [path.name] if path.is_file() else sorted({*files, *_shards(folder)})
+    names = (
+        [path.name]
+        if path.is_file()
+        else sorted({*files, *(file.name for file in folder.glob("*.safetensors"))})
+    )
     later = (
         []
         if path.is_file()
@@ -373,10 +374,6 @@ def _plan_hf(path: Path) -> CheckPlan:
         checks=[partial(_checked_by_manifest, folder, name, files.get(name), tensors) for name in names]
         + [partial(_unknown, folder / name) for name in later],
     )
-
-
-def _shards(folder: Path) -> Iterator[str]:
-    yield from (file.name for file in folder.glob("*.safetensors"))
 
 
 def _checked_by_manifest(
@@ -441,7 +438,6 @@ def _checked_data(prefix: str, ending: str, crc: str | None) -> CheckedFile:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first MAX_LISTED names and the number of further names."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return f"{', '.join(names[:MAX_LISTED])}{more}"
 
@@ -587,14 +583,12 @@ def _config_of(folder: HfFolder) -> ModelConfig | None:
 
 
 def _config_differences(one: ModelConfig | None, other: ModelConfig | None) -> Iterator[Difference]:
-    """Yield differences in settings with which the same weights would give other results."""
     if one is not None and other is not None:
         for line in disagreements(one, other):
             yield Difference("config", line)
 
 
 def _as_stored(folder: HfFolder) -> ComparedCheckpoint:
-    """Return a folder's tensors as they are stored, for any model, quantized or not."""
     targets = {name: as_stored(folder, name) for name in folder.tensors}
     return ComparedCheckpoint(path=folder.path, targets=targets, source=HfSource(folder))
 
@@ -602,7 +596,6 @@ def _as_stored(folder: HfFolder) -> ComparedCheckpoint:
 def _compared(
     one: ComparedCheckpoint, other: ComparedCheckpoint, progress: ByteProgress
 ) -> Iterator[Difference]:
-    """Yield tensors that only one side has, and tensors with different shapes, types or values."""
     for name in sorted(one.targets.keys() - other.targets.keys()):
         yield Difference(name, f"only in {one.path}")
     for name in sorted(other.targets.keys() - one.targets.keys()):

@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -22,7 +22,14 @@ from mcore_rl.convert.copying.conversion import (
     import_behind,
     write_manifest,
 )
-from mcore_rl.convert.copying.tensors import TargetTensor, TensorSource, common_dtype, tasks_of
+from mcore_rl.convert.copying.tensors import (
+    OUTPUT_DTYPES,
+    OutputDtype,
+    TargetTensor,
+    TensorSource,
+    output_dtype,
+    tasks_of,
+)
 from mcore_rl.convert.hf.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
@@ -53,14 +60,13 @@ from mcore_rl.convert.hf.writer import (
     blocks_like,
     shards_of,
 )
-from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
 from mcore_rl.convert.megatron.tensors import MergedSource
 from mcore_rl.data.answer_ends import GENERATION_CONFIG
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import score_config
 from mcore_rl.families.shells import TEXT, shell_of
-from mcore_rl.families.weight_map import AxisRange, DuplicateTensor, RegionCopy, copies_into_hf, listed, sizes
+from mcore_rl.families.weight_map import AxisRange, copies_into_hf, listed, sizes
 from mcore_rl.metrics.loggers import optional_package
 from mcore_rl.metrics.progress import readable_bytes
 from mcore_rl.model.heads import SCORE_SHIFT
@@ -127,6 +133,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
     copied_from = reference if passing or blocks else None
     shards = shards_of(targets, settings.shard_bytes)
     files, notes = _small_files(dist_model, options, [*plain, *passing])
+    digest = sha256(b"".join(f"{name} {len(files[name])}".encode() + files[name] for name in sorted(files)))
     return Conversion(
         title="export",
         final=folder,
@@ -135,9 +142,15 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
         tasks=tasks_of(shards, settings.task_bytes),
         open_source=partial(_source, dist_model, copied_from, blocks),
         writer=SafetensorsWriter(shards),
-        identity=f"export {options} {_digest(files)} {dist_model.model} {dist_model.folder.digest}",
+        identity=f"export {options} {digest.hexdigest()} {dist_model.model} {dist_model.folder.digest}",
         read=read | dist_model.folder.stamps | (copied_from.stamps if copied_from else {}),
-        finish=partial(_finish, dist_model, copied, files),
+        finish=partial(
+            finish_folder,
+            copied,
+            files,
+            {"kind": "export", "family": dist_model.model.family, "step": dist_model.folder.step},
+            lambda _: dist_model.folder.described,
+        ),
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {dist_model.layout}",
             *notes,
@@ -151,7 +164,6 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
 
 
 def _sources(source: Path, dist_model: DistModel, options: ExportOptions) -> Iterator[tuple[str, Path]]:
-    """Yield everything that an export reads, as (name for messages, path)."""
     yield from (("the source", source), ("the checkpoint", dist_model.folder.path))
     if options.run is not None:
         yield "its run", options.run
@@ -168,14 +180,21 @@ def export_targets(
     copies = copies_into_hf(dist_model.weights.blocks)
     shapes = dict(dist_model.weights.hf_shapes)
     for duplicate in dist_model.weights.copies:
-        if _is_written(duplicate, reference):
+        # Without a reference, published checkpoints decide.
+        if duplicate.name in reference.tensors if reference else duplicate.written:
             copies[duplicate.name] = copies[duplicate.original]
             shapes[duplicate.name] = shapes[duplicate.original]
     return [
         TargetTensor(
             name=name,
             shape=shape,
-            dtype=_dtype(dist_model, name, copies[name], dtype),
+            dtype=output_dtype(
+                name,
+                copies[name],
+                dtype,
+                dist_model.dtype,
+                is_fp32=any(copy.source in dist_model.weights.fp32_keys for copy in copies[name]),
+            ),
             copies=tuple(copies[name]),
         )
         for name, shape in shapes.items()
@@ -203,7 +222,6 @@ def _reference(path: Path | None) -> tuple[HfFolder | None, tuple[str, ...]]:
 
 
 def _passing(reference: HfFolder | None, names: Sequence[str]) -> list[TargetTensor]:
-    """Return these tensors of the reference as they are."""
     targets = [as_stored(reference, name) for name in names] if reference else []
     for target in targets:
         if target.dtype in FP8:
@@ -247,25 +265,10 @@ def _taken_notes(
 
 
 def _source(dist_model: DistModel, reference: HfFolder | None, blocks: Blocks | None) -> TensorSource:
-    """Open the checkpoint, and the reference if tensors or scales are taken from it."""
     source = dist_model.source()
     if blocks is not None:
         return blocks.source(source)
     return source if reference is None else WithReference(source, reference)
-
-
-def _is_written(duplicate: DuplicateTensor, reference: HfFolder | None) -> bool:
-    """Return whether the reference has the duplicate; without a reference, whether published checkpoints have it."""
-    return duplicate.name in reference.tensors if reference else duplicate.written
-
-
-def _dtype(dist_model: DistModel, name: str, copies: Sequence[RegionCopy], dtype: OutputDtype) -> torch.dtype:
-    """Return a Hugging Face tensor's type: fp32 if Megatron requires it, else the user's choice or the sources'."""
-    if any(copy.source in dist_model.weights.fp32_keys for copy in copies):
-        return torch.float32
-    if dtype != "keep":
-        return OUTPUT_DTYPES[dtype]
-    return common_dtype(name, {copy.source: dist_model.dtype(copy.source) for copy in copies})
 
 
 def _small_files(
@@ -305,13 +308,6 @@ def score_padding(special: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return special | {"pad_token_id": None}, [note]
 
 
-def _digest(files: Mapping[str, bytes]) -> str:
-    """Return the SHA-256 of names and contents."""
-    return sha256(
-        b"".join(f"{name} {len(files[name])}".encode() + files[name] for name in sorted(files))
-    ).hexdigest()
-
-
 def _config(
     dist_model: DistModel, options: ExportOptions, targets: Sequence[TargetTensor], special: dict[str, Any]
 ) -> tuple[bytes, list[str]]:
@@ -322,7 +318,7 @@ def _config(
     dtype = usual_dtype(targets)
     if options.reference is None:
         config = checked_hf_config(dist_model.model) | special | {"dtype": dtype}
-        return _json(config), ["config.json is made from the checkpoint's settings"]
+        return as_json(config), ["config.json is made from the checkpoint's settings"]
     raw, config = (options.reference / "config.json").read_bytes(), read_config(options.reference)
     changed = []
     if dist_model.model.head == "score":
@@ -346,7 +342,7 @@ def _config(
             if part.get(name, dist_model.model.mtp_layers) != dist_model.model.mtp_layers:
                 changed.append(f"{name} is {dist_model.model.mtp_layers} instead of {part[name]}")
                 part[name] = dist_model.model.mtp_layers
-    return (_json(config) if changed else raw), [
+    return (as_json(config) if changed else raw), [
         f"config.json is the reference's, but {line}" for line in changed
     ]
 
@@ -359,14 +355,9 @@ def usual_dtype(targets: Sequence[TargetTensor]) -> str:
     return str(elements.most_common(1)[0][0]).removeprefix("torch.")
 
 
-def _json(config: dict[str, Any]) -> bytes:
-    return (json.dumps(config, indent=2) + "\n").encode()
-
-
-def _target(folder: Path, name: str) -> Path:
-    """Return the path of a file after making its folder."""
-    (folder / name).parent.mkdir(exist_ok=True)
-    return folder / name
+def as_json(content: Mapping[str, Any]) -> bytes:
+    """Return an object as the text of a file."""
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _padding_notes(dist_model: DistModel) -> list[str]:
@@ -399,7 +390,6 @@ def _shift_notes(dist_model: DistModel) -> list[str]:
 
 
 def _merge_notes(dist_model: DistModel, options: ExportOptions) -> list[str]:
-    """Return notes on the adapters that are merged. Raises CheckpointError if merging is requested without adapters."""
     if not options.merges:
         return []
     source = dist_model.source()
@@ -408,36 +398,27 @@ def _merge_notes(dist_model: DistModel, options: ExportOptions) -> list[str]:
     return list(source.notes(None if options.dtype == "keep" else OUTPUT_DTYPES[options.dtype]))
 
 
-def _finish(
-    dist_model: DistModel,
+def finish_folder(
     copied: Mapping[str, Path],
     files: Mapping[str, bytes],
+    description: Mapping[str, Any],
+    sources: Callable[[Sequence[RecordedTask]], Mapping[str, Any]],
     folder: Path,
     plan: str,
     done: Sequence[RecordedTask],
 ) -> None:
-    """Add the index, `copied` files of the reference, `files` (which replace those) and the manifest to the shards."""
-    write_index(folder, done)
-    copy_files(copied, folder)
-    for name, content in files.items():
-        _target(folder, name).write_bytes(content)
-    description = {
-        "kind": "export",
-        "family": dist_model.model.family,
-        "step": dist_model.folder.step,
-        "files": file_checksums(folder, done),
-    }
-    sources = {"metadata_sha256": dist_model.folder.digest, "files": dist_model.folder.files}
-    write_manifest(folder, plan, description, sources, done)
-
-
-def write_index(folder: Path, done: Sequence[RecordedTask]) -> None:
-    """Write the index of the files' tensors if there is more than one file."""
+    """Add to a folder of shards their index, copied files, `files` (which replace those), and the manifest."""
     file_of = {chunk.target.name: task.file for task, _ in done for chunk in task.chunks}
     if len(set(file_of.values())) > 1:
         total = sum(chunk.num_bytes for task, _ in done for chunk in task.chunks)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / INDEX).write_bytes(as_json(index))
+    copy_files(copied, folder)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    description = {**description, "files": file_checksums(folder, done)}
+    write_manifest(folder, plan, description, sources(done), done)
 
 
 STALE_FILES = (

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -37,8 +37,10 @@ from mcore_rl.convert.copying.tensors import (
     NUMBERED,
     ChunkBytes,
     CopyTask,
+    OutputDtype,
     TargetTensor,
     common_dtype,
+    output_dtype,
     tasks_of,
 )
 from mcore_rl.convert.hf.folder import copy_files, small_files
@@ -221,10 +223,6 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
     )
 
 
-OutputDtype = Literal["keep", "bf16", "fp32"]
-OUTPUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportOptions:
     """User options for the output of an import."""
@@ -298,22 +296,13 @@ def import_targets(hf_model: HfModel, weights: WeightMap, dtype: OutputDtype) ->
         TargetTensor(
             name=key,
             shape=shape,
-            dtype=_dtype(hf_model, weights, key, copies.get(key, ()), dtype),
+            dtype=output_dtype(
+                key, copies.get(key, ()), dtype, hf_model.dtype, is_fp32=key in weights.fp32_keys
+            ),
             copies=tuple(copies.get(key, ())),
         )
         for key, shape in weights.mcore_shapes.items()
     ]
-
-
-def _dtype(
-    hf_model: HfModel, weights: WeightMap, key: str, copies: Sequence[RegionCopy], dtype: OutputDtype
-) -> torch.dtype:
-    """Return a Megatron tensor's type: fp32 if Megatron requires it, else the user's choice or its sources' type."""
-    if key in weights.fp32_keys:
-        return torch.float32
-    if dtype != "keep":
-        return OUTPUT_DTYPES[dtype]
-    return common_dtype(key, {copy.source: hf_model.dtype(copy.source) for copy in copies})
 
 
 def _finish_import(
@@ -325,7 +314,6 @@ def _finish_import(
     plan: str,
     done: Sequence[RecordedTask],
 ) -> None:
-    """Add metadata, empty extra states, common state, the source's small files, manifest and marker to the tensors."""
     copy_files(copied, folder)
     write_metadata(folder, done, empty_extra_states(weights))
     write_format(folder)
@@ -444,7 +432,6 @@ def _finish_relayout(
     plan: str,
     done: Sequence[RecordedTask],
 ) -> None:
-    """Add objects, metadata, common state, manifest and marker to the tensors' files."""
     source = dist_model.source()
     weights = KeyTranslation(dist_model.model, layout).weights(dist_model.canonical)
     objects = empty_extra_states(weights) | {
@@ -469,8 +456,7 @@ def _finish_relayout(
         "layout": {"keys": layout.keys, "layers": layout.layers},
         "import": import_behind(dist_model.folder.path),
     }
-    sources = {"metadata_sha256": dist_model.folder.digest, "files": dist_model.folder.files}
-    write_manifest(folder, plan, description, sources, done)
+    write_manifest(folder, plan, description, dist_model.folder.described, done)
     write_last_file(folder, dist_model.model, dist_model.folder.step, dist_model.folder.marker)
 
 

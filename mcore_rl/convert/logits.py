@@ -140,7 +140,6 @@ def largest_distance(
 
 
 def _refuse_not_finite(path: Path, outputs: Sequence[Tensor]) -> None:
-    """Raise a CheckpointError that names the first layer with NaN or infinite values in its output."""
     bad = [layer for layer, output in enumerate(outputs) if not output.isfinite().all()]
     if bad:
         where = "head" if bad[0] == len(outputs) - 1 else f"layer {bad[0]}"
@@ -295,7 +294,6 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
 
 
 def _load_shard(translation: KeyTranslation, source: DistSource, shard: LocalShard) -> None:
-    """Fill a parameter, or a part of a parameter, of Megatron's model from the checkpoint's tensors."""
     if shard.key == SCORE_SHIFT:
         shard.data.zero_()  # the other format has none
         return
@@ -311,7 +309,6 @@ def _load_shard(translation: KeyTranslation, source: DistSource, shard: LocalSha
 
 
 def _tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yield parameters and saved buffers."""
     for module in modules:
         yield from (
             tensor for tensor in module.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)

@@ -1,13 +1,12 @@
 """Low-rank adapters as a folder of the library peft (0.21)."""
 
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -19,15 +18,12 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.conversion import (
     Conversion,
     CopySettings,
-    RecordedTask,
-    file_checksums,
-    write_manifest,
 )
-from mcore_rl.convert.copying.tensors import TargetTensor, is_finite, tasks_of
+from mcore_rl.convert.copying.tensors import OUTPUT_DTYPES, OutputDtype, TargetTensor, is_finite, tasks_of
+from mcore_rl.convert.exporting import as_json, finish_folder
 from mcore_rl.convert.hf.folder import ADAPTER_CONFIG
 from mcore_rl.convert.hf.writer import SafetensorsWriter
-from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
-from mcore_rl.convert.megatron.model import EXPERTS, MTP, DistModel, open_dist_model
+from mcore_rl.convert.megatron.model import EXPERTS, MTP, open_dist_model
 from mcore_rl.convert.megatron.tensors import WEIGHT, StoredAdapter, stored_lora
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of, weight_map
@@ -82,9 +78,15 @@ def plan_adapter_export(
         raise CheckpointError(
             f"{dist_model.folder.path} has no low-rank adapters. Export the model, without --adapter."
         )
-    targets = list(adapter_targets(dist_model, layout, dtype))
+    adapted = AdaptedModel(
+        model=dist_model.model,
+        weights=dist_model.weights,
+        adapters=dist_model.adapters,
+        dtype=dist_model.dtype,
+    )
+    targets = list(adapter_targets(adapted, layout, dtype))
     files = {TENSORS: targets}
-    config = adapter_config(dist_model, lora, layout, reference)
+    config = adapter_config(adapted, lora, layout, reference)
     return Conversion(
         title=KIND,
         final=folder,
@@ -96,7 +98,13 @@ def plan_adapter_export(
         writer=SafetensorsWriter(files),
         identity=f"adapters {layout} {dtype} {config} {dist_model.folder.digest}",
         read=dist_model.folder.stamps,
-        finish=partial(_finish, dist_model, config),
+        finish=partial(
+            finish_folder,
+            {},
+            {ADAPTER_CONFIG: as_json(config)},
+            {"kind": KIND, "family": dist_model.model.family, "step": dist_model.folder.step},
+            lambda _: dist_model.folder.described,
+        ),
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {len(targets)} tensors of adapters",
             *_unread(lora, dist_model.model),
@@ -104,37 +112,17 @@ def plan_adapter_export(
     )
 
 
-class Adapted(Protocol):
-    """A model with low-rank adapters, in a checkpoint or in memory."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model."""
-
-    @property
-    def weights(self) -> WeightMap:
-        """Map of its weights by Megatron's keys."""
-
-    @property
-    def adapters(self) -> Mapping[str, StoredAdapter]:
-        """Its adapters, by the keys of the weights that they adapt."""
-
-    def dtype(self, key: str) -> torch.dtype:
-        """Return the type of a tensor."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdaptersInMemory:
-    """A model's adapters in memory, whole, by Megatron's keys."""
+class AdaptedModel:
+    """A model with low-rank adapters, in a checkpoint or in memory."""
 
     model: ModelConfig
     weights: WeightMap
+    """Map of its weights by Megatron's keys."""
     adapters: Mapping[str, StoredAdapter]
-    tensors: Mapping[str, Tensor]
-
-    def dtype(self, key: str) -> torch.dtype:
-        """Return the type of a tensor."""
-        return self.tensors[key].dtype
+    """Its adapters, by the keys of the weights that they adapt."""
+    dtype: Callable[[str], torch.dtype]
+    """Gives the type of a tensor."""
 
 
 def write_served_adapter(
@@ -153,7 +141,9 @@ def write_served_adapter(
     """
     weights = weight_map(model.model_copy(update={"mtp_layers": 0}), "each")
     adapters = dict(_wanted(weights, lora, model))
-    adapted = AdaptersInMemory(model=model, weights=weights, adapters=adapters, tensors=tensors)
+    adapted = AdaptedModel(
+        model=model, weights=weights, adapters=adapters, dtype=lambda key: tensors[key].dtype
+    )
     scales = {adapter.key_b: adapter.scale for adapter in adapters.values()}
     found = {}
     for target in adapter_targets(adapted, "each", "keep"):
@@ -167,7 +157,7 @@ def write_served_adapter(
     folder.mkdir()
     save_file(found, folder / TENSORS)
     config = adapter_config(adapted, lora, "each", None) | plain
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_bytes(as_json(config))
     return sum(tensor.nbytes for tensor in found.values())
 
 
@@ -175,7 +165,9 @@ def _slices(where: Region) -> tuple[slice, ...]:
     return tuple(slice(*axis) for axis in where)
 
 
-def adapter_targets(adapted: Adapted, layout: AdapterLayout, dtype: OutputDtype) -> Iterator[TargetTensor]:
+def adapter_targets(
+    adapted: AdaptedModel, layout: AdapterLayout, dtype: OutputDtype
+) -> Iterator[TargetTensor]:
     """Yield the tensors of peft's adapter: of the modules in the order of the family's rules, then of fused experts."""
     fused: dict[str, list[_Matrix]] = {}
     for matrix in _matrices(adapted.weights, adapted.adapters, adapted.model):
@@ -223,7 +215,7 @@ def _matrices(
         )
 
 
-def _of_each_projection(matrix: _Matrix, adapted: Adapted, dtype: OutputDtype) -> Iterator[TargetTensor]:
+def _of_each_projection(matrix: _Matrix, adapted: AdaptedModel, dtype: OutputDtype) -> Iterator[TargetTensor]:
     """Yield A and B of each module that a matrix packs; a shared A is written once per module."""
     adapter, lead = matrix.adapter, matrix.lead
     ranks, inputs = AxisRange(0, adapter.rank), AxisRange(0, adapter.num_inputs)
@@ -247,7 +239,7 @@ def _wrapper(matrix: _Matrix, model: ModelConfig) -> str:
 
 
 def _of_all_experts(
-    name: str, matrices: Sequence[_Matrix], adapted: Adapted, dtype: OutputDtype
+    name: str, matrices: Sequence[_Matrix], adapted: AdaptedModel, dtype: OutputDtype
 ) -> Iterator[TargetTensor]:
     """Yield A `[experts * rank, inputs]`, expert by expert, and B `[outputs, rank * experts]`, rank by rank."""
     adapter, count = matrices[0].adapter, len(matrices)
@@ -274,7 +266,7 @@ def _target(
     part: Literal["A", "B"],
     shape: tuple[int, int],
     copies: Sequence[RegionCopy],
-    adapted: Adapted,
+    adapted: AdaptedModel,
     dtype: OutputDtype,
 ) -> TargetTensor:
     stored = adapted.dtype(copies[0].source)
@@ -346,7 +338,6 @@ def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, T
 
 
 def _wanted(weights: WeightMap, lora: LoraConfig, model: ModelConfig) -> Iterator[tuple[str, StoredAdapter]]:
-    """Yield the adapters of a model by the keys of their weights."""
     for key, shape in weights.mcore_shapes.items():
         target = target_of(key)
         match = LINEAR.search(key)
@@ -423,7 +414,6 @@ def _fill(
 
 
 def _scale_faults(module: str, rank: int, adapter: StoredAdapter, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the difference of a module's scale to this package's."""
 
     def of_pattern(patterns: Mapping[str, Any], default: Any) -> Any:
         # As peft matches them.
@@ -437,7 +427,7 @@ def _scale_faults(module: str, rank: int, adapter: StoredAdapter, config: Mappin
 
 
 def adapter_config(
-    adapted: Adapted, lora: LoraConfig, layout: AdapterLayout, reference: Path | None
+    adapted: AdaptedModel, lora: LoraConfig, layout: AdapterLayout, reference: Path | None
 ) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
@@ -484,27 +474,7 @@ def adapter_config(
 
 
 def _unread(lora: LoraConfig, model: ModelConfig) -> list[str]:
-    """Return a note if peft would silently ignore some adapters of a model."""
     dropped = [name for name in ("mlp", "shared_experts") if name in lora.targets_in(model)]
     if not model.is_moe or not dropped:
         return []
     return [f"peft 0.21 leaves out the adapters of {' and '.join(dropped)} of a model with experts"]
-
-
-def _finish(
-    dist_model: DistModel,
-    config: dict[str, Any],
-    folder: Path,
-    plan: str,
-    done: Sequence[RecordedTask],
-) -> None:
-    """Add adapter_config.json and the manifest to the tensors."""
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    description = {
-        "kind": KIND,
-        "family": dist_model.model.family,
-        "step": dist_model.folder.step,
-        "files": file_checksums(folder, done),
-    }
-    sources = {"metadata_sha256": dist_model.folder.digest, "files": dist_model.folder.files}
-    write_manifest(folder, plan, description, sources, done)

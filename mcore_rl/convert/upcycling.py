@@ -6,8 +6,7 @@ virtual group), so that a token chooses whole copies. With gates that sum to 1 t
 output; therefore the experts' output matrices are multiplied by g.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
@@ -22,16 +21,12 @@ from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.convert.copying.conversion import (
     Conversion,
     CopySettings,
-    RecordedTask,
-    file_checksums,
-    write_manifest,
 )
-from mcore_rl.convert.copying.tensors import ByteRun, TargetTensor, tasks_of
-from mcore_rl.convert.exporting import DTYPE_KEYS, QUANTIZATION_KEYS, usual_dtype, write_index
-from mcore_rl.convert.hf.folder import copy_files, small_files
+from mcore_rl.convert.copying.tensors import OUTPUT_DTYPES, ByteRun, OutputDtype, TargetTensor, tasks_of
+from mcore_rl.convert.exporting import DTYPE_KEYS, QUANTIZATION_KEYS, as_json, finish_folder, usual_dtype
+from mcore_rl.convert.hf.folder import small_files
 from mcore_rl.convert.hf.model import HfModel, HfSource, check_copies, open_hf_model, source_checksums
 from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
-from mcore_rl.convert.importing import OUTPUT_DTYPES, OutputDtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_named, family_of, weight_map
 from mcore_rl.families.hf_config import common_to_hf
@@ -113,7 +108,13 @@ def plan_upcycle(source: Path, folder: Path, options: UpcycleOptions, settings: 
         writer=SafetensorsWriter(shards),
         identity=f"upcycle {options} {model}",
         read=found.folder.stamps | sizes_and_times(copied.values()),
-        finish=partial(_finish, found, model, options, config, copied),
+        finish=partial(
+            finish_folder,
+            copied,
+            {"config.json": as_json(config)},
+            {"kind": "upcycle", "family": model.family, "options": asdict(options)},
+            partial(source_checksums, found.folder),
+        ),
         notes=[
             f"{found.model.family} -> {model.family}: {options.num_experts} experts a layer, top {options.top_k}"
             f"{slices}, {'one shared expert, ' if model.moe.shared_experts else ''}noise {options.noise:g}"
@@ -173,7 +174,6 @@ class UpcycledSource(HfSource):
 
 
 def _check(dense: ModelConfig, options: UpcycleOptions) -> None:
-    """Raise ConfigError if the model's family has no mixture, or the options do not fit its MLP."""
     pairs = ", ".join(f"{old} -> {new}" for old, new in UPCYCLED.items())
     if dense.is_moe:
         raise ConfigError(
@@ -280,26 +280,3 @@ def _mlp_copies(
                     (RegionCopy(region, f"{mlp}{kind}.weight", region),),
                 )
             yield f"{layer}{names.shared_gate}.weight", ()  # zeros
-
-
-def _finish(
-    found: HfModel,
-    model: ModelConfig,
-    options: UpcycleOptions,
-    config: Mapping[str, Any],
-    copied: Mapping[str, Path],
-    folder: Path,
-    plan: str,
-    done: Sequence[RecordedTask],
-) -> None:
-    """Add the index, the dense model's small files, config.json and the manifest to the shards."""
-    write_index(folder, done)
-    copy_files(copied, folder)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    description = {
-        "kind": "upcycle",
-        "family": model.family,
-        "options": asdict(options),
-        "files": file_checksums(folder, done),
-    }
-    write_manifest(folder, plan, description, source_checksums(found.folder, done), done)

@@ -293,7 +293,6 @@ def duplicates(model: ModelConfig) -> Iterator[DuplicateTensor]:
 
 
 def _gated(model: ModelConfig, layer: LayerNames, key: str, width: int, name: str) -> Iterator[WeightRule]:
-    """Yield the rules of a gated MLP: Megatron's first matrix has the gate's rows above the up-projection's."""
     gate, up = (name + "gate_proj.weight", width), (name + "up_proj.weight", width)
     yield layer.matrix(key + "linear_fc1.weight", model.hidden_size, gate, up)
     yield layer.matrix(key + "linear_fc2.weight", width, (name + "down_proj.weight", model.hidden_size))
@@ -302,7 +301,6 @@ def _gated(model: ModelConfig, layer: LayerNames, key: str, width: int, name: st
 def _moe(
     model: ModelConfig, layer: LayerNames, layout: ExpertLayout, names: MoENames, has_shared_gate: bool
 ) -> Iterator[WeightRule]:
-    """Yield the rules of router, shared experts and experts."""
     moe, hidden = model.moe, model.hidden_size
     # In the fused layouts all families have the same names.
     prefix = names.prefix if layout == "each" else "mlp."

@@ -68,7 +68,6 @@ def _in_use(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _unused(model: ModelConfig, family: Family) -> Iterator[str]:
-    """Yield the settings and sections that a model does not use."""
     yield from ("head_dim", "num_kv_heads") if family.is_latent else ("mla",)
     if not model.is_moe:
         yield from (f"moe.{name}" for name in type(model.moe).model_fields if name != "num_experts")

@@ -331,7 +331,6 @@ def refuse_replacing(
 
 
 def _refuse_kind(output: Path, *, folder: bool) -> None:
-    """Raise a ConfigError where a link, or something else than a file or `folder`, has the name of the output."""
     if output.is_symlink():
         raise ConfigError(
             f"output {output} is a link to {os.readlink(output)}. Name that, or another output."
@@ -473,7 +472,6 @@ def _identities(path: Path) -> set[tuple[int, int]]:
 
 
 def _with_linked_files(source: Path) -> Iterator[Path]:
-    """Yield a source, and the files that links in its folder name."""
     yield source
     if source.is_dir():
         yield from (Path(os.path.realpath(entry)) for entry in source.iterdir() if entry.is_symlink())

@@ -383,7 +383,6 @@ def imports_folder(environment: Mapping[str, str], run_dir: Path | None) -> Path
 
 
 def _identity(source: Path) -> dict[str, tuple[int, int]]:
-    """Return size and time of each file with weights."""
     found = sizes_and_times(sorted(source.glob("*.safetensors*")))
     if not any(path.suffix == ".safetensors" for path in found):
         raise CheckpointError(
@@ -393,7 +392,6 @@ def _identity(source: Path) -> dict[str, tuple[int, int]]:
 
 
 def _name(source: Path) -> str:
-    """Return the name of a folder's import, of a snapshot in the hub's cache by the model's name."""
     path = source.absolute()
     if path.parent.name == "snapshots":
         return path.parent.parent.name.removeprefix("models--")

@@ -151,7 +151,6 @@ def _defaults(
 def _refuse_contradictions(
     model: ModelConfig, allowed: tuple[str, ...], folder: ModelFolder, settings: Mapping[str, Setting]
 ) -> None:
-    """Raise ConfigError if the config's model is not the model of the weights in `model.path`."""
     changes = model_changes(folder.model.model_dump(mode="json"), model)
     of_shape = tuple(f"model.{name}" for name in OF_SHAPE)
     refused = [change for change in changes if change.is_allowed(of_shape) or not change.is_allowed(allowed)]
@@ -174,7 +173,6 @@ def _refuse_contradictions(
 
 
 def _is_same(one: str | None, other: str | None) -> bool:
-    """Return whether two paths are of the same file or folder, which is there."""
     if one is None or other is None or not (Path(one).exists() and Path(other).exists()):
         return False
     return Path(one).samefile(other)

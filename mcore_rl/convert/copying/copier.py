@@ -109,7 +109,6 @@ def _disk_explained(output: Path) -> Iterator[None]:
 
 
 def _refuse_mixture(conversion: Conversion, work: Path) -> None:
-    """Raise a CheckpointError where a source has changed since it was planned with, and delete its outputs."""
     changed = conversion.changed
     if not changed:
         return
@@ -137,10 +136,11 @@ def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[tup
     # "." has no name, and ".." not its own.
     named = final if final.name not in ("", "..") else Path(os.path.abspath(final))
     work = named.with_name(f"{named.name}.converting")
+    lock = partial(sole_writer, work / "lock", wait_s=ORPHANS_S, remedy="Wait for it, or end it.")
     # Before the output is looked at: it is not there between the two renames of a run that was killed.
     if os.path.lexists(work):
         known = _known_attempt(work)
-        with _sole_writer(work):
+        with lock():
             _finish_naming(work, conversion)
     known = _known_attempt(work)
     replaced = refuse_replacing(
@@ -158,7 +158,7 @@ def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[tup
         )
     _check_room(work, conversion)
     (work / "out").mkdir(parents=True, exist_ok=True)
-    with _sole_writer(work):
+    with lock():
         if is_another:
             # Under the lock, which a killed run's workers hold until they end: they might write into deleted folders.
             for folder in (work / "out", work / "done"):
@@ -167,12 +167,6 @@ def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[tup
             (work / "out").mkdir()
         write_atomically(work / PLAN, json.dumps({"plan": attempt}) + "\n")
         yield work, replaced
-
-
-@contextmanager
-def _sole_writer(work: Path) -> Iterator[None]:
-    with sole_writer(work / "lock", wait_s=ORPHANS_S, remedy="Wait for it, or end it."):
-        yield
 
 
 def _known_attempt(work: Path) -> str | None:
@@ -224,7 +218,6 @@ def _tidy(work: Path) -> None:
 
 
 def _check_room(work: Path, conversion: Conversion) -> None:
-    """Raise a CheckpointError unless the disk has room for the rest of the output."""
     existing = existing_part(work)
     # st_blocks counts allocated space in units of 512 bytes on any file system, unlike the length of a sparse file.
     taken = sum(file.stat().st_blocks * 512 for file in (work / "out").glob("*"))
@@ -325,7 +318,6 @@ def _files_in_turn(tasks: Sequence[CopyTask]) -> list[CopyTask]:
 
 
 def _listen(processes: dict[Connection, Any], progress: ByteProgress) -> None:
-    """Report the workers' messages until all have ended; raise the first worker's error."""
     waiting = dict(processes)
     while waiting:
         for pipe in wait(list(waiting)):
@@ -385,7 +377,6 @@ def _finished_tasks(
 
 
 def _write(job: CopyJob, task: CopyTask, source: TensorSource, parent: int) -> list[ChunkRecord]:
-    """Write the chunks of a task."""
     written: list[ChunkBytes] = []
     scratch = ScratchMemory()
 
@@ -419,7 +410,6 @@ def _record(job: CopyJob, task: CopyTask, records: Sequence[ChunkRecord]) -> Cop
 
 
 def _peak_rss_bytes() -> int:
-    """Return the peak memory of this process in bytes."""
     with open("/proc/self/status", encoding="utf-8") as status:
         line = next((line for line in status if line.startswith("VmHWM:")), "VmHWM: 0 kB")
     return int(line.split()[1]) * 1024

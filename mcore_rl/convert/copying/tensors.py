@@ -8,12 +8,12 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from mcore_rl.families.weight_map import (
 from mcore_rl.storage.checksums import PartChecksum, crc32, joined
 from mcore_rl.storage.foreign import FilePart
 
+OutputDtype = Literal["keep", "bf16", "fp32"]
+OUTPUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHUNK_BYTES = 64 << 20
 """Largest size in bytes of a chunk, unless a row is larger. It affects the written bytes, so it is not a setting."""
 NUMBERED = ""
@@ -147,6 +149,22 @@ def common_dtype(name: str, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
             "Choose one with --dtype bf16 or --dtype fp32."
         )
     return next(iter(dtypes.values()))
+
+
+def output_dtype(
+    name: str,
+    copies: Sequence[RegionCopy],
+    choice: OutputDtype,
+    dtype_of: Callable[[str], torch.dtype],
+    *,
+    is_fp32: bool,
+) -> torch.dtype:
+    """Return the type of a target: fp32 where Megatron requires it, else the user's choice or its sources' type."""
+    if is_fp32:
+        return torch.float32
+    if choice != "keep":
+        return OUTPUT_DTYPES[choice]
+    return common_dtype(name, {copy.source: dtype_of(copy.source) for copy in copies})
 
 
 def digest(tasks: Sequence[CopyTask]) -> str:

@@ -132,7 +132,6 @@ def _refuse_other_weights(folder: Path, files: Sequence[str], config: Mapping[st
 
 
 def _adapter_fault(folder: Path, name: str) -> str:
-    """Return the error for a folder with an adapter; the adapter's config names its kind and base."""
     config = read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {}
     known = config if isinstance(config, dict) else {}
     kind, base = known.get("peft_type", "an unknown kind"), known.get("base_model_name_or_path")
@@ -193,7 +192,6 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
 
 
 def _check_index(folder: Path, tensors: Mapping[str, HfTensor]) -> None:
-    """Raise a CheckpointError unless the index has every tensor, in the file that has it."""
     names = _weight_map(folder)
     faults = [f"{name} is not in {names[name]}" for name in sorted(names.keys() - tensors.keys())]
     faults += [

@@ -100,7 +100,7 @@ class HfSource:
         if name in self._mxfp4_shapes or name in self._int4_shapes:
             return None
         tensor = self._tensors[name]
-        if not _is_one_run(tensor, where):
+        if where and (where[0].step != 1 or where[1:] != whole(tensor.shape)[1:]):
             return None
         start, count = _bytes_of_rows(tensor, where)
         return ByteRun(tensor.file, start, count, tensor.dtype, start - tensor.start)
@@ -164,11 +164,6 @@ def source_checksums(folder: HfFolder, done: Iterable[RecordedTask]) -> dict[str
     }
     layouts = {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in sorted(folder.tensors.items())}
     return {"files": files, "config": folder.config, "tensors": checksums, "layouts": layouts}
-
-
-def _is_one_run(tensor: HfTensor, where: Region) -> bool:
-    """Return whether a region is whole rows without gaps."""
-    return not where or (where[0].step == 1 and where[1:] == whole(tensor.shape)[1:])
 
 
 def _bytes_of_rows(tensor: HfTensor, where: Region) -> tuple[int, int]:
@@ -371,7 +366,6 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
 
 
 def _check_types(found: HfModel) -> None:
-    """Raise CheckpointError if a tensor is not floating-point, or does not fit its quantization scales."""
     tensors = found.folder.tensors
     faults = [*fp8_faults(tensors, found.fp8_block), *mxfp4_faults(tensors), *int4_faults(tensors)]
     for name in found.weights.hf_shapes:
@@ -385,7 +379,6 @@ def _check_types(found: HfModel) -> None:
 
 
 def _equal(found: HfModel, one: str, other: str) -> bool:
-    """Return whether two tensors are the same bit for bit; one chunk of each is in memory at a time."""
     source, shape = found.source(), found.folder.tensors[one].shape
     if found.dtype(one) != found.dtype(other):
         return False

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -20,7 +21,13 @@ from mcore_rl.storage.checkpoint import (
     find_checkpoint,
     step_of,
 )
-from mcore_rl.storage.checkpoints.read import CRITIC, check_descriptions, check_identity, held_by_base
+from mcore_rl.storage.checkpoints.read import (
+    CRITIC,
+    check_descriptions,
+    check_identity,
+    file_sizes,
+    held_by_base,
+)
 from mcore_rl.storage.files import sizes_and_times
 from mcore_rl.storage.folders import read_json, refuse_special_file
 from mcore_rl.storage.foreign import FileRange, load_common, load_metadata
@@ -68,6 +75,11 @@ class DistFolder:
     """Size and time of each file, and of the files that describe them, from before they were read."""
 
     @property
+    def described(self) -> dict[str, Any]:
+        """The checkpoint as the source of a conversion, for its manifest."""
+        return {"metadata_sha256": self.digest, "files": self.files}
+
+    @property
     def own_tensors(self) -> dict[str, DistTensor]:
         """The tensors in the checkpoint's own files, by key."""
         return {
@@ -101,7 +113,7 @@ def open_dist(path: Path) -> DistFolder:
         check_descriptions(path, marker)
     metadata = load_metadata(path)
     tensors, objects = _entries(path, metadata)
-    files = _files(path, metadata)
+    files = file_sizes(path, metadata)
     digest = sha256((path / METADATA).read_bytes()).hexdigest()
     stamps = {
         file: stamp for file, stamp in stamps.items() if file.name in (*files, METADATA, COMMON, FORMAT_FILE)
@@ -196,21 +208,6 @@ def _file_range(path: Path, key: str, info: object) -> FileRange:
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(f"{path}: {key} is compressed, which is not read here. Save it without.")
     return FileRange(file, offset, length)
-
-
-def _files(path: Path, metadata: Metadata) -> dict[str, int]:
-    """Return the sizes of all files; CheckpointError when a file is missing, or shorter than in the metadata."""
-    ends: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    sizes = {}
-    for name, end in sorted(ends.items()):
-        sizes[name] = (path / name).stat().st_size if (path / name).is_file() else 0
-        if sizes[name] < end:
-            raise CheckpointError(
-                f"{path} is damaged: {name} has {sizes[name]} bytes, {end} are in use. Take another copy."
-            )
-    return sizes
 
 
 def _step(path: Path) -> int:

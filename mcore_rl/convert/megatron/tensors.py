@@ -297,7 +297,6 @@ class DistSource:
         return self._files.part(saved.file, saved.start, saved.length)[:]
 
     def _overlapping(self, name: str, where: Region) -> Iterator[tuple[DistPart, Region]]:
-        """Yield the parts that overlap a region, and their overlaps."""
         for part in self._parts_near(name, where):
             common = tuple(
                 AxisRange(max(a.start, b.start), min(a.stop, b.stop))
@@ -317,7 +316,6 @@ class DistSource:
         return ByteRun(part.saved.file, saved.start + start, size, saved.dtype, None)
 
     def _copy(self, out: Tensor, name: str, part: DistPart, common: Region) -> None:
-        """Copy a region of a part to `out`."""
         run = self._run_of_part(name, part, common)
         if run is not None and run.dtype == out.dtype and out.is_contiguous():
             self._files.read(run.file, run.start, as_bytes(out))
@@ -330,7 +328,6 @@ class DistSource:
             del tensor, raw
 
     def _saved_tensor(self, name: str, part: DistPart) -> SavedTensor:
-        """Return where the elements of a part are in its file."""
         saved = self._saved.get(part.saved)
         if saved is None:
             check_part(self._path, name, part.saved)

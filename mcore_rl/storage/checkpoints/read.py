@@ -262,7 +262,7 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
     if (path / COMMON).is_file():
         foreign.refuse_programs((path / COMMON).read_bytes(), str(path / COMMON))
     if is_megatron_lm:
-        _check_lengths(path, metadata)
+        file_sizes(path, metadata)
         _check_origin(path)
     entries = metadata.state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
@@ -296,7 +296,6 @@ def _parts(metadata: Metadata) -> dict[str, list[FileRange]]:
 
 
 def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:
-    """Raise a CheckpointError when an object of this rank asks for another program, which torch would run."""
     keys = {leaf.unique_key for leaf in nested_values(wanted) if isinstance(leaf, ShardedObject)}
     for key in sorted(keys):
         for part in stored.parts.get(key, ()):
@@ -307,9 +306,6 @@ def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:
 
 
 def _check_files(stored: StoredCheckpoint, keys: Collection[str]) -> None:
-    """Raise a DamagedCheckpointError when this rank's share of the files differs from the files written with the
-    marker.
-    """
     if stored.marker is None:
         return
     archives: dict[str, list[FileRange]] = {}
@@ -323,7 +319,6 @@ def _check_files(stored: StoredCheckpoint, keys: Collection[str]) -> None:
 
 
 def _check_tensors(stored: StoredCheckpoint, keys: Collection[str]) -> None:
-    """Raise a CheckpointError when this rank's share of all ranks' parts is damaged."""
     # The same order on all ranks, dealt out in turn: each part is read by one rank.
     every = sorted((part, key) for key in keys for part in stored.parts.get(key, ()))
     for part, key in every[dist.get_rank() :: dist.get_world_size()]:
@@ -352,17 +347,19 @@ def _check_origin(path: Path) -> None:
         check(path)
 
 
-def _check_lengths(path: Path, metadata: Metadata) -> None:
-    """Raise a CheckpointError when a file is missing, or ends before `.metadata` says."""
+def file_sizes(path: Path, metadata: Metadata) -> dict[str, int]:
+    """Return the number of bytes of each file in `.metadata`; CheckpointError if one is missing, or ends too soon."""
     ends: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in ends.items():
-        size = (path / name).stat().st_size if (path / name).exists() else 0
-        if size < end:
+    sizes = {}
+    for name, end in sorted(ends.items()):
+        sizes[name] = (path / name).stat().st_size if (path / name).is_file() else 0
+        if sizes[name] < end:
             raise CheckpointError(
-                f"{path} is damaged: {name} has {size} bytes, {end} are in use. {others(path)}"
+                f"{path} is damaged: {name} has {sizes[name]} bytes, {end} are in use. {others(path)}"
             )
+    return sizes
 
 
 def _compare(
@@ -410,7 +407,6 @@ def _compare(
 def _refuse_other_model(
     stored: StoredCheckpoint, model: ModelConfig, allowed: tuple[str, ...] | None
 ) -> None:
-    """Raise a CheckpointError where the checkpoint's model computes something else of the same weights."""
     changes = model_changes(stored.marker.model, model) if stored.marker else args_changes(stored.args, model)
     refused = [change for change in changes if not change.is_allowed(allowed or ())]
     if not refused:

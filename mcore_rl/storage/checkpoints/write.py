@@ -414,7 +414,6 @@ def refuse_other_adapters(stored: StoredCheckpoint, lora: LoraConfig) -> None:
 
 
 def _own(shard: ShardedTensor | ShardedTensorFactory) -> torch.Tensor:
-    """Return the memory that a shard is of."""
     data: torch.Tensor | None = shard.data
     assert data is not None
     return data
@@ -426,7 +425,6 @@ def _names(chunks: Sequence[nn.Module]) -> list[str]:
 
 
 def _make_room(final: Path, writing: Path) -> None:
-    """Make an empty folder to write to; CheckpointError when the checkpoint is there already."""
     if final.exists():
         raise CheckpointError(f"{final} exists. Move it away, or save to another folder")
     with checkpoint_errors_explained(writing, "making"):
