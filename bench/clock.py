@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from mcore_rl.megatron.patches.versions import megatron_version
+from mcore_rl.megatron.patches.found import megatron_version
 from mcore_rl.metrics.attempts import cpu_name
 
 CONTENDED = 1.3

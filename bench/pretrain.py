@@ -48,7 +48,7 @@ from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in
 from mcore_rl.model.inputs import localize
 from mcore_rl.planning.flops import train_flops_per_token
 from mcore_rl.train.objectives import NextTokenHead

@@ -40,10 +40,8 @@ from mcore_rl.megatron.schedule import Routing, free_routing, run_pass
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.replay import router_hooks as route_hooks
-from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.replay.cache import MicrobatchLayout, RouteStorage, RoutingCache, SampleSpan
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
-from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
-from mcore_rl.replay.storage import RouteStorage
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.replay.witness import SampledTokens, Witness
 from mcore_rl.train.objectives import NextTokenHead

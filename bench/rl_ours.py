@@ -29,7 +29,7 @@ from mcore_rl.rl.rewards.score import FailureReport
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.update.learner import Learner, policy_logprobs
-from mcore_rl.rl.update.token_advantages import Advantages
+from mcore_rl.rl.update.objective import Advantages
 from mcore_rl.storage.run_config import load_run_config
 
 

@@ -32,12 +32,11 @@ from bench.clock import (
 )
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.config.rl.engine import NativeConfig
+from mcore_rl.config.rl.rollout import NativeConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import build_model, copy_in
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.types import Problem, Prompt

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from mcore_rl.config.rl.advantage import OwnAdvantage
+from mcore_rl.config.rl.loss import OwnAdvantage
 
 
 def median_centered(rewards_PG: Tensor, config: OwnAdvantage) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.load import load_config
-from mcore_rl.config.rl.engine import NativeConfig
+from mcore_rl.config.rl.rollout import NativeConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.megatron.platform import start, stop
@@ -21,7 +21,7 @@ from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
 from mcore_rl.rl.objectives.advantages import group_advantages
-from mcore_rl.rl.objectives.aggregation import BatchTotals, loss_weights
+from mcore_rl.rl.objectives.losses import BatchTotals, loss_weights
 from mcore_rl.rl.passes.batch import TrainedSample, make_microbatch
 from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead
 from mcore_rl.rl.passes.policy_routes import layout_of

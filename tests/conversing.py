@@ -16,9 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.environment import EnvironmentConfig
-from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl.rollout import EnvironmentConfig, PromptConfig, RolloutConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig

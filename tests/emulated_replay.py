@@ -16,9 +16,7 @@ from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.megatron.transfer import Ahead, to_device
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.replay.cache import RoutingCache
-from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
-from mcore_rl.replay.storage import RouteStorage
+from mcore_rl.replay.cache import MicrobatchLayout, RouteStorage, RoutingCache, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up

@@ -21,9 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, Mixer, ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.speed import planned_flags
 from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks, without_other_groups

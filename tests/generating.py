@@ -11,8 +11,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.megatron.routers import routed_layers
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import build_model, copy_in
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.types import Completion, Problem, Prompt

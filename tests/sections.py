@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from mcore_rl.config.rl.advantage import AnyAdvantage, GaeAdvantage
-from mcore_rl.config.rl.engine import AnyEngine
-from mcore_rl.config.rl.loss import AnyLoss
+from mcore_rl.config.rl.loss import AnyAdvantage, AnyLoss, GaeAdvantage
+from mcore_rl.config.rl.rollout import AnyEngine
 from mcore_rl.config.rl.section import RlConfig
 
 

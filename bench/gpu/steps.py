@@ -26,16 +26,15 @@ from mcore_rl.cli import doctor
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.rl.engine import NativeConfig
+from mcore_rl.config.rl.rollout import NativeConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.megatron import platform
 from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
-from mcore_rl.megatron.patches.versions import has_module
+from mcore_rl.megatron.patches.found import has_module
 from mcore_rl.megatron.varlen import Bounds, attend_packed, has_kernel, kernel_takes
-from mcore_rl.metrics.peak import known_peak_tflops, measured_peak_flops
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import copy_in, local_shards
+from mcore_rl.metrics.performance import known_peak_tflops, measured_peak_flops
+from mcore_rl.model.build import build_model, copy_in, local_shards
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM
 from mcore_rl.planning.flops import train_flops_per_token

@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.engine import VLLM_RANKS, NativeConfig, ServedConfig
-from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl.rollout import VLLM_RANKS, NativeConfig, RolloutConfig, ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.config.toml import toml_value
+from mcore_rl.config.section import toml_value
 
 PROBED_FAMILIES = (
     *(

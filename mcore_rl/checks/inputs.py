@@ -7,12 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
-from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.extension import JUDGE_PART
-from mcore_rl.config.preferences import PreferenceDataConfig
-from mcore_rl.config.rl.distill import SELF, DistillConfig
-from mcore_rl.config.rl.ptx import PtxConfig
-from mcore_rl.config.rl.reward import RewardConfig
+from mcore_rl.config.preferences import DPOConfig, PreferenceDataConfig
+from mcore_rl.config.rl.loss import SELF, DistillConfig, PtxConfig
+from mcore_rl.config.rl.rollout import RewardConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig

@@ -1,12 +1,16 @@
 """Checks that a model's settings are compatible with each other and with its family, on any mesh."""
 
 from collections.abc import Iterator
-from math import isqrt
+from dataclasses import dataclass
+from math import gcd, isqrt
 from operator import attrgetter
 from typing import Any
 
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.toml import toml_value
+from mcore_rl.config.optim import LoraConfig, present
+from mcore_rl.config.run import CheckpointConfig, PlatformConfig
+from mcore_rl.config.section import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import all_families, family_of, hf_config, model_from_hf
 from mcore_rl.families.family import OPTIONAL_SETTINGS, Family
@@ -231,3 +235,188 @@ def _groups(model: ModelConfig, family: Family) -> Iterator[str]:
             f"model.moe.num_groups={groups} with model.moe.num_experts={moe.num_experts}: a group has "
             f"{moe.num_experts // groups} experts, and {model.family} ranks it by its best {best}. Choose fewer groups."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """One side of a weight."""
+
+    name: str
+    """Field, or product of fields."""
+    size: int
+    ranks: int = 1
+    """Number of ranks over which it is cut."""
+    axis: str = "tp"
+    """Field of the mesh with that number."""
+
+
+def fp8_violations(
+    model: ModelConfig,
+    mesh: MeshConfig,
+    platform: PlatformConfig,
+    micro_batch: int,
+    seq_length: int,
+    field: str,
+) -> Iterator[str]:
+    """Yield a sentence for each width, or number of tokens on a rank, that 8-bit products do not accept.
+
+    Args:
+        model: The model.
+        mesh: The mesh.
+        platform: The platform, with fp8 or without.
+        micro_batch: Sequences of a forward pass.
+        seq_length: Positions of a sequence.
+        field: Field that sets `seq_length`.
+    """
+    multiple = platform.fp8_multiple
+    if multiple == 1:
+        return
+    recipe = f'platform.fp8_recipe="{platform.fp8_recipe}"'
+    remedy = ""
+    if platform.fp8_recipe == "auto":
+        recipe += ", which is mxfp8 on Blackwell,"
+        remedy = ' or, for other GPUs and multiples of 16, another recipe than "auto" and "mxfp8"'
+    for width in _widths(model, mesh):
+        here, rest = divmod(width.size, width.ranks)
+        if rest or not here % multiple:  # the checks of the mesh refuse a width that does not divide
+            continue
+        cut = f" / mesh.{width.axis}={width.ranks} = {here}" if width.ranks > 1 else ""
+        yield (
+            f"{width.name} = {width.size}{cut} is not a multiple of {multiple}, as {recipe} needs of the widths on a "
+            f'rank. Make it {_near(width.size, multiple * width.ranks)}, or set platform.fp8="none"{remedy}.'
+        )
+    slices = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
+    tokens, rest = divmod(micro_batch * seq_length, slices)
+    if not rest and tokens % multiple:
+        unit = multiple * slices
+        near = _near(seq_length, unit // gcd(unit, micro_batch))
+        yield (
+            f"{field}={seq_length} x train.micro_batch={micro_batch} on {slices} ranks are {tokens} tokens each, not a "
+            f"multiple of {multiple}, as {recipe} needs. Make {field} {near}, or "
+            f'set platform.fp8="none"{remedy}.'
+        )
+
+
+def _widths(model: ModelConfig, mesh: MeshConfig) -> Iterator[Width]:
+    """Yield the sides of all weights that TransformerEngine multiplies; the embedding, the output and the router are
+    not among them.
+    """
+    family, mla, moe = family_of(model), model.mla, model.moe
+    yield Width("model.hidden_size", model.hidden_size)
+    if family.is_latent:
+        if mla.q_lora_rank is not None:
+            yield Width("model.mla.q_lora_rank", mla.q_lora_rank)
+        yield Width("model.mla.kv_lora_rank", mla.kv_lora_rank)
+        yield Width("model.mla.kv_lora_rank + qk_rope_head_dim", mla.kv_lora_rank + mla.qk_rope_head_dim)
+        for name, size in (
+            ("(qk_nope_head_dim + qk_rope_head_dim)", mla.qk_nope_head_dim + mla.qk_rope_head_dim),
+            ("(qk_nope_head_dim + v_head_dim)", mla.qk_nope_head_dim + mla.v_head_dim),
+            ("v_head_dim", mla.v_head_dim),
+        ):
+            yield Width(f"model.num_heads x model.mla.{name}", model.num_heads * size, mesh.tp)
+    else:
+        groups = max(model.num_kv_heads, mesh.tp)  # a rank has at least one
+        yield Width("model.num_heads x model.head_dim", model.num_heads * model.head_dim, mesh.tp)
+        yield Width(
+            "(model.num_heads + 2 x model.num_kv_heads) x model.head_dim",
+            (model.num_heads + 2 * groups) * model.head_dim,
+            mesh.tp,
+        )
+    if not all(model.moe_layers):
+        yield Width("model.ffn_hidden_size", model.ffn_hidden_size, mesh.tp)
+    if model.is_moe:
+        yield Width("model.moe.ffn_hidden_size", moe.ffn_hidden_size, mesh.etp, "etp")
+    if moe.shared_experts and model.is_moe:
+        yield Width("the shared experts' width", moe.shared_width, mesh.tp)
+
+
+def _near(size: int, multiple: int) -> str:
+    """Return the multiples around `size`, for a message."""
+    below = size // multiple * multiple
+    return " or ".join(str(near) for near in (below, below + multiple) if near)
+
+
+def lora_violations(
+    lora: LoraConfig,
+    checkpoint: CheckpointConfig,
+    model: ModelConfig,
+    mesh: MeshConfig,
+    platform: PlatformConfig,
+    *,
+    trains_mtp: bool,
+) -> Iterator[str]:
+    """Yield a sentence for each reason why a model cannot have low-rank adapters."""
+    if checkpoint.weights == "adapters" and not (lora.is_on and checkpoint.load):
+        lacks = "checkpoint.load names no base" if lora.is_on else 'lora.rank="none" has no adapters'
+        yield f'checkpoint.weights="adapters", and {lacks}: the weights would be lost. Set it, or weights="all".'
+    if not lora.is_on:
+        yield from _without_rank(lora)
+        return
+    yield from _targets(lora, model)
+    yield from layer_violations(lora, mesh, model, platform)
+    if trains_mtp and model.mtp_layers:
+        yield (
+            f"lora.rank={lora.rank} with model.mtp_layers={model.mtp_layers}: layers of multi-token prediction "
+            "get no adapters, and would no longer fit the layers before them. Set model.mtp_layers=0; "
+            "`mcore-rl convert import --mtp drop` and `relayout` leave the layers out."
+        )
+
+
+def _without_rank(lora: LoraConfig) -> Iterator[str]:
+    defaults = LoraConfig()
+    for name in LoraConfig.model_fields:
+        value = getattr(lora, name)
+        if value != getattr(defaults, name):
+            yield (
+                f'lora.{name}={toml_value(value)} with lora.rank="none": no adapters are trained. Set lora.rank, such '
+                f"as 16, or leave lora.{name} out."
+            )
+
+
+def _targets(lora: LoraConfig, model: ModelConfig) -> Iterator[str]:
+    targets = lora.targets_in(model)
+    if not targets:
+        yield f'lora.targets=[] with lora.rank={lora.rank}: nothing would be trained. Name some, or set "auto".'
+    there = present(model)
+    for target in dict.fromkeys(targets):
+        if target not in there:
+            yield (
+                f'lora.targets names "{target}", which this {model.family} model does not have: the adapters would '
+                f"be of nothing. It has {', '.join(there)}."
+            )
+    if len(set(targets)) < len(targets):
+        yield f"lora.targets={toml_value(list(targets))} names a kind of modules twice. Name each once."
+    for name in ("expert_rank", "expert_gate_up"):
+        value = getattr(lora, name)
+        if "experts" not in targets and value != getattr(LoraConfig(), name):
+            yield (
+                f"lora.{name}={toml_value(value)} is not used: routed experts have no adapters here. Leave it out, or "
+                'name "experts" in lora.targets.'
+            )
+
+
+def layer_violations(
+    lora: LoraConfig, mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig
+) -> Iterator[str]:
+    """Yield a sentence for each reason why these layers cannot have low-rank adapters."""
+    targets = lora.targets_in(model)
+    reasons = {
+        'platform.layers="te": TransformerEngine has norms inside of its linear layers, and the adapters need their '
+        'outputs. Set platform.layers="torch"': platform.layers == "te",
+        f'platform.fp8="{platform.fp8}": products in 8 bits need TransformerEngine\'s layers, which get no adapters. '
+        'Set platform.fp8="none"': platform.fp8 != "none",
+        "platform.bf16_products=true: the adapters' products would not be rounded as those of the weights. Set it to "
+        "false": platform.bf16_products,
+        "platform.batch_invariant=true: the adapters' products are not held to it. Set it to "
+        "false": platform.batch_invariant,
+        f'model.family="{model.family}": there are no adapters of gated delta nets and gated attention. Leave '
+        "lora.rank out": family_of(model).has_output_gate,
+        f'model.family="{model.family}": adapters of attention over chosen keys have not been compared with any '
+        "other. Leave lora.rank out": model.indexer.top_k is not None,
+        'mesh.overlap_shared_experts=true and adapters in "shared_experts": Megatron takes the messages out of their '
+        'linear layers. Set it to false, or leave "shared_experts" out of '
+        "lora.targets": mesh.overlap_shared_experts and "shared_experts" in targets,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield f"lora.rank={lora.rank} with {reason}."

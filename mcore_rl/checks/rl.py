@@ -14,24 +14,34 @@ from mcore_rl.config.extension import (
     is_extension,
     server_url,
 )
-from mcore_rl.config.rl.advantage import AnyAdvantage, DiscountedAdvantage, DividedAdvantage, GaeAdvantage
-from mcore_rl.config.rl.distill import DistillConfig
-from mcore_rl.config.rl.environment import EnvironmentConfig
-from mcore_rl.config.rl.loss import Aggregated, AnyLoss, Clipped, DualClipped, GrpoLoss, Shifted
-from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.config.rl.ptx import PtxConfig
-from mcore_rl.config.rl.reward import (
+from mcore_rl.config.rl.loss import (
+    Aggregated,
+    AnyAdvantage,
+    AnyLoss,
+    Clipped,
+    DiscountedAdvantage,
+    DistillConfig,
+    DividedAdvantage,
+    DualClipped,
+    GaeAdvantage,
+    GrpoLoss,
+    PtxConfig,
+    Shifted,
+    UpdateConfig,
+)
+from mcore_rl.config.rl.rollout import (
     ENVIRONMENT_PART,
+    MIN_TEMPERATURE,
     CodeConfig,
+    EnvironmentConfig,
     JudgeConfig,
+    PromptConfig,
     RewardConfig,
     RewardServerConfig,
+    RolloutConfig,
 )
-from mcore_rl.config.rl.rollout import MIN_TEMPERATURE, RolloutConfig
 from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl.update import UpdateConfig
-from mcore_rl.config.section import Section
-from mcore_rl.config.toml import toml_value
+from mcore_rl.config.section import Section, toml_value
 
 ADVANTAGE_OF_SEQUENCE = ("gspo", "rspo")
 NAMED_PARTS = (

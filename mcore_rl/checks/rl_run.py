@@ -14,16 +14,12 @@ from mcore_rl.checks.run import (
     run_violations,
     schedule_violations,
 )
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.optim import LoraConfig, OptimConfig
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.advantage import GaeAdvantage
-from mcore_rl.config.rl.critic import CriticConfig
-from mcore_rl.config.rl.engine import EngineConfig
-from mcore_rl.config.rl.ptx import PtxConfig
-from mcore_rl.config.rl.rollout import MIN_TEMPERATURE, EvalConfig
+from mcore_rl.config.rl.loss import CriticConfig, GaeAdvantage, PtxConfig
+from mcore_rl.config.rl.rollout import MIN_TEMPERATURE, EngineConfig, EvalConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig

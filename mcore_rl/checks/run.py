@@ -4,25 +4,48 @@ Megatron keeps most of these rules in scripts that are not part of its package, 
 error. Each function covers a topic and yields a message for each violation.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from math import gcd, lcm
 
-from mcore_rl.checks.fp8 import fp8_violations
-from mcore_rl.checks.lora import lora_violations
 from mcore_rl.checks.mesh import mesh_violations
-from mcore_rl.checks.model import divisors, model_violations
+from mcore_rl.checks.model import divisors, fp8_violations, lora_violations, model_violations
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig, TrainConfig
-from mcore_rl.config.section import Section
+from mcore_rl.config.preferences import PreferenceRunConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import LogConfig, PlatformConfig, PretrainConfig, RunConfig, TrainConfig
+from mcore_rl.config.section import Section, toml_value
 from mcore_rl.config.sft import SFTConfig
-from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
+
+
+def refuse_nothing_to_evaluate(config: RunConfig) -> None:
+    """Raise a ConfigError if the config names no prompts, or no pairs, for `mcore-rl eval`."""
+    if isinstance(config, RlRunConfig) and config.rl.prompts.task == "file" and not config.rl.eval.files:
+        raise ConfigError("rl.eval.files is empty: there are no prompts to evaluate on. Name files.")
+    if isinstance(config, PreferenceRunConfig) and not config.data.valid:
+        raise ConfigError("data.valid is empty: there are no pairs to evaluate on. Name files.")
+
+
+PACKAGES = ("wandb", "mlflow", "swanlab", "trackio")
+"""Entries of log.sinks that need a module of the same name, which is an extra of this package."""
+
+
+def absent_packages(log: LogConfig) -> Iterator[str]:
+    """Yield an error message for each package that log.sinks needs and that is not installed."""
+    for sink in log.sinks:
+        if sink in PACKAGES and importlib.util.find_spec(sink) is None:
+            yield (
+                f"log.sinks names {sink}, which is not installed. Install it: `pip install "
+                f"'mcore-rl[{sink}]'`; or leave {sink} out."
+            )
+
 
 LONGEST_NAME, LONGEST_PATH = 255, 3500
 OURS = ("torch", "cpu")

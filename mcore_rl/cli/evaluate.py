@@ -10,18 +10,17 @@ from typing import TypeVar
 
 from torch import nn
 
-from mcore_rl.checks.evaluation import refuse_nothing_to_evaluate
-from mcore_rl.checks.lora import lora_violations
+from mcore_rl.checks.model import lora_violations
+from mcore_rl.checks.preferences import check_rm
 from mcore_rl.checks.rl_run import check_rl
-from mcore_rl.checks.rm import check_rm
-from mcore_rl.checks.run import refuse
+from mcore_rl.checks.run import refuse, refuse_nothing_to_evaluate
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.load import kind_of
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.preferences import RewardModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import evaluation_conditions
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron import platform as platforms

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.rl.engine import SERVED, NativeConfig
-from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
+from mcore_rl.config.rl.rollout import MIN_TEMPERATURE, SERVED, NativeConfig
 from mcore_rl.data.answer_ends import end_tokens
 from mcore_rl.data.chat import Conversation, Message, load_chat, prompt_ids
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer

@@ -16,12 +16,12 @@ from types import FrameType
 from torch import Tensor, nn
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.rl.engine import SERVED
+from mcore_rl.config.rl.rollout import SERVED
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import build_mesh, seed_ranks
-from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.build import local_shards
 from mcore_rl.programs.inputs import load_model
 from mcore_rl.rl.engines.probe import (
     FEWEST_EXPERT_TOKENS,

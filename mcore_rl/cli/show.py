@@ -15,10 +15,9 @@ from mcore_rl.checks.inputs import absent_inputs, inputs_of
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli.cli import COMMANDS, parser_of
 from mcore_rl.config.describe import SectionDoc, describe, describe_sections
-from mcore_rl.config.kinds import KINDS, READERS
+from mcore_rl.config.kinds import KINDS, READERS, TRAININGS
 from mcore_rl.config.load import dump_config, kind_of, load_config
 from mcore_rl.config.recipes import CLUSTERS, recipe_files, recipes
-from mcore_rl.config.trainings import TRAININGS
 from mcore_rl.errors import ConfigError
 from mcore_rl.report.live import LiveServer
 from mcore_rl.report.page import write_report

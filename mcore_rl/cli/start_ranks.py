@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mcore_rl.checks.evaluation import refuse_nothing_to_evaluate
 from mcore_rl.checks.inputs import absent_inputs, has_checkpoints, inputs_of
-from mcore_rl.checks.log import absent_packages
 from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.checks.run import refuse
+from mcore_rl.checks.run import absent_packages, refuse, refuse_nothing_to_evaluate
 from mcore_rl.cli.commands import Command
 from mcore_rl.config.load import kind_of
 from mcore_rl.config.run import RunConfig

@@ -17,7 +17,7 @@ from mcore_rl.cli.start_ranks import next_log_dir
 from mcore_rl.cli.study_results import as_json, as_markdown, as_svg, read_run, rows_of
 from mcore_rl.config.changes import ConfigChange
 from mcore_rl.config.load import load_config
-from mcore_rl.config.study import StudyConfig
+from mcore_rl.config.pipeline import StudyConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.programs.open_run import changes_since_done
 from mcore_rl.storage.files import (

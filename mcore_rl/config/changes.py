@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mcore_rl.config.kinds import KINDS
-from mcore_rl.config.section import Section
-from mcore_rl.config.toml import toml_value
+from mcore_rl.config.section import Section, toml_value
 
 AnySection = TypeVar("AnySection", bound=Section)
 EXACT = (

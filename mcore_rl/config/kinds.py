@@ -1,14 +1,22 @@
 """The kinds of config files, named after the programs that read them."""
 
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.dpo import DPOConfig
-from mcore_rl.config.pipeline import PipelineConfig
+from mcore_rl.config.pipeline import PipelineConfig, StudyConfig
+from mcore_rl.config.preferences import DPOConfig, RewardModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.section import Section
 from mcore_rl.config.sft import SFTConfig
-from mcore_rl.config.study import StudyConfig
+
+TRAININGS = {
+    "pretrain": "mcore_rl.programs.pretrain",
+    "sft": "mcore_rl.programs.sft",
+    "rm": "mcore_rl.programs.rm",
+    "dpo": "mcore_rl.programs.dpo",
+    "rl": "mcore_rl.programs.rl",
+}
+"""Module of each training, in which `main(argv)` runs a single rank."""
+
 
 KINDS: dict[str, type[Section]] = {
     "pretrain": PretrainConfig,

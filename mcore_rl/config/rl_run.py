@@ -5,9 +5,8 @@ from functools import cached_property
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.advantage import GaeAdvantage
-from mcore_rl.config.rl.critic import CriticConfig
-from mcore_rl.config.rl.engine import ServedConfig
+from mcore_rl.config.rl.loss import CriticConfig, GaeAdvantage
+from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Section, Store

@@ -8,10 +8,9 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.extension import Extension
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.optim import LoraConfig, OptimConfig
 from mcore_rl.config.section import Seconds, Section, Seed, Store, Text
 
 WHOLE_LOGITS_BYTES, CHUNK_BYTES = 2**31, 2**29

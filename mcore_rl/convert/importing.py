@@ -71,7 +71,7 @@ from mcore_rl.families.weight_map import (
     whole,
 )
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.patches.versions import megatron_version
+from mcore_rl.megatron.patches.found import megatron_version
 from mcore_rl.storage.checkpoint import (
     COMMON,
     FORMAT_FILE,

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.convert.copying.conversion import (
     Conversion,
     CopySettings,

@@ -14,7 +14,7 @@ from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.pipeline import ConversionStage
-from mcore_rl.config.rl.engine import ServedConfig
+from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import CheckpointConfig, RunConfig
 from mcore_rl.config.section import Section

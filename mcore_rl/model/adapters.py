@@ -17,11 +17,10 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import Tensor, nn
 
-from mcore_rl.config.lora import TARGETS, LoraConfig, Target
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import TARGETS, LoraConfig, Target
 from mcore_rl.families.rules import Rows, packed_rows
-from mcore_rl.model.build import unwrap
-from mcore_rl.model.global_tensors import LocalShard, local_shards
+from mcore_rl.model.build import LocalShard, local_shards, unwrap
 from mcore_rl.model.heads import ScoreModel
 from mcore_rl.model.layers.adapters import (
     AdaptedColumnLinear,

@@ -30,7 +30,7 @@ from mcore_rl.families.weight_map import (
 )
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import merged_shards
-from mcore_rl.model.global_tensors import LocalShard, local_shards
+from mcore_rl.model.build import LocalShard, local_shards
 
 MESSAGE_BYTES = 16 << 20
 """Largest size in bytes of a message between two ranks, unless a single element is larger."""

@@ -27,15 +27,12 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from mcore_rl.config.model import LayerKind, Mixer
-from mcore_rl.megatron.patches.versions import with_moe_layer
+from mcore_rl.megatron.patches.found import with_moe_layer
 from mcore_rl.model.layers.cpu.provider import CpuSpecProvider
 from mcore_rl.model.layers.delta import DeltaSubmodules, GatedDeltaNet
-from mcore_rl.model.layers.full_norm import FullKeyNorm, FullQueryNorm
 from mcore_rl.model.layers.indexed import IndexedLatentAttention
-from mcore_rl.model.layers.linear import LatentAttention
+from mcore_rl.model.layers.linear import FullKeyNorm, FullQueryNorm, LatentAttention, OutputLayer, RMSNorm
 from mcore_rl.model.layers.moe import MoELayer
-from mcore_rl.model.layers.norm import RMSNorm
-from mcore_rl.model.layers.output import OutputLayer
 from mcore_rl.model.layers.provider import TorchSpecProvider
 
 PROVIDERS: dict[str, type[TorchSpecProvider]] = {"torch": TorchSpecProvider, "cpu": CpuSpecProvider}

@@ -17,7 +17,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 from mcore_rl.families.family import Family, yarn
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.patches.versions import has_module
+from mcore_rl.megatron.patches.found import has_module
 from mcore_rl.megatron.platform import Platform
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

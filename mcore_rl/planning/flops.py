@@ -20,8 +20,8 @@ Conventions where the field differs:
 
 from collections.abc import Callable
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.families import family_of
 from mcore_rl.planning.weights import active_adapters
 

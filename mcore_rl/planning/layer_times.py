@@ -13,9 +13,9 @@ from functools import cached_property
 from itertools import chain
 from math import ceil, sqrt
 
-from mcore_rl.config.lora import LoraConfig, Target
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
+from mcore_rl.config.optim import LoraConfig, Target
 from mcore_rl.config.speed import planned_flags
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of

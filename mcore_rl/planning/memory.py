@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
-from mcore_rl.config.rl.engine import InProcessConfig
+from mcore_rl.config.rl.rollout import InProcessConfig
 from mcore_rl.families import family_of
 from mcore_rl.planning.activations import LayerActivations
 from mcore_rl.planning.step import chunks_in_flight, most_kept

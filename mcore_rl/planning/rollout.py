@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
-from mcore_rl.config.rl.engine import InProcessConfig, ServedConfig
+from mcore_rl.config.rl.rollout import InProcessConfig, ServedConfig
 from mcore_rl.families import family_of
 from mcore_rl.planning.device import Device, Links, Rates
 from mcore_rl.planning.flops import forward_flops_per_token

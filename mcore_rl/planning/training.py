@@ -3,13 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.optim import LoraConfig, OptimConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
-from mcore_rl.config.rl.distill import SELF
-from mcore_rl.config.rl.engine import AnyEngine
+from mcore_rl.config.rl.loss import SELF
+from mcore_rl.config.rl.rollout import AnyEngine
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, RunConfig
 from mcore_rl.config.section import Store

@@ -5,9 +5,9 @@ from the shape of the model and the mesh; and where a rank is in the mesh, with 
 from collections import Counter
 from dataclasses import dataclass, fields
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.families import family_of
 from mcore_rl.families.family import Family
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mcore_rl.checks.dpo import check_dpo
-from mcore_rl.config.dpo import DPOConfig
+from mcore_rl.checks.preferences import check_dpo
+from mcore_rl.config.preferences import DPOConfig
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.model.adapters import adapters_off
@@ -26,10 +26,8 @@ from mcore_rl.train.preferences import (
     AnswerLogprobHead,
     PreferenceSource,
     PreferenceTrainer,
-    answer_logprobs,
-)
-from mcore_rl.train.reference_logprobs import (
     ReferenceOrigin,
+    answer_logprobs,
     cache_path,
     find_origin,
     read_cached,

@@ -8,8 +8,8 @@ import numpy
 from torch import nn
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.peft import read_peft

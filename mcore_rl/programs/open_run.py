@@ -14,8 +14,8 @@ from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
 from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing, with_contents
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.config.speed import run_flags
 from mcore_rl.convert.peft import read_peft
@@ -32,12 +32,11 @@ from mcore_rl.planning.training import training_of
 from mcore_rl.storage.checkpoint import complete_in, read_marker, saved_steps
 from mcore_rl.storage.files import full_disk_explained, write_atomically
 from mcore_rl.storage.run_config import load_run_config
-from mcore_rl.train.loop import Run
+from mcore_rl.train.loop import Run, StopRequest
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.stop import StopRequest
 from mcore_rl.workers.rank_guard import rank_guard
 from mcore_rl.workers.watchdog import Limits, Watchdog
 

@@ -16,9 +16,7 @@ from mcore_rl.config.data import DataConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.distill import SELF, DistillConfig
-from mcore_rl.config.rl.loss import AnyLoss
-from mcore_rl.config.rl.ptx import PtxConfig
+from mcore_rl.config.rl.loss import SELF, AnyLoss, DistillConfig, PtxConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import TrainConfig
@@ -43,8 +41,7 @@ from mcore_rl.rl.models.reference import Reference, ReferencePass
 from mcore_rl.rl.models.teachers import Teachers, TeacherSource
 from mcore_rl.rl.passes.heads import LogprobHead
 from mcore_rl.rl.passes.optional import OptionalParts
-from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
-from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.rl.passes.policy_routes import PolicyLogprobs, PolicyRoutes
 from mcore_rl.rl.passes.texts import Texts
 from mcore_rl.rl.rewards.score import TRIED_AT_START, FailedPart, FailureReport, try_reward
 from mcore_rl.rl.rollouts.prompts import refuse_prompts_without_teacher

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from mcore_rl.checks.rm import check_rm
-from mcore_rl.config.rm import RewardModelConfig
+from mcore_rl.checks.preferences import check_rm
+from mcore_rl.config.preferences import RewardModelConfig
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.programs.inputs import data_metrics, describe_preferences, load_preferences
 from mcore_rl.programs.open_run import is_done, open_run, run_rank

@@ -11,10 +11,9 @@ from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.agree import refuse_anywhere
 from mcore_rl.megatron.mesh import Axis, Mesh
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.replay.cache import RoutingCache
-from mcore_rl.replay.checksums import expert_hashes, route_checksums, token_hashes
+from mcore_rl.replay.accounts import expert_hashes, route_checksums, token_hashes
+from mcore_rl.replay.cache import MicrobatchLayout, RoutingCache
 from mcore_rl.replay.exchange import OfferedRoutes, SharedRows
-from mcore_rl.replay.layouts import MicrobatchLayout
 
 CPU = torch.device("cpu")
 ROUTE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

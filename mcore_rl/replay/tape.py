@@ -27,10 +27,24 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import Routing
 from mcore_rl.megatron.transfer import Ahead, to_device
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.replay.accounts import LayerAccount, RouteAccounts, RouteTotals, changed_choices, world_totals
-from mcore_rl.replay.cache import RouteLocations, RoutingCache
-from mcore_rl.replay.checksums import expert_hashes, route_checksums, token_hashes
-from mcore_rl.replay.layouts import LocalTokens, MicrobatchLayout, local_tokens, router_order
+from mcore_rl.replay.accounts import (
+    LayerAccount,
+    RouteAccounts,
+    RouteTotals,
+    changed_choices,
+    expert_hashes,
+    route_checksums,
+    token_hashes,
+    world_totals,
+)
+from mcore_rl.replay.cache import (
+    LocalTokens,
+    MicrobatchLayout,
+    RouteLocations,
+    RoutingCache,
+    local_tokens,
+    router_order,
+)
 from mcore_rl.replay.router_hooks import ChunkMicrobatch, ChunkRouters, live_gates
 from mcore_rl.replay.witness import Witness
 

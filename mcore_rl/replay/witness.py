@@ -29,8 +29,8 @@ from mcore_rl.megatron.routers import best_in_groups, own_group_score, replayed_
 from mcore_rl.megatron.schedule import Routing
 from mcore_rl.megatron.transfer import to_device
 from mcore_rl.megatron.vocab import Logits, last_tensor
-from mcore_rl.replay.checksums import expert_hashes, token_hashes
-from mcore_rl.replay.layouts import MicrobatchLayout
+from mcore_rl.replay.accounts import expert_hashes, token_hashes
+from mcore_rl.replay.cache import MicrobatchLayout
 
 SAMPLED_TOKENS = 4
 """Number of tokens per microbatch and layer for which gates are recomputed."""

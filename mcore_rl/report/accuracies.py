@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.config.evaluation import evaluation_conditions
+from mcore_rl.config.sft import evaluation_conditions
 from mcore_rl.metrics.intervals import wilson
 from mcore_rl.report.runs import RunRecord
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.config.toml import toml_value
+from mcore_rl.config.section import toml_value
 from mcore_rl.metrics.attempts_file import RunAttempt
 from mcore_rl.planning.estimate import Planned, plan_of_run
 from mcore_rl.report.accuracies import Accuracy, accuracies, by_conditions

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.extension import is_extension
 from mcore_rl.config.load import section_of_run
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import family_of, model_from_hf

@@ -20,8 +20,7 @@ from mcore_rl.storage.checkpoints.write import (
     without_absent_extras,
 )
 from mcore_rl.train.optimizer import initialize_moments, saved_groups, settle_loaded_step
-from mcore_rl.train.random_states import random_states, reseed, restore_random_states
-from mcore_rl.train.state import Progress, TrainState
+from mcore_rl.train.state import Progress, TrainState, random_states, reseed, restore_random_states
 
 RANDOM = "mcore_rl.random_states"
 

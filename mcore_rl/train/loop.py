@@ -1,31 +1,155 @@
 """The training loop: steps, evaluations, checkpoints, a clean stop; and training on a given data set."""
 
+import gc
+import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
+import torch.distributed as dist
+
+from mcore_rl.config.run import TrainConfig
 from mcore_rl.config.speed import run_flags
 from mcore_rl.data.batch import BatchSource, Microbatch, SampleDataset
 from mcore_rl.errors import TrainingError
+from mcore_rl.megatron.agree import world_max
 from mcore_rl.megatron.schedule import Head
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.metrics.peak import peak_flops
-from mcore_rl.metrics.performance import memory_metrics, speed_metrics
+from mcore_rl.metrics.performance import memory_metrics, peak_flops, speed_metrics
 from mcore_rl.metrics.sinks import Log
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.router_load import RouterLoad
 from mcore_rl.model.transformer_config import machine_of
 from mcore_rl.planning.flops import train_flops_per_token
-from mcore_rl.train.batch_size import global_batch_at
-from mcore_rl.train.garbage import TimedGarbage
-from mcore_rl.train.mtp_metrics import take_mtp_losses
 from mcore_rl.train.run_folder import Fence, RunFolder
 from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import StepReport, evaluate, refuse_no_gradient, train_step
-from mcore_rl.train.stop import StopRequest
+from mcore_rl.train.step import StepReport, evaluate, refuse_no_gradient, take_mtp_losses, train_step
+from mcore_rl.workers.launcher import STOPPING, TRAINING, note_stage
 from mcore_rl.workers.watchdog import Watchdog
+
+BEFORE_TRAINING = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (*BEFORE_TRAINING, signal.SIGINT)
+FILE_FOUND = 1
+"""Value that ranks exchange for the file; 0 means no request, and larger values are signal numbers."""
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class StopRequest:
+    """Context in which SIGTERM, SIGUSR1 and SIGINT are recorded as requests instead of ending the process; a file is a
+    request too.
+
+    SIGINT (Ctrl-C) is recorded only from the first step on: before it nothing can be lost, and the user is waiting.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._request = 0
+        self._before: dict[signal.Signals, Handler] = {}
+        self._is_training = False
+
+    def __enter__(self) -> "StopRequest":
+        for number in SIGNALS:
+            self._before[number] = signal.getsignal(number)
+        for number in BEFORE_TRAINING:
+            signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def agreed(self) -> str | None:
+        """Collective over the world, between steps: return why to stop, or None; the same on all ranks."""
+        if not self._request and dist.get_rank() == 0 and self._file.exists():
+            self._request = FILE_FOUND
+        if not self._is_training:
+            signal.signal(signal.SIGINT, self._record)
+        request = world_max(self._request)
+        if dist.get_rank() == 0 and (request or not self._is_training):
+            # After the exchange every rank records signals.
+            note_stage(STOPPING if request else TRAINING)
+        self._is_training = True
+        if request == FILE_FOUND:
+            return f"{self._file} was made"
+        return f"{signal.Signals(request).name} came" if request else None
+
+    def _record(self, number: int, _: FrameType | None) -> None:
+        self._request = number
+
+
+class TimedGarbage:
+    """Context in which garbage is collected only between units of work, not within them.
+
+    Python collects after a number of allocations, on each rank at a different time, and all ranks then wait for that
+    rank in the next collective.
+    """
+
+    def __init__(self, interval: int | None) -> None:
+        """Collect every `interval` units of work; None: leave it to Python."""
+        self._interval = interval
+        self._units = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> "TimedGarbage":
+        if self._interval is not None:
+            self._was_enabled = gc.isenabled()
+            gc.disable()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._was_enabled:
+            gc.enable()
+
+    def unit_done(self) -> None:
+        """Collect if it is time."""
+        self._units += 1
+        if self._interval is not None and self._units % self._interval == 0:
+            gc.collect()
+
+    def collect(self) -> None:
+        """Collect now, at a point where all ranks stop anyway."""
+        if self._interval is not None:
+            gc.collect()
+
+
+def global_batch_at(train: TrainConfig, consumed_samples: int) -> int:
+    """Return the number of sequences in the step that begins after `consumed_samples` sequences.
+
+    The batch grows from ramp_start in equal stages to global_batch, as with Megatron-LM's --rampup-batch-size: each
+    increment lasts for ramp_samples / number of increments.
+    """
+    if train.ramp_start is None or train.ramp_increment is None or train.ramp_samples is None:
+        return train.global_batch  # the checks refuse a ramp with a missing field
+    if consumed_samples >= train.ramp_samples:
+        return train.global_batch
+    increments = (train.global_batch - train.ramp_start) // train.ramp_increment
+    stage = consumed_samples * increments // train.ramp_samples
+    return min(train.ramp_start + stage * train.ramp_increment, train.global_batch)
+
+
+def batches(train: TrainConfig) -> Iterator[tuple[int, int]]:
+    """Yield, for every step of the run, the samples consumed before it and its global batch size."""
+    consumed_samples = 0
+    for _ in range(train.steps):
+        size = global_batch_at(train, consumed_samples)
+        yield consumed_samples, size
+        consumed_samples += size
+
+
+def total_samples(train: TrainConfig) -> int:
+    """Return the number of sequences that the whole run reads."""
+    return sum(size for _, size in batches(train))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from mcore_rl.config.dpo import DPOKind, DPOSection
+from mcore_rl.config.preferences import DPOKind, DPOSection
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import HeadOutput, ReadsDeferredLogits, signal_of
 from mcore_rl.megatron.vocab import Logits

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mcore_rl.config.rm import RewardModelConfig, RewardModelSection
+from mcore_rl.config.preferences import RewardModelConfig, RewardModelSection
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import HeadOutput, signal_of
 from mcore_rl.metrics.metrics import Metric

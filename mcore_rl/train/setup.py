@@ -14,8 +14,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
-from mcore_rl.config.lora import LoraConfig
-from mcore_rl.config.optim import State
+from mcore_rl.config.optim import LoraConfig, State
 from mcore_rl.config.run import RunConfig, TrainConfig
 from mcore_rl.config.section import Store
 from mcore_rl.config.speed import SpeedFlags, run_flags

@@ -6,7 +6,7 @@ import pytest
 import reasoning_gym
 import textarena
 
-from mcore_rl.config.rl.environment import EnvironmentConfig
+from mcore_rl.config.rl.rollout import EnvironmentConfig
 from mcore_rl.rl.environments.interface import (
     EnvironmentAnswer,
     EnvironmentCall,

@@ -20,7 +20,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import weight_map
 from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in
 from mcore_rl.model.hf_stream import iter_hf_weights
 from mcore_rl.rl.rollouts.rollout import sample_seed
 from mcore_rl.storage.checkpoints.read import find_checkpoint

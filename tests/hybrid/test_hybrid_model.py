@@ -30,9 +30,8 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.megatron.model import KeyLayout, KeyNames, open_dist_model
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import unwrap
-from mcore_rl.model.global_tensors import local_shards
-from mcore_rl.model.layers.norm import RMSNorm
+from mcore_rl.model.build import local_shards, unwrap
+from mcore_rl.model.layers.linear import RMSNorm
 from mcore_rl.model.spec import _layer_spec
 from mcore_rl.model.transformer_config import transformer_config
 from mcore_rl.storage.checkpoints.write import sharding_metadata

@@ -21,8 +21,7 @@ from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.model import hf_stream
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.build import build_model, local_shards
 from mcore_rl.model.inputs import localize
 from mcore_rl.storage.checkpoints.write import load_weights
 from tests.parallel.parity import LogitsHead

@@ -17,17 +17,15 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.optim import LoraConfig, OptimConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.megatron.mesh import Axis, Mesh, build_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.megatron.schedule import HeadOutput, run_pass
-from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.model.global_tensors import copy_in, local_shards
+from mcore_rl.model.build import build_model, copy_in, local_shards, unwrap
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up

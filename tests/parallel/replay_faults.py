@@ -14,7 +14,7 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.mesh import destroy_mesh
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from tests.parallel.parity import Tensors, assembled, relative_errors
 from tests.parallel.replay_mutants import Mutant, applied

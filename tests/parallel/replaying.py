@@ -24,11 +24,10 @@ from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.megatron.routers import replayed_routers
 from mcore_rl.megatron.schedule import HeadOutput, free_routing, run_pass
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.replay.cache import MicrobatchLayout, RoutingCache, SampleSpan
 from mcore_rl.replay.exchange import OfferedRoutes
-from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import (

@@ -17,8 +17,7 @@ from mcore_rl.errors import TrainingError
 from mcore_rl.megatron.routers import replayed_routers, routers
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.metrics.metrics import reduced
-from mcore_rl.model.build import settle_weights, unwrap
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in, settle_weights, unwrap
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.measure.routing_split import RoutingSplits
 from mcore_rl.rl.models.reference import Reference, ReferencePass
@@ -26,8 +25,7 @@ from mcore_rl.rl.objectives.advantages import StepReward
 from mcore_rl.rl.passes.batch import Advantages, Minibatch, SampleShape
 from mcore_rl.rl.passes.heads import LogprobHead
 from mcore_rl.rl.passes.optional import OptionalParts
-from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
-from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.rl.passes.policy_routes import PolicyLogprobs, PolicyRoutes
 from mcore_rl.rl.passes.texts import Texts
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Group, single_version

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.cli.cli import main
-from mcore_rl.config.lora import LoraConfig, Target
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig, Target
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.convert.check import contents
 from mcore_rl.errors import CheckpointError

@@ -11,15 +11,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.run import CheckpointConfig, PretrainConfig
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.peft import AdapterLayout, read_peft
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.adapters import adapters_off, fill_adapters, merge_loss
-from mcore_rl.model.build import unwrap
-from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.build import local_shards, unwrap
 from mcore_rl.model.hf_stream import iter_hf_weights
 from mcore_rl.storage.checkpoints.write import load_weights
 from tests.conversion import ONE_FILE, adapter_of, exported, imported, read_hf, saved

@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.dpo import DPOConfig, DPOSection
-from mcore_rl.config.lora import LoraConfig, Target
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig, Target
+from mcore_rl.config.preferences import DPOConfig, DPOSection
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig
 from mcore_rl.megatron.platform import start
 from mcore_rl.model import adapters
-from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import build_model, copy_in, unwrap
 from mcore_rl.model.layers import adapters as layers
 from mcore_rl.rl.models.reference import Reference
 from mcore_rl.storage.checkpoint import reference_to

@@ -18,7 +18,7 @@ from mcore_rl.errors import CheckpointError, DataError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, world_max, world_union
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh
 from mcore_rl.megatron.platform import Platform, start
-from mcore_rl.train.stop import StopRequest
+from mcore_rl.train.loop import StopRequest
 from tests.ranks import run_ranks
 
 

@@ -21,7 +21,7 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.platform import start
 from mcore_rl.metrics.attempts_file import read_attempts
 from mcore_rl.metrics.jsonl import FILE_NAME
-from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.build import local_shards
 from mcore_rl.programs.open_run import open_run
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights, weights_state
 from mcore_rl.train.loop import SupervisedTrainer

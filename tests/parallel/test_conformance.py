@@ -15,7 +15,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.mesh import destroy_mesh
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.rl.measure.conformance import ReplayPass, ReplayResult, RoutedModel, RunPasses, conformance
 from tests.parallel.parity import Tensors, assembled, config_of, random_weights

@@ -14,11 +14,9 @@ import torch
 from tokenizers import models, pre_tokenizers
 from torch import Tensor
 
-from mcore_rl.config.dpo import DPOConfig, DPOSection
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.preferences import PreferenceDataConfig
+from mcore_rl.config.optim import LoraConfig, OptimConfig
+from mcore_rl.config.preferences import DPOConfig, DPOSection, PreferenceDataConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError

@@ -23,7 +23,7 @@ from torch import Tensor
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.model.layers.experts import GroupedExperts
-from mcore_rl.model.layers.norm import RMSNorm
+from mcore_rl.model.layers.linear import RMSNorm
 from mcore_rl.storage.checkpoints.write import sharding_metadata
 from tests.ranks import run_ranks
 from tests.unit.model.layers.oracles import small_config

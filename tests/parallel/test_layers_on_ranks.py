@@ -13,7 +13,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
-from mcore_rl.megatron.sequence import zigzag
+from mcore_rl.megatron.vocab import zigzag
 from mcore_rl.model.build import build_model
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.linear import ReplicatedLinear

@@ -16,7 +16,7 @@ from mcore_rl.data.batch import BatchSource, Microbatch
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.packing import PackedSequences, PackingOptions
 from mcore_rl.megatron.schedule import HeadOutput, run_pass
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.state import TrainState

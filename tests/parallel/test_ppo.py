@@ -22,20 +22,15 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig, ReplayKind
-from mcore_rl.config.rl.critic import CriticConfig
-from mcore_rl.config.rl.distill import DistillConfig
-from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.config.rl.ptx import PtxConfig
-from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl.loss import CriticConfig, DistillConfig, PtxConfig, UpdateConfig
+from mcore_rl.config.rl.rollout import PromptConfig, RolloutConfig
 from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl.update import UpdateConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.megatron.schedule import free_routing
-from mcore_rl.model.build import settle_weights
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in, settle_weights
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.rl.models.critic import Critic, critic_routes
 from mcore_rl.rl.models.frozen_model import FrozenModel

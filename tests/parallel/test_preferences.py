@@ -15,17 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.dpo import DPOConfig, DPOSection
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.preferences import PreferenceDataConfig
+from mcore_rl.config.preferences import DPOConfig, DPOSection, PreferenceDataConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.data.preferences import Preferences
 from mcore_rl.errors import TrainingError
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import unwrap
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in, unwrap
 from mcore_rl.programs.open_run import open_run
 from mcore_rl.train.preference_losses import DPOHead
 from mcore_rl.train.preferences import (

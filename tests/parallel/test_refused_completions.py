@@ -19,14 +19,13 @@ from torch import Tensor
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.advantage import GaeAdvantage
-from mcore_rl.config.rl.critic import CriticConfig
-from mcore_rl.config.rl.reward import RewardConfig
+from mcore_rl.config.rl.loss import CriticConfig, GaeAdvantage
+from mcore_rl.config.rl.rollout import RewardConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import LogConfig, TrainConfig
 from mcore_rl.megatron.platform import start
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in
 from mcore_rl.programs.open_run import open_run
 from mcore_rl.programs.rl import load_critic
 from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling

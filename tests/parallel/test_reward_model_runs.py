@@ -19,12 +19,10 @@ from torch import Tensor
 
 from mcore_rl.cli import evaluate
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.preferences import PreferenceDataConfig
-from mcore_rl.config.rm import RewardModelConfig
+from mcore_rl.config.optim import LoraConfig, OptimConfig
+from mcore_rl.config.preferences import PreferenceDataConfig, RewardModelConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError

@@ -11,12 +11,9 @@ import torch
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig, ReplayKind
-from mcore_rl.config.rl.loss import AnyLoss
-from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.config.rl.ptx import PtxConfig
-from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl.loss import AnyLoss, PtxConfig, UpdateConfig
+from mcore_rl.config.rl.rollout import PromptConfig, RolloutConfig
 from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl.update import UpdateConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from tests.parallel.parity import Tensors, assembled, random_weights

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.config.rl.reward import RewardConfig
-from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl.rollout import PromptConfig, RewardConfig, RolloutConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig

@@ -9,10 +9,10 @@ import torch
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.megatron.mesh import destroy_mesh
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in
+from mcore_rl.replay.cache import MicrobatchLayout
 from mcore_rl.replay.disagreement import DisagreementLimit
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
-from mcore_rl.replay.layouts import MicrobatchLayout
 from tests.parallel.parity import Tensors
 from tests.parallel.replaying import LENGTHS, MODELS, Case, SavedRoutes, one_rank, opened, sample_tokens
 from tests.ranks import run_ranks

@@ -7,16 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.preferences import PreferenceDataConfig
-from mcore_rl.config.rm import RewardModelConfig, RewardModelSection
+from mcore_rl.config.optim import LoraConfig, OptimConfig
+from mcore_rl.config.preferences import PreferenceDataConfig, RewardModelConfig, RewardModelSection
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.data.preferences import Preferences
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.megatron.schedule import HeadOutput
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.train.preferences import PreferenceSource, packing_limits
 from mcore_rl.train.reward_model import RewardHead

@@ -26,8 +26,7 @@ from mcore_rl.megatron.platform import start
 from mcore_rl.megatron.routers import routed_layers
 from mcore_rl.model import hf_stream
 from mcore_rl.model.adapters import add_adapters
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.build import build_model, local_shards
 from mcore_rl.model.hf_stream import Bucket, iter_hf_weights
 from mcore_rl.rl.engines import weight_push
 from mcore_rl.rl.engines.base import Sampling, make_engine, sampling_of

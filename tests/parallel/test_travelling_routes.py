@@ -17,10 +17,9 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.mesh import destroy_mesh
-from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.model.build import copy_in
+from mcore_rl.replay.cache import MicrobatchLayout, RoutingCache, SampleSpan
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
-from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.passes.policy_routes import routes_of
 from mcore_rl.rl.sampling import Cut

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mcore_rl.config.rl.reward import CodeConfig, RewardConfig
+from mcore_rl.config.rl.rollout import CodeConfig, RewardConfig
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.sandbox import code_function
 from mcore_rl.rl.rewards.score import Reward

@@ -14,7 +14,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import hf_config
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import add_adapters
-from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.build import local_shards
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.server_api import ServerApi, ServerError, server_apis
 from mcore_rl.rl.engines.server_process import ServerProcess, server_command

@@ -27,8 +27,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import hf_config
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.build import build_model, local_shards
 from mcore_rl.model.hf_stream import iter_hf_weights
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.served import ServedEngine

@@ -36,7 +36,7 @@ from tests.style.rules import parse
         (
             rules.compiled_layers_have_one_door,
             "model/build.py",
-            "x = 1\nimport mcore_rl.model.layers.cpu.norm",
+            "x = 1\nimport mcore_rl.model.layers.cpu.experts",
             2,
         ),
         (rules.engines_are_one_protocol, "rl/trainer.py", "if isinstance(engine, ServedEngine):\n    x()", 1),

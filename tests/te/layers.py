@@ -15,8 +15,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.model import hf_stream
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import copy_in, local_shards
+from mcore_rl.model.build import build_model, copy_in, local_shards
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from mcore_rl.train import setup
 from mcore_rl.train.run_folder import RunFolder

@@ -4,10 +4,224 @@ from functools import cached_property
 from math import exp
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.extension import Extension
-from mcore_rl.config.section import Section, Store
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.section import Section, Store, Text
+
+
+class UpdateConfig(Section):
+    """How a rollout batch becomes updates, each with train.global_batch completions."""
+
+    epochs: PositiveInt = 1
+    """Number of times that each completion of a rollout batch is trained on."""
+    max_tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
+    """Tokens of a forward pass on a replica, into which whole completions are packed with their prompts; `auto`: the
+    length of the longest sample."""
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Source of the old policy's logprobs; `trainer`: a training pass with the weights of the rollout; `rollout`: the
+    rollout itself, which saves that pass but leaves the engine's rounding in the ratio."""
+    store: Store = "device"
+    """Memory in which the policy's optimizer state waits between its updates; its weights stay on the device; `host`:
+    main memory (on CPUs nothing moves). With `host`, its gradients take memory only during updates."""
+
+
+class PtxConfig(Section):
+    """Gradient of pretraining or fine-tuning in each update of the policy (PTX: 2203.02155; Kimi K2, 2507.20534)."""
+
+    coeff: NonNegativeFloat = 0.0
+    """Weight of the texts' cross entropy per token, which is added to the policy's loss; 0: no texts."""
+    files: tuple[str, ...] = ()
+    """Conversations, in the forms of fine-tuning's data.train: the assistant's tokens count. Conversations longer than
+    a packed sequence are left out."""
+    tokens: tuple[str, ...] = ()
+    """Prefixes of .bin/.idx pairs, as pretraining's data.train, instead of `files`: every token counts."""
+    sequences: PositiveInt = 8
+    """Packed sequences of texts per update, over all ranks, each as long as the policy's microbatches
+    (rl.update.max_tokens_per_microbatch)."""
+
+
+SELF = "self"
+"""Name of the teacher that is an earlier state of the policy."""
+
+
+class DistillConfig(Section):
+    """On-policy distillation (2306.13649): the policy learns from a teacher's logprobs on its own completions."""
+
+    teacher: Text | None = None
+    """Teacher of all prompts without a tag in `teachers`: a checkpoint, folder of checkpoints or run of a language
+    model with the policy's tokenizer, or `self`, the policy as it was at the start; `none`: no teacher."""
+    teachers: dict[str, Text] = {}  # noqa: RUF012  # pydantic gives every instance its own
+    """Teachers by tag, such as {math = "runs/a", code = "runs/b"}, for prompts with that tag in `tag_field`."""
+    tag_field: Text = "teacher"
+    """Field of a prompt's line with its tag."""
+    use: Literal["advantage", "loss"] = "advantage"
+    """Where KL(policy || teacher) goes; `advantage`: coeff x (log teacher - log old policy) of a token is added to its
+    advantage; `loss`: coeff x the KL is added to the loss."""
+    estimator: Literal["token", "vocabulary"] = "token"
+    """KL at a token; `token`: from the sampled token, in the loss with the gradient of k2; `vocabulary`: the sum over
+    all tokens, only in the loss, for which the teacher's logprobs of all tokens wait in main memory."""
+    coeff: PositiveFloat = 1.0
+    """Coefficient of the KL; with rl.advantage.kind="zero" the policy learns from the teacher only."""
+    self_refresh_rollouts: PositiveInt | None = None
+    """Rollout batches after which the teacher `self` becomes the current policy; `none`: never."""
+    store: Store = "host"
+    """Memory in which the teachers' weights wait for their passes; `device`: the policy's; `host`: main memory."""
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """All teachers, in the order of their indices: `teacher` first."""
+        return (*([] if self.teacher is None else [self.teacher]), *self.teachers.values())
+
+    @cached_property
+    def has_self(self) -> bool:
+        """Whether an earlier state of the policy is a teacher."""
+        return SELF in self.paths
+
+    def index_of(self, tag: object) -> int | None:
+        """Return the index in `paths` of the teacher for a prompt with this tag; None if it has no teacher."""
+        if isinstance(tag, str) and tag in self.teachers:
+            return list(self.teachers).index(tag) + (self.teacher is not None)
+        return None if self.teacher is None else 0
+
+
+class CriticConfig(Section):
+    """Critic of rl.advantage.kind="gae": a second model, with a single number per token, on the policy's mesh."""
+
+    load: Text | None = None
+    """Checkpoint, folder of checkpoints or run that the critic starts from: a reward model with its head, or a language
+    model, which gets a new head; `none`: the policy's weights at the start, with a new head."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and schedule, in the critic's own steps: rollout batches x their minibatches x `epochs`."""
+    epochs: PositiveInt | Literal["auto"] = "auto"
+    """Number of times that the critic is trained on each completion of a rollout batch; `auto`: rl.update.epochs."""
+    warmup_rollouts: NonNegativeInt = 0
+    """Number of first rollout batches in which only the critic is trained, on returns of the unchanged policy (VC-PPO,
+    2503.01491). Their optimizer steps count in train.steps."""
+    replay: Literal["none", "r2"] = "none"
+    """Routes of the critic's updates; `r2`: recorded in its pass for values; `none`: its routers choose again."""
+    store: Store = "device"
+    """Memory in which the critic's weights and optimizer state wait between its passes and updates; `host`: main memory
+    (on CPUs nothing moves). With `host`, its gradients take memory only during updates."""
+    clip_value: PositiveFloat | None = 0.2
+    """Distance from the value at the rollout beyond which a new value gains nothing (1707.06347); `none`: no limit."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
+    """Lambda of the returns that the critic learns; `auto`: rl.advantage.gae_lambda, or 1 if that depends on the length
+    (VAPO, 2504.05118)."""
+
+
+class AdvantageConfig(Section):
+    """How a completion's reward is compared with the rest of its group. A group of equal rewards gets zeros."""
+
+    kind: str
+    """Advantage; `zscore`: (r - mean) / (std + eps); `mean`: r - mean; `leave_one_out`: r - mean of the group's
+    remaining rewards (RLOO); `leave_one_out_zscore`: the same, divided by their std unless it is 0; `remax`: r - reward
+    of the prompt's greedy completion, which is generated in addition to the group (2310.10505); `zero`: none, so that
+    only other terms move the policy, as in distillation; `steps`: a token gets the sum of the z-scores, among all steps
+    of its prompt's completions, of the steps that end there or later (2402.03300, process supervision); a reward that
+    is a plain number is a single step at the end; `gae`: for each token, by the values of a critic (PPO, 1506.02438);
+    `reinforce_plus_plus`: the discounted sum of a token's and later rewards, normalised over the world (2501.03262);
+    `reinforce_plus_plus_baseline`: the same for r - mean; `module:name`: a function of your own (rewards `[prompts,
+    group]`, this section -> advantages of the same shape). `gae`, `reinforce_plus_plus`, `remax` and `zero` compare
+    nothing within a group: rl.rollout.group_size may be 1."""
+
+    @cached_property
+    def compares_group(self) -> bool:
+        """Whether a completion's advantage depends on the rest of its group."""
+        return self.kind not in ("gae", "reinforce_plus_plus", "remax", "zero")
+
+    @cached_property
+    def is_of_tokens(self) -> bool:
+        """Whether each token has its own reward and advantage."""
+        return isinstance(self, DiscountedAdvantage)
+
+    @cached_property
+    def uses_steps(self) -> bool:
+        """Whether the steps of a completion are rewarded instead of the whole."""
+        return self.kind == "steps"
+
+
+class PlainAdvantage(AdvantageConfig):
+    """Differences of rewards, without options."""
+
+    kind: Literal["mean", "leave_one_out", "remax", "zero"] = "mean"
+
+
+class DividedAdvantage(AdvantageConfig):
+    """Differences of rewards, divided by a standard deviation."""
+
+    ddof: Literal[0, 1] = 1
+    """Degrees of freedom of the standard deviation: 1 divides by group_size - 1 (by tokens - 1 if tokens are
+    normalised), 0 by group_size."""
+    eps: NonNegativeFloat = 1e-6
+    """Number added to the standard deviation."""
+
+
+class ZscoreAdvantage(DividedAdvantage):
+    """Z-scores of rewards, or of the rewards of steps."""
+
+    kind: Literal["zscore", "leave_one_out_zscore", "steps"] = "zscore"
+
+
+class OwnAdvantage(DividedAdvantage):
+    """A user-defined function."""
+
+    kind: Extension
+
+
+class DiscountedAdvantage(DividedAdvantage):
+    """Advantages of tokens, from rewards that come later."""
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of a reward per token between it and the advantage."""
+
+
+class BaselineAdvantage(DiscountedAdvantage):
+    """Discounted sums of rewards minus the mean of their prompt, which is no baseline for single steps."""
+
+    kind: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+
+
+class SteppedAdvantage(DiscountedAdvantage):
+    """Advantages of tokens, with rewards at a single token or at several tokens of a completion."""
+
+    rewards_at: Literal["end", "steps"] = "end"
+    """Tokens that are rewarded; `end`: the last token, by the reward; `steps`: the last token of each step, by the
+    step's value, if a part of the reward returns steps."""
+
+    @cached_property
+    def uses_steps(self) -> bool:
+        """Whether the steps of a completion are rewarded instead of the whole."""
+        return self.rewards_at == "steps"
+
+
+class ReturnAdvantage(SteppedAdvantage):
+    """Discounted sums of rewards."""
+
+    kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+
+
+class GaeAdvantage(SteppedAdvantage):
+    """Generalised advantage estimation, with the values of a critic."""
+
+    kind: Literal["gae"] = "gae"
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] | Literal["length"] = 0.95
+    """Weight of later differences of values: 0 trusts the critic, 1 only the rewards; `length`: 1 - 1 / (length_alpha x
+    tokens of the completion), at least 0 (VAPO, 2504.05118)."""
+    length_alpha: PositiveFloat = 0.05
+    """Factor in gae_lambda="length"."""
+    bootstrap_truncated: bool = False
+    """Let a truncated completion, which has no end yet, end in the critic's last value instead of 0."""
+    whiten: bool = True
+    """Normalise the advantages, (A - mean) / (std + eps), over all trained tokens of the rollout batch."""
+    critic: CriticConfig = CriticConfig()
+
+
+AnyAdvantage = (
+    ZscoreAdvantage | PlainAdvantage | GaeAdvantage | ReturnAdvantage | BaselineAdvantage | OwnAdvantage
+)
+
 
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
 

@@ -2,12 +2,394 @@
 read.
 """
 
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from mcore_rl.config.section import Probability, Section
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.extension import MODEL_PARTS, SERVED_PARTS, Extension, correct_part
+from mcore_rl.config.section import Gibibytes, Probability, Seconds, Section, Store, Text
+
+
+class PromptConfig(Section):
+    """Prompts and their reference answers."""
+
+    task: (
+        Literal["file", "arithmetic", "sorting", "copying", "reversing", "countdown", "seeds"] | Extension
+    ) = "file"
+    """Source of prompts; `file`: read `files`; `arithmetic`, `sorting`, `copying`, `reversing`, `countdown`: problems
+    without end, each determined by the seed and its index; `seeds`: numbers, from which rl.environment makes its own
+    problems; `module:name`: problems without end, from a function of your own (random generator, size ->
+    rl.tasks.TaskProblem)."""
+    files: tuple[str, ...] = ()
+    """JSON lines (also compressed), .parquet, folders, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT,
+    with a prompt and an answer; all other fields of a line are passed to the reward functions."""
+    file_weights: tuple[float, ...] = ()
+    """Weight of each of `files` in the mixture, in prompts: with [3, 1], three of four prompts are from the first. A
+    file that has been read starts again in a new order. An empty list: every prompt once per epoch."""
+    prompt_field: str = "prompt"
+    """The field with the prompt: text, or a list of {"role", "content"}. A prompt that ends in a turn of the assistant
+    has the beginning of the answer, which continues from there, and is not scored."""
+    prompt_template: Text | None = None
+    """Template of the prompt, in which {name} is a field of the line ({{name}} is the text {name}), such as "{question}
+    Put the answer in \\boxed{}."; `none`: the prompt is `prompt_field`."""
+    answer_field: str = "answer"
+    """The field with the reference answer; a line may lack it if no reward needs it."""
+    max_bad: NonNegativeInt | None = 0
+    """Number of lines of files that may be invalid: they are left out, counted, and logged with file and line. With
+    more, the run ends before it starts; `none`: any number. Training and evaluation count separately."""
+    smallest: PositiveInt = 2
+    """Minimum number of digits, letters or numbers of a problem of a built-in task."""
+    largest: PositiveInt = 4
+    """Maximum number of digits, letters or numbers of a problem of a built-in task."""
+    max_tokens: PositiveInt = 1024
+    """Maximum length of a prompt in tokens; a longer prompt of a file is left out and counted, a longer prompt of a
+    built-in task ends the run."""
+
+
+class EnvironmentConfig(Section):
+    """An environment that answers the policy, so that a completion has several turns; it runs in its own processes."""
+
+    name: Literal["calculator", "guessing", "python", "reasoning_gym", "textarena"] | Extension | None = None
+    """Environment; `calculator`: a tool that computes; `guessing`: a game of guessing a number; `python`: a tool that
+    runs Python in a sandbox (bubblewrap); `reasoning_gym`: a dataset of reasoning-gym, in a single turn;
+    `textarena`: a game of TextArena for a single player; `module:name`: a class of your own
+    (rl.environments.interface.Environment); `none`: no environment, a completion is a single turn."""
+    arguments: dict[str, str | bool | int | float] = {}  # noqa: RUF012  # pydantic gives every instance its own
+    """Arguments of the environment's class, such as dataset = "chain_sum" for `reasoning_gym`."""
+    max_turns: PositiveInt = 8
+    """Maximum number of turns of the policy; a conversation that reaches it is truncated."""
+    max_tokens: PositiveInt = 4096
+    """Maximum number of tokens of a conversation after its prompt, including the environment's; a turn that may not
+    have room for rl.rollout.max_new_tokens does not begin, and the conversation is truncated."""
+    timeout_s: Seconds = 10.0
+    """Seconds that the environment may take for each answer; after that it has failed."""
+    max_memory_gib: Gibibytes | None = None
+    """GiB of address space that a process of the environment, and each that it starts, may take beyond its initial size
+    (RLIMIT_AS); `none`: no limit."""
+    workers: PositiveInt = 1
+    """Processes of each replica that run the environment."""
+
+
+RULES_OF_ANSWERS = ("exact", "numeric", "math", "countdown")
+"""Parts of `rl.reward.parts` that are 1 for a right answer and 0 otherwise."""
+
+
+ENVIRONMENT_PART = "environment"
+"""Part of `rl.reward.parts` that is the sum of the environment's rewards."""
+
+
+class CodeConfig(Section):
+    """The part `code`: the program in a completion is run against the tests of its prompt, in bubblewrap."""
+
+    python: Text | None = None
+    """Interpreter of the programs, with its packages, such as a virtual environment's; `none`: the interpreter of this
+    run, without packages."""
+    tests_field: Text = "tests"
+    """Field of a prompt with its tests: a list of {"input", "output"}, where the program reads the input and must write
+    the output; {"inputs": [...], "outputs": [...]}, the same as two lists; a text or a list of texts with Python, such
+    as asserts, that runs after the program. A text may also be the JSON of these."""
+    timeout_s: Seconds = 8.0
+    """Seconds that all tests of a completion may take together; tests that have not passed by then have failed."""
+    memory_mib: PositiveInt = 512
+    """Limit in MiB on the address space of the program, and on the files that it writes."""
+    partial: bool = False
+    """Reward the fraction of the tests that pass; otherwise 1 if all do, else 0."""
+
+
+class RewardServerConfig(Section):
+    """Servers that give rewards, `http:URL` and `judge:FILE`: how each replica of the model requests rewards from
+    each.
+    """
+
+    batch_size: PositiveInt = 16
+    """Completions per request to a reward server; a request to a judge has a single completion."""
+    concurrency: PositiveInt = 8
+    """Number of requests at a time."""
+    timeout_s: Seconds = 60.0
+    """Seconds per request."""
+    retries: NonNegativeInt = 3
+    """Number of times that a request without an answer is repeated before its scores have failed; a request that the
+    server rejects (status 400 to 499 except 408 and 429) is not repeated."""
+    retry_s: Seconds = 1.0
+    """Seconds before the first repetition; each further repetition waits twice as long."""
+    api_key_env: Text | None = None
+    """Name of the environment variable with the key that is sent as a bearer token; `none`: no key is sent."""
+    ca_file: Text | None = None
+    """File of the certificates to verify https servers with; `none`: the system's certificates."""
+
+
+class JudgeConfig(Section):
+    """The part `judge:FILE`: a language model on an OpenAI-compatible server answers a question with a score. FILE is a
+    jinja template with `prompt`, `completion`, `answer`, `fields`, `num_tokens` and `is_truncated`.
+    """
+
+    url: Text | None = None
+    """Address of the server up to and including /v1; requests go to /chat/completions below it."""
+    model: Text | None = None
+    """Name of the model on the server."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature of the judge; at 0 its answer is the same each time."""
+    max_tokens: PositiveInt = 512
+    """Maximum number of tokens of the judge's answer."""
+    score_pattern: Text = r"(?i)(?:scores?(?:\s*\([^()\n]*\))?+|total\W{0,3}[:=])\W{0,9}(\d)"
+    """Regular expression that finds the score in the answer: the number at the first group of its last match, which is
+    read whole even where the group has only a part of it. 7/10 is 7; without a single number the score has failed."""
+    scale: PositiveFloat = 1.0
+    """Divisor of the score: 10 maps scores from 0 to 10 to values from 0 to 1."""
+
+
+class RewardConfig(Section):
+    """Reward of a completion: a weighted sum of named parts, each between its own bounds."""
+
+    parts: tuple[str | Extension, ...] = ("exact",)
+    """Parts of the reward: `exact`, `positions`, `numeric`, `math`, `countdown`, `code`, `format`, `regex`, `length`,
+    `environment` (the sum of the rewards of rl.environment; the other parts then score the last turn), your own
+    function as `module:function`; `model:PATH`, a reward model (a checkpoint or run of `mcore-rl rm`), which scores
+    prompt and completion at the last token; `step_model:PATH`, a process reward model, which scores the ends of steps;
+    `http:URL` (`http://HOST:PORT/PATH`, or https), a reward server; `judge:FILE`, a language model on a server, asked
+    with the template FILE."""
+    weights: tuple[float, ...] = ()
+    """Weight of each part; an empty list: 1 for each."""
+    correct: Text | None = "auto"
+    """Part that decides which completions are correct: a value of 1 or more is correct. Its weight may be 0; `auto`:
+    the first part that is a rule or a function; `none`: no part decides, and no accuracy is reported."""
+    code: CodeConfig = CodeConfig()
+    server: RewardServerConfig = RewardServerConfig()
+    judge: JudgeConfig = JudgeConfig()
+    answer_pattern: Text | None = None
+    """Regular expression that finds the answer in a completion: the first group of its last match; `none`: the answer
+    is the whole text."""
+    format_pattern: Text | None = None
+    """Regular expression of the part `format`, which is 1 if the whole completion matches."""
+    regex_pattern: Text | None = None
+    """Regular expression of the part `regex`, which is 1 if it matches anywhere."""
+    length_min_tokens: NonNegativeInt = 0
+    """Minimum length for the part `length`: a shorter completion loses the missing fraction, from 0 to -1."""
+    length_max_tokens: PositiveInt | None = None
+    """Maximum length for the part `length`: a longer completion loses the excess fraction, at most 1; `none`: no
+    limit."""
+    overlong_buffer_tokens: PositiveInt | None = None
+    """Tokens before rollout.max_new_tokens, or environment.max_tokens with an environment, over which the reward falls
+    linearly by `overlong_penalty` (DAPO); `none`: no penalty."""
+    overlong_penalty: PositiveFloat = 1.0
+    """Reward that a completion of the maximum length loses, with `overlong_buffer_tokens`."""
+    timeout_s: Seconds = 10.0
+    """Seconds that a part may take for each completion; after that its score has failed."""
+    error_value: float | None = None
+    """Value of a part with a score that failed: it raised, returned no finite number, took too long, or its process
+    died; `none`: the completion has no reward, and is left out of the statistics of its group and of the loss."""
+    max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Maximum fraction of a part's scores in a rollout batch that may fail; above it the run ends; 1: the run continues
+    whatever fails. A part of weight 0 only measures, and never ends the run, unless groups are sampled by it
+    (rl.rollout.dynamic_sampling_by)."""
+    max_memory_gib: Gibibytes | None = None
+    """GiB of address space that a process which computes rewards, and each that it starts, may take beyond its initial
+    size (RLIMIT_AS); a function that needs more gets a MemoryError; `none`: no limit."""
+    workers: PositiveInt = 1
+    """Processes of each replica that compute rewards."""
+    step_separator: Text = "\n"
+    """Text that ends a step of a completion, for `step_model:`; as in the training of the model."""
+    step_value: Literal["probability", "score"] = "probability"
+    """Value of a step, for `step_model:`; `probability`: the probability that the step is right, sigmoid(score);
+    `score`: the score."""
+    model_tokenizer: TokenizerConfig | None = None
+    """Tokenizer of the reward models; `none`: the tokenizer that their runs were trained with, or the policy's if that
+    is unknown. If a model's tokenizer differs from the policy's, texts are tokenised again."""
+    model_chat_template: Text | None = None
+    """Template that renders prompt and completion as text for reward models with a tokenizer of their own; `none`: the
+    template that their runs were trained with."""
+    model_store: Store = "host"
+    """Memory in which the weights of reward models wait for their passes; `device`: the policy's; `host`: main
+    memory."""
+    normalize_models: bool = False
+    """Normalize the scores of reward models (`model:`) by the mean and the standard deviation of all their scores so
+    far in the run; both are saved with each checkpoint."""
+
+    @cached_property
+    def model_parts(self) -> tuple[str, ...]:
+        """Parts that are reward models, whole or of steps."""
+        return tuple(part for part in self.parts if part.startswith(MODEL_PARTS))
+
+    @cached_property
+    def served_parts(self) -> tuple[str, ...]:
+        """Parts that are scored by servers."""
+        return tuple(part for part in self.parts if part.startswith(SERVED_PARTS))
+
+    @cached_property
+    def correct_part(self) -> str | None:
+        """Part that decides which completions are correct; None if no part does."""
+        return correct_part(self.correct, self.parts)
+
+    @cached_property
+    def weight_of(self) -> Mapping[str, float]:
+        """Weight of each part."""
+        weights = self.weights or (1.0,) * len(self.parts)
+        return dict(zip(self.parts, weights, strict=True))
+
+    @cached_property
+    def environment_weight(self) -> float:
+        """Weight of the part `environment`; 0 without it."""
+        return self.weight_of.get(ENVIRONMENT_PART, 0.0)
+
+    @cached_property
+    def of_functions(self) -> "RewardConfig | None":
+        """This section with only the parts that are not models or the environment; None if there are no such parts."""
+        return self.only(lambda part: part not in self.model_parts and part != ENVIRONMENT_PART)
+
+    def only(self, keep: Callable[[str], bool]) -> "RewardConfig | None":
+        """Return this section with only the parts that `keep` returns true for; None if there are no such parts."""
+        rest = [(part, weight) for part, weight in self.weight_of.items() if keep(part)]
+        if not rest:
+            return None
+        parts, weights = zip(*rest, strict=True)
+        correct = self.correct_part if self.correct_part in parts else None
+        return self.model_copy(update={"parts": parts, "weights": weights, "correct": correct})
+
+
+NATIVE_SLOTS = 64
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts for --max-lora-rank."""
+
+
+class EngineConfig(Section):
+    """How completions are generated, in this process or by inference servers: this affects speed and memory, not the
+    distribution that is sampled from.
+    """
+
+    kind: str
+    """Engine; `native`: the modules that train; `vllm` and `sglang`: servers, started by the run (`count`) or before it
+    (`urls`), which get the new weights after every rollout batch; `module:name`: a function of your own with the
+    arguments of rl.engines.base.MakeEngine, which returns an rl.engines.base.Engine."""
+    slots: PositiveInt | Literal["auto"] = "auto"
+    """Maximum number of completions in progress; `native`: on each replica of the model, each with memory for the keys
+    and values of the longest sample; servers: on each server that is started (--max-num-seqs, --max-running-requests);
+    `auto`: 64, or as many as the server chooses."""
+
+    @cached_property
+    def is_served(self) -> bool:
+        """Whether inference servers make the completions."""
+        return isinstance(self, ServedConfig)
+
+
+class InProcessConfig(EngineConfig):
+    """Steps of the engine on the modules that train, or on copies of them."""
+
+    step_tokens: PositiveInt = 2048
+    """Maximum number of tokens per step: a token for each completion in progress, and parts of prompts."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Replay steps without prompts as CUDA graphs, which launches all kernels of a step at once; `auto`: on a GPU that
+    holds the whole model, if the host reads nothing within a step; not yet run on a GPU."""
+
+    @cached_property
+    def native_slots(self) -> int:
+        """Completions in progress at a time on each replica of the model."""
+        return NATIVE_SLOTS if self.slots == "auto" else self.slots
+
+
+class ServersConfig(EngineConfig):
+    """Inference servers."""
+
+    count: NonNegativeInt = 0
+    """Number of servers that the run starts on the machine of its first rank, and ends with itself."""
+    urls: tuple[str, ...] = ()
+    """Addresses of servers that are already running, such as http://node7:8000, instead of `count`."""
+    command: tuple[str, ...] = ()
+    """Program that starts a server, with its first arguments, such as ["venv-vllm/bin/python", "-m",
+    "vllm.entrypoints.openai.api_server"]; an empty list: the module of vLLM or SGLang in the Python of this run."""
+    args: tuple[str, ...] = ()
+    """Further arguments of each server that is started, such as ["--gpu-memory-utilization", "0.8"]."""
+    devices: tuple[NonNegativeInt, ...] = ()
+    """GPUs of the servers that are started, `tensor_parallel` for each in order; an empty list: all that the run
+    sees."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of each server that is started."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of the servers' weights; `auto`: as platform.precision."""
+    max_model_len: PositiveInt | Literal["auto"] = "auto"
+    """Maximum number of tokens of prompt and completion together that a server accepts; `auto`: the length of the
+    longest sample."""
+    requests: PositiveInt = 256
+    """Maximum number of completions that each replica of the trained model requests from servers at a time."""
+    attempts: PositiveInt = 3
+    """Attempts per completion, each on a server that has not failed it yet, if any is left."""
+    min_servers: PositiveInt = 1
+    """Minimum number of servers with the current weights; with fewer the run ends."""
+    start_timeout_s: Seconds = 900.0
+    """Seconds within which a server that was started, or that `urls` names, has to answer."""
+    request_timeout_s: Seconds = 1800.0
+    """Seconds that a server may take for a completion."""
+    update_timeout_s: Seconds = 600.0
+    """Seconds that a server may take for each call of a weight update."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """Form in which servers get a policy with low-rank adapters; `merged`: whole weights, with the adapters added;
+    `adapter`: only the adapters, each time under a new name, over a base model that the servers have loaded
+    themselves."""
+    base_model: Text | None = None
+    """Hugging Face folder of the base model, which servers that are started load with `lora` = "adapter"; `none`: they
+    get all weights from the trainer."""
+    transport_dir: Text | None = None
+    """Folder for weights on their way to the servers, visible to trainer and servers; `none`: /dev/shm, which is local
+    to a machine."""
+    probe_tolerance: PositiveFloat | Literal["auto"] = "auto"
+    """Limit in nats on the difference between a server's and the trainer's logprobs of fixed texts after an update: on
+    the largest difference if both compute in fp32, else on the mean; `auto`: 2e-4 in fp32, else three times the mean
+    that rounding makes within the trainer, at most 0.1, and the tokens of each expert are also compared with the
+    rest."""
+    api_key_env: Text | None = None
+    """Name of the environment variable with the key that servers require (--api-key); `none`: no key."""
+    ca_file: Text | None = None
+    """File of the certificates to verify https servers of `urls` with; `none`: the system's certificates."""
+
+
+class ServedConfig(ServersConfig):
+    """Inference servers of a kind that the run can start and update."""
+
+    kind: Literal["vllm", "sglang"]
+
+    @cached_property
+    def broadcasts(self) -> bool:
+        """Whether new weights reach the servers by a broadcast between GPUs instead of files."""
+        return False
+
+
+class NativeConfig(InProcessConfig):
+    """Generation by the modules that train."""
+
+    kind: Literal["native"] = "native"
+
+
+class VllmConfig(ServedConfig):
+    """Servers of vLLM."""
+
+    kind: Literal["vllm"] = "vllm"
+    transport: Literal["files", "nccl"] = "files"
+    """How new weights reach the servers; `files`: files in `transport_dir`; `nccl`: a broadcast between GPUs."""
+
+    @cached_property
+    def broadcasts(self) -> bool:
+        """Whether new weights reach the servers by a broadcast between GPUs instead of files."""
+        return self.transport == "nccl"
+
+
+class SglangConfig(ServedConfig):
+    """Servers of SGLang, which read new weights from files."""
+
+    kind: Literal["sglang"] = "sglang"
+
+
+class OwnEngineConfig(ServersConfig, InProcessConfig):
+    """A user-defined function, which may read any field."""
+
+    kind: Extension
+
+
+SERVED: dict[str, type[VllmConfig | SglangConfig]] = {"vllm": VllmConfig, "sglang": SglangConfig}
+"""Sections of servers by their kind."""
+AnyEngine = NativeConfig | VllmConfig | SglangConfig | OwnEngineConfig
+
 
 MIN_TEMPERATURE = 1e-6
 """Smallest temperature other than 0: logits divided by much less are not finite in float32."""

@@ -3,16 +3,26 @@
 from functools import cached_property
 from typing import Annotated
 
-from mcore_rl.config.rl.advantage import AnyAdvantage, ZscoreAdvantage
-from mcore_rl.config.rl.distill import DistillConfig
-from mcore_rl.config.rl.engine import AnyEngine, NativeConfig
-from mcore_rl.config.rl.environment import EnvironmentConfig
-from mcore_rl.config.rl.loss import AnyLoss, GrpoLoss
-from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.config.rl.ptx import PtxConfig
-from mcore_rl.config.rl.reward import RULES_OF_ANSWERS, RewardConfig
-from mcore_rl.config.rl.rollout import EvalConfig, RolloutConfig, SamplesConfig
-from mcore_rl.config.rl.update import UpdateConfig
+from mcore_rl.config.rl.loss import (
+    AnyAdvantage,
+    AnyLoss,
+    DistillConfig,
+    GrpoLoss,
+    PtxConfig,
+    UpdateConfig,
+    ZscoreAdvantage,
+)
+from mcore_rl.config.rl.rollout import (
+    RULES_OF_ANSWERS,
+    AnyEngine,
+    EnvironmentConfig,
+    EvalConfig,
+    NativeConfig,
+    PromptConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplesConfig,
+)
 from mcore_rl.config.section import ByKind, Section
 
 

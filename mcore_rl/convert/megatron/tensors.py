@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.convert.copying.tensors import ByteRun, ChunkBytes, FileBytes, as_bytes
 from mcore_rl.convert.megatron.folder import DistFolder, DistPart
 from mcore_rl.errors import CheckpointError

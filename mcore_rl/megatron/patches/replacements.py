@@ -1,12 +1,180 @@
 """Replacements of parts of Megatron: each is a function of the original, named in table.py."""
 
+import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+FindOverlap = Callable[[Sequence[Any], Sequence[int]], tuple[int, int] | None]
+
+
+def find_overlap_on_grid(find_overlap: FindOverlap) -> FindOverlap:
+    """Return the indices of two shards that overlap. On a grid these have the same offset; else torch searches."""
+
+    def find(shards: Sequence[Any], sharded_dims: Sequence[int]) -> tuple[int, int] | None:
+        places = [tuple(shard.shard_offsets) for shard in shards]
+        if not _is_grid(places, [tuple(shard.shard_sizes) for shard in shards]):
+            return find_overlap(shards, sharded_dims)
+        if len(set(places)) == len(places):
+            return None
+        first: dict[tuple[int, ...], int] = {}
+        return next((first[place], i) for i, place in enumerate(places) if first.setdefault(place, i) != i)
+
+    return find
+
+
+def validate_plan_on_grid(validate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return torch's check of a save's plan without the tensors that are whole grids."""
+
+    def check(global_plan: Any, metadata: Any) -> Any:
+        entries = metadata.state_dict_metadata
+        rest = {name: entry for name, entry in entries.items() if not _is_whole(entry)}
+        return validate(global_plan, dataclasses.replace(metadata, state_dict_metadata=rest))
+
+    return check
+
+
+def _is_whole(entry: Any) -> bool:
+    """Return whether the chunks of a stored tensor are a grid that fills it, each offset once."""
+    chunks = getattr(entry, "chunks", None)
+    if not chunks:
+        return False
+    places = [tuple(chunk.offsets) for chunk in chunks]
+    size = tuple(chunks[0].sizes)
+    return (
+        _is_grid(places, [tuple(chunk.sizes) for chunk in chunks])
+        and all(
+            offset + n <= end
+            for place in places
+            for offset, n, end in zip(place, size, entry.size, strict=True)
+        )
+        and len(set(places)) == len(places)
+        and len(places) * math.prod(size) == math.prod(entry.size)
+    )
+
+
+def _is_grid(places: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether all sizes are the same and each offset is a multiple of its size."""
+    size = sizes[0]
+    if 0 in size or any(other != size for other in sizes):
+        return False
+    return not any(offset % n for place in places for offset, n in zip(place, size, strict=True))
+
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+
+
+def state_by_parameter(
+    self: Any, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: Any = None
+) -> dict[int, dict[str, Any]]:
+    """Collective over the optimizer's data-parallel ranks: Megatron's `sharded_param_state_fully_reshardable`.
+
+    The main weight and moments of each of this rank's parameters, in the order of its buffers, sharded as the
+    parameter is. An optimizer that shares its state with no other rank hands out the state itself; else it is
+    gathered on the host of every rank, so that any of them can write a part.
+    """
+    # Not at the top: this module is imported by the one that must run before Megatron is.
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+    leaves = nested_values(extract_sharded_tensors_and_factories(model_sharded_state_dict)[0])
+    shards = {leaf.data: leaf for leaf in leaves}
+    return {
+        index: {name: _sharded_like(shards[param], name, state) for name, state in states.items()}
+        for index, (param, states) in enumerate(_whole_states(self, is_loading))
+    }
+
+
+def _whole_states(optimizer: Any, is_loading: bool) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield each parameter with its whole state, flat; when loading, with room for it."""
+    is_shared = optimizer.data_parallel_group.size() > 1
+    for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
+        (buckets,) = ranges.values()
+        gathered = (
+            [_gathered(optimizer, bucket, own) for bucket, own in zip(buffer.buckets, buckets, strict=True)]
+            if (is_shared and not is_loading)
+            else []
+        )
+        for param, (start, end, index) in buffer.param_index_map.items():
+            if not is_shared:
+                own = optimizer._get_main_param_and_optimizer_states(param)
+                yield param, {name: own[name].detach() for name in STATES}
+            elif is_loading:
+                yield (
+                    param,
+                    {name: torch.empty(end - start, dtype=torch.float32, device="cpu") for name in STATES},
+                )
+            else:
+                # Counted from the bucket's start: Megatron counts from the buffer's start without the padding between
+                # buckets, and so saves a neighbour's values for a parameter.
+                offset = buffer.buckets[index].offset
+                yield param, {name: gathered[index][name][start - offset : end - offset] for name in STATES}
+
+
+def _gathered(optimizer: Any, bucket: Any, own: dict[str, Any]) -> dict[str, Tensor]:
+    """Collective over the optimizer's data-parallel ranks: return the states of a bucket's parameters, on the host."""
+    group = optimizer.data_parallel_group
+    whole = torch.empty(bucket.grad_data.numel(), dtype=torch.float32, device=bucket.grad_data.device)
+    states = {}
+    for name in STATES:
+        shard = torch.zeros(whole.numel() // group.size(), dtype=torch.float32, device=whole.device)
+        for param, where in own["param_map"].items():
+            local = where["gbuf_local"]
+            shard[local.start : local.end].copy_(
+                optimizer._get_main_param_and_optimizer_states(param)[name].detach()
+            )
+        dist.all_gather_into_tensor(whole, shard, group=group)
+        states[name] = whole.to("cpu", copy=True)
+    return states
+
+
+def _sharded_like(shard: Any, name: str, state: Tensor) -> Any:
+    """Return `state` as a shard of its own tensor; a factory (for weights stored in parts) takes its dtype."""
+    changes: dict[str, Any] = {
+        "key": f"optimizer.state.{name}.{shard.key}",
+        "data": state.reshape(shard.data.shape),
+    }
+    if hasattr(shard, "dtype"):
+        changes["dtype"] = state.dtype
+    return replace(shard, **changes)
+
+
+def weights_count_as_on_device(_: Any) -> Callable[..., Any]:
+    """Return a `HybridDeviceOptimizer._get_sub_optimizer_param_groups` for weights that are not on a CUDA device.
+
+    As on a GPU, the first weights of the groups up to the fraction are offloaded and the rest are not, and every weight
+    has a copy in fp32 that the optimizer updates.
+    """
+
+    def sub_groups(self: Any, offload_fraction: float) -> tuple[Any, ...]:
+        total = sum(weight.numel() for group in self.param_groups for weight in group["params"])
+        offloaded = 0
+        host_groups, device_groups = [], []
+        host_copy_of: dict[Tensor, Tensor] = {}
+        fp32_of: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            on_host, on_device = {**group, "params": []}, {**group, "params": []}
+            for weight in group["params"]:
+                is_offloaded = offloaded < total * offload_fraction
+                copy = weight.detach().clone().float()
+                fp32_of[weight] = copy
+                if is_offloaded:
+                    offloaded += weight.numel()
+                    host_copy_of[weight] = copy
+                (on_host if is_offloaded else on_device)["params"].append(copy)
+            host_groups += [on_host] if on_host["params"] else []
+            device_groups += [on_device] if on_device["params"] else []
+        weight_of = {copy: weight for weight, copy in host_copy_of.items()}
+        return host_groups, device_groups, host_copy_of, weight_of, fp32_of
+
+    return sub_groups
 
 
 def without_fp8(init: Callable[..., None]) -> Callable[..., None]:

@@ -20,11 +20,13 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.adam import FusedAdam, norm_of_tensors
 from mcore_rl.megatron.patches import replacements, router_losses
 from mcore_rl.megatron.patches import torch_standins as cpu
-from mcore_rl.megatron.patches.found import Found, find_packages
-from mcore_rl.megatron.patches.offload import weights_count_as_on_device
-from mcore_rl.megatron.patches.optimizer_state import state_by_parameter
-from mcore_rl.megatron.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
-from mcore_rl.megatron.patches.versions import megatron_version
+from mcore_rl.megatron.patches.found import Found, find_packages, megatron_version
+from mcore_rl.megatron.patches.replacements import (
+    find_overlap_on_grid,
+    state_by_parameter,
+    validate_plan_on_grid,
+    weights_count_as_on_device,
+)
 from mcore_rl.storage import foreign
 
 SUPPORTED = ("0.16", "0.19")

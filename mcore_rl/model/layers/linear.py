@@ -4,8 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -13,8 +18,117 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.functional import linear
 
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.mesh import layer_groups
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's x / rms(x) * weight over the last axis, computed in fp32 and rounded once (arXiv 1910.07467), built as
+    Megatron builds norms.
+    """
+
+    eps: float
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps, device=device, dtype=config.params_dtype)
+        # Under sequence parallelism a rank only sees its part: the mark makes Megatron sum the weight's gradients.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """`RMSNorm` by one plus the parameter, for models with Megatron's `layernorm_zero_centered_gamma`."""
+
+    def reset_parameters(self) -> None:
+        """Set the parameter to zero."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized input with the same shape and dtype."""
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+
+
+class FullQueryNorm(nn.Module):
+    """x / rms(x) * weight in fp32, where rms is taken over the heads of all tensor-parallel ranks.
+
+    It replaces Megatron's norm of each head. Every rank has the whole weight and uses the part for its own heads: by
+    the attribute's name Megatron sums the gradient of these norms over the ranks, which would mix the parts of a
+    sharded weight.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.tp_group = layer_groups("tp").tp
+        self.width, self.eps = self.num_heads(config) * hidden_size, eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(self.width, dtype=config.params_dtype, device=device))
+
+    @staticmethod
+    def num_heads(config: TransformerConfig) -> int:
+        """Return the total number of heads on all ranks."""
+        return int(config.num_attention_heads)
+
+    def forward(self, heads_SBND: Tensor) -> Tensor:
+        """Collective over the tensor-parallel group: return the normalized heads with the same shape and dtype."""
+        wide = heads_SBND.flatten(-2).float()
+        total, weight = wide.square().sum(-1, keepdim=True), self.weight
+        if self.tp_group.size() > 1:
+            total = _Sum.apply(total, self.tp_group)  # type: ignore[no-untyped-call]
+            weight = weight.chunk(self.tp_group.size())[self.tp_group.rank()]
+        normalized = wide * (total / self.width + self.eps).rsqrt() * weight
+        return normalized.to(heads_SBND.dtype).view_as(heads_SBND)
+
+
+class FullKeyNorm(FullQueryNorm):
+    """Norm of keys, like `FullQueryNorm`."""
+
+    @staticmethod
+    def num_heads(config: TransformerConfig) -> int:
+        """Return the total number of heads on all ranks."""
+        return int(config.num_query_groups)
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the ranks. Each rank uses the sum for its own heads, so the gradients are summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class OutputLayer(ColumnParallelLinear):
+    """Megatron's output layer, which can defer its product until the logits are used."""
+
+    is_deferred = False
+    """Whether the layer returns the hidden states `[s, B, D]` of all positions instead of the logits `[s, B, v]`."""
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Collective over the tensor-parallel ranks: return the logits, or the hidden states, and None for a bias."""
+        # A deferred product needs this call too: Megatron waits for a gathered weight before the forward of its module.
+        if not self.is_deferred:
+            result: tuple[Tensor, Tensor | None] = super().forward(input_, *args, **kwargs)
+            return result
+        # Each rank's slice of the vocabulary gives a part of the gradient: the backward pass sums the parts.
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
+        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
+
+    @staticmethod
+    def product(rows: Tensor, weight: Tensor) -> Tensor:
+        """Return this rank's logits `[N, v]` for hidden states `[N, D]`, computed as in `forward`."""
+        return linear(rows, weight)
 
 
 class ReplicatedLinear(nn.Module):

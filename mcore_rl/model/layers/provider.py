@@ -6,12 +6,11 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_rl.megatron.patches.versions import as_experts_entry
+from mcore_rl.megatron.patches.found import as_experts_entry
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.indexed import IndexedAttention
-from mcore_rl.model.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from mcore_rl.model.layers.output import OutputLayer
+from mcore_rl.model.layers.linear import OutputLayer, RMSNorm, ZeroCenteredRMSNorm
 
 
 class TorchSpecProvider(LocalSpecProvider):

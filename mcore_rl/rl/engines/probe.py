@@ -26,7 +26,7 @@ from mcore_rl.megatron.routers import replayed_routers
 from mcore_rl.megatron.schedule import HeadOutput, Routing, run_pass
 from mcore_rl.megatron.vocab import Logits
 from mcore_rl.model.layers.adapters import Adapter
-from mcore_rl.replay.layouts import LocalTokens, local_tokens
+from mcore_rl.replay.cache import LocalTokens, local_tokens
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import evaluating, without_capacity
 from mcore_rl.rl.passes.batch import PolicyMicrobatch, TrainedSample, make_microbatch

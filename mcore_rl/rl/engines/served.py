@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import ServedConfig
+from mcore_rl.config.optim import LoraConfig
+from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.tokenizer import load_tokenizer

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mcore_rl.config.extension import load_extension
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import ServedConfig
+from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.sampling import Cut

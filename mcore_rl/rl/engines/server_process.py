@@ -16,9 +16,9 @@ import psutil
 
 import mcore_rl
 from mcore_rl.checks.model import checked_hf_config
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import VLLM_RANKS, ServedConfig, VllmConfig
+from mcore_rl.config.optim import LoraConfig
+from mcore_rl.config.rl.rollout import VLLM_RANKS, ServedConfig, VllmConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.rl.engines.server_api import MODEL, ROUTES_FLAG, ServerApi, ServerError

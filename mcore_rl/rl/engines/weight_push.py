@@ -28,15 +28,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import ServedConfig
+from mcore_rl.config.optim import LoraConfig
+from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.convert.peft import write_served_adapter
 from mcore_rl.errors import EngineError
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import adapters_in, adapters_off, merge_loss
-from mcore_rl.model.global_tensors import gathered, local_shards
+from mcore_rl.model.build import gathered, local_shards
 from mcore_rl.model.hf_stream import Bucket, iter_hf_weights
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.probe import (

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy
 
 from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl.environment import EnvironmentConfig
+from mcore_rl.config.rl.rollout import EnvironmentConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.types import Problem
 from mcore_rl.rl.workers import MAX_TEXT, CaughtException, FailedScore, WorkerPool, cut

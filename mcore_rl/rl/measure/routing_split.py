@@ -27,11 +27,9 @@ from torch import Tensor
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.rl.objectives.diagnostics import kl_estimate
-from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, log_difference
+from mcore_rl.rl.objectives.losses import LOG_RATIO_LIMIT, kl_estimate, log_difference
 from mcore_rl.rl.passes.batch import Minibatch
-from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
-from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.rl.passes.policy_routes import PolicyLogprobs, PolicyRoutes
 from mcore_rl.train.state import TrainState
 
 Age = Literal["all", "current", "stale"]

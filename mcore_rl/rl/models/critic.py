@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.critic import CriticConfig
-from mcore_rl.config.rl.loss import GrpoLoss
+from mcore_rl.config.rl.loss import CriticConfig, GrpoLoss
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.run import CheckpointConfig
 from mcore_rl.megatron.schedule import Routing, free_routing, run_pass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from mcore_rl.checks.lora import layer_violations
+from mcore_rl.checks.model import layer_violations
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
@@ -21,7 +21,7 @@ from mcore_rl.storage.checkpoint import check
 from mcore_rl.storage.checkpoints.write import load_weights
 from mcore_rl.storage.folders import stored_lora
 from mcore_rl.train.offload import WaitingMemory, store_on
-from mcore_rl.train.random_states import random_states, restore_random_states
+from mcore_rl.train.state import random_states, restore_random_states
 
 
 def model_to_freeze(path: Path, policy: ModelConfig) -> ModelConfig:

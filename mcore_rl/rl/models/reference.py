@@ -20,12 +20,9 @@ from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import settle_weights, unwrap
-from mcore_rl.rl.objectives.diagnostics import kl_estimate
-from mcore_rl.rl.objectives.kl_control import next_kl_coeff
-from mcore_rl.rl.objectives.losses import Objective
+from mcore_rl.rl.objectives.losses import Objective, kl_estimate, next_kl_coeff
 from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
-from mcore_rl.rl.passes.policy_logprobs import PolicyLogprobs
-from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.rl.passes.policy_routes import PolicyLogprobs, PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import WaitingBytes
 from mcore_rl.storage.checkpoint import delete, saved_steps

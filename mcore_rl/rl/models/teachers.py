@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.distill import DistillConfig
+from mcore_rl.config.rl.loss import DistillConfig
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.models.reference import Reference, refresh_when_due
-from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, log_difference
+from mcore_rl.rl.objectives.losses import LOG_RATIO_LIMIT, log_difference
 from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch, SampleShape
 from mcore_rl.rl.passes.heads import LogprobHead, TeacherHead
 from mcore_rl.rl.rollouts.rollout import Rollout

@@ -6,23 +6,177 @@ and sg stops the gradient.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import exp
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.config.rl.loss import Clip, Correction
+from mcore_rl.config.rl.loss import Aggregation, Clip, Correction
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.rl.objectives.aggregation import anchored_means
-from mcore_rl.rl.objectives.diagnostics import kl_estimate, router_shift_statistics, update_statistics
-from mcore_rl.rl.objectives.policy_tokens import (
-    PolicyTokens,
-    TokenLoss,
-    bounded_exp,
-    log_difference,
-)
+from mcore_rl.metrics.metrics import Metric
+
+LOG_RATIO_LIMIT = 20.0
+"""Largest x, in nats, for which e^x is computed: a ratio of 5e8 only arises when training has broken down. In float32
+e^88.8 overflows, and its gradient, times the 0 of a clip, would be NaN."""
+
+
+def log_difference(logprobs_T: Tensor, other_T: Tensor) -> Tensor:
+    """Return `logprobs - other`, finite: +-LOG_RATIO_LIMIT, without gradient, if exactly one logprob is -inf, and 0 if
+    both are. NaN stays NaN.
+    """
+    both_T = (logprobs_T == -torch.inf) & (other_T == -torch.inf)
+    difference_T = (logprobs_T - other_T).masked_fill(both_T, 0.0)
+    difference_T = difference_T.masked_fill(difference_T == torch.inf, LOG_RATIO_LIMIT)
+    return difference_T.masked_fill(difference_T == -torch.inf, -LOG_RATIO_LIMIT)
+
+
+def bounded_exp(log_ratio_T: Tensor) -> Tensor:
+    """Return e^x, capped at e^LOG_RATIO_LIMIT; no gradient at the cap."""
+    return log_ratio_T.clamp(max=LOG_RATIO_LIMIT).exp()
+
+
+def is_beyond_limit(logprobs_T: Tensor, other_T: Tensor) -> Tensor:
+    """Return a mask, bool `[T]`: True where `log_difference` or `bounded_exp` limits `logprobs - other`."""
+    difference_T = logprobs_T - other_T
+    return (difference_T > LOG_RATIO_LIMIT) | (logprobs_T == -torch.inf) | (other_T == -torch.inf)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyTokens:
+    """This rank's `T` positions of one microbatch, flat, from `N` sequences.
+
+    With context parallelism a sequence is spread over all ranks of `cp`, which have the same `lengths_N`. Values at
+    untrained positions are finite and unused.
+    """
+
+    logprobs_T: Tensor
+    """Logprobs under the policy, with gradient."""
+    entropy_T: Tensor
+    """Entropy of the policy's next token in nats, with gradient if the loss has an entropy bonus."""
+    old_logprobs_T: Tensor
+    """Logprobs under the old policy, assumed to have sampled the completions."""
+    reference_logprobs_T: Tensor | None
+    """Logprobs under the reference policy; None without a reference."""
+    rollout_logprobs_T: Tensor | None
+    """Logprobs from the rollout engine; None: no comparison with them."""
+    advantages_T: Tensor
+    mask_T: Tensor
+    """bool: positions that are trained on."""
+    loss_weights_T: Tensor
+    """Weight of each position in the sum, from `loss_weights` over the whole minibatch."""
+    sequence_T: Tensor
+    """int64: sequence (0 ... N - 1) of each position; arbitrary where the mask is False."""
+    lengths_N: Tensor
+    """int64: number of trained tokens in each whole sequence."""
+    router_shift_T: Tensor | None = None
+    """Router-shift ratio of each token, 0 ... 1, without gradient (rl/objectives/router_shift.py); None means 1."""
+    teacher_logprobs_T: Tensor | None = None
+    """Logprobs under the teacher; None without a teacher."""
+    teacher_kl_T: Tensor | None = None
+    """KL to the teacher over the whole vocabulary, with gradient; None: estimate it from the sampled token."""
+    is_stale_T: Tensor | None = None
+    """bool: positions that predict a token sampled by weights older than the old policy's. None: no such tokens."""
+
+    @property
+    def log_ratio_T(self) -> Tensor:
+        """log(policy / old policy) of each token, from `log_difference`; 0 at untrained positions."""
+        return log_difference(self.logprobs_T, self.old_logprobs_T).where(self.mask_T, 0.0)
+
+    def total(self, values_T: Tensor) -> Tensor:
+        """Return the sum over trained positions."""
+        return values_T.where(self.mask_T, 0.0).sum()
+
+
+class TokenLoss(NamedTuple):
+    """Loss of each token `[T]`, and masks of tokens that lost their gradient to a clip (CISPO: clipped weight)."""
+
+    loss_T: Tensor
+    """Loss to be minimised, with gradient. Values at untrained positions are unused but must be finite."""
+    clipped_low_T: Tensor
+    """bool: tokens clipped at the lower bound."""
+    clipped_high_T: Tensor
+    """bool: tokens clipped at the upper bound."""
+
+
+class BatchTotals(NamedTuple):
+    """World-wide totals of one optimizer step."""
+
+    num_tokens: int
+    """Trained tokens."""
+    num_sequences: int
+    """Sequences with at least one trained token."""
+
+
+def loss_weights(
+    lengths_N: Tensor, totals: BatchTotals, aggregation: Aggregation, *, norm_tokens: int
+) -> Tensor:
+    """Return the loss weight of each sequence's tokens, float64 `[N]`; 0 for sequences without a trained token.
+
+    The world's sum of weighted losses divided by `totals.num_tokens` is then the mean that `aggregation` names.
+
+    Args:
+        lengths_N: trained tokens of each sequence.
+        norm_tokens: constant by which "seq_mean_token_sum_norm" divides a sequence's sum (arXiv 2503.20783).
+    """
+    if aggregation == "token_mean":
+        loss_weights_N = torch.ones_like(lengths_N, dtype=torch.float64)
+    elif aggregation == "seq_mean_token_mean":
+        loss_weights_N = totals.num_tokens / (totals.num_sequences * lengths_N.double())
+    else:
+        loss_weights_N = torch.full_like(
+            lengths_N, totals.num_tokens / (totals.num_sequences * norm_tokens), dtype=torch.float64
+        )
+    return loss_weights_N.where(lengths_N > 0, 0.0)
+
+
+@torch.no_grad()
+def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int, cp: Axis) -> Tensor:
+    """Collective over `cp`: return the sum over each whole sequence, of which a rank may have a part; no gradient.
+
+    Sums are float64 `[N]`, so that they do not depend on how the sequence is divided.
+    """
+    sums_N = torch.zeros(num_sequences, dtype=torch.float64, device=values_T.device)
+    sums_N.index_add_(0, sequence_T, values_T.double())
+    if cp.size > 1:
+        dist.all_reduce(sums_N, group=cp.group)
+    return sums_N
+
+
+def anchored_means(values_T: Tensor, sequence_T: Tensor, lengths_N: Tensor, cp: Axis) -> Tensor:
+    """Collective over `cp`: return at each token the mean of its whole sequence, with the gradient of the token itself.
+
+    For a function f of a sequence's mean, the sum over its tokens of f(anchored mean) / length has f's value and also
+    f's gradient, because each token contributes its own part. The backward pass needs no collective.
+    """
+    means_N = sequence_sums(values_T, sequence_T, len(lengths_N), cp) / lengths_N.clamp(min=1)
+    return means_N[sequence_T].to(values_T.dtype) + (values_T - values_T.detach())
+
+
+LARGEST_ERROR = 0.2
+"""Largest relative error of the KL that the controller responds to."""
+
+
+def next_kl_coeff(
+    coeff: float, kl_nats: float, *, target: float, horizon: int, num_completions: int
+) -> float:
+    """Return the coefficient of the next rollout batch: larger where the KL is above its target, smaller below it.
+
+    The paper multiplies by 1 + error x completions / horizon, which is negative for batches of more than five horizons;
+    exp(error x completions / horizon) is the same for small steps and always positive.
+
+    Args:
+        coeff: the coefficient of this rollout batch.
+        kl_nats: KL to the reference, summed over a completion's tokens, mean over completions.
+        target: the desired KL, in nats per completion.
+        horizon: number of completions over which an error changes the coefficient by a factor of exp(error).
+        num_completions: completions in this rollout batch.
+    """
+    error = min(max(kl_nats / target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
+    return coeff * exp(error * num_completions / horizon)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,3 +378,139 @@ def importance_sampling_weights(tokens: PolicyTokens, correction: Correction, cp
     if correction.kind.endswith("truncate"):
         return weight_T.clamp(max=correction.high)
     return weight_T.where((weight_T >= correction.low) & (weight_T <= correction.high), 0.0)
+
+
+def kl_estimate(logprobs_T: Tensor, other_T: Tensor, estimator: str) -> Tensor:
+    """Return an estimate of KL(p || q) at each token sampled from p, with d = log(q / p): k1 = -d, k2 = d^2 / 2,
+    k3 = e^d - 1 - d (http://joschu.net/blog/kl-approx.html). For k3, d is limited to at most LOG_RATIO_LIMIT.
+    """
+    difference_T = log_difference(other_T, logprobs_T)
+    if estimator == "k1":
+        return -difference_T
+    if estimator == "k2":
+        return difference_T.square() / 2
+    # Both terms have the same bound: if only e^d were bounded, the gradient beyond it would change sign.
+    difference_T = difference_T.clamp(max=LOG_RATIO_LIMIT)
+    # expm1, because e^d - 1 would lose the small differences of a policy that has hardly moved.
+    return difference_T.expm1() - difference_T
+
+
+@torch.no_grad()
+def update_statistics(
+    tokens: PolicyTokens, token_loss: TokenLoss, correction_T: Tensor | None, cp: Axis
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Collective over `cp`: return statistics of one microbatch on this rank.
+
+    Args:
+        correction_T: importance-sampling weights that correct for the rollout engine; None without a correction.
+
+    Returns:
+        Sums over trained tokens, to be summed over the world, and values to be maximised over the world.
+    """
+    # In float64, because the square of the largest ratio is e^40.
+    ratio_minus_1_T = tokens.log_ratio_T.double().clamp(max=LOG_RATIO_LIMIT).expm1()
+    beyond_T = is_beyond_limit(tokens.logprobs_T, tokens.old_logprobs_T)
+    # Each token counts 1 / length of its sequence, because a sequence may be spread over several ranks.
+    share_T = 1.0 / tokens.lengths_N.clamp(min=1)[tokens.sequence_T].double()
+    sums = {
+        "count": tokens.mask_T.sum(),
+        "sequences": tokens.total(share_T),
+        "advantages_abs": tokens.total(tokens.advantages_T.abs()),
+        "entropy": tokens.total(tokens.entropy_T),
+        "kl_old": tokens.total(kl_estimate(tokens.old_logprobs_T, tokens.logprobs_T, "k3")),
+        "ratio_minus_1": tokens.total(ratio_minus_1_T),
+        "ratio_minus_1_squared": tokens.total(ratio_minus_1_T.square()),
+    }
+    for side, clipped_T in (("low", token_loss.clipped_low_T), ("high", token_loss.clipped_high_T)):
+        counts_N = sequence_sums(clipped_T & tokens.mask_T, tokens.sequence_T, len(tokens.lengths_N), cp)
+        sums[f"clipped_{side}"] = tokens.total(clipped_T.double())
+        sums[f"clipped_{side}_sequences"] = tokens.total(share_T * (counts_N > 0)[tokens.sequence_T])
+    untrained_T = torch.where(tokens.mask_T, 0.0, -torch.inf)
+    maxima = {
+        "log_ratio": (tokens.log_ratio_T + untrained_T).max(),
+        # A minimum as the maximum of the negative: the world's reduction supports only sums and maxima.
+        "minus_log_ratio": (untrained_T - tokens.log_ratio_T).max(),
+    }
+    if tokens.reference_logprobs_T is not None:
+        beyond_T |= is_beyond_limit(tokens.reference_logprobs_T, tokens.logprobs_T)
+        sums["kl_reference"] = tokens.total(kl_estimate(tokens.logprobs_T, tokens.reference_logprobs_T, "k3"))
+    if tokens.teacher_logprobs_T is not None:
+        beyond_T |= is_beyond_limit(tokens.teacher_logprobs_T, tokens.logprobs_T)
+        kl_T = tokens.teacher_kl_T
+        if kl_T is None:
+            kl_T = kl_estimate(tokens.logprobs_T, tokens.teacher_logprobs_T, "k3")
+        sums["kl_teacher"] = tokens.total(kl_T)
+    if tokens.rollout_logprobs_T is not None:
+        difference_T = log_difference(tokens.old_logprobs_T, tokens.rollout_logprobs_T)
+        beyond_T |= is_beyond_limit(tokens.old_logprobs_T, tokens.rollout_logprobs_T)
+        mismatch_T = kl_estimate(tokens.rollout_logprobs_T, tokens.old_logprobs_T, "k3")
+        sums["mismatch_kl"] = tokens.total(mismatch_T)
+        if tokens.is_stale_T is not None:
+            # Engine and trainer with the same weights: the difference of the engines, without staleness.
+            sums["mismatch_kl_current"] = tokens.total(mismatch_T.where(~tokens.is_stale_T, 0.0))
+            sums["mismatch_abs"] = tokens.total(difference_T.abs())
+            sums["mismatch_abs_current"] = tokens.total(difference_T.abs().where(~tokens.is_stale_T, 0.0))
+            sums["stale"] = tokens.total(tokens.is_stale_T.double())
+        maxima["mismatch"] = difference_T.abs().where(tokens.mask_T, 0.0).max()
+    sums["clamped"] = tokens.total(beyond_T.double())
+    if correction_T is not None:
+        sums["correction_masked"] = tokens.total((correction_T == 0).double())
+    return sums, maxima
+
+
+@torch.no_grad()
+def router_shift_statistics(tokens: PolicyTokens, floor: float) -> dict[str, Tensor]:
+    """Return the sum of the router-shift ratio over trained tokens, and the number of ratios below `floor`."""
+    shift_T = tokens.router_shift_T
+    if shift_T is None:  # the policy still is the old policy
+        shift_T = torch.ones_like(tokens.logprobs_T)
+    return {
+        "router_shift": tokens.total(shift_T.double()),
+        "router_shift_floored": tokens.total((shift_T < floor).double()),
+    }
+
+
+TOKEN_MEANS = {
+    "loss": "policy/loss",
+    "objective": "policy/objective",
+    "entropy": "policy/entropy_nats",
+    "kl_old": "policy/kl_old_nats",
+    "kl_reference": "policy/kl_reference_nats",
+    "kl_teacher": "teacher/kl_nats",
+    "clipped_low": "policy/clip_ratio_low",
+    "clipped_high": "policy/clip_ratio_high",
+    "clamped": "policy/clamped_fraction",
+    "router_shift": "policy/router_shift_ratio",
+    "router_shift_floored": "policy/router_shift_floored_fraction",
+    "mismatch_kl": "rollout/mismatch_kl_nats",
+    "correction_masked": "rollout/importance_sampling_masked_fraction",
+}
+"""Metric name of each sum that is reported as a mean over trained tokens."""
+
+
+def update_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Iterator[Metric]:
+    """Yield the metrics of an update from its statistics, reduced over the world and all microbatches."""
+    count, sequences = sums["count"], sums["sequences"]
+    for name, metric in TOKEN_MEANS.items():
+        if name in sums:
+            yield Metric(metric, sums[name], count)
+    if "ptx_loss" in sums:
+        yield Metric("ptx/loss_nats", sums["ptx_loss"], sums["ptx_count"])
+    for side in ("low", "high"):
+        yield Metric(f"policy/clip_ratio_{side}_sequences", sums[f"clipped_{side}_sequences"], sequences)
+    mean = sums["ratio_minus_1"] / count
+    yield Metric("policy/ratio_mean", count + sums["ratio_minus_1"], count)
+    # Moments about 1, so that rounding does not swamp the small variance of ratios near 1.
+    yield Metric("policy/ratio_variance", max(0.0, sums["ratio_minus_1_squared"] - count * mean**2), count)
+    yield Metric("policy/log_ratio_max", maxima["log_ratio"])
+    yield Metric("policy/log_ratio_min", -maxima["minus_log_ratio"])
+    if "mismatch" in maxima:
+        yield Metric("rollout/mismatch_max", maxima["mismatch"])
+
+
+def staleness_metrics(sums: Mapping[str, float]) -> Iterator[Metric]:
+    """Yield, from the same statistics, the fraction of stale tokens and the mismatch of current tokens."""
+    num_current = sums["count"] - sums["stale"]
+    yield Metric("rollout/stale_fraction", sums["stale"], sums["count"])
+    if num_current:
+        yield Metric("rollout/mismatch_kl_current_nats", sums["mismatch_kl_current"], num_current)

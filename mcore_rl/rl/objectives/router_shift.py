@@ -22,8 +22,7 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.routers import routed_layers
 from mcore_rl.megatron.schedule import Routing
-from mcore_rl.replay.layouts import MicrobatchLayout
-from mcore_rl.replay.storage import RouteStorage
+from mcore_rl.replay.cache import MicrobatchLayout, RouteStorage
 from mcore_rl.replay.witness import OnCall, RouterWatch
 
 EXPERT_BYTES, SCORE_BYTES = 2, 4

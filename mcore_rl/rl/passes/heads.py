@@ -16,9 +16,8 @@ from mcore_rl.megatron.vocab import (
     vocabulary_logprobs,
 )
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.rl.objectives.gae import clipped_value_loss
-from mcore_rl.rl.objectives.losses import Objective, policy_loss
-from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, PolicyTokens
+from mcore_rl.rl.objectives.advantages import clipped_value_loss
+from mcore_rl.rl.objectives.losses import LOG_RATIO_LIMIT, Objective, PolicyTokens, policy_loss
 from mcore_rl.rl.passes.batch import PolicyMicrobatch
 
 

@@ -8,22 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.advantage import GaeAdvantage
+from mcore_rl.config.rl.loss import GaeAdvantage
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.agree import MAX_PROBLEMS, world_union
 from mcore_rl.megatron.routers import unfuse_routers
-from mcore_rl.megatron.schedule import Routing, free_routing
+from mcore_rl.megatron.schedule import Routing, free_routing, run_pass
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.replay.accounts import RouteTotals
-from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.replay.cache import MicrobatchLayout, RoutingCache, SampleSpan
 from mcore_rl.replay.disagreement import DisagreementLimit, StaleRoutes
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
-from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
+from mcore_rl.replay.witness import proving
+from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.objectives.router_shift import RouterShift
-from mcore_rl.rl.passes.batch import PolicyMicrobatch
+from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
+from mcore_rl.rl.passes.heads import LogprobHead
 from mcore_rl.rl.passes.trace import TokenTrace
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Prompt
@@ -399,3 +401,40 @@ def routes_of(prompt: Prompt, completion: Completion, group: int | None = None) 
         return None
     tokens_T = torch.tensor((*prompt.tokens_T, *completion.tokens_T)[:-1])
     return RolloutRoutes(tokens_T, completion.experts_TLK, group)
+
+
+RoutedPass = Callable[[Sequence[PolicyMicrobatch]], AbstractContextManager[Routing]]
+"""Context manager for the routing of one pass over these microbatches: a method of `PolicyRoutes`."""
+
+
+class PolicyLogprobs:
+    """Computes logprobs under the current weights of the policy's modules."""
+
+    def __init__(self, chunks: Sequence[nn.Module], head: LogprobHead, *, is_moe: bool) -> None:
+        """Take the policy's modules and its logprob head; only a mixture of experts (`is_moe`) has routes to prove."""
+        self.head = head
+        self._chunks, self._is_moe = chunks, is_moe
+
+    @torch.no_grad()
+    def of(self, minibatch: Minibatch, routed: RoutedPass, *, is_imposed: bool) -> list[Tensor]:
+        """Collective over the world: return logprobs `[T]` of each microbatch, on the last stage only.
+
+        Args:
+            minibatch: the samples.
+            routed: opens the routing context of the pass.
+            is_imposed: whether this routing imposes routes, which the pass then has to prove.
+        """
+        chunks, microbatches = self._chunks, minibatch.microbatches
+        with evaluating(chunks), routed(microbatches) as routing, self.proving(is_imposed=is_imposed):
+            outputs = run_pass(chunks, microbatches, self.head, backward=False, routing=routing)
+        return [output["logprobs"] for output in outputs]
+
+    def added(self, minibatch: Minibatch, field: str, routed: RoutedPass, *, is_imposed: bool) -> Minibatch:
+        """Collective over the world: return the minibatch with the logprobs in `field`."""
+        if not minibatch.num_samples:
+            return minibatch
+        return minibatch.with_numbers(field, self.of(minibatch, routed, is_imposed=is_imposed))
+
+    def proving(self, *, is_imposed: bool) -> AbstractContextManager[None]:
+        """Context that proves that the pass inside imposes routes, or imposes none; a dense model needs no proof."""
+        return proving(self._chunks, is_imposed=is_imposed) if self._is_moe else nullcontext()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.config.rl.ptx import PtxConfig
+from mcore_rl.config.rl.loss import PtxConfig
 from mcore_rl.data.batch import BatchSource, SampleDataset
 from mcore_rl.megatron.schedule import Head
 from mcore_rl.model.inputs import LocalMicrobatch, localize

@@ -9,7 +9,7 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-untyped]
 
-from mcore_rl.config.rl.reward import RewardConfig
+from mcore_rl.config.rl.rollout import RewardConfig
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput
 from mcore_rl.rl.rewards.rules import (
     FIGURE,

@@ -10,7 +10,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from mcore_rl.config.rl.reward import RewardConfig
+from mcore_rl.config.rl.rollout import RewardConfig
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput
 
 MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})

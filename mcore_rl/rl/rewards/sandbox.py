@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
 
-from mcore_rl.config.rl.reward import CodeConfig, RewardConfig
+from mcore_rl.config.rl.rollout import CodeConfig, RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput
 from mcore_rl.rl.rewards.rules import answered

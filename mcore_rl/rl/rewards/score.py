@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl.reward import ENVIRONMENT_PART, RewardConfig
+from mcore_rl.config.rl.rollout import ENVIRONMENT_PART, RewardConfig
 from mcore_rl.errors import TrainingError
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.objectives.advantages import ROUNDING, overlong_penalty

@@ -13,7 +13,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mcore_rl.config.extension import JUDGE_PART, SERVED_PARTS, server_url
-from mcore_rl.config.rl.reward import JudgeConfig, RewardConfig, RewardServerConfig
+from mcore_rl.config.rl.rollout import JudgeConfig, RewardConfig, RewardServerConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.engines.server_api import HttpClient, ServerError
 from mcore_rl.rl.rewards.interface import Outcome, RewardInput, outcome_of

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import numpy
 
 from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl.distill import DistillConfig
-from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.config.rl.rollout import EvalConfig
+from mcore_rl.config.rl.loss import DistillConfig
+from mcore_rl.config.rl.rollout import EvalConfig, PromptConfig
 from mcore_rl.data.chat import Chat, Conversation, prompt_ids
 from mcore_rl.data.packing import ShuffledSources, refuse_empty_sources
 from mcore_rl.data.records import SHOWN, Record, RecordReader, beside, beyond_max, filled, listed

@@ -1,36 +1,57 @@
 """Functions and coefficients that the sections `rl.loss` and `rl.advantage` select."""
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl.advantage import AnyAdvantage, OwnAdvantage, ZscoreAdvantage
-from mcore_rl.config.rl.distill import DistillConfig
 from mcore_rl.config.rl.loss import (
+    AnyAdvantage,
     AnyLoss,
     CispoLoss,
+    DiscountedAdvantage,
+    DistillConfig,
+    DividedAdvantage,
+    GaeAdvantage,
     GrpoLoss,
     GspoLoss,
     GspoTokenLoss,
     KimiK2Loss,
+    OwnAdvantage,
     OwnLoss,
     PpoLoss,
     RspoLoss,
+    ZscoreAdvantage,
 )
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.mesh import Axis
+from mcore_rl.megatron.mesh import Axis, Mesh
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.objectives.advantages import (
     Estimate,
+    above_baseline,
+    above_group_mean,
+    generalized_advantages,
+    group_advantages,
     group_centered,
     group_zscore,
+    kl_penalised_advantages,
     leave_one_out,
     leave_one_out_zscore,
+    length_adaptive_lambda,
+    step_advantages,
+    token_rewards,
+    whitened,
+    world_moments,
 )
 from mcore_rl.rl.objectives.losses import (
     KlTerm,
     Objective,
+    PolicyTokens,
+    TokenLoss,
     TokenObjective,
     cispo,
     grpo,
@@ -38,7 +59,16 @@ from mcore_rl.rl.objectives.losses import (
     kimi_k2,
     rspo,
 )
-from mcore_rl.rl.objectives.policy_tokens import PolicyTokens, TokenLoss
+from mcore_rl.rl.passes.batch import (
+    Advantages,
+    Minibatch,
+    PolicyMicrobatch,
+    SampleShape,
+    at_positions,
+    samples_of,
+)
+from mcore_rl.rl.passes.optional import RewardKl
+from mcore_rl.rl.rollouts.rollout import Rollout
 
 
 def policy_objective(loss: AnyLoss, distill: DistillConfig | None = None) -> Objective:
@@ -101,3 +131,217 @@ def _own_advantages(advantage: OwnAdvantage, rewards_PG: Tensor) -> Tensor:
             f"{tuple(rewards_PG.shape)}. Make the function return one advantage for each reward."
         )
     return advantages_PG
+
+
+def token_advantages(
+    advantage: DiscountedAdvantage,
+    kl: RewardKl | None,
+    rollout: Rollout,
+    minibatches: Sequence[Minibatch],
+    *,
+    mesh: Mesh,
+    device: torch.device,
+) -> Advantages:
+    """Collective over the world: return each token's advantage, by a critic or as a discounted sum of rewards, with or
+    without each prompt's mean reward as the baseline.
+
+    Args:
+        advantage: the section `rl.advantage`.
+        kl: the KL to the reference that is subtracted from rewards; None without such a penalty.
+        rollout: the rollout batch with its rewards.
+        minibatches: this rank's samples; on the last stage with old and reference logprobs if `kl` is given, and with
+            values if there is a critic.
+        mesh: the mesh.
+        device: device of the reductions.
+    """
+    gae = advantage if isinstance(advantage, GaeAdvantage) else None
+    has_kl, has_critic = kl is not None, gae is not None
+
+    def numbers(microbatch: PolicyMicrobatch) -> list[Tensor]:
+        found = []
+        if kl is not None:
+            found.append(kl.of_tokens(microbatch))
+        if has_critic:
+            assert microbatch.values_T is not None
+            found.append(microbatch.values_T)
+        return found
+
+    samples = samples_of(minibatches)
+    shapes = [rollout.shapes[index] for index in samples]
+    tables = _tables_of_completions(minibatches, rollout.shapes, numbers, has_kl + has_critic, mesh, device)
+    none_NC = torch.zeros(tables.shape[1:], dtype=torch.float64)
+    kl_NC, values_NC = tables[0] if has_kl else none_NC, tables[-1] if has_critic else none_NC
+    lengths_N = torch.tensor([shape.num_trained for shape in shapes], dtype=torch.int64)
+    is_token_NC = torch.arange(none_NC.shape[1]) < lengths_N[:, None]
+
+    group_size = rollout.rewards_PG.shape[1]
+    uses_steps = advantage.uses_steps
+    rewards_PG = rollout.rewards_PG
+    if advantage.kind == "reinforce_plus_plus_baseline":
+        rewards_PG = above_group_mean(rewards_PG)
+    rewards_NC = token_rewards(
+        rewards_PG.flatten()[samples],
+        kl_NC,
+        lengths_N,
+        kl_coeff=0.0 if kl is None else kl.coeff,
+        steps_NI=[rollout.steps_PGI[index // group_size][index % group_size] for index in samples]
+        if uses_steps
+        else (),
+    )
+    ends_N = torch.zeros(len(samples), dtype=torch.float64)
+    if gae is not None and gae.bootstrap_truncated:
+        # The last token does not enter the model: the state before it is the last state with a value.
+        last_N = values_NC.gather(1, (lengths_N - 1).clamp(min=0)[:, None])[:, 0]
+        ends_N = last_N.where(torch.tensor([shape.is_truncated for shape in shapes], dtype=torch.bool), 0.0)
+
+    def estimated(lambda_: float | str) -> Tensor:
+        if isinstance(lambda_, str):
+            assert gae is not None
+            lambda_N = length_adaptive_lambda(lengths_N, gae.length_alpha)
+        else:
+            lambda_N = torch.full((len(samples),), lambda_, dtype=torch.float64)
+        return generalized_advantages(
+            rewards_NC, values_NC, lengths_N, gamma=advantage.gamma, lambda_N=lambda_N, ends_N=ends_N
+        )
+
+    def by_sample(numbers_NC: Tensor) -> dict[int, Tensor]:
+        rows = zip(samples, shapes, numbers_NC.float(), strict=True)
+        return {index: at_positions(row_C, shape) for index, shape, row_C in rows}
+
+    # Without values, an advantage with lambda 1 is the return-to-go.
+    advantages_NC = estimated(1.0 if gae is None else gae.gae_lambda)
+    # All ranks of a model replica have the same numbers; only data-parallel ranks differ.
+    moments = world_moments(advantages_NC[is_token_NC].to(device), mesh.dp)
+    policy_NC = advantages_NC
+    if gae is None or gae.whiten:
+        policy_NC = whitened(advantages_NC, lengths_N, moments, ddof=advantage.ddof, eps=advantage.eps)
+    if gae is None:
+        return Advantages(of_samples=by_sample(policy_NC))
+    critic_lambda = gae.critic.gae_lambda
+    if critic_lambda == "auto":
+        critic_lambda = 1.0 if gae.gae_lambda == "length" else gae.gae_lambda
+    returns_NC = values_NC + estimated(critic_lambda)
+    values = world_moments(values_NC[is_token_NC].to(device), mesh.dp)
+    returns = world_moments(returns_NC[is_token_NC].to(device), mesh.dp)
+    errors = world_moments((returns_NC - values_NC)[is_token_NC].to(device), mesh.dp)
+    metrics = [
+        Metric("values/mean", values.mean),
+        Metric("values/returns_mean", returns.mean),
+        Metric("values/returns_std", returns.std(0)),
+        Metric("values/advantages_std", moments.std(0)),
+    ]
+    # Returns are sums of values and rewards: for equal rewards they differ only by rounding.
+    if not returns.are_equal(returns.size + values.size):
+        metrics.append(Metric("values/explained_variance", 1.0 - errors.squares / returns.squares))
+    return Advantages(of_samples=by_sample(policy_NC), returns=by_sample(returns_NC), metrics=metrics)
+
+
+def _tables_of_completions(
+    minibatches: Sequence[Minibatch],
+    shapes: Mapping[int, SampleShape],
+    numbers: Callable[[PolicyMicrobatch], list[Tensor]],
+    num_tables: int,
+    mesh: Mesh,
+    device: torch.device,
+) -> Tensor:
+    """Collective over the context- and pipeline-parallel ranks: gather the tensors `[T]` that `numbers` returns on the
+    last stage into tables by sample and sampled token.
+
+    An environment's tokens have no column: the state after a turn is the state before the next turn.
+
+    Returns:
+        Tables `[tables, N, C]`, float64 on the CPU, with zeros in the padding.
+    """
+    samples = samples_of(minibatches)
+    longest = max((shapes[index].num_sampled for index in samples), default=0)
+    tables_FNC = torch.zeros(num_tables, len(samples), longest, dtype=torch.float64, device=device)
+    if not tables_FNC.numel():
+        return tables_FNC.cpu()
+    row_of = {index: row for row, index in enumerate(samples)}
+    if mesh.is_last_stage:
+        microbatches = (each for minibatch in minibatches for each in minibatch.microbatches if each.samples)
+        for microbatch in microbatches:
+            rows_N = torch.tensor([row_of[index] for index in microbatch.samples], device=device)
+            column_NP = pad_sequence(
+                [_columns(shapes[index]) for index in microbatch.samples], batch_first=True
+            )
+            here_T = microbatch.completion_mask_T
+            sequence_T = microbatch.sequence_T[here_T]
+            columns_T = column_NP.to(device)[sequence_T, microbatch.inputs.position_ids_Bs[0][here_T]]
+            for table_NC, numbers_T in zip(tables_FNC, numbers(microbatch), strict=True):
+                table_NC[rows_N[sequence_T], columns_T] = numbers_T[here_T].double()
+        # Each context-parallel rank filled its own positions.
+        if mesh.cp.size > 1:
+            dist.all_reduce(tables_FNC, group=mesh.cp.group)
+    # Only the last stage has logits and values, and every stage needs the same advantages.
+    if mesh.pp.size > 1:
+        dist.broadcast(tables_FNC, group=mesh.pp.group, group_src=mesh.pp.size - 1)
+    return tables_FNC.cpu()
+
+
+def _columns(shape: SampleShape) -> Tensor:
+    """Return, at each position that predicts a sampled token, the token's index among the sampled tokens; else 0."""
+    column_P = torch.zeros(shape.num_positions, dtype=torch.int64)
+    column_P[shape.sampled_positions] = torch.arange(shape.num_sampled)
+    return column_P
+
+
+Estimator = Callable[[Rollout, Sequence[Minibatch]], Advantages]
+"""Function from a rollout batch and this rank's minibatches of it to the samples' advantages. Collective over the
+world."""
+
+
+def estimator_of(advantage: AnyAdvantage, kl: RewardKl | None, mesh: Mesh, device: torch.device) -> Estimator:
+    """Return the estimator for `rl.advantage`; `kl` is the KL penalty on rewards, None without a penalty."""
+    if isinstance(advantage, DiscountedAdvantage):
+        return partial(token_advantages, advantage, kl, mesh=mesh, device=device)
+    if isinstance(advantage, DividedAdvantage) and advantage.kind == "steps":
+        return partial(_of_steps, advantage)
+    spares = advantage.kind == "leave_one_out_zscore"
+    return partial(_of_completions, group_estimate(advantage), kl, spares_equal_others=spares)
+
+
+def _of_steps(advantage: DividedAdvantage, rollout: Rollout, minibatches: Sequence[Minibatch]) -> Advantages:
+    group_size = rollout.rewards_PG.shape[1]
+    by_sample = {}
+    for p in sorted({index // group_size for index in samples_of(minibatches)}):
+        shapes = [rollout.shapes[p * group_size + g] for g in range(group_size)]
+        lengths = [shape.num_sampled for shape in shapes]
+        tokens_GC = step_advantages(rollout.steps_PGI[p], lengths, ddof=advantage.ddof, eps=advantage.eps)
+        for g, (shape, tokens_C) in enumerate(zip(shapes, tokens_GC, strict=True)):
+            by_sample[p * group_size + g] = at_positions(tokens_C, shape)
+    return Advantages(of_samples=by_sample)
+
+
+def _of_completions(
+    estimate: Estimate,
+    kl: RewardKl | None,
+    rollout: Rollout,
+    minibatches: Sequence[Minibatch],
+    *,
+    spares_equal_others: bool,
+) -> Advantages:
+    """Return advantages that are equal for all tokens of a completion."""
+    rewards_PG = rollout.rewards_PG
+    kl_PG = None if kl is None else kl.sums(rewards_PG.numel(), minibatches).view_as(rewards_PG)
+    coeff = 0.0 if kl is None else kl.coeff
+    if rollout.baseline_P is not None:
+        penalised_PG = rewards_PG if kl_PG is None else rewards_PG - coeff * kl_PG
+        advantages_PG = above_baseline(penalised_PG, rollout.baseline_P)
+    elif kl_PG is not None:
+        advantages_PG = kl_penalised_advantages(
+            rewards_PG,
+            kl_PG,
+            estimate,
+            coeff=coeff,
+            spares_equal_others=spares_equal_others,
+        )
+    else:
+        advantages_PG = group_advantages(rewards_PG, estimate)
+    advantages_N = advantages_PG.flatten()
+    return Advantages(
+        of_samples={
+            index: advantages_N[index].expand(rollout.shapes[index].num_positions)
+            for index in samples_of(minibatches)
+        }
+    )

@@ -25,7 +25,7 @@ from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.families.same_model import model_changes
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.patches.versions import megatron_version
+from mcore_rl.megatron.patches.found import megatron_version
 from mcore_rl.model.heads import SCORE_WEIGHT
 from mcore_rl.storage import foreign
 from mcore_rl.storage.checkpoint import (

@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.config.changes import config_changes, listing
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.patches.versions import megatron_version, writer_choice
+from mcore_rl.megatron.patches.found import megatron_version, writer_choice
 from mcore_rl.metrics.attempts_file import NUMERICS
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT

@@ -3,10 +3,9 @@
 import pytest
 
 from mcore_rl.checks.dependences import mesh_dependences
-from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.preferences import DPOConfig, RewardModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig, TrainConfig
 from tests.tiny_models import TINY
 

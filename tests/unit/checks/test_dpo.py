@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checks.dpo import check_dpo
 from mcore_rl.checks.inputs import absent_inputs, inputs_of
-from mcore_rl.config.dpo import DPOConfig
+from mcore_rl.checks.preferences import check_dpo
 from mcore_rl.config.load import load_config
+from mcore_rl.config.preferences import DPOConfig
 from mcore_rl.errors import ConfigError
 
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checks.dpo import check_dpo
+from mcore_rl.checks.preferences import check_dpo
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import check
 from mcore_rl.checks.sft import check_sft
-from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.load import load_config
+from mcore_rl.config.preferences import DPOConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.sft import SFTConfig

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checks.log import absent_packages
+from mcore_rl.checks.run import absent_packages
 from mcore_rl.cli.before_ranks import FIRST, refuse_first_records
 from mcore_rl.cli.cli import main
-from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.load import dump_config, load_config
+from mcore_rl.config.preferences import DPOConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import LogConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig

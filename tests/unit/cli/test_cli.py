@@ -17,8 +17,8 @@ from mcore_rl.cli.study import plan
 from mcore_rl.config.describe import describe, describe_sections
 from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.load import load_config
+from mcore_rl.config.pipeline import StudyConfig
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import EXIT_STATUSES
 from mcore_rl.launch.job import STATUS
 

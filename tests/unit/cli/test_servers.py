@@ -19,8 +19,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.build import build_model, local_shards
 from mcore_rl.rl.engines.probe import probe_sequences
 from mcore_rl.rl.engines.server_api import HttpClient, ServerError
 from mcore_rl.rl.engines.server_process import replacement_request

@@ -24,7 +24,7 @@ from mcore_rl.cli.study_results import (
     student_t,
 )
 from mcore_rl.config.load import load_config
-from mcore_rl.config.study import StudyConfig
+from mcore_rl.config.pipeline import StudyConfig
 from mcore_rl.errors import ConfigError
 from tests.finished import finish
 

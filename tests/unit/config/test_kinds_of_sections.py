@@ -8,8 +8,7 @@ import pytest
 from mcore_rl.config.changes import config_changes
 from mcore_rl.config.describe import describe, describe_sections
 from mcore_rl.config.load import dump_config, load_config
-from mcore_rl.config.rl.advantage import GaeAdvantage
-from mcore_rl.config.rl.loss import GspoLoss
+from mcore_rl.config.rl.loss import GaeAdvantage, GspoLoss
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.section import ByKind, Section
 from mcore_rl.errors import ConfigError

@@ -15,8 +15,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.families import family_named, weight_map
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import build_model, copy_in
 from mcore_rl.planning.weights import weights_by_stage
 from tests.conversion import assert_same, differing, exported, imported, read_dist, read_hf, write_hf
 from tests.double import TORCH, doubled, in_double

@@ -16,7 +16,7 @@ import pytest
 from backports import zstd
 from rich.console import Console
 
-from mcore_rl.config.rl.prompts import PromptConfig
+from mcore_rl.config.rl.rollout import PromptConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.documents import (

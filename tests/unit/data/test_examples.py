@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mcore_rl.config.preferences import PreferenceDataConfig
-from mcore_rl.config.rl.prompts import PromptConfig
+from mcore_rl.config.rl.rollout import PromptConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice

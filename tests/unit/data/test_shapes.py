@@ -13,7 +13,7 @@ from backports import zstd
 from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
 from mcore_rl.cli.cli import main
 from mcore_rl.config.preferences import PreferenceDataConfig
-from mcore_rl.config.rl.prompts import PromptConfig
+from mcore_rl.config.rl.rollout import PromptConfig
 from mcore_rl.config.sft import SFTConfig, SFTDataConfig
 from mcore_rl.data.chat import Conversation, load_chat
 from mcore_rl.data.examples import conversation_of, read_examples

@@ -13,8 +13,7 @@ from mcore_rl.families import family_named, weight_map
 from mcore_rl.families.weight_map import AxisRange, Region, WeightMap, covered_otherwise_than_once
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.build import build_model, local_shards
 from tests.tiny_models import TINY
 
 DEEPSEEK_V3 = ModelConfig(

@@ -3,7 +3,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.metrics.peak import known_peak_tflops, measured_peak_flops, peak_flops
+from mcore_rl.metrics.performance import known_peak_tflops, measured_peak_flops, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import copy_in, local_shards
+from mcore_rl.model.build import build_model, copy_in, local_shards
 from tests.double import TORCH, doubled, in_double
 from tests.hf_models import VOCAB, Tensors, oracle, random_tokens
 from tests.hf_weights import to_global

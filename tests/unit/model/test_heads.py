@@ -6,17 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.adapters import add_adapters
-from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.build import build_model, local_shards, unwrap
 from mcore_rl.model.heads import ScoreLayer
 from mcore_rl.planning.weights import weights_by_stage
 from mcore_rl.storage.checkpoint import reference_to

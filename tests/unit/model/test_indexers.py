@@ -8,8 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import build_model, copy_in
 from tests.double import TORCH, doubled, in_double
 from tests.hf_models import VOCAB, Tensors, oracle, random_tokens
 from tests.hf_weights import to_global

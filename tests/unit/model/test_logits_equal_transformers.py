@@ -14,8 +14,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families.family import Family
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import build_model, copy_in
 from mcore_rl.model.transformer_config import transformer_config
 from tests.double import TORCH, doubled, in_double
 from tests.hf_models import CASES, TOLERANCE, VOCAB, Oracle, Tensors, oracle, random_tokens

@@ -16,8 +16,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import copy_in, local_shards
+from mcore_rl.model.build import build_model, copy_in, local_shards
 from tests.hf_models import DEEPSEEK, GLM4, TOLERANCE, VOCAB, Tensors, random_tokens, randomize
 from tests.hf_weights import to_global, to_hf
 

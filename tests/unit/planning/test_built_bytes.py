@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import kind_of, load_config
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.recipes import RECIPES, recipe_files
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig

@@ -15,8 +15,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import IndexerConfig, MLAConfig, ModelConfig, MoEConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.metrics.performance import speed_metrics
 from mcore_rl.planning.flops import forward_flops_per_token, train_flops_per_token

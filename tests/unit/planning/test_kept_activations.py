@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.load import load_config
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import DeltaConfig, IndexerConfig, MLAConfig, ModelConfig, MoEConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import FAMILIES, family_named, family_of

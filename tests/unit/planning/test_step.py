@@ -9,10 +9,10 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 
 from bench.plan import QWEN30, RECIPES, RUNS, errors, fit, held_out, predicted
 from mcore_rl.config.load import load_config
-from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
-from mcore_rl.config.rm import RewardModelConfig
+from mcore_rl.config.optim import LoraConfig
+from mcore_rl.config.preferences import RewardModelConfig
 from mcore_rl.planning.device import DEVICES, SENSITIVITIES, Rates, span_of_step
 from mcore_rl.planning.flops import forward_flops_per_token, train_flops_per_token
 from mcore_rl.planning.layer_times import Roofline, Workload, layer_times, output_times, workload_of

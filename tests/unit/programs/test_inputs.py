@@ -11,9 +11,9 @@ from tokenizers import models
 from mcore_rl.cli.evaluate import checkpoint_to_evaluate, with_stored_adapters
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.load import dump_config, load_config
-from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.optim import LoraConfig
+from mcore_rl.config.preferences import RewardModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.index_file import Sidecar
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer

@@ -20,8 +20,8 @@ from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.planning.memory import layer_bytes
 from mcore_rl.replay import from_rollouts
+from mcore_rl.replay.cache import local_tokens
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
-from mcore_rl.replay.layouts import local_tokens
 from mcore_rl.replay.router_hooks import live_gates
 from tests.parallel.parity import assembled
 from tests.parallel.replaying import (

@@ -2,8 +2,7 @@
 
 import torch
 
-from mcore_rl.replay.accounts import changed_choices
-from mcore_rl.replay.checksums import expert_hashes, route_checksums, token_hashes
+from mcore_rl.replay.accounts import changed_choices, expert_hashes, route_checksums, token_hashes
 
 T, L, K, E = 40, 3, 4, 384
 LAYERS = (1, 2, 5)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan, local_tokens
+from mcore_rl.replay.cache import MicrobatchLayout, SampleSpan, local_tokens
 
 
 def mesh(cp: int = 1, tp: int = 1, cp_rank: int = 0, tp_rank: int = 0) -> SimpleNamespace:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.replay.storage import RouteStorage
+from mcore_rl.replay.cache import RouteStorage
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan, local_tokens
+from mcore_rl.replay.cache import MicrobatchLayout, SampleSpan, local_tokens
 from mcore_rl.replay.witness import labels_at_routers
 from tests.unit.replay.test_layouts import PACKED, PADDED, mesh
 

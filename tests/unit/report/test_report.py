@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.sft import evaluation_conditions
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.metrics.intervals import wilson
 from mcore_rl.metrics.metrics import Metric

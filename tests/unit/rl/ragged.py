@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.rl.objectives.aggregation import BatchTotals, loss_weights
-from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
+from mcore_rl.rl.objectives.losses import BatchTotals, PolicyTokens, loss_weights
 
 ALONE = Axis(None, 0, 1)
 LENGTHS = (5, 1, 9, 3, 14, 2, 7)

@@ -14,12 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.rl.advantage import AnyAdvantage
-from mcore_rl.config.rl.loss import AnyLoss
-from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl.loss import AnyAdvantage, AnyLoss, UpdateConfig
+from mcore_rl.config.rl.rollout import PromptConfig, RolloutConfig
 from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl.update import UpdateConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.megatron.mesh import destroy_mesh

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.rl.reward import RewardConfig
-from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl.rollout import RewardConfig, RolloutConfig
 from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.metrics.metrics import reduced

@@ -12,10 +12,10 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.config.sft import evaluation_conditions
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.mesh import Mesh

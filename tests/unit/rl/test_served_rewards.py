@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.rl.reward import JudgeConfig, RewardConfig, RewardServerConfig
+from mcore_rl.config.rl.rollout import JudgeConfig, RewardConfig, RewardServerConfig
 from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.rl.rewards.interface import TextStep

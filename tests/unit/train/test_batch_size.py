@@ -1,7 +1,7 @@
 """A growing batch, in Megatron-LM's stages."""
 
 from mcore_rl.config.run import TrainConfig
-from mcore_rl.train.batch_size import batches, total_samples
+from mcore_rl.train.loop import batches, total_samples
 
 
 def test_stages_are_those_of_megatron_lms_rampup_batch_size() -> None:

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from mcore_rl.train.garbage import TimedGarbage
+from mcore_rl.train.loop import TimedGarbage
 
 
 class Cycle:

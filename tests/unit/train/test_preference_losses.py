@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid, relu
 
-from mcore_rl.config.dpo import DPOSection
+from mcore_rl.config.preferences import DPOSection
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.data.preference_batches import pack_groups
 from mcore_rl.data.preferences import Preferences

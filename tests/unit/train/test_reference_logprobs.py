@@ -6,10 +6,10 @@ import numpy
 import pytest
 import torch
 
-from mcore_rl.config.dpo import DPOConfig, DPOSection
+from mcore_rl.config.preferences import DPOConfig, DPOSection
 from mcore_rl.config.run import CheckpointConfig, TrainConfig
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.train.reference_logprobs import (
+from mcore_rl.train.preferences import (
     cache_path,
     find_origin,
     read_cached,

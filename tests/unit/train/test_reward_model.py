@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.rm import RewardModelSection
+from mcore_rl.config.preferences import RewardModelSection
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.train.reward_model import (
     NUM_BINS,

@@ -13,10 +13,10 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.build import copy_in
 from mcore_rl.model.router_load import RouterLoad
-from mcore_rl.train.mtp_metrics import take_mtp_losses
 from mcore_rl.train.setup import set_up
+from mcore_rl.train.step import take_mtp_losses
 from tests.hf_models import Tensors, oracle
 from tests.hf_weights import to_global
 from tests.parallel.parity import assembled, config_of, gradients_of, largest, relative_errors

@@ -7,13 +7,111 @@ several times in each direction; a block of an expert's rows stays in the L2 cac
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from mcore_rl.megatron.cpu.compiled import library
+from mcore_rl.megatron.cpu.products import rounded_linear
 from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.model.layers.linear import OutputLayer, RMSNorm, ZeroCenteredRMSNorm
+
+
+class CompiledRMSNorm(RMSNorm):
+    """`RMSNorm` by the compiled library, in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized input with the same shape."""
+        return _rms_norm(x, self.weight, self.eps)
+
+
+class CompiledZeroCenteredRMSNorm(ZeroCenteredRMSNorm):
+    """`ZeroCenteredRMSNorm` by the compiled library, in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized input with the same shape."""
+        return _rms_norm(x, self.weight + 1, self.eps)
+
+
+def _rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not torch.is_grad_enabled():
+        # A decoding step has so few rows that recording for autograd would take longer than the norm.
+        return _normalized(input, weight, eps)[0]
+    normalized: Tensor = _RMSNorm.apply(input, weight, eps)  # type: ignore[no-untyped-call]
+    return normalized
+
+
+def _normalized(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normalized input, the contiguous input, and 1 / rms of each row."""
+    input, width = input.contiguous(), weight.shape[0]
+    output, inverse = input.new_empty(input.shape), input.new_empty(*input.shape[:-1], 1)
+    library().rms_norm_forward(input, weight, inverse.numel(), width, eps, output, inverse)
+    return output, input, inverse
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, eps: float) -> Tensor:
+        output, input, inverse = _normalized(input, weight, eps)
+        ctx.save_for_backward(input, weight, inverse)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        input, weight, inverse = ctx.saved_tensors
+        d_input, d_weight, part = (like.new_empty(like.shape) for like in (input, weight, weight))
+        operands = gradient.contiguous(), input, weight, inverse
+        results = d_input, d_weight, part
+        library().rms_norm_backward(*operands, inverse.numel(), weight.shape[0], *results)
+        return d_input, d_weight, None
+
+
+class _Rounded:
+    """Mixin that replaces the product of Megatron's linear layers, and keeps their collectives."""
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any,
+        **_: Any,
+    ) -> Tensor:
+        # The ignored arguments are Megatron's optimizations for GPUs.
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        product = rounded_linear(input, weight)
+        return product if bias is None else product + bias
+
+
+class RoundedColumnLinear(_Rounded, ColumnParallelLinear):
+    """`ColumnParallelLinear` with the operands of its products rounded to bf16."""
+
+
+class RoundedRowLinear(_Rounded, RowParallelLinear):
+    """`RowParallelLinear` with the operands of its products rounded to bf16."""
+
+
+class RoundedOutputLayer(_Rounded, OutputLayer):
+    """`OutputLayer` with the operands of its products rounded to bf16."""
+
+    @staticmethod
+    def product(rows: Tensor, weight: Tensor) -> Tensor:
+        """Return this rank's logits `[N, v]` for hidden states `[N, D]`, computed as in `forward`."""
+        return rounded_linear(rows, weight)
+
 
 BLOCK_ROWS = 512
 """Largest number of rows of a block."""

@@ -4,12 +4,20 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_rl.megatron.patches.versions import as_experts_entry
-from mcore_rl.model.layers.cpu.attention import CompiledAttention, CompiledIndexedAttention
-from mcore_rl.model.layers.cpu.experts import CompiledExperts
-from mcore_rl.model.layers.cpu.linear import RoundedColumnLinear, RoundedOutputLayer, RoundedRowLinear
-from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm, CompiledZeroCenteredRMSNorm
-from mcore_rl.model.layers.cpu.self_attention import FusedSelfAttention
+from mcore_rl.megatron.patches.found import as_experts_entry
+from mcore_rl.model.layers.cpu.experts import (
+    CompiledExperts,
+    CompiledRMSNorm,
+    CompiledZeroCenteredRMSNorm,
+    RoundedColumnLinear,
+    RoundedOutputLayer,
+    RoundedRowLinear,
+)
+from mcore_rl.model.layers.cpu.self_attention import (
+    CompiledAttention,
+    CompiledIndexedAttention,
+    FusedSelfAttention,
+)
 from mcore_rl.model.layers.provider import TorchSpecProvider
 
 

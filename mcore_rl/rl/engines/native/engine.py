@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.engine import InProcessConfig
+from mcore_rl.config.rl.rollout import InProcessConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.errors import ConfigError, EngineError

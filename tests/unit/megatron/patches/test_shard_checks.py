@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mcore_rl.megatron.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
+from mcore_rl.megatron.patches.replacements import find_overlap_on_grid, validate_plan_on_grid
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention
 from mcore_rl.model.layers.cache import StepTokens
-from mcore_rl.model.layers.cpu.attention import CompiledAttention
+from mcore_rl.model.layers.cpu.self_attention import CompiledAttention
 from mcore_rl.model.layers.packed import gathered_order, packed_params
 from tests.unit.model.layers import oracles
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config

@@ -14,10 +14,14 @@ from mcore_rl.megatron.mesh import Mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model
 from mcore_rl.model.layers.cpu import self_attention
-from mcore_rl.model.layers.cpu.attention import CompiledAttention
-from mcore_rl.model.layers.cpu.experts import CompiledExperts, assign, swiglu_experts
-from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm, CompiledZeroCenteredRMSNorm
-from mcore_rl.model.layers.cpu.self_attention import split_heads
+from mcore_rl.model.layers.cpu.experts import (
+    CompiledExperts,
+    CompiledRMSNorm,
+    CompiledZeroCenteredRMSNorm,
+    assign,
+    swiglu_experts,
+)
+from mcore_rl.model.layers.cpu.self_attention import CompiledAttention, split_heads
 from mcore_rl.model.layers.packed import packed_params
 from tests.tiny_models import TINY
 

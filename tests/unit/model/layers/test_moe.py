@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.patches.versions import megatron_version
+from mcore_rl.megatron.patches.found import megatron_version
 from mcore_rl.model.layers.cpu.experts import CompiledExperts
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.experts_sorted import sort_routes

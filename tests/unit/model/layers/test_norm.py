@@ -4,9 +4,9 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm, CompiledZeroCenteredRMSNorm
+from mcore_rl.model.layers.cpu.experts import CompiledRMSNorm, CompiledZeroCenteredRMSNorm
 from mcore_rl.model.layers.cpu.provider import CpuSpecProvider
-from mcore_rl.model.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from mcore_rl.model.layers.linear import RMSNorm, ZeroCenteredRMSNorm
 from mcore_rl.model.layers.provider import TorchSpecProvider
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 

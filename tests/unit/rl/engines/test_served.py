@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.config.lora import LoraConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.megatron.mesh import Mesh

@@ -16,8 +16,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import copy_in, local_shards
+from mcore_rl.model.build import build_model, copy_in, local_shards
 from mcore_rl.model.hf_stream import bucket_of, iter_hf_weights
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.probe import Probe, ProbeDifference, difference_of, probe_limit

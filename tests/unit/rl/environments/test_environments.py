@@ -6,7 +6,7 @@ import shutil
 import numpy
 import pytest
 
-from mcore_rl.config.rl.environment import EnvironmentConfig
+from mcore_rl.config.rl.rollout import EnvironmentConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.environments.builtin import Calculator, Guessing, computed
 from mcore_rl.rl.environments.interface import EnvironmentCall, EnvironmentWorkers, environment_maker

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.rl.distill import DistillConfig
+from mcore_rl.config.rl.loss import DistillConfig
 from mcore_rl.megatron.mesh import Axis
 from mcore_rl.megatron.vocab import reverse_kl
-from mcore_rl.rl.objectives.losses import policy_loss
-from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
+from mcore_rl.rl.objectives.losses import PolicyTokens, policy_loss
 from mcore_rl.rl.update.objective import policy_objective
 from tests.sections import loss_config
 

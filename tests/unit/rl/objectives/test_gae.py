@@ -8,9 +8,9 @@ import torch
 from torch import tensor
 
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.rl.objectives.advantages import StepReward
-from mcore_rl.rl.objectives.gae import (
+from mcore_rl.rl.objectives.advantages import (
     Moments,
+    StepReward,
     clipped_value_loss,
     generalized_advantages,
     length_adaptive_lambda,

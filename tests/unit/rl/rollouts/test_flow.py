@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from mcore_rl.config.rl.prompts import PromptConfig
+from mcore_rl.config.rl.rollout import PromptConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.rollouts.flow import GroupFlow

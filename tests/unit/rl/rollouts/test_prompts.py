@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.rl.distill import DistillConfig
-from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.config.rl.rollout import EvalConfig
+from mcore_rl.config.rl.loss import DistillConfig
+from mcore_rl.config.rl.rollout import EvalConfig, PromptConfig
 from mcore_rl.data.chat import PlainChat
 from mcore_rl.errors import DataError
 from mcore_rl.rl.rollouts.prompts import (

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from mcore_rl.config.rl.prompts import PromptConfig
-from mcore_rl.config.rl.reward import RewardConfig
+from mcore_rl.config.rl.rollout import PromptConfig, RewardConfig
 from mcore_rl.errors import DataError
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.score import part_function

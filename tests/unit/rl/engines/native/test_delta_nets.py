@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.config.rl.engine import NativeConfig
+from mcore_rl.config.rl.rollout import NativeConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.config.rl.engine import NativeConfig
+from mcore_rl.config.rl.rollout import NativeConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.rl.engines.base import Sampling
