@@ -89,13 +89,6 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--rank", type=rank, metavar="R", help="what this one rank is, and has")
     parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="also build Megatron's modules of the first, middle and last stage (of one rank with --rank) without "
-        "GPUs and without their memory, record Megatron's own schedule, and show where the closed forms differ; takes "
-        "seconds, and torch",
-    )
-    parser.add_argument(
         "--lora-rank",
         type=positive,
         metavar="R",
@@ -134,12 +127,6 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --calibrate: also write the cluster's file with the rates",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan as JSON")
-    parser.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="FILE.svg",
-        help="also draw the pipeline's schedule: who computes when",
-    )
     add_program(parser)
 
 
