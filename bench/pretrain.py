@@ -51,9 +51,8 @@ from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import copy_in
 from mcore_rl.model.inputs import localize
 from mcore_rl.planning.flops import train_flops_per_token
-from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
-from mcore_rl.train.step import train_step
+from mcore_rl.train.step import NextTokenHead, train_step
 from tests.hf_weights import to_global
 
 VOCAB, AUX = 512, 1e-3

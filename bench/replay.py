@@ -44,9 +44,9 @@ from mcore_rl.replay.cache import MicrobatchLayout, RouteStorage, RoutingCache, 
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.replay.witness import SampledTokens, Witness
-from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
+from mcore_rl.train.step import NextTokenHead
 
 RESULTS = Path(__file__).parent / "results" / "replay.json"
 MODELS = {

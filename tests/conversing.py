@@ -17,8 +17,7 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.rollout import EnvironmentConfig, PromptConfig, RolloutConfig
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.chat import Chat, load_chat
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer

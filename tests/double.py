@@ -24,7 +24,7 @@ from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, copy_in, local_shards
 from mcore_rl.model.inputs import localize
-from mcore_rl.model.layers import experts_grouped
+from mcore_rl.model.layers import experts as experts_grouped
 from tests.parallel.parity import Tensors, assembled, config_of, random_weights
 from tests.ranks import run_ranks
 

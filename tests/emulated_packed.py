@@ -13,8 +13,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron import platform
 from mcore_rl.megatron.mesh import build_mesh, layer_groups, seed_ranks
-from mcore_rl.model.layers.attention import SDPAttention
-from mcore_rl.model.layers.packed import gathered_order, packed_params
+from mcore_rl.model.layers.attention import SDPAttention, gathered_order, packed_params
 from tests.emulated_gpu import GPU, HOST, active, counted_syncs
 from tests.unit.model.layers import oracles
 from tests.unit.model.layers.oracles import small_config

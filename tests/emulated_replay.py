@@ -18,9 +18,9 @@ from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.replay.cache import MicrobatchLayout, RouteStorage, RoutingCache, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
-from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
+from mcore_rl.train.step import NextTokenHead
 from tests.emulated_gpu import GPU, active, counted_syncs
 from tests.parallel import parity
 from tests.parallel.replaying import tiny

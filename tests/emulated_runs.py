@@ -13,9 +13,8 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh
 from mcore_rl.model.transformer_config import transformer_config
-from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
-from mcore_rl.train.step import train_step
+from mcore_rl.train.step import NextTokenHead, train_step
 from tests.emulated_gpu import active, counted_syncs
 from tests.parallel import parity
 from tests.tiny_models import TINY

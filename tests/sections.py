@@ -4,7 +4,7 @@ from typing import Any
 
 from mcore_rl.config.rl.loss import AnyAdvantage, AnyLoss, GaeAdvantage
 from mcore_rl.config.rl.rollout import AnyEngine
-from mcore_rl.config.rl.section import RlConfig
+from mcore_rl.config.rl_run import RlConfig
 
 
 def loss_config(**fields: Any) -> AnyLoss:

@@ -36,16 +36,15 @@ from mcore_rl.megatron.varlen import Bounds, attend_packed, has_kernel, kernel_t
 from mcore_rl.metrics.performance import known_peak_tflops, measured_peak_flops
 from mcore_rl.model.build import build_model, copy_in, local_shards
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM
+from mcore_rl.model.layers.experts import HAS_GROUPED_MM
 from mcore_rl.planning.flops import train_flops_per_token
 from mcore_rl.planning.memory import memory_of_fullest_rank
 from mcore_rl.planning.training import training_of
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.train import setup
-from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import train_step
+from mcore_rl.train.step import NextTokenHead, train_step
 from tests.hf_models import CASES, VOCAB, oracle, random_tokens
 from tests.hf_weights import to_global
 from tests.parallel import parity

@@ -11,8 +11,7 @@ from mcore_rl.config.extension import JUDGE_PART
 from mcore_rl.config.preferences import DPOConfig, PreferenceDataConfig
 from mcore_rl.config.rl.loss import SELF, DistillConfig, PtxConfig
 from mcore_rl.config.rl.rollout import RewardConfig
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.storage.checksums import crc32_of

@@ -40,7 +40,7 @@ from mcore_rl.config.rl.rollout import (
     RewardServerConfig,
     RolloutConfig,
 )
-from mcore_rl.config.rl.section import RlConfig
+from mcore_rl.config.rl_run import RlConfig
 from mcore_rl.config.section import Section, toml_value
 
 ADVANTAGE_OF_SEQUENCE = ("gspo", "rspo")

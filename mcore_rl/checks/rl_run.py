@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mcore_rl.checks.engine import engine_violations
 from mcore_rl.checks.mesh import unequal_length_violations
-from mcore_rl.checks.replay import replay_violations
+from mcore_rl.checks.model import replay_violations
 from mcore_rl.checks.rl import rl_violations
 from mcore_rl.checks.run import (
     chat_violations,
@@ -20,8 +20,7 @@ from mcore_rl.config.optim import LoraConfig, OptimConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.loss import CriticConfig, GaeAdvantage, PtxConfig
 from mcore_rl.config.rl.rollout import MIN_TEMPERATURE, EngineConfig, EvalConfig
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.config.section import Store
 

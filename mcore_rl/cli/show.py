@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mcore_rl.checks.dependences import mesh_dependences
+from mcore_rl.checks.cluster import mesh_dependences
 from mcore_rl.checks.inputs import absent_inputs, inputs_of
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli.cli import COMMANDS, parser_of
@@ -19,8 +19,7 @@ from mcore_rl.config.kinds import KINDS, READERS, TRAININGS
 from mcore_rl.config.load import dump_config, kind_of, load_config
 from mcore_rl.config.recipes import CLUSTERS, recipe_files, recipes
 from mcore_rl.errors import ConfigError
-from mcore_rl.report.live import LiveServer
-from mcore_rl.report.page import write_report
+from mcore_rl.report.page import LiveServer, write_report
 from mcore_rl.storage.run_config import with_origins
 
 KEY_WIDTH = 26

@@ -12,8 +12,7 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mcore_rl.checks.cluster import check_cluster
-from mcore_rl.checks.nodes import REPORT, SOUND
+from mcore_rl.checks.cluster import REPORT, SOUND, check_cluster
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig

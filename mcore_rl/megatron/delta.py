@@ -43,7 +43,7 @@ def gated_delta_by(
     lengths: tuple[int, ...],
     states: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs and states as `mcore_rl.model.layers.delta_rule.gated_delta` does, by a kernel.
+    """Return outputs and states as `mcore_rl.model.layers.delta.gated_delta` does, by a kernel.
 
     Args:
         kernel: The kernel.

@@ -55,7 +55,7 @@ class RunAttempt:
     """SHA-256 of the source file of everything of the user's own that the config names as `module:name`."""
 
     speed: dict[str, bool | int | str | None] = field(default_factory=dict)
-    """The flags of speed without "auto", by the names of their fields (config/speed.py)."""
+    """The flags of speed without "auto", by the names of their fields (config/mesh.py)."""
     changes: list[str] = field(default_factory=list)
     """Settings in which this start differs from the checkpoint that it resumed from, with both values."""
     warnings: list[str] = field(default_factory=list)

@@ -10,7 +10,7 @@ from mcore_rl.data.batch import Microbatch
 from mcore_rl.megatron.mesh import Axis
 from mcore_rl.megatron.transfer import to_device
 from mcore_rl.megatron.vocab import zigzag, zigzag_spans
-from mcore_rl.model.layers.packed import PackedParams, packed_params
+from mcore_rl.model.layers.attention import PackedParams, packed_params
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from mcore_rl.checks.dependences import mesh_dependences
+from mcore_rl.checks.cluster import mesh_dependences
 from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
 from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing, with_contents
 from mcore_rl.config.extension import load_extensions

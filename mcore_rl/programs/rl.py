@@ -17,8 +17,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.loss import SELF, AnyLoss, DistillConfig, PtxConfig
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.config.run import TrainConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.batch import SampleDataset

@@ -11,8 +11,7 @@ from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.answer_ends import describe_ends, end_tokens
 from mcore_rl.data.chat import RAW_JOINS, Chat, load_chat, raw_joins
 from mcore_rl.data.records import WARNING

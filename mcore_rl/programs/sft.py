@@ -17,7 +17,7 @@ from mcore_rl.metrics.metrics import Metric
 from mcore_rl.programs.inputs import load_matching_tokenizer
 from mcore_rl.programs.open_run import is_done, open_run, run_rank
 from mcore_rl.train.loop import SupervisedTrainer, total_samples
-from mcore_rl.train.objectives import NextTokenHead
+from mcore_rl.train.step import NextTokenHead
 from mcore_rl.workers.launcher import world_size_of_launcher
 
 

@@ -12,9 +12,19 @@ from torch import Tensor
 from mcore_rl.errors import TrainingError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.routers import routers
-from mcore_rl.megatron.schedule import MAX, SIGNAL, Head, PassInput, Routing, free_routing, run_pass
+from mcore_rl.megatron.schedule import (
+    MAX,
+    SIGNAL,
+    Head,
+    HeadOutput,
+    PassInput,
+    Routing,
+    free_routing,
+    run_pass,
+)
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import unwrap
+from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.train.state import TrainState
 
 
@@ -197,3 +207,20 @@ def refuse_no_gradient(report: StepReport, step: int) -> None:
             "gradient of exactly 0: nothing is trained. Most likely no parameter that the loss depends on is "
             "trainable (requires_grad), or the output of a changed module is detached (detach(), torch.no_grad)."
         )
+
+
+class NextTokenHead:
+    """Cross entropy of the next token, summed over tokens in the loss mask."""
+
+    wants_losses = True
+
+    def count(self, microbatch: LocalMicrobatch) -> Tensor:
+        """Return the number of tokens in the loss mask."""
+        return microbatch.loss_mask_Bs.sum().to(torch.int)
+
+    def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
+        """Return the loss in nats and the number of tokens; `output` is the loss of each token, `[B, s]`."""
+        mask_Bs = microbatch.loss_mask_Bs.float()
+        loss = (output.float() * mask_Bs).sum()
+        outputs = {"loss": loss.detach(), "count": mask_Bs.sum()}
+        return HeadOutput(loss=loss, count=self.count(microbatch), outputs=outputs)

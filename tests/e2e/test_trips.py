@@ -45,11 +45,8 @@ STEP = {
     # The model: what is ours in the place of Megatron's, and what is patched there.
     "model/build.py": "our model around Megatron's",
     "model/layers/attention.py": "attention, over keys and values of earlier positions in a generating step",
-    "model/layers/packed.py": "attention over packed sequences",
     "model/layers/moe.py": "the experts' layer where no token leaves its rank",
     "model/layers/experts.py": "experts",
-    "model/layers/experts_sorted.py": "tokens sorted by expert",
-    "model/layers/experts_grouped.py": "the products of experts",
     "model/layers/linear.py": "the output layer",
     "model/router_load.py": "tokens of each expert, and the balance loss",
     "megatron/patches/router_losses.py": "the recipe has a balance loss, and its routers see padding",

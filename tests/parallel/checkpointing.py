@@ -18,11 +18,10 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, PretrainConfig, TrainConfig
 from mcore_rl.megatron.mesh import destroy_mesh
-from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import train_step
+from mcore_rl.train.step import NextTokenHead, train_step
 from tests.parallel.parity import LENGTH, SEQUENCES, WIDE_ROWS, batch, set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY

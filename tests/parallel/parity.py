@@ -27,10 +27,9 @@ from mcore_rl.megatron.platform import start
 from mcore_rl.megatron.schedule import HeadOutput, run_pass
 from mcore_rl.model.build import build_model, copy_in, local_shards, unwrap
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import train_step
+from mcore_rl.train.step import NextTokenHead, train_step
 from tests.hf_weights import to_global
 from tests.ranks import run_ranks
 

@@ -25,10 +25,9 @@ from mcore_rl.model.layers import adapters as layers
 from mcore_rl.rl.models.reference import Reference
 from mcore_rl.storage.checkpoint import reference_to
 from mcore_rl.storage.checkpoints.write import save_weights
-from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import train_step
+from mcore_rl.train.step import NextTokenHead, train_step
 from tests.parallel import test_preferences, test_rl_updates
 from tests.parallel.parity import (
     LENGTH,

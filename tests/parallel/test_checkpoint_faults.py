@@ -25,7 +25,7 @@ from mcore_rl.model.build import local_shards
 from mcore_rl.programs.open_run import open_run
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights, weights_state
 from mcore_rl.train.loop import SupervisedTrainer
-from mcore_rl.train.objectives import NextTokenHead
+from mcore_rl.train.step import NextTokenHead
 from tests.parallel.checkpointing import SMALL, config_of, opened, run, stop_writers, stopped_writers
 from tests.parallel.parity import set_up_plain
 from tests.ranks import run_ranks

@@ -12,8 +12,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.model.build import unwrap
 from mcore_rl.train import setup
-from mcore_rl.train.objectives import NextTokenHead
-from mcore_rl.train.step import evaluate
+from mcore_rl.train.step import NextTokenHead, evaluate
 from tests.parallel.checkpointing import (
     DEEPSEEK,
     QWEN,

@@ -17,8 +17,7 @@ from mcore_rl.errors import CheckpointError, ConfigError, TrainingError
 from mcore_rl.megatron.schedule import HeadOutput
 from mcore_rl.metrics.attempts_file import NUMERICS
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.train.objectives import NextTokenHead
-from mcore_rl.train.step import train_step
+from mcore_rl.train.step import NextTokenHead, train_step
 from tests.parallel.checkpointing import SMALL, Run, config_of, opened, run
 from tests.parallel.parity import batch
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ from mcore_rl.model.build import unwrap
 from mcore_rl.programs.open_run import open_run
 from mcore_rl.train import setup
 from mcore_rl.train.loop import SupervisedTrainer
-from mcore_rl.train.objectives import NextTokenHead
+from mcore_rl.train.step import NextTokenHead
 from tests.parallel.checkpointing import SMALL, SMALL_DEEPSEEK, config_of, opened
 from tests.ranks import run_ranks
 

@@ -15,9 +15,8 @@ from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.megatron.vocab import zigzag
 from mcore_rl.model.build import build_model
-from mcore_rl.model.layers.attention import SDPAttention
+from mcore_rl.model.layers.attention import SDPAttention, packed_params
 from mcore_rl.model.layers.linear import ReplicatedLinear
-from mcore_rl.model.layers.packed import packed_params
 from tests.parallel.parity import unzigzag
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY

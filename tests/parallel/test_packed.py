@@ -18,9 +18,8 @@ from mcore_rl.data.packing import PackedSequences, PackingOptions
 from mcore_rl.megatron.schedule import HeadOutput, run_pass
 from mcore_rl.model.build import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import world_sums
+from mcore_rl.train.step import NextTokenHead, world_sums
 from tests.parallel.parity import (
     Tensors,
     assembled,

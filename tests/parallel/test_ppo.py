@@ -24,8 +24,7 @@ from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig, ReplayKind
 from mcore_rl.config.rl.loss import CriticConfig, DistillConfig, PtxConfig, UpdateConfig
 from mcore_rl.config.rl.rollout import PromptConfig, RolloutConfig
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.mesh import destroy_mesh

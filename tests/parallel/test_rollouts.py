@@ -14,8 +14,7 @@ import pytest
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl.rollout import PromptConfig, RewardConfig, RolloutConfig
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.megatron.mesh import Mesh, build_mesh

@@ -16,9 +16,8 @@ from mcore_rl.megatron.routers import routers
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.model.build import copy_in
 from mcore_rl.model.router_load import ExpertLoads, RouterLoad
-from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import take_mtp_losses
+from mcore_rl.train.step import NextTokenHead, take_mtp_losses
 from tests.parallel.parity import (
     LENGTH,
     SEQUENCES,

@@ -8,8 +8,7 @@ import torch
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.model.build import copy_in, local_shards
-from mcore_rl.train.objectives import NextTokenHead
-from mcore_rl.train.step import evaluate, train_step
+from mcore_rl.train.step import NextTokenHead, evaluate, train_step
 from tests.parallel.parity import (
     Tensors,
     assembled,

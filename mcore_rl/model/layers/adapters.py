@@ -21,8 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from mcore_rl.families.rules import Rows
-from mcore_rl.model.layers.experts import StackedLinear
-from mcore_rl.model.layers.experts_grouped import Linear, LowRank
+from mcore_rl.model.layers.experts import Linear, LowRank, StackedLinear
 from mcore_rl.model.layers.linear import ReplicatedLinear
 
 

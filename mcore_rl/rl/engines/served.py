@@ -21,8 +21,7 @@ from torch import nn
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl.rollout import ServedConfig
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import EngineError
 from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, on_rank_zero

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from mcore_rl.config.rl.rollout import ENVIRONMENT_PART, PromptConfig
-from mcore_rl.config.rl.section import RlConfig
+from mcore_rl.config.rl_run import RlConfig
 from mcore_rl.data.chat import Chat
 from mcore_rl.data.chat import Conversation as Messages
 from mcore_rl.errors import DataError

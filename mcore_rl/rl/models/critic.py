@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.loss import CriticConfig, GrpoLoss
-from mcore_rl.config.rl.section import RlConfig
+from mcore_rl.config.rl_run import RlConfig
 from mcore_rl.config.run import CheckpointConfig
 from mcore_rl.megatron.schedule import Routing, free_routing, run_pass
 from mcore_rl.metrics.metrics import Metric

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.loss import GaeAdvantage
-from mcore_rl.config.rl.section import RlConfig
+from mcore_rl.config.rl_run import RlConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.agree import MAX_PROBLEMS, world_union
 from mcore_rl.megatron.routers import unfuse_routers

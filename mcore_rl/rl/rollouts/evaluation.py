@@ -15,8 +15,8 @@ from torch import Tensor
 from mcore_rl.config.rl.rollout import EvalConfig
 from mcore_rl.errors import escaped
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.metrics.intervals import Z_95, wilson
 from mcore_rl.metrics.metrics import Metric
+from mcore_rl.metrics.progress import Z_95, wilson
 from mcore_rl.rl.rollouts.prompts import HELD_OUT_SEED
 from mcore_rl.rl.rollouts.rollout import GroupSummary, Rollout, Rollouts, rewards_of, sample_seed
 from mcore_rl.rl.sampling import Cut

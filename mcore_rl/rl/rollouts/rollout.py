@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_rl.config.rl.section import RlConfig
+from mcore_rl.config.rl_run import RlConfig
 from mcore_rl.data.answer_ends import step_tokens
 from mcore_rl.megatron.agree import on_every_rank
 from mcore_rl.megatron.mesh import Mesh

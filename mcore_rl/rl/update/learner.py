@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
 from mcore_rl.megatron.schedule import Head
 from mcore_rl.metrics.metrics import Metric

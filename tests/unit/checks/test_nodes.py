@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checks.nodes import FAULTY, SOUND, answer, answers, differences, report
+from mcore_rl.checks.cluster import FAULTY, SOUND, answer, answers, differences, report
 
 NODE: dict[str, Any] = {
     "versions": {"torch": "2.11.0", "NVIDIA driver": "590.1"},

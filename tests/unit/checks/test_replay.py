@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.checks.replay import replay_violations
+from mcore_rl.checks.model import replay_violations
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.replay import ReplayConfig
 

@@ -6,8 +6,7 @@ import pytest
 
 from mcore_rl.checks.rl import rl_violations
 from mcore_rl.config.load import load_config
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 
 REMEDIES = "Change Choose Clear Give Leave Lower Make Name Set Shorten Take".split()
 

@@ -8,8 +8,7 @@ import pytest
 from mcore_rl.config.extension import choose, is_extension, load_extension, load_extensions
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl.rollout import PromptConfig, RewardConfig
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.errors import ConfigError
 from tests.sections import advantage_config, loss_config
 

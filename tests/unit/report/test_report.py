@@ -13,13 +13,12 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.sft import evaluation_conditions
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.metrics.intervals import wilson
 from mcore_rl.metrics.metrics import Metric
+from mcore_rl.metrics.progress import wilson
 from mcore_rl.report import charts, summary
 from mcore_rl.report.figures import EXPERTS, LAYER_MAPS, LEARNING, SPEED, Band
-from mcore_rl.report.live import LiveServer
 from mcore_rl.report.notices import notices
-from mcore_rl.report.page import script_safe, write_report
+from mcore_rl.report.page import LiveServer, script_safe, write_report
 from mcore_rl.report.runs import read_runs, short_names
 from mcore_rl.report.samples import before_and_after, last_traced, word_diff
 from tests.report_runs import HOSTILE, load_table, write_all, write_run

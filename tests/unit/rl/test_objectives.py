@@ -16,8 +16,7 @@ from torch import Tensor
 
 from mcore_rl.config.rl.loss import AnyAdvantage, AnyLoss, UpdateConfig
 from mcore_rl.config.rl.rollout import PromptConfig, RolloutConfig
-from mcore_rl.config.rl.section import RlConfig
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.megatron.platform import start

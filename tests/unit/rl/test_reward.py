@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.rl.rollout import RewardConfig, RolloutConfig
-from mcore_rl.config.rl.section import RlConfig
+from mcore_rl.config.rl_run import RlConfig
 from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups

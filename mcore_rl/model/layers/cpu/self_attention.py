@@ -15,10 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from mcore_rl.megatron.cpu.attention import causal_attention
 from mcore_rl.megatron.cpu.compiled import library
-from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention
+from mcore_rl.model.layers.attention import KeyValueCache, PackedParams, SDPAttention
 from mcore_rl.model.layers.cpu.experts import CompiledRMSNorm
 from mcore_rl.model.layers.indexed import IndexedAttention
-from mcore_rl.model.layers.packed import PackedParams
 
 
 class CompiledAttention(SDPAttention):

@@ -9,10 +9,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention
+from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention, gathered_order, packed_params
 from mcore_rl.model.layers.cache import StepTokens
 from mcore_rl.model.layers.cpu.self_attention import CompiledAttention
-from mcore_rl.model.layers.packed import gathered_order, packed_params
 from tests.unit.model.layers import oracles
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 

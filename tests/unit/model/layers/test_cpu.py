@@ -13,6 +13,7 @@ from mcore_rl.megatron.cpu.compiled import library
 from mcore_rl.megatron.mesh import Mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model
+from mcore_rl.model.layers.attention import packed_params
 from mcore_rl.model.layers.cpu import self_attention
 from mcore_rl.model.layers.cpu.experts import (
     CompiledExperts,
@@ -22,7 +23,6 @@ from mcore_rl.model.layers.cpu.experts import (
     swiglu_experts,
 )
 from mcore_rl.model.layers.cpu.self_attention import CompiledAttention, split_heads
-from mcore_rl.model.layers.packed import packed_params
 from tests.tiny_models import TINY
 
 FUSED = {

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from mcore_rl.model.layers import delta_rule
-from mcore_rl.model.layers.delta_rule import (
+from mcore_rl.model.layers import delta as delta_rule
+from mcore_rl.model.layers.delta import (
     causal_conv,
     causal_conv_step,
     chunk_grid,

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.layers.cpu.experts import CompiledExperts
-from mcore_rl.model.layers.experts import GroupedExperts
-from mcore_rl.model.layers.experts_grouped import Linear, LowRank, grouped_experts
+from mcore_rl.model.layers.experts import GroupedExperts, Linear, LowRank, grouped_experts
 from tests.unit.model.layers import oracles
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 

@@ -9,9 +9,9 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron.mesh import Mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model
-from mcore_rl.model.layers import indexer
-from mcore_rl.model.layers.indexer import Indexed, Segment, blocks, choose, segments
-from mcore_rl.model.layers.packed import gathered_order, packed_params
+from mcore_rl.model.layers import indexed as indexer
+from mcore_rl.model.layers.attention import gathered_order, packed_params
+from mcore_rl.model.layers.indexed import Indexed, Segment, blocks, choose, segments
 from mcore_rl.model.spec import choice_slots
 from tests.tiny_models import TINY
 

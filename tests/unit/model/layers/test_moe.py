@@ -14,8 +14,7 @@ from torch import Tensor
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.patches.found import megatron_version
 from mcore_rl.model.layers.cpu.experts import CompiledExperts
-from mcore_rl.model.layers.experts import GroupedExperts
-from mcore_rl.model.layers.experts_sorted import sort_routes
+from mcore_rl.model.layers.experts import GroupedExperts, sort_routes
 from mcore_rl.model.layers.moe import MoELayer
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 
