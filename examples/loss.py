@@ -7,7 +7,7 @@ import torch
 
 from mcore_rl.config.rl.loss import OwnLoss
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.rl.objectives.losses import PolicyTokens, TokenLoss
+from mcore_rl.rl.step.losses import PolicyTokens, TokenLoss
 
 
 def soft_clipped(tokens: PolicyTokens, config: OwnLoss, cp: Axis) -> TokenLoss:

@@ -415,7 +415,7 @@ def _shared_choices(model: ModelConfig, layers: Sequence[int]) -> int:
 BYTE_CODES = 256
 """Largest number of route codes that a byte stores."""
 SCORE_BYTES = 6
-"""Bytes of an expert and of its score, for the router-shift ratio (rl/objectives/router_shift.py)."""
+"""Bytes of an expert and of its score, for the router-shift ratio (rl/step/router_shift.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,19 +33,19 @@ from mcore_rl.programs.inputs import refuse_other_tokenizer
 from mcore_rl.programs.open_run import is_done, open_run
 from mcore_rl.programs.rollouts import Prompts, load_prompts, make_flow, open_rollouts
 from mcore_rl.rl.environments.conversations import try_environment
-from mcore_rl.rl.measure.routing_split import RoutingSplits
 from mcore_rl.rl.models.critic import Critic, critic_routes
 from mcore_rl.rl.models.frozen_model import FrozenModel, model_to_freeze
 from mcore_rl.rl.models.reference import Reference, ReferencePass
 from mcore_rl.rl.models.teachers import Teachers, TeacherSource
-from mcore_rl.rl.passes.heads import LogprobHead
-from mcore_rl.rl.passes.optional import OptionalParts
-from mcore_rl.rl.passes.policy_routes import PolicyLogprobs, PolicyRoutes
-from mcore_rl.rl.passes.texts import Texts
 from mcore_rl.rl.rewards.score import TRIED_AT_START, FailedPart, FailureReport, try_reward
 from mcore_rl.rl.rollouts.prompts import refuse_prompts_without_teacher
+from mcore_rl.rl.step.heads import LogprobHead
+from mcore_rl.rl.step.learner import Learner, policy_logprobs
+from mcore_rl.rl.step.optional import OptionalParts
+from mcore_rl.rl.step.policy_routes import PolicyLogprobs, PolicyRoutes
+from mcore_rl.rl.step.routing_split import RoutingSplits
+from mcore_rl.rl.step.texts import Texts
 from mcore_rl.rl.trainer import RlTrainer
-from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.storage.checkpoint import check, find_checkpoint
 from mcore_rl.storage.folders import read_run, run_of_checkpoint, stored_lora
 from mcore_rl.storage.run_config import load_run_config

@@ -10,14 +10,14 @@ from mcore_rl.metrics.metrics import Metric
 from mcore_rl.metrics.performance import memory_metrics, peak_flops, speed_metrics
 from mcore_rl.model.router_load import RouterLoad
 from mcore_rl.planning.flops import train_flops_by_length
-from mcore_rl.rl.objectives.losses import staleness_metrics, update_metrics
-from mcore_rl.rl.passes.batch import Minibatch
-from mcore_rl.rl.passes.trace import TokenTrace
 from mcore_rl.rl.rollouts.evaluation import gather_samples, table_lines, write_samples
 from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts
 from mcore_rl.rl.rollouts.signal import LearningWarnings, update_signal
+from mcore_rl.rl.step.batch import Minibatch
+from mcore_rl.rl.step.learner import Learner
+from mcore_rl.rl.step.losses import staleness_metrics, update_metrics
+from mcore_rl.rl.step.trace import TokenTrace
 from mcore_rl.rl.types import WaitingBytes
-from mcore_rl.rl.update.learner import Learner
 from mcore_rl.train.loop import Run
 from mcore_rl.train.step import StepReport, take_mtp_losses
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 from mcore_rl.metrics.metrics import reduced
-from mcore_rl.rl.passes.policy_routes import RefusedCompletionsError
 from mcore_rl.rl.rollouts.evaluation import (
     evaluate_policy,
     evaluation_interval,
@@ -13,9 +12,10 @@ from mcore_rl.rl.rollouts.evaluation import (
 )
 from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts
 from mcore_rl.rl.rollouts.signal import evaluation_warnings
+from mcore_rl.rl.step.learner import Learner
+from mcore_rl.rl.step.policy_routes import RefusedCompletionsError
 from mcore_rl.rl.step_log import StepLog
 from mcore_rl.rl.types import Prompt
-from mcore_rl.rl.update.learner import Learner
 from mcore_rl.train.loop import Run, Trainer
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mcore_rl.programs import open_run
 from mcore_rl.rl.engines.native.decoder import Decoder
 from mcore_rl.rl.models import critic
-from mcore_rl.rl.update import learner
+from mcore_rl.rl.step import learner
 from mcore_rl.train import loop, saving
 from mcore_rl.workers.launcher import rank_of_launcher
 

@@ -19,8 +19,8 @@ from examples.task import count_ones
 from mcore_rl.api import is_done, read_metrics
 from mcore_rl.families import family_of
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.rl.objectives.losses import PolicyTokens
 from mcore_rl.rl.rewards.interface import RewardInput
+from mcore_rl.rl.step.losses import PolicyTokens
 from mcore_rl.rl.types import Problem
 from mcore_rl.storage.checkpoint import read_marker
 from tests.e2e.conftest import Finished

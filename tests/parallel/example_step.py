@@ -12,13 +12,13 @@ from mcore_rl.megatron.platform import start
 from mcore_rl.programs.open_run import open_run
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
-from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.score import FailureReport, Reward
 from mcore_rl.rl.rollouts.rollout import Rollouts
+from mcore_rl.rl.step.learner import Learner, policy_logprobs
+from mcore_rl.rl.step.policy_routes import PolicyRoutes
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.types import Prompt
-from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 

@@ -37,9 +37,9 @@ class Mutant:
 
 HOOKS, LAYOUTS, CACHE, STORAGE, TAPE, EXCHANGE, ROLLOUTS = (
     f"replay/{name}.py"
-    for name in ("router_hooks", "layouts", "cache", "storage", "tape", "exchange", "from_rollouts")
+    for name in ("router_hooks", "cache", "cache", "cache", "tape", "exchange", "from_rollouts")
 )
-POLICY = "rl/passes/policy_routes.py"
+POLICY = "rl/step/policy_routes.py"
 IMPOSED = "experts_tK = microbatch.imposed_ltK[self._column].long()"
 FREE = "if microbatch.imposed_ltK is None:\n            values_tK, live_tK = choose(scores)"
 FOUND = "cached = self._samples.get((version, sample))\n            token_n ="

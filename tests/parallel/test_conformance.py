@@ -17,7 +17,7 @@ from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.model.build import copy_in
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
-from mcore_rl.rl.measure.conformance import ReplayPass, ReplayResult, RoutedModel, RunPasses, conformance
+from mcore_rl.testing.conformance import ReplayPass, ReplayResult, RoutedModel, RunPasses, conformance
 from tests.parallel.parity import Tensors, assembled, config_of, random_weights
 from tests.parallel.replay_mutants import MUTANTS, Mutant, applied
 from tests.parallel.replaying import IDS, LENGTHS, Case, Run, opened, perturbed, sample_tokens, tiny
@@ -96,7 +96,7 @@ def passes_of_rank(
 
 
 def result_of(run: Run, one: ReplayPass) -> dict[str, Any]:
-    """Run one pass as rl/passes/policy_routes.py does."""
+    """Run one pass as rl/step/policy_routes.py does."""
     if one.kind == "live":
         losses, gradients = run.gradients()
         return {"losses": losses, "gradients": gradients}

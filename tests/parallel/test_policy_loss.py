@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.rl.objectives.losses import policy_loss
-from mcore_rl.rl.update.objective import policy_objective
+from mcore_rl.rl.step.losses import policy_loss
+from mcore_rl.rl.step.objective import policy_objective
 from tests.ranks import run_ranks
 from tests.sections import loss_config
 from tests.unit.rl.ragged import PADDED, batch, tokens_of

@@ -35,13 +35,13 @@ from mcore_rl.rl.models.critic import Critic, critic_routes
 from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.models.reference import Reference
 from mcore_rl.rl.models.teachers import Teachers
-from mcore_rl.rl.passes.optional import OptionalParts
-from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.from_model import Reading, RewardModel, RewardModelSource, whole_reader
 from mcore_rl.rl.rewards.interface import Score
 from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.step.learner import Learner, policy_logprobs
+from mcore_rl.rl.step.optional import OptionalParts
+from mcore_rl.rl.step.policy_routes import PolicyRoutes
 from mcore_rl.rl.types import Completion, Group
-from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from mcore_rl.storage.checkpoints.write import save_weights
 from mcore_rl.train.offload import all_present
 from mcore_rl.train.state import TrainState

@@ -29,14 +29,14 @@ from mcore_rl.model.build import copy_in
 from mcore_rl.programs.open_run import open_run
 from mcore_rl.programs.rl import load_critic
 from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling
-from mcore_rl.rl.passes.optional import OptionalParts
-from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.score import FailureReport, Reward
 from mcore_rl.rl.rollouts.rollout import Rollouts, runs_rewards
+from mcore_rl.rl.step.learner import Learner, policy_logprobs
+from mcore_rl.rl.step.optional import OptionalParts
+from mcore_rl.rl.step.policy_routes import PolicyRoutes
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.types import Group, Prompt
-from mcore_rl.rl.update.learner import Learner, policy_logprobs
 from tests.parallel.parity import Tensors, assembled, owned
 from tests.parallel.rl_steps import GROUPS, SIZE, begin, rollout_of
 from tests.parallel.test_rl_updates import config_of, weights

@@ -21,8 +21,8 @@ from mcore_rl.model.build import copy_in
 from mcore_rl.replay.cache import MicrobatchLayout, RoutingCache, SampleSpan
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.passes.policy_routes import routes_of
 from mcore_rl.rl.sampling import Cut
+from mcore_rl.rl.step.policy_routes import routes_of
 from tests.generating import engine_on, prompt_of
 from tests.parallel.parity import Tensors
 from tests.parallel.replaying import (

@@ -24,6 +24,7 @@ FLOORS = (
     ("storage.checkpoints",),
     ("convert", "train"),
     ("rl",),
+    ("testing",),
     ("report",),
     ("programs",),
     ("cli",),
@@ -56,6 +57,7 @@ MEGATRON_ROOMS = {
     "convert",
     "train",
     "rl",
+    "testing",
 }
 COMPAT = "mcore_rl.megatron.patches.table"
 FRAGMENTS = {"Of", "What", "That", "See", "So"}

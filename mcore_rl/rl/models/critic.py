@@ -20,10 +20,10 @@ from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.planning.flops import train_flops_by_length
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.passes.batch import Advantages, Minibatch, PolicyMicrobatch
-from mcore_rl.rl.passes.heads import ValueHead, ValueLossHead
-from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.step.batch import Advantages, Minibatch, PolicyMicrobatch
+from mcore_rl.rl.step.heads import ValueHead, ValueLossHead
+from mcore_rl.rl.step.policy_routes import PolicyRoutes
 from mcore_rl.storage.checkpoints.write import load_weights
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, refuse_no_gradient

@@ -13,10 +13,10 @@ from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.models.reference import Reference, refresh_when_due
-from mcore_rl.rl.objectives.losses import LOG_RATIO_LIMIT, log_difference
-from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch, SampleShape
-from mcore_rl.rl.passes.heads import LogprobHead, TeacherHead
 from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.step.batch import Minibatch, PolicyMicrobatch, SampleShape
+from mcore_rl.rl.step.heads import LogprobHead, TeacherHead
+from mcore_rl.rl.step.losses import LOG_RATIO_LIMIT, log_difference
 from mcore_rl.rl.types import WaitingBytes
 from mcore_rl.train.state import TrainState
 

@@ -21,10 +21,10 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.models.frozen_model import FrozenModel
-from mcore_rl.rl.objectives.advantages import Moments
-from mcore_rl.rl.passes.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
-from mcore_rl.rl.passes.heads import ValueHead
 from mcore_rl.rl.rewards.interface import Outcome, Score, TextStep
+from mcore_rl.rl.step.advantages import Moments
+from mcore_rl.rl.step.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
+from mcore_rl.rl.step.heads import ValueHead
 from mcore_rl.rl.types import Completion, Group, WaitingBytes
 from mcore_rl.rl.workers import FailedScore
 

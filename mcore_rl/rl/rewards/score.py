@@ -16,7 +16,6 @@ from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl.rollout import ENVIRONMENT_PART, RewardConfig
 from mcore_rl.errors import TrainingError
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.rl.objectives.advantages import ROUNDING, overlong_penalty
 from mcore_rl.rl.rewards.interface import (
     SCORE_FORMS,
     Job,
@@ -28,6 +27,7 @@ from mcore_rl.rl.rewards.interface import (
     TextStep,
 )
 from mcore_rl.rl.rewards.rules import RULES
+from mcore_rl.rl.step.advantages import ROUNDING, overlong_penalty
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
 from mcore_rl.rl.workers import FailedScore, cut
 

@@ -20,8 +20,6 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.engines.base import Engine, Sampling, asking
 from mcore_rl.rl.environments.conversations import Conversations
-from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on
-from mcore_rl.rl.passes.batch import SampleShape, TrainedSample
 from mcore_rl.rl.rewards.from_model import RewardModels
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import (
@@ -36,6 +34,8 @@ from mcore_rl.rl.rollouts.flow import GroupFlow
 from mcore_rl.rl.rollouts.prompts import PromptSource, own_positions
 from mcore_rl.rl.rollouts.signal import Signal, episodes_reason, signal_of, truncation_reason
 from mcore_rl.rl.sampling import Cut
+from mcore_rl.rl.step.advantages import StepReward, constant_groups, groups_to_train_on
+from mcore_rl.rl.step.batch import SampleShape, TrainedSample
 from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt
 
 

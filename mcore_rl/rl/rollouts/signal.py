@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.objectives.advantages import constant_groups
+from mcore_rl.rl.step.advantages import constant_groups
 from mcore_rl.rl.types import EpisodeEnd, Group
 
 NUM_BATCHES = 10

@@ -33,7 +33,7 @@ from mcore_rl.data.preferences import Preferences, read_preferences
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.rl.engines.base import StopStrings
-from mcore_rl.rl.passes.trace import pieces_of
+from mcore_rl.rl.step.trace import pieces_of
 from tests.tiktoken_folders import write_tokenizer
 
 WORDS = ["<unk>", "<end>", "ask", "a", "b", "c", "d"]

@@ -21,13 +21,13 @@ from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.rl.models.reference import ReferencePass
-from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
-from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead
-from mcore_rl.rl.passes.optional import OptionalParts
-from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.update.learner import Learner, policy_logprobs
-from mcore_rl.rl.update.objective import policy_objective
+from mcore_rl.rl.step.batch import Minibatch, PolicyMicrobatch
+from mcore_rl.rl.step.heads import LogprobHead, PolicyHead
+from mcore_rl.rl.step.learner import Learner, policy_logprobs
+from mcore_rl.rl.step.objective import policy_objective
+from mcore_rl.rl.step.optional import OptionalParts
+from mcore_rl.rl.step.policy_routes import PolicyRoutes
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, sampled_positions

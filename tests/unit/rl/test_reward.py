@@ -19,10 +19,10 @@ from mcore_rl.config.rl.rollout import RewardConfig, RolloutConfig
 from mcore_rl.config.rl_run import RlConfig
 from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.metrics.metrics import reduced
-from mcore_rl.rl.objectives.advantages import StepReward, constant_groups
 from mcore_rl.rl.rewards.interface import Job, RewardInput, RewardWorkers, TextStep
 from mcore_rl.rl.rewards.score import FailureReport, Reward, refuse_failing_parts, try_reward
 from mcore_rl.rl.rollouts.rollout import Rollouts, _ReplicaScores, token_steps
+from mcore_rl.rl.step.advantages import StepReward, constant_groups
 from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, Turn, single_version
 from mcore_rl.rl.workers import MAX_TEXT, MAX_TRACEBACK, FailedScore
 from tests.emitted import rows_of

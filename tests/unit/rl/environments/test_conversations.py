@@ -19,8 +19,8 @@ from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
 from mcore_rl.rl.environments.conversations import _Draft
-from mcore_rl.rl.passes.batch import TrainedSample, make_microbatch
-from mcore_rl.rl.passes.heads import LogprobHead
+from mcore_rl.rl.step.batch import TrainedSample, make_microbatch
+from mcore_rl.rl.step.heads import LogprobHead
 from mcore_rl.rl.types import Completion, Episode, Group, Prompt, single_version
 from tests.conversing import (
     END,

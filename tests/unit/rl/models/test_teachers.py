@@ -4,8 +4,8 @@ import torch
 
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.rl.models.teachers import with_outputs_of_teacher
-from mcore_rl.rl.passes.batch import SampleShape, make_microbatch
-from tests.unit.rl.passes.test_batch import ALONE, CPU, SAMPLES
+from mcore_rl.rl.step.batch import SampleShape, make_microbatch
+from tests.unit.rl.step.test_batch import ALONE, CPU, SAMPLES
 
 
 def test_outputs_of_several_teachers_are_put_together_by_sample() -> None:

@@ -73,7 +73,7 @@ class PolicyTokens:
     lengths_N: Tensor
     """int64: number of trained tokens in each whole sequence."""
     router_shift_T: Tensor | None = None
-    """Router-shift ratio of each token, 0 ... 1, without gradient (rl/objectives/router_shift.py); None means 1."""
+    """Router-shift ratio of each token, 0 ... 1, without gradient (rl/step/router_shift.py); None means 1."""
     teacher_logprobs_T: Tensor | None = None
     """Logprobs under the teacher; None without a teacher."""
     teacher_kl_T: Tensor | None = None

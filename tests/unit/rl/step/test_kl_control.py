@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rl.objectives.losses import next_kl_coeff
+from mcore_rl.rl.step.losses import next_kl_coeff
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch import tensor
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.rl.objectives.advantages import (
+from mcore_rl.rl.step.advantages import (
     StepReward,
     above_baseline,
     above_group_mean,
@@ -21,7 +21,7 @@ from mcore_rl.rl.objectives.advantages import (
     overlong_penalty,
     step_advantages,
 )
-from mcore_rl.rl.update.objective import group_estimate
+from mcore_rl.rl.step.objective import group_estimate
 from tests.sections import advantage_config
 
 EXAMPLE = tensor([[0.2, 0.9, 0.4, 0.1]], dtype=torch.float64)

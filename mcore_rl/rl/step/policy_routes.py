@@ -23,11 +23,11 @@ from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.objectives.router_shift import RouterShift
-from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
-from mcore_rl.rl.passes.heads import LogprobHead
-from mcore_rl.rl.passes.trace import TokenTrace
 from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.step.batch import Minibatch, PolicyMicrobatch
+from mcore_rl.rl.step.heads import LogprobHead
+from mcore_rl.rl.step.router_shift import RouterShift
+from mcore_rl.rl.step.trace import TokenTrace
 from mcore_rl.rl.types import Completion, Prompt
 from mcore_rl.train.state import TrainState
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.rl.objectives.losses import LOG_RATIO_LIMIT, kl_estimate, log_difference
-from mcore_rl.rl.passes.batch import Minibatch
-from mcore_rl.rl.passes.policy_routes import PolicyLogprobs, PolicyRoutes
+from mcore_rl.rl.step.batch import Minibatch
+from mcore_rl.rl.step.losses import LOG_RATIO_LIMIT, kl_estimate, log_difference
+from mcore_rl.rl.step.policy_routes import PolicyLogprobs, PolicyRoutes
 from mcore_rl.train.state import TrainState
 
 Age = Literal["all", "current", "stale"]

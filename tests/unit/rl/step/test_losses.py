@@ -8,8 +8,8 @@ import torch
 from torch import tensor
 
 from mcore_rl.metrics.metrics import reduced
-from mcore_rl.rl.objectives.losses import policy_loss, staleness_metrics, update_metrics
-from mcore_rl.rl.update.objective import policy_objective
+from mcore_rl.rl.step.losses import policy_loss, staleness_metrics, update_metrics
+from mcore_rl.rl.step.objective import policy_objective
 from tests.sections import loss_config
 from tests.unit.rl.ragged import ALONE, CUT, batch, over_sequences, responses, tokens_of, with_gradient
 
@@ -414,7 +414,7 @@ def test_a_microbatch_without_a_trained_token_is_zero_and_finite():
 
 OWN_LOSS = """
 import torch
-from mcore_rl.rl.objectives.losses import TokenLoss
+from mcore_rl.rl.step.losses import TokenLoss
 
 def clipped(tokens, config, cp):
     ratio_T = tokens.log_ratio_T.exp()

@@ -16,9 +16,9 @@ from mcore_rl.megatron.vocab import (
     vocabulary_logprobs,
 )
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.rl.objectives.advantages import clipped_value_loss
-from mcore_rl.rl.objectives.losses import LOG_RATIO_LIMIT, Objective, PolicyTokens, policy_loss
-from mcore_rl.rl.passes.batch import PolicyMicrobatch
+from mcore_rl.rl.step.advantages import clipped_value_loss
+from mcore_rl.rl.step.batch import PolicyMicrobatch
+from mcore_rl.rl.step.losses import LOG_RATIO_LIMIT, Objective, PolicyTokens, policy_loss
 
 
 class LogprobHead(ReadsDeferredLogits):

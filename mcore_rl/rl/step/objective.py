@@ -30,7 +30,8 @@ from mcore_rl.config.rl.loss import (
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.mesh import Axis, Mesh
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.rl.objectives.advantages import (
+from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.step.advantages import (
     Estimate,
     above_baseline,
     above_group_mean,
@@ -47,7 +48,15 @@ from mcore_rl.rl.objectives.advantages import (
     whitened,
     world_moments,
 )
-from mcore_rl.rl.objectives.losses import (
+from mcore_rl.rl.step.batch import (
+    Advantages,
+    Minibatch,
+    PolicyMicrobatch,
+    SampleShape,
+    at_positions,
+    samples_of,
+)
+from mcore_rl.rl.step.losses import (
     KlTerm,
     Objective,
     PolicyTokens,
@@ -59,16 +68,7 @@ from mcore_rl.rl.objectives.losses import (
     kimi_k2,
     rspo,
 )
-from mcore_rl.rl.passes.batch import (
-    Advantages,
-    Minibatch,
-    PolicyMicrobatch,
-    SampleShape,
-    at_positions,
-    samples_of,
-)
-from mcore_rl.rl.passes.optional import RewardKl
-from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.step.optional import RewardKl
 
 
 def policy_objective(loss: AnyLoss, distill: DistillConfig | None = None) -> Objective:

@@ -10,8 +10,8 @@ from mcore_rl.config.rl.loss import PtxConfig
 from mcore_rl.data.batch import BatchSource, SampleDataset
 from mcore_rl.megatron.schedule import Head
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.rl.passes.batch import PolicyMicrobatch
-from mcore_rl.rl.passes.heads import MixedHead
+from mcore_rl.rl.step.batch import PolicyMicrobatch
+from mcore_rl.rl.step.heads import MixedHead
 from mcore_rl.train.state import TrainState
 
 

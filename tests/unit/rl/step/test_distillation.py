@@ -7,8 +7,8 @@ from torch import Tensor
 from mcore_rl.config.rl.loss import DistillConfig
 from mcore_rl.megatron.mesh import Axis
 from mcore_rl.megatron.vocab import reverse_kl
-from mcore_rl.rl.objectives.losses import PolicyTokens, policy_loss
-from mcore_rl.rl.update.objective import policy_objective
+from mcore_rl.rl.step.losses import PolicyTokens, policy_loss
+from mcore_rl.rl.step.objective import policy_objective
 from tests.sections import loss_config
 
 ALONE = Axis(None, 0, 1)

@@ -6,11 +6,11 @@ import torch
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.rl.passes.batch import make_microbatch
-from mcore_rl.rl.passes.heads import LogprobHead, MixedHead, PolicyHead
-from mcore_rl.rl.update.objective import policy_objective
+from mcore_rl.rl.step.batch import make_microbatch
+from mcore_rl.rl.step.heads import LogprobHead, MixedHead, PolicyHead
+from mcore_rl.rl.step.objective import policy_objective
 from tests.sections import loss_config
-from tests.unit.rl.passes.test_batch import ALONE, CPU, SAMPLES
+from tests.unit.rl.step.test_batch import ALONE, CPU, SAMPLES
 
 
 def test_old_and_reference_logprobs_are_of_masked_completions_too(one_rank: Mesh) -> None:

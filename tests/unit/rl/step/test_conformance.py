@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.rl.measure.conformance import (
+from mcore_rl.testing.conformance import (
     ReplayPass,
     ReplayResult,
     RoutedModel,

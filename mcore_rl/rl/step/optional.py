@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
 from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.step.batch import Minibatch, PolicyMicrobatch
 
 if TYPE_CHECKING:  # a run imports only the parts that it has, when its program makes them
-    from mcore_rl.rl.measure.routing_split import RoutingSplits
     from mcore_rl.rl.models.critic import Critic
     from mcore_rl.rl.models.reference import ReferencePass
     from mcore_rl.rl.models.teachers import Teachers
-    from mcore_rl.rl.passes.texts import Texts
+    from mcore_rl.rl.step.routing_split import RoutingSplits
+    from mcore_rl.rl.step.texts import Texts
 
 
 class AddsTensor(Protocol):

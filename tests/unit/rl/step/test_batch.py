@@ -7,8 +7,8 @@ import torch
 
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.rl.passes.batch import SampleShape, TrainedSample, make_microbatch
-from mcore_rl.rl.update.objective import at_positions
+from mcore_rl.rl.step.batch import SampleShape, TrainedSample, make_microbatch
+from mcore_rl.rl.step.objective import at_positions
 
 ALONE = Axis(None, 0, 1)  # type: ignore[arg-type]
 CPU = torch.device("cpu")

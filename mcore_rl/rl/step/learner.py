@@ -15,19 +15,19 @@ from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatch
 from mcore_rl.megatron.schedule import Head
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.rl.objectives.losses import BatchTotals, loss_weights
-from mcore_rl.rl.passes.batch import (
+from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.step.batch import (
     Advantages,
     Minibatch,
     PolicyMicrobatch,
     exchange_samples,
     make_microbatch,
 )
-from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead
-from mcore_rl.rl.passes.optional import OptionalParts
-from mcore_rl.rl.passes.policy_routes import PolicyLogprobs, PolicyRoutes, RefusedCompletionsError
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.update.objective import estimator_of, policy_objective
+from mcore_rl.rl.step.heads import LogprobHead, PolicyHead
+from mcore_rl.rl.step.losses import BatchTotals, loss_weights
+from mcore_rl.rl.step.objective import estimator_of, policy_objective
+from mcore_rl.rl.step.optional import OptionalParts
+from mcore_rl.rl.step.policy_routes import PolicyLogprobs, PolicyRoutes, RefusedCompletionsError
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, refuse_no_gradient
 

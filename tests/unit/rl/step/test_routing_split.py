@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_rl.metrics.metrics import Metric, reduced
-from mcore_rl.rl.measure.routing_split import (
+from mcore_rl.rl.step.routing_split import (
     RatioSums,
     RoutingSplit,
     layer_groups,

@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from mcore_rl.rl.passes.trace import pieces_of
+from mcore_rl.rl.step.trace import pieces_of
 
 TEXT = "The cat sat on the mat, and the dog did not. Ein Bär läuft; 猫が座る 🙂🙃! "
 Coder = tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]

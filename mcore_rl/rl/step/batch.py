@@ -16,7 +16,7 @@ from mcore_rl.megatron.transfer import to_device
 from mcore_rl.megatron.vocab import zigzag_spans
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import PackedMicrobatch, localize
-from mcore_rl.rl.objectives.losses import BatchTotals
+from mcore_rl.rl.step.losses import BatchTotals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

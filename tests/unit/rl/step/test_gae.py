@@ -8,7 +8,7 @@ import torch
 from torch import tensor
 
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.rl.objectives.advantages import (
+from mcore_rl.rl.step.advantages import (
     Moments,
     StepReward,
     clipped_value_loss,

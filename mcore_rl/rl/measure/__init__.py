@@ -1,1 +1,0 @@
-"""Measurements of a policy that are not part of its updates."""

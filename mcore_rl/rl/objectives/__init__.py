@@ -1,1 +1,0 @@
-"""The mathematics of an RL update: advantages, policy losses and their aggregation."""

@@ -1,0 +1,1 @@
+"""One step of reinforcement learning: batches, passes, advantages, losses and updates."""

@@ -1,1 +1,0 @@
-"""From a scored rollout batch to optimizer steps."""

@@ -1,0 +1,1 @@
+"""Conformance: the tests that users give their own engines and programs."""
