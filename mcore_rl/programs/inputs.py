@@ -12,7 +12,6 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.convert.peft import read_peft
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.index_file import read_sidecar
 from mcore_rl.data.packing import refuse_empty_sources
@@ -166,5 +165,7 @@ def load_model(
     refuse_other_adapters(inspect(source), lora)
     stored = load_weights(chunks, mesh, model, source, allowed=allowed)
     if lora.load is not None and not stored.has_adapters:
+        from mcore_rl.convert.peft import read_peft  # only runs that begin with such adapters
+
         fill_adapters(chunks, read_peft(Path(lora.load), lora, model))
     return chunks, stored

@@ -18,7 +18,6 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.config.speed import run_flags
-from mcore_rl.convert.peft import read_peft
 from mcore_rl.errors import CheckpointError, ConfigError, DataError
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.megatron.platform import Platform
@@ -168,6 +167,8 @@ def _adapters(lora: LoraConfig, model: ModelConfig, state: TrainState, *, is_new
         return []
     lines = [describe_adapters(state.chunks)]
     if lora.load is not None and is_new:
+        from mcore_rl.convert.peft import read_peft  # only runs that begin with such adapters
+
         fill_adapters(state.chunks, read_peft(Path(lora.load), lora, model))
         state.optimizer.reload_model_params()
         lines.append(f"adapters of {lora.load}")

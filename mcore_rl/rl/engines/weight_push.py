@@ -31,7 +31,6 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl.rollout import ServedConfig
-from mcore_rl.convert.peft import write_served_adapter
 from mcore_rl.errors import EngineError
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
@@ -383,6 +382,8 @@ class AdapterPush(WeightPush):
         name = f"policy-{version:06d}-{secrets.token_hex(4)}"
         folder, num_bytes = served.path / name, 0
         is_seen = ours.limit.of(difference_of(ours.logprobs_NT, base_NT)) > SEEN * ours.limit.limit
+        from mcore_rl.convert.peft import write_served_adapter  # only runs whose servers load adapters
+
         try:
             num_bytes = write_served_adapter(folder, tensors, self._lora, self._model)
         except (OSError, SafetensorError) as error:
