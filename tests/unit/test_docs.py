@@ -199,7 +199,9 @@ def test_paths_and_fields_and_metrics_on_the_pages_exist():
 def test_the_way_to_read_one_step_is_short():
     text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
     way = text[text.index("Begin with [`examples") : text.index("The parts of a step, in order")]
-    names = [name for name in re.findall(r"`([\w/]+\.py)`", way) if not name.startswith(("examples/", "tests/"))]
+    names = [
+        name for name in re.findall(r"`([\w/]+\.py)`", way) if not name.startswith(("examples/", "tests/"))
+    ]
     assert len(names) == 8
     files = [ROOT / "mcore_rl" / name for name in names]
     assert sum(file.read_text(encoding="utf-8").count("\n") for file in files) <= 2350
