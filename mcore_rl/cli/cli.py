@@ -6,6 +6,7 @@ import importlib
 import io
 import os
 import select
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from mcore_rl import __version__
 from mcore_rl.cli.commands.data import DATA
 from mcore_rl.cli.commands.models import MODELS
 from mcore_rl.cli.commands.training import CLUSTER, LOOK, TRAIN
+from mcore_rl.config.recipes import recipes
 from mcore_rl.errors import (
     INTERRUPTED_STATUS,
     PIPE_CLOSED_STATUS,
@@ -30,6 +32,8 @@ COMMANDS = {name: command for group in COMMAND_GROUPS.values() for name, command
 """Every command by name; a name of two words is a command in a group, such as `mcore-rl data tokenizer`."""
 WIDTH = 80
 """Width of the overview in columns."""
+MIN_WIDTH = 60
+"""Narrowest list of recipes in columns."""
 ALL_FIELDS = "--help-all"
 
 
@@ -96,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     name, rest = split_name(arguments)
     command = COMMANDS[name]
     if command.config and ALL_FIELDS in rest:
-        fields = importlib.import_module("mcore_rl.cli.show").fields_help(command.config)
+        fields = importlib.import_module("mcore_rl.cli.fields").fields_help(command.config)
         sys.stdout.write(f"{parser_of(name).format_help()}\n{fields}\n")
         return 0
     args = parser_of(name).parse_intermixed_args([_as_field(word) for word in rest])
@@ -132,6 +136,17 @@ def overview(names: Sequence[str] = ()) -> str:
     example = COMMANDS[names[0]].example if names else "mcore-rl rl tiny_moe/grpo rl.loss.kind=gspo -v"
     lines += ["", f"`mcore-rl{group} <command> --help` explains a command. An example:", f"  {example}"]
     return "\n".join(lines) + "\n"
+
+
+def list_recipes(args: argparse.Namespace) -> int:
+    """Print every recipe with its summary; `mcore-rl recipes` has no arguments."""
+    found = recipes()
+    indent = max(len(recipe.name) for recipe in found) + 2
+    width = max(shutil.get_terminal_size().columns, MIN_WIDTH)
+    for recipe in found:
+        lines = textwrap.wrap(recipe.summary, width - indent, break_on_hyphens=False) or [""]
+        sys.stdout.write(f"{recipe.name:<{indent}}" + f"\n{' ' * indent}".join(lines) + "\n")
+    return 0
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from mcore_rl.config.changes import ConfigChange
 from mcore_rl.config.load import load_config
 from mcore_rl.config.pipeline import StudyConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.programs.open_run import changes_since_done
+from mcore_rl.programs.finished_run import changes_since_done
 from mcore_rl.storage.files import (
     disk_errors_explained,
     has_mark,

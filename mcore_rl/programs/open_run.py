@@ -11,14 +11,13 @@ from typing import TypeVar
 
 from mcore_rl.checks.cluster import mesh_dependences
 from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
-from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing, with_contents
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.config.speed import run_flags
-from mcore_rl.errors import CheckpointError, ConfigError, DataError
+from mcore_rl.errors import DataError
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.metrics.attempts import add_attempt, this_run_attempt
@@ -28,7 +27,8 @@ from mcore_rl.model.adapters import describe_adapters, fill_adapters
 from mcore_rl.model.transformer_config import machine_of
 from mcore_rl.planning.memory import device_memory_lines, disk_of, disk_warning
 from mcore_rl.planning.training import training_of
-from mcore_rl.storage.checkpoint import complete_in, read_marker, saved_steps
+from mcore_rl.programs.finished_run import changes_since_done, refuse_other_run
+from mcore_rl.storage.checkpoint import saved_steps
 from mcore_rl.storage.files import full_disk_explained, write_atomically
 from mcore_rl.storage.run_config import load_run_config
 from mcore_rl.train.loop import Run, StopRequest
@@ -196,39 +196,6 @@ def _memory_lines(config: RunConfig, platform: Platform) -> list[str]:
     settings = config.platform.model_copy(update={"layers": platform.layers})
     actual = training_of(config.model_copy(update={"platform": settings}), platform.world_size)
     return list(device_memory_lines(actual, platform.device_bytes))
-
-
-def refuse_other_run(run_dir: str, changes: Sequence[ConfigChange], allowed: tuple[str, ...]) -> None:
-    """Raise a ConfigError if the finished run in `run_dir`, from which a config has `changes`, had another model, or
-    used other data or random numbers, except those that are `allowed`.
-    """
-    refused = [
-        change
-        for change in changes
-        if (change.breaks_exactness or change.key.startswith("model.")) and not change.is_allowed(allowed)
-    ]
-    if refused:
-        listed, keys = listing(refused)
-        raise ConfigError(
-            f"{run_dir} has a finished run, which is another one:\n{listed}\nChoose another run_dir for this "
-            f"one, or, if that one is what you want, set them as they were or give checkpoint.allow_changes={keys}."
-        )
-
-
-def changes_since_done(config: RunConfig) -> list[ConfigChange]:
-    """Return the fields that differ from the config of the finished run in `config.run_dir`, as far as its checkpoints
-    still exist; CheckpointError if another program made it.
-    """
-    complete = complete_in(Path(config.run_dir) / "checkpoints")
-    marker = read_marker(complete[-1]) if complete else None
-    if marker is None or not marker.program:
-        return []
-    if marker.program != (kind := kind_of_config(config)):
-        raise CheckpointError(
-            f"{config.run_dir} has a finished run of {marker.program}, and this is {kind}. Choose another run_dir."
-        )
-    inputs = contents_of_inputs(inputs_of(config))
-    return with_contents(config_changes(marker.settings, config), marker.inputs, inputs)
 
 
 def keep_layers(

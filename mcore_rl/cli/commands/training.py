@@ -274,7 +274,7 @@ TRAIN: dict[str, Command] = {
         summary="List the recipes that are shipped, by the names under which every command takes them for CONFIG.",
         example="mcore-rl recipes",
         arguments=no_arguments,
-        module="mcore_rl.cli.show",
+        module="mcore_rl.cli.cli",
         main="list_recipes",
     ),
     "config": Command(
@@ -341,7 +341,7 @@ LOOK: dict[str, Command] = {
         summary="Explain the fields of a config, or of a section of it, or one field: default, type, meaning.",
         example="mcore-rl fields rl.loss",
         arguments=fields_arguments,
-        module="mcore_rl.cli.show",
+        module="mcore_rl.cli.fields",
         main="show_fields",
     ),
     "completion": Command(
@@ -349,7 +349,7 @@ LOOK: dict[str, Command] = {
         summary="Print the bash functions that complete commands, options, recipes and fields.",
         example="mcore-rl completion bash",
         arguments=completion_arguments,
-        module="mcore_rl.cli.show",
+        module="mcore_rl.cli.fields",
         main="print_completion",
     ),
 }
