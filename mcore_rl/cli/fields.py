@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from mcore_rl.cli.cli import COMMANDS, parser_of
 from mcore_rl.config.describe import SectionDoc, describe, describe_sections
-from mcore_rl.config.kinds import KINDS, TRAININGS
+from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.recipes import CLUSTERS, recipe_files, recipes
+from mcore_rl.config.trainings import TRAININGS
 from mcore_rl.errors import ConfigError
 
 KEY_WIDTH = 26

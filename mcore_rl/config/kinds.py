@@ -8,16 +8,6 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.section import Section
 from mcore_rl.config.sft import SFTConfig
 
-TRAININGS = {
-    "pretrain": "mcore_rl.programs.pretrain",
-    "sft": "mcore_rl.programs.sft",
-    "rm": "mcore_rl.programs.rm",
-    "dpo": "mcore_rl.programs.dpo",
-    "rl": "mcore_rl.programs.rl",
-}
-"""Module of each training, in which `main(argv)` runs a single rank."""
-
-
 KINDS: dict[str, type[Section]] = {
     "pretrain": PretrainConfig,
     "sft": SFTConfig,

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from mcore_rl.config.kinds import TRAININGS
 from mcore_rl.config.recipes import cluster_file
+from mcore_rl.config.trainings import TRAININGS
 
 PIPELINE = "pipeline"
 

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mcore_rl.config.kinds import TRAININGS
+from mcore_rl.config.trainings import TRAININGS
 from mcore_rl.launch.arguments import positive
 
 CONFIG_HELP = "the config: a .toml file, or the name of a recipe (`mcore-rl recipes`)"

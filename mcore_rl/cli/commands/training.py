@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 
 from mcore_rl.cli.commands import CONFIG_HELP, Command, add_overrides, add_program, add_ranks
-from mcore_rl.config.kinds import TRAININGS
 from mcore_rl.config.recipes import cluster_file
+from mcore_rl.config.trainings import TRAININGS
 from mcore_rl.launch.arguments import attach_arguments, jobs_arguments, launch_arguments, positive
 
 

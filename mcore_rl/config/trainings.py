@@ -1,0 +1,10 @@
+"""The trainings by name, separate from their configs, which are slow to import."""
+
+TRAININGS = {
+    "pretrain": "mcore_rl.programs.pretrain",
+    "sft": "mcore_rl.programs.sft",
+    "rm": "mcore_rl.programs.rm",
+    "dpo": "mcore_rl.programs.dpo",
+    "rl": "mcore_rl.programs.rl",
+}
+"""Module of each training, in which `main(argv)` runs a single rank."""
