@@ -12,7 +12,7 @@ from mcore_rl.cli import cli
 from mcore_rl.cli.start_ranks import next_log_dir, prepare
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.section import toml_value
+from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import (
     INTERRUPTED_STATUS,
     CheckpointError,

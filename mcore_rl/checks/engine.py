@@ -10,7 +10,7 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.rollout import VLLM_RANKS, NativeConfig, RolloutConfig, ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.config.section import toml_value
+from mcore_rl.config.toml import toml_value
 
 PROBED_FAMILIES = (
     *(

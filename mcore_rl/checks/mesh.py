@@ -6,7 +6,7 @@ from math import lcm
 from mcore_rl.checks.model import divisors
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.section import toml_value
+from mcore_rl.config.toml import toml_value
 from mcore_rl.families import family_of
 
 

@@ -11,7 +11,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig, present
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig
-from mcore_rl.config.section import toml_value
+from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import all_families, family_of, hf_config, model_from_hf
 from mcore_rl.families.family import OPTIONAL_SETTINGS, Family

@@ -41,7 +41,8 @@ from mcore_rl.config.rl.rollout import (
     RolloutConfig,
 )
 from mcore_rl.config.rl_run import RlConfig
-from mcore_rl.config.section import Section, toml_value
+from mcore_rl.config.section import Section
+from mcore_rl.config.toml import toml_value
 
 ADVANTAGE_OF_SEQUENCE = ("gspo", "rspo")
 NAMED_PARTS = (

@@ -19,8 +19,9 @@ from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import LogConfig, PlatformConfig, PretrainConfig, RunConfig, TrainConfig
-from mcore_rl.config.section import Section, toml_value
+from mcore_rl.config.section import Section
 from mcore_rl.config.sft import SFTConfig
+from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 

@@ -21,7 +21,8 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.other_names import SAME_VALUE, setting_named, system_of
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.section import Section, toml_value
+from mcore_rl.config.section import Section
+from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.planning.device import LARGEST_NODE, Gpus, known_device, parse_gpus
 from mcore_rl.planning.estimate import place_of

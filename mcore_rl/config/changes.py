@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mcore_rl.config.kinds import KINDS
-from mcore_rl.config.section import Section, toml_value
+from mcore_rl.config.section import Section
+from mcore_rl.config.toml import toml_value
 
 AnySection = TypeVar("AnySection", bound=Section)
 EXACT = (

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic.fields import FieldInfo
 
 from mcore_rl.config.extension import Extension
-from mcore_rl.config.section import OWN_KIND, Section, alternatives, kinds_of, toml_value, variant_of
+from mcore_rl.config.section import OWN_KIND, Section, alternatives, kinds_of, variant_of
+from mcore_rl.config.toml import toml_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,8 @@ from mcore_rl.config.describe import FieldDoc, describe, describe_sections, sect
 from mcore_rl.config.kinds import KINDS, NO_REPLAY, READERS, kind_of_name
 from mcore_rl.config.other_names import VALUE_NOTES, argument_named, equivalent_named, refuse_foreign_config
 from mcore_rl.config.recipes import config_file, extended_file
-from mcore_rl.config.section import Section, alternatives, kinds_of, parse_value, toml_value, variant_of
+from mcore_rl.config.section import Section, alternatives, kinds_of, variant_of
+from mcore_rl.config.toml import parse_value, toml_value
 from mcore_rl.errors import ConfigError
 
 S = TypeVar("S", bound=Section)

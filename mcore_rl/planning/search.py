@@ -13,7 +13,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.section import toml_value
+from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 from mcore_rl.planning.estimate import Place

@@ -6,7 +6,7 @@ from math import isinf
 from typing import Any
 
 from mcore_rl.config.cluster import RatesConfig
-from mcore_rl.config.section import toml_value
+from mcore_rl.config.toml import toml_value
 from mcore_rl.planning.device import Rates
 from mcore_rl.planning.estimate import Estimate, Place, StepEstimate
 from mcore_rl.planning.memory import GIB, Memory, disk_of

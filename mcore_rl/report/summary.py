@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.config.section import toml_value
 from mcore_rl.config.sft import evaluation_conditions
+from mcore_rl.config.toml import toml_value
 from mcore_rl.metrics.attempts_file import RunAttempt
 from mcore_rl.metrics.progress import wilson
 from mcore_rl.planning.estimate import Planned, plan_of_run

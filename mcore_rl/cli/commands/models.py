@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from mcore_rl.cli.commands import CONFIG_HELP, Command, add_overrides, add_ranks
-from mcore_rl.config.section import toml_value
+from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.launch.arguments import positive
 

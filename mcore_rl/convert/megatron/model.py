@@ -12,7 +12,7 @@ import torch
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.extension import is_extension
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.section import toml_value
+from mcore_rl.config.toml import toml_value
 from mcore_rl.convert.hf.model import FLOATS, MtpLayers
 from mcore_rl.convert.megatron.folder import DistFolder, check_files, open_dist
 from mcore_rl.convert.megatron.tensors import (

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.cli.cli import main
 from mcore_rl.config.changes import leaves
-from mcore_rl.config.section import toml_value
 from mcore_rl.config.sft import SFTConfig
+from mcore_rl.config.toml import toml_value
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.programs.sft import train
