@@ -83,7 +83,12 @@ def test_every_script_is_as_it_was_when_people_last_read_it(case, home):
     if RENEW:
         golden.parent.mkdir(parents=True, exist_ok=True)
         golden.write_text(text)
-    assert text == golden.read_text()
+    assert on_one_line(text) == on_one_line(golden.read_text())
+
+
+def on_one_line(script):
+    """Each array of the script on one line: where it is wrapped depends on how long the paths of this machine are."""
+    return script.replace("=(\n  ", "=(").replace("\n  ", " ")
 
 
 def test_every_script_passes_shellcheck_together_with_job_sh(case, tmp_path):
