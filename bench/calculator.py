@@ -137,13 +137,7 @@ def main() -> None:
         program(folder, ["sft", "sft.toml", f"train.steps={args.sft_steps}", "checkpoint.interval=none"])
     program(folder, ["rl", "rl.toml", f"train.steps={2 * args.rollouts}"])
     curve: dict[int, dict[str, float]] = {}
-    wanted = (
-        "eval/accuracy",
-        "reward/accuracy",
-        "environment/turns",
-        "rollout/mismatch_max",
-        "reward/errors",
-    )
+    wanted = ("eval/accuracy", "reward/accuracy", "environment/turns", "rollout/mismatch_max", "reward/errors")
     for record in read_records(folder / "rl" / FILE_NAME):
         found = {name: float(str(record[name])) for name in wanted if name in record}
         if found:

@@ -108,11 +108,7 @@ def make(folder: Path, size: int) -> int:
         for name, shape in group.items():
             count = torch.Size(shape).numel()
             position = (position + 7919) % (1 << 20)
-            bits = (
-                noise
-                if position + count <= len(noise)
-                else noise.repeat(-(-(position + count) // len(noise)))
-            )
+            bits = noise if position + count <= len(noise) else noise.repeat(-(-(position + count) // len(noise)))
             tensors[name] = bits[position : position + count].clone().view(torch.bfloat16).view(shape)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(group, file)
@@ -169,12 +165,7 @@ def copied(source: Path, target: Path, workers: int, others: Others) -> dict[str
 
 
 def measured(
-    name: str,
-    plan: Callable[[], Conversion],
-    source: Path,
-    settings: CopySettings,
-    folder: Path,
-    others: Others,
+    name: str, plan: Callable[[], Conversion], source: Path, settings: CopySettings, folder: Path, others: Others
 ) -> dict[str, Any]:
     """Seconds of a conversion, planning included, and the peak memory of its workers."""
     forget(source)
@@ -218,9 +209,7 @@ def one_round(
         if copies_first:
             found[name] = convert_it()
     first = json.loads((imported / MANIFEST).read_text())["sources"]["tensors"]
-    last = {
-        name: entry["crc32"] for name, entry in json.loads((back / MANIFEST).read_text())["tensors"].items()
-    }
+    last = {name: entry["crc32"] for name, entry in json.loads((back / MANIFEST).read_text())["tensors"].items()}
     found["every_tensor_came_back"] = first == last
     shutil.rmtree(checkpoint)
     shutil.rmtree(back)
@@ -265,9 +254,7 @@ def run(folder: Path, size: int, workers: int, rounds: int) -> dict[str, Any]:
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows as text."""
-    lines = [
-        "row     CPU seconds    of cp  times cp (quartiles)   seconds   of cp  times cp (quartiles)   peak GiB"
-    ]
+    lines = ["row     CPU seconds    of cp  times cp (quartiles)   seconds   of cp  times cp (quartiles)   peak GiB"]
     for name, row in rows.items():
         cells = []
         for unit, copy in (("cpu_s", "copy_cpu_s"), ("seconds", "copy_seconds")):
@@ -288,18 +275,14 @@ def without_isal() -> None:
 
 def main() -> int:
     """Measure, print, write, clean up."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=num_bytes, default="1G", help="bytes of the checkpoint")
     parser.add_argument(
         "--folder", type=Path, help="a new folder, which takes thrice the size (default: a temporary one)"
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument(
-        "--checksums", choices=("auto", "zlib"), default="auto", help="auto: isal where it is"
-    )
+    parser.add_argument("--checksums", choices=("auto", "zlib"), default="auto", help="auto: isal where it is")
     args = parser.parse_args()
     if args.checksums == "zlib":
         without_isal()

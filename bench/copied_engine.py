@@ -63,18 +63,14 @@ class CopiedEngine(QuietEngine):
                 ours.copy_(theirs)
             self._native.update_weights(policy_version)
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
-    ) -> list[Group]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
         """Return a group for each prompt; all are asked for at once."""
         check_request(prompts, sampling, seeds_PG, self.capabilities)
         if not prompts:
             return []
         with ThreadPoolExecutor(len(prompts)) as threads:
             return list(
-                threads.map(
-                    lambda p: self.request_group(p, prompts[p], sampling, seeds_PG[p]), range(len(prompts))
-                )
+                threads.map(lambda p: self.request_group(p, prompts[p], sampling, seeds_PG[p]), range(len(prompts)))
             )
 
     def request_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
@@ -90,10 +86,7 @@ class CopiedEngine(QuietEngine):
             for g, before, part in zip(going, befores, parts, strict=True):
                 completions[g] = part if before is None else self._joined(before, part, sampling)
             going = [g for g in going if self._goes_on(completions[g], sampling)]
-        return Group(
-            prompt=prompt,
-            completions=tuple(one for one in completions.values() if one is not None),
-        )
+        return Group(prompt=prompt, completions=tuple(one for one in completions.values() if one is not None))
 
     def of_this_stage(self, group: Group) -> Group:
         """Return the group: there is one stage."""
@@ -109,9 +102,7 @@ class CopiedEngine(QuietEngine):
         prompts = [replace(prompt, tokens_T=(*prompt.tokens_T, *tokens_T)) for tokens_T in tokens]
         # Draws depend on seed and position, so that parts draw what the whole would.
         with self._one_at_a_time:
-            groups = self._native.generate(
-                prompts, replace(sampling, max_new_tokens=left), [[seed] for seed in seeds]
-            )
+            groups = self._native.generate(prompts, replace(sampling, max_new_tokens=left), [[seed] for seed in seeds])
         return [group.completions[0] for group in groups]
 
     def _joined(self, before: Completion, part: Completion, sampling: Sampling) -> Completion:
@@ -140,9 +131,7 @@ def built_copies(config: RlRunConfig, mesh: Mesh) -> list[nn.Module]:
         return build_model(config.model, mesh, start(settings), settings)
 
 
-def paired_tensors(
-    copies: Sequence[nn.Module], policy: Sequence[nn.Module]
-) -> Iterator[tuple[Tensor, Tensor]]:
+def paired_tensors(copies: Sequence[nn.Module], policy: Sequence[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each parameter and buffer of the copies with that of the policy."""
     for copy, model in zip(map(unwrap, copies), map(unwrap, policy), strict=True):
         yield from zip(copy.parameters(), model.parameters(), strict=True)
@@ -157,9 +146,7 @@ def joined_versions(before: tuple[VersionSpan, ...], version: int, end: int) -> 
     return (*before, VersionSpan(version, last.end, end))
 
 
-def _joined_numbers(
-    before_T: tuple[float, ...] | None, part_T: tuple[float, ...] | None
-) -> tuple[float, ...] | None:
+def _joined_numbers(before_T: tuple[float, ...] | None, part_T: tuple[float, ...] | None) -> tuple[float, ...] | None:
     return None if before_T is None or part_T is None else before_T + part_T
 
 
@@ -167,8 +154,6 @@ def _joined_routes(before: Tensor | None, part: Tensor | None) -> Tensor | None:
     return None if before is None or part is None else grown_routes(before, part, len(before))
 
 
-def copied_engine(
-    config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode
-) -> CopiedEngine:
+def copied_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> CopiedEngine:
     """Return the engine, as `rl.engine.kind` asks for it."""
     return CopiedEngine(config, chunks, mesh, decode, float(os.environ.get("COPIED_ENGINE_DELAY_S", "0")))

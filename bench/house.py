@@ -31,11 +31,7 @@ def lines_by_kind(text: str) -> Counter[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             kinds[node.lineno - 1 : node.end_lineno] = ["imports"] * (node.end_lineno - node.lineno + 1)
         # A string that is a statement documents what stands before it, also behind a field.
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             kinds[node.lineno - 1 : node.end_lineno] = ["docstrings"] * (node.end_lineno - node.lineno + 1)
     return Counter(kinds)
 
@@ -53,12 +49,9 @@ def import_closure(folder: Path, program: str) -> dict[str, int]:
     module count too.
     """
     files = {
-        ".".join(file.relative_to(folder).with_suffix("").parts): file
-        for file in python_files(folder, "mcore_rl")
+        ".".join(file.relative_to(folder).with_suffix("").parts): file for file in python_files(folder, "mcore_rl")
     }
-    files |= {
-        name.removesuffix(".__init__"): file for name, file in files.items() if name.endswith(".__init__")
-    }
+    files |= {name.removesuffix(".__init__"): file for name, file in files.items() if name.endswith(".__init__")}
     closure: dict[str, int] = {}
     queue = [program]
     while queue:
@@ -89,9 +82,7 @@ def imported_at_the_top(body: list[ast.stmt]) -> list[str]:
 
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parents[1])
     folder = parser.parse_args().folder
     package = python_files(folder, "mcore_rl", "launch")

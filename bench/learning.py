@@ -54,13 +54,7 @@ def rows_of(run_dir: Path, arm: str, seed: int) -> Iterator[Row]:
     run = read_run(arm, seed, run_dir)
     for one in run.evaluations:
         metrics = {name: value for name, value in one.items() if name != "step"}
-        yield {
-            "arm": arm,
-            "seed": seed,
-            "rollouts": int(one["step"]) // UPDATES,
-            "commit": run.commit,
-            **metrics,
-        }
+        yield {"arm": arm, "seed": seed, "rollouts": int(one["step"]) // UPDATES, "commit": run.commit, **metrics}
 
 
 def cell(values: Sequence[float]) -> str:
@@ -98,15 +92,11 @@ def study_text(run_dir: Path, start: str, args: argparse.Namespace) -> str:
     return study_toml(run_dir, args.seeds, overrides, {arm: ARMS[arm] for arm in args.arms})
 
 
-def study_toml(
-    run_dir: Path, seeds: Sequence[int], overrides: Sequence[str], arms: Mapping[str, Sequence[str]]
-) -> str:
+def study_toml(run_dir: Path, seeds: Sequence[int], overrides: Sequence[str], arms: Mapping[str, Sequence[str]]) -> str:
     """Return the config of a study of arms of rl.toml."""
     lines = ['base = "rl.toml"', f"run_dir = {json.dumps(str(run_dir))}", f"seeds = {list(seeds)}"]
     lines += [f"overrides = {json.dumps(list(overrides))}", "[arms]"]
-    return (
-        "\n".join([*lines, *(f'"{arm}" = {json.dumps(list(fields))}' for arm, fields in arms.items())]) + "\n"
-    )
+    return "\n".join([*lines, *(f'"{arm}" = {json.dumps(list(fields))}' for arm, fields in arms.items())]) + "\n"
 
 
 def run_study(folder: Path, text: str, run_dir: Path, budget_minutes: float | None) -> None:
@@ -130,9 +120,7 @@ def main() -> None:
         default=150,
         help=f"steps of the fine-tuning that is the start, more than {WARM_UP_STEPS}",
     )
-    parser.add_argument(
-        "--rollouts", type=int, default=100, help=f"rollout batches of a run, a multiple of {COLUMNS}"
-    )
+    parser.add_argument("--rollouts", type=int, default=100, help=f"rollout batches of a run, a multiple of {COLUMNS}")
     parser.add_argument("--budget-minutes", type=float, help="minutes after which the study stops and saves")
     args = parser.parse_args()
     if args.sft_steps <= WARM_UP_STEPS:
@@ -145,12 +133,7 @@ def main() -> None:
         program(folder, ["sft", "sft.toml", f"run_dir={start}", f"train.steps={args.sft_steps}"])
     run_dir = folder / f"{start}-{args.rollouts}"
     run_study(folder, study_text(run_dir, start, args), run_dir, args.budget_minutes)
-    rows = [
-        row
-        for seed in args.seeds
-        for arm in args.arms
-        for row in rows_of(run_dir / f"{arm}-{seed}", arm, seed)
-    ]
+    rows = [row for seed in args.seeds for arm in args.arms for row in rows_of(run_dir / f"{arm}-{seed}", arm, seed)]
     write_rows(args.output, sft_steps=args.sft_steps, rollouts=args.rollouts, rows=rows)
     print(table(rows, args.arms, args.seeds, args.rollouts), flush=True)
 

@@ -84,9 +84,7 @@ CONFIGS = {"pretrain": PRETRAIN, "rl": RL}
 
 def main() -> int:
     """Run both programs, print their memory, and write it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--only", choices=CONFIGS)
     args = parser.parse_args()
@@ -99,19 +97,13 @@ def main() -> int:
         for name in [args.only] if args.only else CONFIGS:
             program(folder, [name, f"{name}.toml", f"train.steps={args.steps}"])
             found[name] = resident_mib(folder / name / "metrics.jsonl")
-            print(
-                f"{name:<9}" + "  ".join(f"{step}: {mib:.1f}" for step, mib in found[name].items()) + "  MiB"
-            )
+            print(f"{name:<9}" + "  ".join(f"{step}: {mib:.1f}" for step, mib in found[name].items()) + "  MiB")
             print(f"{'':<9}{growth_mib(found[name]):+.1f} MiB from step {SETTLED} to the last")
     if not args.only:
         document = {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "command": f"python -m bench.memory_growth --steps {args.steps}",
-            "versions": {
-                "python": sys.version.split()[0],
-                "torch": torch.__version__,
-                "megatron": megatron_version(),
-            },
+            "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "megatron": megatron_version()},
             "resident_mib_by_step": found,
         }
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")

@@ -288,9 +288,7 @@ def fit(works: Sequence[Workload], published: Sequence[float]) -> Rates:
 
     def loss(values: dict[str, float]) -> float:
         rates = replace(Rates(), **values)
-        wrong = sum(
-            log(predicted(work, rates) / tokens) ** 2 for work, tokens in zip(works, published, strict=True)
-        )
+        wrong = sum(log(predicted(work, rates) / tokens) ** 2 for work, tokens in zip(works, published, strict=True))
         return wrong + PULL * sum(log(value / middles[name]) ** 2 for name, value in values.items())
 
     best, least = middles, loss(middles)
@@ -321,9 +319,7 @@ def held_out() -> dict[str, float]:
         others = [run for run in RUNS if run.model.family != family]
         rates = fit([run.workload() for run in others], [run.published for run in others])
         ratios |= {
-            run.name: predicted(run.workload(), rates) / run.published
-            for run in RUNS
-            if run.model.family == family
+            run.name: predicted(run.workload(), rates) / run.published for run in RUNS if run.model.family == family
         }
     return ratios
 
@@ -341,9 +337,7 @@ def main() -> None:
         sys.stdout.write(f"{title}: tokens/s on each GPU, predicted / published\n")
         for trained in runs:
             ratio, other = trained.ratio, unknown.get(trained.name)
-            shown = f"{ratio * trained.published:8,.0f} {ratio:5.2f} " + (
-                f"{other:5.2f}" if other else " " * 5
-            )
+            shown = f"{ratio * trained.published:8,.0f} {ratio:5.2f} " + (f"{other:5.2f}" if other else " " * 5)
             sys.stdout.write(f"  {trained.name:52} {trained.published:8,.0f} {shown}  {trained.source}\n")
         sys.stdout.write(f"  error: {summary([run.ratio for run in runs])}\n")
         if runs is RUNS:

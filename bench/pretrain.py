@@ -26,9 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch; two threads a process collapse on a shared machine
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; two threads a process collapse on a shared machine
 
 import torch
 from torch import Tensor
@@ -248,9 +246,7 @@ def compare(workload: Workload, rounds: int, steps: int) -> dict[str, Any]:
 
 def bf16_slowness() -> float:
     """CPU seconds of torch's product of bf16 over those of one in fp32: above 1 without an instruction for bf16."""
-    operands = {
-        dtype: torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(dtype) for dtype in (torch.bfloat16, torch.float32)
-    }
+    operands = {dtype: torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(dtype) for dtype in (torch.bfloat16, torch.float32)}
     clocks = {dtype: Clock() for dtype in operands}
     for _ in range(PRODUCT_ROUNDS):
         for dtype, operand in operands.items():
@@ -283,9 +279,7 @@ def screened_speed(name: str, workload: Workload, text: Text, weights: Tensors) 
     return tokens[:, 1:].numel() / min(runner.clock.cpu_s)
 
 
-def row(
-    workload: Workload, runners: dict[str, Runner], peaks: Peaks, screened: dict[str, float]
-) -> dict[str, Any]:
+def row(workload: Workload, runners: dict[str, Runner], peaks: Peaks, screened: dict[str, float]) -> dict[str, Any]:
     """Figures of one workload, for people and machines."""
     flops = workload.tokens * train_flops_per_token(workload.model, workload.length)
     best_peak = peaks.gflops()
@@ -346,15 +340,11 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, help="only this one, as JSON on standard output")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="of each model in a round")
-    parser.add_argument(
-        "--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="rows of the table"
-    )
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="rows of the table")
     parser.add_argument("--allocator", choices=("kept", "default"), default="kept")
     arguments = parser.parse_args()
     if arguments.workload:
@@ -374,9 +364,7 @@ def main() -> None:
         print(f"{table({name: rows[name]})}\n{circumstances_line(rows[name])}", flush=True)
         if AUTOCAST not in rows[name]["models"]:
             times = rows[name]["bf16_slowness"]
-            print(
-                f"without {AUTOCAST}: torch's product of bf16 takes {times:.1f} times as long as in fp32 here"
-            )
+            print(f"without {AUTOCAST}: torch's product of bf16 takes {times:.1f} times as long as in fp32 here")
     print(f"\n{table(rows)}\n")
     write_results(RESULTS, {"allocator": arguments.allocator, "rows": rows})
 

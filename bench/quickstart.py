@@ -85,19 +85,9 @@ def evaluate(cell_folder: Path, model: str, temperature: float, settings: Sequen
 def table(rows: Sequence[Row]) -> str:
     """Return the Markdown table of all arms over the seeds that have both the arm's row and fine-tuning's."""
     accuracy = {
-        (row["layers"], row["model"], row["temperature"], row["seed"]): float(row["eval/accuracy"])
-        for row in rows
+        (row["layers"], row["model"], row["temperature"], row["seed"]): float(row["eval/accuracy"]) for row in rows
     }
-    titles = (
-        "layers",
-        "answers",
-        "arm",
-        "seeds",
-        "after fine-tuning",
-        "after the arm",
-        "gain",
-        "smallest gain",
-    )
+    titles = ("layers", "answers", "arm", "seeds", "after fine-tuning", "after the arm", "gain", "smallest gain")
     lines = [f"| {' | '.join(titles)} |", "|---|---|---|--:|--:|--:|--:|--:|"]
     for layers in LAYERS:
         for temperature in TEMPERATURES:
@@ -110,15 +100,8 @@ def table(rows: Sequence[Row]) -> str:
                 if not pairs:
                     continue
                 gains = [after - before for before, after in pairs]
-                shown = [
-                    "greedy" if temperature == 0 else f"temperature {temperature:g}",
-                    f"`{arm}`",
-                    str(len(pairs)),
-                ]
-                shown += [
-                    with_range([before for before, _ in pairs]),
-                    with_range([after for _, after in pairs]),
-                ]
+                shown = ["greedy" if temperature == 0 else f"temperature {temperature:g}", f"`{arm}`", str(len(pairs))]
+                shown += [with_range([before for before, _ in pairs]), with_range([after for _, after in pairs])]
                 lines.append(f"| {' | '.join([f'`{layers}`', *shown, cell(gains), f'{min(gains):.3f}'])} |")
     return "\n".join(lines)
 
@@ -140,10 +123,7 @@ def chart(rows: Sequence[Row]) -> str:
         '<rect class="page" width="760" height="284" rx="8"/>',
         f'<text x="20" y="28" class="title">{TITLE}</text>',
         f'<text x="20" y="48">{len(starts)} starts (seed and layers), 256 problems each, in percent:</text>',
-        *(
-            f'<text x="{x}" y="48" class="{arm}">{NAMES[arm]}</text>'
-            for x, arm in zip((420, 540), ARMS, strict=True)
-        ),
+        *(f'<text x="{x}" y="48" class="{arm}">{NAMES[arm]}</text>' for x, arm in zip((420, 540), ARMS, strict=True)),
     ]
     for panel, temperature in enumerate(TEMPERATURES):
         shapes.append(f'<g transform="translate({60 + 370 * panel},84)">')
@@ -156,9 +136,7 @@ def chart(rows: Sequence[Row]) -> str:
         for batches in (0, ROLLOUTS // 2, ROLLOUTS):
             x = WIDTH * batches / ROLLOUTS
             shapes.append(f'<text x="{x:g}" y="{HEIGHT + 20}" text-anchor="middle">{batches}</text>')
-        shapes.append(
-            f'<text x="{WIDTH / 2:g}" y="{HEIGHT + 38}" text-anchor="middle">rollout batches</text>'
-        )
+        shapes.append(f'<text x="{WIDTH / 2:g}" y="{HEIGHT + 38}" text-anchor="middle">rollout batches</text>')
         for start in starts:
             for arm in ARMS:
                 ends = [found.get((*start, temperature, model)) for model in ("sft", arm)]
@@ -166,9 +144,7 @@ def chart(rows: Sequence[Row]) -> str:
                     continue
                 first, last = (float(end["eval/accuracy"]) for end in ends if end)
                 curve = [(0, first), *(ends[1] or {}).get("curve", ()), (ROLLOUTS, last)]
-                points = [
-                    (WIDTH * batches / ROLLOUTS, HEIGHT * (1 - accuracy)) for batches, accuracy in curve
-                ]
+                points = [(WIDTH * batches / ROLLOUTS, HEIGHT * (1 - accuracy)) for batches, accuracy in curve]
                 line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
                 shapes.append(f'<polyline class="{arm}" points="{line}"/>')
                 shapes.append(f'<circle class="sft" cx="0" cy="{points[0][1]:.1f}" r="4"/>')
@@ -186,12 +162,8 @@ def curve(run_dir: Path, arm: str, seed: int) -> list[tuple[int, float]]:
 def main() -> None:
     """Make the start once, then run and evaluate each arm of each seed that has no row yet."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/bench_quickstart"), help="folder of all runs"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=RESULTS, help="file of the evaluations, which are added to it"
-    )
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench_quickstart"), help="folder of all runs")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="file of the evaluations, which are added to it")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(1, 11)))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     args = parser.parse_args()

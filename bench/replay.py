@@ -58,8 +58,7 @@ MODELS = {
         moe=MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=64, balance="none", aux_loss_coeff=0.0),
     ),
     "small: 8 layers, hidden 256, 4 of 16": ModelConfig(
-        num_layers=8,
-        moe=MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=256, balance="none", aux_loss_coeff=0.0),
+        num_layers=8, moe=MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=256, balance="none", aux_loss_coeff=0.0)
     ),
     "fine-grained: 4 layers, hidden 512, 8 of 128": ModelConfig(
         num_layers=4,
@@ -136,13 +135,7 @@ class Bench:
         """Check and exchange an engine's routes, impose them in both passes."""
         self.version += 1
         cache_rollout_routes(self.rollout_cache, self.version, self.generated, self.layouts, self.state.mesh)
-        arguments = (
-            self.state.chunks,
-            self.state.mesh,
-            self.layouts,
-            self.rollout_cache,
-            self.version,
-        )
+        arguments = (self.state.chunks, self.state.mesh, self.layouts, self.rollout_cache, self.version)
         for run in (self.old_pass, self.update_pass):
             with RoutingTape(*arguments) as tape:
                 run(tape.impose())
@@ -160,10 +153,7 @@ class Bench:
                 first = self.generated[group * SAMPLES_A_ROW]
                 halves = [
                     torch.cat([a[:prompt], b[prompt:]])
-                    for a, b in (
-                        (first.tokens_T, routes.tokens_T),
-                        (first.experts_TLK, routes.experts_TLK),
-                    )
+                    for a, b in ((first.tokens_T, routes.tokens_T), (first.experts_TLK, routes.experts_TLK))
                 ]
                 generated[sample] = RolloutRoutes(halves[0], halves[1], group if in_groups else None)
             arguments = (self.rollout_cache, self.version + 1, generated, self.layouts, self.state.mesh)
@@ -296,13 +286,7 @@ class Attribution:
 def measured(model: ModelConfig, rounds: int) -> dict[str, Any]:
     """One row of the table."""
     bench = Bench(model)
-    ways = {
-        "without": bench.without,
-        "again": bench.without,
-        "ours": bench.ours,
-        "r3": bench.r3,
-        "int64": bench.int64,
-    }
+    ways = {"without": bench.without, "again": bench.without, "ours": bench.ours, "r3": bench.r3, "int64": bench.int64}
     clocks = {name: Clock() for name in ways}
     for way in ways.values():
         way()
@@ -323,9 +307,7 @@ def measured(model: ModelConfig, rounds: int) -> dict[str, Any]:
     row = {
         "step_ms": 1e3 * step_s,
         "percent_of_a_step": {
-            name: [
-                round(100 * seconds / step_s, 2) for seconds in difference(clocks[name], clocks["without"])
-            ]
+            name: [round(100 * seconds / step_s, 2) for seconds in difference(clocks[name], clocks["without"])]
             for name in ("again", "ours", "r3", "int64")
         },
         "attributed_ms": {name: round(1e3 * seconds, 3) for name, seconds in sorted(parts.items())},
@@ -395,9 +377,7 @@ def _times(held: int, store: Clock, read: Clock) -> dict[str, float]:
 
 def main() -> None:
     """Print the table and write it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="of which the median is taken")
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)

@@ -133,9 +133,7 @@ def _mean(turns: list[Turn], name: str) -> float:
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows as text."""
-    lines = [
-        "row   what                   mcore_rl       TRL   ratio (quartiles)   target  contention ours / TRL"
-    ]
+    lines = ["row   what                   mcore_rl       TRL   ratio (quartiles)   target  contention ours / TRL"]
     whats = (
         ("rollout", "rollout tokens/s", "rollout_tokens_per_cpu_s"),
         ("training", "training tokens/s", "training_tokens_per_cpu_s"),
@@ -161,9 +159,7 @@ def trl_versions(python: str) -> dict[str, str]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="of an environment with TRL; without it nothing is measured")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder in the place of the tiny model")
     parser.add_argument("--folder", type=Path, help="kept, and used again (default: a temporary one)")
@@ -179,9 +175,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="of a turn")
     arguments = parser.parse_args()
     if not arguments.trl_python:
-        print(
-            "bench.rl: skipped, there is nothing to compare with. Name a Python that has TRL: --trl-python PATH"
-        )
+        print("bench.rl: skipped, there is nothing to compare with. Name a Python that has TRL: --trl-python PATH")
         return
     torch.set_num_threads(1)
     rows = {}
@@ -192,9 +186,7 @@ def main() -> None:
         else:
             build(folder)
         for kind in arguments.kinds:
-            rows[kind] = compare(
-                kind, arguments.trl_python, folder, arguments.rounds, arguments.steps, arguments.set
-            )
+            rows[kind] = compare(kind, arguments.trl_python, folder, arguments.rounds, arguments.steps, arguments.set)
             print(f"{table({kind: rows[kind]})}\n{circumstances_line(rows[kind])}", flush=True)
     both = {"mcore_rl": versions(), "trl": trl_versions(arguments.trl_python)}
     words = ["--trl-python", "PATH", "--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]

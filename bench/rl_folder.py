@@ -164,9 +164,7 @@ def write_peer(folder: Path, kind: str, steps: int) -> Path:
         words.append(f"model.path={folder / 'imported'}")
     config = load_run_config(RlRunConfig, folder / "rl.toml", words)
     rollout, clip = config.rl.rollout, config.rl.loss.clip
-    problems = [
-        prompt.problem for prompt in load_prompts(config).train.take(0, steps * rollout.prompts_per_step)
-    ]
+    problems = [prompt.problem for prompt in load_prompts(config).train.take(0, steps * rollout.prompts_per_step)]
     lines = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems]
     prompts = folder / "prompts.jsonl"
     prompts.write_text("\n".join(lines) + "\n")

@@ -88,21 +88,14 @@ def main() -> None:
     with (
         open_run(config, platform) as run,
         open_rollouts(
-            config,
-            prompts,
-            run.state.chunks,
-            run.state.mesh,
-            platform,
-            FailureReport(run.log.message, run.folder.path),
+            config, prompts, run.state.chunks, run.state.mesh, platform, FailureReport(run.log.message, run.folder.path)
         ) as rollouts,
     ):
         rollouts.engine.update_weights(0)
         routes = PolicyRoutes(run.state, config.rl, config.replay)
         vocab_size = prompts.tokenizer.vocab_size
         logprobs = policy_logprobs(run.state, config.rl, vocab_size)
-        reference = load_reference(
-            config.rl.loss, config.replay, run, logprobs, routes, config.updates_per_rollout
-        )
+        reference = load_reference(config.rl.loss, config.replay, run, logprobs, routes, config.updates_per_rollout)
         learner = Learner(run.state, config, routes, logprobs, OptionalParts(reference=reference))
         trainer = InTurns(run, config, rollouts, learner, prompts.held_out)
         trainer.turns = turns

@@ -146,9 +146,7 @@ def train(folder: Path, run_dir: Path, arm: Arm, rate: str, seed: int, rollouts:
             arguments += [parts, "rl.reward.weights=[1, 0]"]
         program(folder, ["rl", f"tiny_moe/{arm.recipe}", *arguments])
         return
-    program(
-        folder, ["dpo", "tiny_moe/dpo", *arguments, "data.train=['pairs.jsonl']", "train.steps=60", CACHE]
-    )
+    program(folder, ["dpo", "tiny_moe/dpo", *arguments, "data.train=['pairs.jsonl']", "train.steps=60", CACHE])
 
 
 def evaluate(folder: Path, run_dir: Path, seed: int) -> None:
@@ -182,9 +180,7 @@ def curve(run_dir: Path) -> list[Row]:
     if not (run_dir / FILE_NAME).is_file():
         return []
     by_step = {
-        int(str(record["step"])): record
-        for record in read_records(run_dir / FILE_NAME)
-        if "reward/mean" in record
+        int(str(record["step"])): record for record in read_records(run_dir / FILE_NAME) if "reward/mean" in record
     }
     names = ("reward/mean", "reward/accuracy", "policy/kl_reference_nats")
     return [
@@ -198,9 +194,7 @@ def table(rows: Sequence[Row], rollouts: int) -> str:
     columns = [index * rollouts // COLUMNS for index in range(COLUMNS + 1)]
     titles = ["lr", "seeds", "start", *(f"{column} rollouts" for column in columns[1:])]
     lines = [f"| | {' | '.join(titles)} |", "|---|" + "--:|" * len(titles)]
-    accuracy = {
-        (row["arm"], row["lr"], row["seed"], row["rollouts"]): float(row["eval/accuracy"]) for row in rows
-    }
+    accuracy = {(row["arm"], row["lr"], row["seed"], row["rollouts"]): float(row["eval/accuracy"]) for row in rows}
     for name, arm in ARMS.items():
         last = rollouts if arm.is_rl else 0
         for rate in arm.rates:
@@ -223,9 +217,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--rates", nargs="+", help="learning rates to run; default: those of each arm")
-    parser.add_argument(
-        "--rollouts", type=int, default=60, help=f"rollout batches of a run, a multiple of {COLUMNS}"
-    )
+    parser.add_argument("--rollouts", type=int, default=60, help=f"rollout batches of a run, a multiple of {COLUMNS}")
     args = parser.parse_args()
     if args.rollouts % COLUMNS:
         parser.error(f"--rollouts wants a multiple of {COLUMNS}")

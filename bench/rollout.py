@@ -21,15 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; a thread each on 
 import torch
 from torch import nn
 
-from bench.clock import (
-    Clock,
-    Peaks,
-    circumstances,
-    circumstances_line,
-    contention,
-    ratio_over_rounds,
-    write_results,
-)
+from bench.clock import Clock, Peaks, circumstances, circumstances_line, contention, ratio_over_rounds, write_results
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.rl.rollout import NativeConfig
@@ -44,10 +36,7 @@ from tests.hf_weights import to_global
 
 VOCAB, ROWS, GROUP = 8192, 32, 8
 MODEL = ModelConfig(
-    family="qwen3_moe",
-    num_layers=8,
-    vocab_size=VOCAB,
-    moe=MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=256),
+    family="qwen3_moe", num_layers=8, vocab_size=VOCAB, moe=MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=256)
 )
 WORKLOADS = {
     "ragged": Sampling(max_new_tokens=160, stop_tokens=frozenset(range(0, VOCAB, 48))),
@@ -182,9 +171,7 @@ def compare(sampling: Sampling, peer: Any, engine: MegatronEngine, rounds: int, 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=16, help="of a round")
     arguments = parser.parse_args()

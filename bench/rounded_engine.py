@@ -33,8 +33,6 @@ class RoundedEngine(MegatronEngine):
         super().update_weights(policy_version)
 
 
-def rounded_engine(
-    config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode
-) -> RoundedEngine:
+def rounded_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> RoundedEngine:
     """Return the engine, as `rl.engine.kind` asks for it."""
     return RoundedEngine(config, chunks, mesh, decode)

@@ -141,9 +141,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
     parser.add_argument("--lr", type=float, default=LR, help="learning rate of all arms")
-    parser.add_argument(
-        "--sft-steps", type=int, default=100, help="steps of the fine-tuning that is the start"
-    )
+    parser.add_argument("--sft-steps", type=int, default=100, help="steps of the fine-tuning that is the start")
     parser.add_argument("--rollouts", type=int, default=50, help="rollout batches of a run")
     parser.add_argument("--budget-minutes", type=float, help="minutes after which the study stops and saves")
     parser.add_argument("--output", type=Path, default=ROOT, help="folder of bench/results and docs/images")

@@ -160,9 +160,7 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"changes of file: {trips.changes.total():6,}")
     if arguments.list:
         for file, calls in sorted(trips.files.items()):
-            own = sorted(
-                code.co_qualname for code in trips.functions if code.co_filename.endswith(f"/{file}")
-            )
+            own = sorted(code.co_qualname for code in trips.functions if code.co_filename.endswith(f"/{file}"))
             print(f"{calls:7,} calls  {file}: {', '.join(own)}")
         for (caller, callee), calls in trips.changes.most_common():
             print(f"{calls:7,} changes  {caller} -> {callee}")

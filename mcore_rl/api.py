@@ -52,9 +52,7 @@ Settings = Mapping[str, Any]
 """Values of config fields: by dotted key, `{"mesh.tp": 2}`, or in sections, `{"mesh": {"tp": 2}}`."""
 
 
-def load_config(
-    program: ProgramName, config: str | Path | Settings, overrides: Settings | None = None
-) -> RunConfig:
+def load_config(program: ProgramName, config: str | Path | Settings, overrides: Settings | None = None) -> RunConfig:
     """Load the config of a training, as `mcore-rl <program> CONFIG key=value ...` does.
 
     Args:
@@ -73,8 +71,7 @@ def load_config(
     path, fields = (Path(config), {}) if isinstance(config, str | Path) else (None, config)
     settings = {**fields, **(overrides or {})}
     written = [
-        f"{key}={toml_value(str(value) if isinstance(value, Path) else value)}"
-        for key, value in settings.items()
+        f"{key}={toml_value(str(value) if isinstance(value, Path) else value)}" for key, value in settings.items()
     ]
     return load_run_config(PROGRAMS[program].config, path, written)
 
@@ -164,18 +161,14 @@ def train(
     return Path(loaded.run_dir)
 
 
-def _written(
-    data: Iterable[Mapping[str, Any]], program: ProgramName, run_dir: Path, undo: ExitStack
-) -> dict[str, Any]:
+def _written(data: Iterable[Mapping[str, Any]], program: ProgramName, run_dir: Path, undo: ExitStack) -> dict[str, Any]:
     """Write records to the folder of their run; return the fields that name the file.
 
     Another file of that name stays: it may be the data of a run that has just begun, or no run's. A file that this call
     makes is deleted by `undo`, so that after a start without a step other records may be given.
     """
     if program == "pretrain":
-        raise ConfigError(
-            'train("pretrain", ...) reads encoded documents. Write data to files, and call preprocess.'
-        )
+        raise ConfigError('train("pretrain", ...) reads encoded documents. Write data to files, and call preprocess.')
     file = run_dir / "data.jsonl"
     try:
         lines = "".join(json.dumps(dict(record), ensure_ascii=False) + "\n" for record in data).encode()
@@ -238,15 +231,11 @@ def train_tokenizer(inputs: Sequence[str | Path], output: str | Path, *, vocab_s
     Raises:
         DataError: when a file cannot be read, or `output` exists.
     """
-    cli.run(
-        ["data", "tokenizer", *map(str, inputs), "--output", str(output), "--vocab-size", str(vocab_size)]
-    )
+    cli.run(["data", "tokenizer", *map(str, inputs), "--output", str(output), "--vocab-size", str(vocab_size)])
     return Path(output)
 
 
-def preprocess(
-    inputs: Sequence[str | Path], output: str | Path, tokenizer: str | Path, *, workers: int = 1
-) -> Path:
+def preprocess(inputs: Sequence[str | Path], output: str | Path, tokenizer: str | Path, *, workers: int = 1) -> Path:
     """Encode JSON lines or text files as OUTPUT.bin, .idx and .json, as `mcore-rl data preprocess` does.
 
     Returns:
@@ -261,11 +250,7 @@ def preprocess(
 
 
 def import_checkpoint(
-    hf_folder: str | Path,
-    output: str | Path,
-    *,
-    dtype: Literal["keep", "bf16", "fp32"] = "keep",
-    workers: int = 2,
+    hf_folder: str | Path, output: str | Path, *, dtype: Literal["keep", "bf16", "fp32"] = "keep", workers: int = 2
 ) -> Path:
     """Convert safetensors of Hugging Face's format to a checkpoint, as `mcore-rl convert import` does.
 

@@ -60,9 +60,7 @@ class ReloadEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, Any]):
         """Let every layer take new weights in the format of checkpoints."""
         methods: list[Any] = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
         self._kernels = [
-            (method, method.moe_kernel)
-            for method in methods
-            if getattr(method, "moe_kernel", None) is not None
+            (method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None
         ]
         if self.device.type == "cpu":
             # vLLM 0.32 and 0.33 pack experts for the CPU's kernel only while a layer has no kernel yet
@@ -156,9 +154,7 @@ def checksum(file: Path) -> str:
 def join(group: dict[str, Any], rank: int) -> Any:
     """Collective over the group: return it; torch's world, which is vLLM's own, is not touched."""
     limit = timedelta(seconds=float(group["timeout_s"]))
-    store = PrefixStore(
-        str(group["key"]), TCPStore(group["host"], int(group["port"]), is_master=False, timeout=limit)
-    )
+    store = PrefixStore(str(group["key"]), TCPStore(group["host"], int(group["port"]), is_master=False, timeout=limit))
     if group["backend"] == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit

@@ -33,9 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "matrix(*ids): only these cells of its parametrisation run without --all"
-    )
+    config.addinivalue_line("markers", "matrix(*ids): only these cells of its parametrisation run without --all")
     config.addinivalue_line("markers", "full: runs with --all only, as a cheaper test proves nearly the same")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # So a shell starts what it runs in the background, and programs in which tests press Ctrl-C would inherit it.
@@ -131,9 +129,7 @@ def _assert_cells_exist(items: list[pytest.Item]) -> None:
         assert mark is not None
         missing = set(mark.args) - found
         if missing and len(found) > len(mark.args):
-            raise pytest.UsageError(
-                f"{function} has no cell {', '.join(sorted(missing))}, which its mark names"
-            )
+            raise pytest.UsageError(f"{function} has no cell {', '.join(sorted(missing))}, which its mark names")
 
 
 @pytest.hookimpl(optionalhook=True)

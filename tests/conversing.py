@@ -106,9 +106,7 @@ def write_tokenizer(folder: Path) -> Path:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<end>", "chat_template": TEMPLATE})
-    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": TEMPLATE}))
     return folder
 
 
@@ -120,9 +118,7 @@ def config_of(model: ModelConfig, template: str = "tokenizer", **environment: An
             prompts=PromptConfig(max_tokens=40),
             rollout=RolloutConfig(max_new_tokens=8, stop_tokens=LETTERS),
             engine=engine_config(slots=5, step_tokens=16),
-            environment=EnvironmentConfig(
-                **({"name": "tests.conversing:Echo", "max_tokens": 100} | environment)
-            ),
+            environment=EnvironmentConfig(**({"name": "tests.conversing:Echo", "max_tokens": 100} | environment)),
         ),
     )
     return config.model_copy(update={"data": config.data.model_copy(update={"chat_template": template})})
@@ -167,9 +163,7 @@ def seeds_of(prompt: Prompt, group_size: int = 2) -> list[int]:
 
 
 @contextmanager
-def conversations_of(
-    config: RlRunConfig, engine: Engine, folder: Path, mesh: Mesh
-) -> Iterator[Conversations]:
+def conversations_of(config: RlRunConfig, engine: Engine, folder: Path, mesh: Mesh) -> Iterator[Conversations]:
     """Conversations with environments of the config, whose processes end on leaving."""
     _, chat = chat_of(config, folder)
     with ExitStack() as stack:

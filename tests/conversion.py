@@ -63,9 +63,7 @@ def with_mtp() -> tuple[dict[str, Any], Tensors]:
     theirs = oracle("deepseek_v3")
     last = {name: t for name, t in theirs.tensors.items() if name.startswith("model.layers.2.")}
     mtp = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in last.items()}
-    mtp |= {
-        f"model.layers.3.{name}.weight": torch.rand(48) for name in ("enorm", "hnorm", "shared_head.norm")
-    }
+    mtp |= {f"model.layers.3.{name}.weight": torch.rand(48) for name in ("enorm", "hnorm", "shared_head.norm")}
     mtp["model.layers.3.eh_proj.weight"] = torch.rand(48, 96)
     mtp["model.layers.3.embed_tokens.weight"] = theirs.tensors["model.embed_tokens.weight"].clone()
     mtp["model.layers.3.shared_head.head.weight"] = theirs.tensors["lm_head.weight"].clone()

@@ -21,9 +21,7 @@ from tests.sections import engine_config
 from tests.tiny_models import TINY
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9], [3, 2, 3, 8]]
-SAMPLING = Sampling(
-    max_new_tokens=12, cut=Cut(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01), with_routes=True
-)
+SAMPLING = Sampling(max_new_tokens=12, cut=Cut(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01), with_routes=True)
 
 
 def rollouts() -> dict[str, Any]:
@@ -58,9 +56,7 @@ def compared(chunks: Sequence[nn.Module], model: ModelConfig, mesh: Mesh) -> dic
     gpu.graphs.clear()
     graphed, waits = generated(chunks, model, mesh, cuda_graphs=True)
     weights = {
-        tensor.untyped_storage()._cdata
-        for chunk in chunks
-        for tensor in (*chunk.parameters(), *chunk.buffers())
+        tensor.untyped_storage()._cdata for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())
     }
     return {
         "tokens_are_equal": [one.tokens_T for one in plain] == [one.tokens_T for one in graphed],

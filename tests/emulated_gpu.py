@@ -26,17 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import varlen as torch_varlen
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 GIB = 2**30
-PROPERTIES = SimpleNamespace(
-    name="emulated GPU", total_memory=140 * GIB, major=9, minor=0, multi_processor_count=132
-)
+PROPERTIES = SimpleNamespace(name="emulated GPU", total_memory=140 * GIB, major=9, minor=0, multi_processor_count=132)
 FACTORIES = (
     "tensor empty zeros ones full arange rand randn randint randperm as_tensor linspace "
     "empty_like zeros_like ones_like full_like rand_like randn_like empty_strided"
@@ -134,9 +128,7 @@ class EmulatedGpu(TorchDispatchMode):
     def wait(self) -> None:
         """Count a wait of the host; RuntimeError while a graph is captured, as on a GPU."""
         if self.capturing is not None:
-            raise RuntimeError(
-                f"operation not permitted when stream is capturing: {site()} waits for the GPU"
-            )
+            raise RuntimeError(f"operation not permitted when stream is capturing: {site()} waits for the GPU")
         self.syncs[site()] += 1
         for stream in self.streams:
             stream.is_over()
@@ -153,9 +145,7 @@ class EmulatedGpu(TorchDispatchMode):
             if maker is not None and maker is not self.streams[-1]:
                 raise RuntimeError(f"{function}: {site()} uses what another stream may not have made yet")
         if operands and function._schema.is_mutable and hasattr(operands[0].untyped_storage(), "reader"):
-            raise RuntimeError(
-                f"{function}: {site()} overwrites what a copy to the GPU may not have read yet"
-            )
+            raise RuntimeError(f"{function}: {site()} overwrites what a copy to the GPU may not have read yet")
 
     def refuse_in_capture(self, what: str, source: Tensor | None = None) -> None:
         """RuntimeError while a graph is captured, unless the host's memory `source` is page-locked."""
@@ -458,9 +448,7 @@ def _install_tensors(gpu: EmulatedGpu) -> None:
     tensor.cuda = lambda self, *_, **__: self.to(GPU)
     tensor.cpu = lambda self, *_, **__: self.to(HOST)
     plain_type = tensor.type
-    tensor.type = lambda self, *args, **kwargs: (type_of if is_on_gpu(self) else plain_type)(
-        self, *args, **kwargs
-    )
+    tensor.type = lambda self, *args, **kwargs: (type_of if is_on_gpu(self) else plain_type)(self, *args, **kwargs)
     tensor.record_stream = functools.partial(_answer, None)
     tensor.pin_memory = lambda self, *_, **__: pinned(self.clone())
     tensor.is_cuda = property(is_on_gpu)
@@ -511,14 +499,7 @@ def _packed_attention(gpu: EmulatedGpu) -> Callable[..., Any]:
 
 
 def _packed_sequences(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    window: int,
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, window: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield each sequence's queries, keys and values in float32, keys and values for every head of the queries, and
     what is hidden from which. The last query is at the last key.

@@ -86,9 +86,7 @@ class EmulatedPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, roots: Sequence[str], broken: Sequence[str]) -> None:
         self._roots, self._broken = roots, broken
 
-    def find_spec(
-        self, name: str, path: Any = None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a module under the roots."""
         if name.partition(".")[0] not in self._roots:
             return None

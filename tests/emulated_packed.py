@@ -40,12 +40,7 @@ def attention() -> dict[str, Any]:
     found = {name: compared(**changes) for name, changes in CASES.items()}
     rotation = rotation_difference()
     platform.stop()
-    return {
-        "rotation_difference": rotation,
-        "log": started.describe(),
-        "doctor": doctor.kernels(),
-        "cases": found,
-    }
+    return {"rotation_difference": rotation, "log": started.describe(), "doctor": doctor.kernels(), "cases": found}
 
 
 def compared(
@@ -63,8 +58,7 @@ def compared(
     shapes = ((4, width), (2, width), (2, value_width or width))
     # What bf16 holds exactly, so that the closed form in float64 has the same inputs.
     inputs = [
-        torch.randn(sum(lengths), *shape, generator=generator).bfloat16().float().requires_grad_()
-        for shape in shapes
+        torch.randn(sum(lengths), *shape, generator=generator).bfloat16().float().requires_grad_() for shape in shapes
     ]
     ranks = {"context_parallel_size": cp.size()}
     config = small_config(kv_channels=width, params_dtype=dtype, **changes, **ranks)
@@ -101,9 +95,7 @@ def compared(
     return {
         "calls": gpu.packed_calls,
         "waits": waits,
-        "differences": [
-            float((a.detach().to(HOST).double() - b.detach().double()).abs().max()) for a, b in pairs
-        ],
+        "differences": [float((a.detach().to(HOST).double() - b.detach().double()).abs().max()) for a, b in pairs],
     }
 
 
@@ -124,9 +116,7 @@ def rotation_difference() -> float:
     angles = torch.randn(max(LENGTHS), 1, 1, 8, generator=torch.Generator().manual_seed(7))
     bounds = packed_params(LENGTHS, GPU).cu_seqlens_q
     with counted_syncs() as syncs:
-        whole = rope_utils._apply_rotary_pos_emb_thd(
-            heads_TND.to(GPU), bounds, angles.to(GPU), cp_group=groups.cp
-        )
+        whole = rope_utils._apply_rotary_pos_emb_thd(heads_TND.to(GPU), bounds, angles.to(GPU), cp_group=groups.cp)
         assert not syncs, dict(syncs)
     parts = [
         rope_utils._apply_rotary_pos_emb_bshd(part[:, None], angles[: len(part)])[:, 0]

@@ -86,9 +86,7 @@ def packed_row(row: int, state: TrainState) -> LocalMicrobatch:
             labels_BS=tokens[:, 1:],
             loss_mask_BS=torch.ones(1, sum(LENGTHS)),
             position_ids_BS=torch.cat([torch.arange(length) for length in LENGTHS])[None],
-            packed=PackedSpans(
-                cu_seqlens=torch.tensor((0, *LENGTHS)).cumsum(0).int(), max_length=max(LENGTHS)
-            ),
+            packed=PackedSpans(cu_seqlens=torch.tensor((0, *LENGTHS)).cumsum(0).int(), max_length=max(LENGTHS)),
         ),
         state.mesh.cp,
         state.platform.device,

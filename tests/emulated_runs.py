@@ -27,9 +27,7 @@ MEGATRON_FLAGS = (
 ).split()
 
 
-def config(
-    layers: str = "auto", capacity_factor: float | None = None, precision: str = "fp32"
-) -> PretrainConfig:
+def config(layers: str = "auto", capacity_factor: float | None = None, precision: str = "fp32") -> PretrainConfig:
     """Latent attention, a router in fp32 and recomputation: most of what the patches are for."""
     moe = TINY[FAMILY].moe.model_copy(update={"capacity_factor": capacity_factor})
     recomputed = ("layernorm", "moe_act", "mla_up_proj")
@@ -76,8 +74,7 @@ def train(layers: str = "auto") -> dict[str, Any]:
     which Megatron's dispatcher sorts. On a GPU also where both wait in bf16, which has a kernel for all experts.
     """
     trained = {
-        capacity: steps_of(config(layers, capacity), steps)
-        for capacity, steps in ((None, STEPS), (1.0, FEW_STEPS))
+        capacity: steps_of(config(layers, capacity), steps) for capacity, steps in ((None, STEPS), (1.0, FEW_STEPS))
     }
     waits = {
         name: steps_of(config(layers, capacity, precision="bf16"), FEW_STEPS)

@@ -11,13 +11,7 @@ import torch
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.megatron import platform
 from mcore_rl.megatron.mesh import destroy_mesh
-from tests.parallel import (
-    checkpointing,
-    parity,
-    test_ppo,
-    test_preferences,
-    test_rl_updates,
-)
+from tests.parallel import checkpointing, parity, test_ppo, test_preferences, test_rl_updates
 from tests.parallel.parity import random_weights
 from tests.parallel.replay_faults import Work, effect_of, outcome_of
 from tests.parallel.replay_mutants import MUTANTS

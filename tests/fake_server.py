@@ -107,17 +107,7 @@ class TableAnswers:
 
 
 FAULTS = (
-    *(
-        "status_500",
-        "refused",
-        "hang",
-        "trickle",
-        "close",
-        "close_at_once",
-        "not_json",
-        "no_success",
-        "aborted",
-    ),
+    *("status_500", "refused", "hang", "trickle", "close", "close_at_once", "not_json", "no_success", "aborted"),
     *("wrong_spans", "other_tokens", "null_logprob", "cut_short", "no_routes", "missing_row", "zero_layer"),
     *("expert_twice", "no_such_expert"),
 )
@@ -265,9 +255,7 @@ class FakeServer:
         while time.monotonic() < end_s and name not in self.aborted:
             time.sleep(0.005)
         self.computes.wait()
-        is_whole = len(first.tokens) == asked.max_tokens or first.tokens[-1:] in {
-            (stop,) for stop in asked.stops
-        }
+        is_whole = len(first.tokens) == asked.max_tokens or first.tokens[-1:] in {(stop,) for stop in asked.stops}
         known = (*asked.prompt, *first.tokens)
         answer = answers.complete(
             replace(
@@ -287,10 +275,7 @@ class FakeServer:
             tokens, logprobs, finish = tokens[:-1], logprobs[:-1], "length"
         spans = [
             {"version": version, "start": start, "end": end}
-            for version, start, end in (
-                (began, 0, len(first.tokens)),
-                (self.version, len(first.tokens), len(tokens)),
-            )
+            for version, start, end in ((began, 0, len(first.tokens)), (self.version, len(first.tokens), len(tokens)))
             if start < end
         ]
         if fault == "wrong_spans":
@@ -318,9 +303,7 @@ class FakeServer:
         meta = {
             "id": name,
             "finish_reason": {"type": finish},
-            "output_token_logprobs": [
-                [value, token, None] for value, token in zip(listed, named, strict=True)
-            ],
+            "output_token_logprobs": [[value, token, None] for value, token in zip(listed, named, strict=True)],
             "weight_versions": spans,
         }
         if body.get("return_routed_experts"):
@@ -354,9 +337,7 @@ class FakeServer:
     def _scored(self, tokens: Sequence[int], answers: Answers) -> Any:
         logprobs = answers.score(tokens)
         if self.kind == "vllm":
-            entries = [
-                {str(token): {"logprob": value}} for token, value in zip(tokens[1:], logprobs, strict=True)
-            ]
+            entries = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], logprobs, strict=True)]
             return {"choices": [], "prompt_logprobs": [None, *entries]}
         pairs = [[value, token, None] for token, value in zip(tokens[1:], logprobs, strict=True)]
         return {"output_ids": [0], "meta_info": {"input_token_logprobs": [[None, tokens[0], None], *pairs]}}
@@ -430,9 +411,7 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(found, Refusal):
             self._send(found.status, found.text.encode())
             return
-        content = (
-            b"" if found is None else found.encode() if isinstance(found, str) else json.dumps(found).encode()
-        )
+        content = b"" if found is None else found.encode() if isinstance(found, str) else json.dumps(found).encode()
         self._send(200, b"<html>" if fault == "not_json" else content, fault)
 
     def _send(self, status: int, content: bytes, fault: str | None = None) -> None:

@@ -220,9 +220,7 @@ def bytes_of_rank(training: Training, rank: int, updated: str | None = None) -> 
         gradient_gaps=sum(each.gradient_gaps for each in resident),
         numbers=sum(each.numbers for each in with_weights),
         host=sum(
-            each.optimizer + (0 if each.one.weights_stay else each.weights)
-            for each in counted
-            if each.one.on_host
+            each.optimizer + (0 if each.one.weights_stay else each.weights) for each in counted if each.one.on_host
         ),
         host_optimizer=sum(each.host_optimizer for each in counted),
     )
@@ -246,9 +244,7 @@ def _model_bytes(training: Training, one: ModelOnRanks, mesh: Mesh) -> ModelByte
             numbers, weights = sum(param.numel() for param in held), storage_bytes(held)
         return ModelBytes(one=one, numbers=numbers, weights=weights)
     freeze(bare, trains_routers=not training.freezes_router, trains_mtp=trains_mtp)
-    flags = planned_flags(
-        training.platform, training.mesh, training.model, training.world_size, trains_mtp=trains_mtp
-    )
+    flags = planned_flags(training.platform, training.mesh, training.model, training.world_size, trains_mtp=trains_mtp)
     chunks = wrap_for_data_parallelism(bare, flags, mesh, one.optim.main_grads_dtype)
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     gaps = [buffer.numel - sum(param.numel() for param in buffer.params) for buffer in buffers]
@@ -264,9 +260,7 @@ def _model_bytes(training: Training, one: ModelOnRanks, mesh: Mesh) -> ModelByte
         optimizer=storage_bytes(_states(optimizer)) - on_host,
         host_optimizer=on_host + _offloaded_gradients(optimizer),
         gaps=sum(gaps),
-        gradient_gaps=sum(
-            count * buffer.grad_data.element_size() for count, buffer in zip(gaps, buffers, strict=True)
-        ),
+        gradient_gaps=sum(count * buffer.grad_data.element_size() for count, buffer in zip(gaps, buffers, strict=True)),
     )
 
 
@@ -291,9 +285,7 @@ def _offloaded(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     for hybrid in _hybrid(optimizer):
         for weight, copy in hybrid.gpu_params_map_cpu_copy.items():
             yield copy
-            yield from (
-                value for value in hybrid.state[weight].values() if isinstance(value, Tensor) and value.dim()
-            )
+            yield from (value for value in hybrid.state[weight].values() if isinstance(value, Tensor) and value.dim())
 
 
 def _offloaded_gradients(optimizer: MegatronOptimizer) -> int:
@@ -314,9 +306,7 @@ def buildable(model: ModelConfig) -> ModelConfig:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the memory that tensors use, counting shared memory once."""
-    return sum(
-        {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values()
-    )
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 POSITIONS = 64
@@ -332,9 +322,7 @@ def saved_by_layers(
     return [saved_by_layer(layer_model(model, kind), platform, mesh.tp, lora) for kind in kinds]
 
 
-def saved_by_layer(
-    model: ModelConfig, settings: PlatformConfig, tp: int, lora: LoraConfig | None = None
-) -> LayerSaved:
+def saved_by_layer(model: ModelConfig, settings: PlatformConfig, tp: int, lora: LoraConfig | None = None) -> LayerSaved:
     """Return the bytes that a layer of `model` like its last layer keeps on each of `tp` tensor-parallel ranks."""
     tokens, kind = POSITIONS * tp, model.layer_kinds[-1]
     # Apart from its layers, the platform may be one for GPUs.
@@ -358,12 +346,7 @@ def layer_model(model: ModelConfig, kind: LayerKind) -> ModelConfig:
     """Return a model of one kind of `model`'s layers, with as many experts as a token picks and few other weights."""
     moe = model.moe
     if model.is_moe:
-        few_experts = {
-            "num_experts": moe.top_k,
-            "num_groups": None,
-            "top_groups": None,
-            "capacity_factor": None,
-        }
+        few_experts = {"num_experts": moe.top_k, "num_groups": None, "top_groups": None, "capacity_factor": None}
         moe = moe.model_copy(
             update={**few_experts, "dispatcher": "alltoall", "first_dense_layers": 0 if kind.is_moe else 2}
         )

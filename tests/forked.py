@@ -26,9 +26,7 @@ def run_main(module: str, words: Sequence[object], num_ranks: int = 1) -> "subpr
     """
     arguments = [str(word) for word in words]
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [
-            (Path(folder, f"stdout_{rank}"), Path(folder, f"stderr_{rank}")) for rank in range(num_ranks)
-        ]
+        outputs = [(Path(folder, f"stdout_{rank}"), Path(folder, f"stderr_{rank}")) for rank in range(num_ranks)]
         world = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)} if num_ranks > 1 else {}
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if num_ranks > 1 else {}
         ranks = [

@@ -92,21 +92,14 @@ DSA = {key: value for key, value in DEEPSEEK.items() if key != "num_mtp_layers"}
     "max_position_embeddings": 2048,
 }
 DOTS1 = {
-    key: value
-    for key, value in GLM4.items()
-    if key not in ("attention_bias", "use_qk_norm", "num_mtp_layers")
+    key: value for key, value in GLM4.items() if key not in ("attention_bias", "use_qk_norm", "num_mtp_layers")
 } | {"norm_topk_prob": True, "sliding_window": None}
 SOLAR = {
     key: value
     for key, value in GLM4.items()
     if key not in ("intermediate_size", "first_k_dense_replace", "use_qk_norm", "num_mtp_layers")
 } | {"attention_bias": False}
-MINIMAX_M2 = GROUPED | {
-    "intermediate_size": 24,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "rotary_dim": 12,
-}
+MINIMAX_M2 = GROUPED | {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 12}
 QWEN3_NEXT = GROUPED | {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -122,12 +115,7 @@ QWEN3_NEXT = GROUPED | {
     "linear_value_head_dim": 24,
     "max_position_embeddings": 2048,
 }
-OF_EXPERTS = (
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)
+OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 QWEN3_5 = {key: value for key, value in QWEN3_NEXT.items() if key not in OF_EXPERTS}
 QWEN3_5_MOE = {key: value for key, value in QWEN3_NEXT.items() if key != "intermediate_size"}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 16}
@@ -142,24 +130,15 @@ LLAMA3 = {
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", GROUPED),
-    "llama-llama3": (
-        "Llama",
-        GROUPED | {"head_dim": 32, "max_position_embeddings": 131072, "rope_parameters": LLAMA3},
-    ),
+    "llama-llama3": ("Llama", GROUPED | {"head_dim": 32, "max_position_embeddings": 131072, "rope_parameters": LLAMA3}),
     "qwen3": ("Qwen3", GROUPED | {"tie_word_embeddings": True}),
     "qwen3-yarn": ("Qwen3", GROUPED | {"rope_parameters": YARN}),
     "qwen3_moe": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True}),
     "qwen3_moe-raw-gates": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": False, "mlp_only_layers": [0]}),
     "mixtral": ("Mixtral", GROUPED | {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "deepseek_v3": ("DeepseekV3", DEEPSEEK),
-    "deepseek_v3-full-queries": (
-        "DeepseekV3",
-        DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
-    ),
-    "deepseek_v3-yarn": (
-        "DeepseekV3",
-        DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}},
-    ),
+    "deepseek_v3-full-queries": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3-yarn": ("DeepseekV3", DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}}),
     "qwen2": ("Qwen2", GROUPED),
     "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
     "qwen2_moe-no-biases": ("Qwen2Moe", QWEN2_MOE | {"qkv_bias": False, "mlp_only_layers": [0]}),
@@ -172,10 +151,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         # 6 experts of 3 groups, as DeepSeek-V2-236B: Megatron would rank a group by its best 2.
         DEEPSEEK_V2 | {"n_routed_experts": 16, "num_experts_per_tok": 6, "topk_group": 3},
     ),
-    "deepseek_v3-three-a-group": (
-        "DeepseekV3",
-        DEEPSEEK | {"n_routed_experts": 16, "num_experts_per_tok": 6},
-    ),
+    "deepseek_v3-three-a-group": ("DeepseekV3", DEEPSEEK | {"n_routed_experts": 16, "num_experts_per_tok": 6}),
     "deepseek_v2-lite": (
         "DeepseekV2",
         DEEPSEEK_V2
@@ -194,10 +170,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe_lite": ("Glm4MoeLite", GLM4_LITE),
     "deepseek_v32": ("DeepseekV32", DSA),
-    "deepseek_v32-yarn": (
-        "DeepseekV32",
-        DSA | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}},
-    ),
+    "deepseek_v32-yarn": ("DeepseekV32", DSA | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}}),
     "glm_moe_dsa": ("GlmMoeDsa", DSA),
     "glm_moe_dsa-shared": (
         "GlmMoeDsa",

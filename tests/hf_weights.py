@@ -37,9 +37,7 @@ def to_global(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
             target = source.new_zeros(weights.mcore_shapes[block.mcore_key], dtype=dtype)
             converted[block.mcore_key] = target
         if target.dtype != dtype:
-            raise CheckpointError(
-                f"{block.hf_name} is {dtype}, other parts of {block.mcore_key} {target.dtype}."
-            )
+            raise CheckpointError(f"{block.hf_name} is {dtype}, other parts of {block.mcore_key} {target.dtype}.")
         _at(target, block.mcore_where).copy_(_hf_side(source, block))
     return converted
 
@@ -63,9 +61,7 @@ def to_hf(global_tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str,
             target = converted[block.hf_name] = source.new_empty(weights.hf_shapes[block.hf_name])
         part = _hf_side(target, block)
         part.copy_(_at(source, block.mcore_where).reshape(part.shape))
-    return converted | {
-        copy.name: converted[copy.original].clone() for copy in weights.copies if copy.written
-    }
+    return converted | {copy.name: converted[copy.original].clone() for copy in weights.copies if copy.written}
 
 
 def _check_copies(tensors: Mapping[str, Tensor], weights: WeightMap) -> None:

@@ -74,11 +74,7 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 def _run_rank(sender: Connection, rank: int, num_ranks: int, port: int, work: bytes) -> None:
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     import torch
 

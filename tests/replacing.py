@@ -65,9 +65,7 @@ def make_home(home: Path) -> None:
     checkpoint = imported(source, home / "ckpt")
     (home / "ckpt/notes.txt").write_text("which import this is")
     run = home / "runs/x"
-    shutil.copytree(
-        checkpoint, run / "checkpoints/iter_0000000", ignore=shutil.ignore_patterns("manifest.json")
-    )
+    shutil.copytree(checkpoint, run / "checkpoints/iter_0000000", ignore=shutil.ignore_patterns("manifest.json"))
     marker = read_marker(checkpoint)
     files = {name: size for name, size in marker.files.items() if name != "manifest.json"}
     write_marker(run / "checkpoints/iter_0000000", replace(marker, files=files))
@@ -235,9 +233,7 @@ def check(seed: int, template: Path, folder: Path, *, kills: bool) -> str:
         again = do(case, home)
         gone = lost(before, files_of(home), case, own)
         assert not gone, f"seed {seed}: {case}, given again, was {again}, and lost {gone}"
-        fresh = Case(
-            kind=case.kind, source=case.source, output="fresh", reference=case.reference, overwrite=False
-        )
+        fresh = Case(kind=case.kind, source=case.source, output="fresh", reference=case.reference, overwrite=False)
         if again == "done":
             assert do(fresh, home) == "done"
             assert contents(home / fresh.final) == contents(home / case.final), f"seed {seed}: {case}"
@@ -262,8 +258,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         make_home(Path(folder) / "template")
         ends = Counter(
-            check(seed, Path(folder) / "template", Path(folder), kills=seed % KILL_EVERY == 0)
-            for seed in range(cases)
+            check(seed, Path(folder) / "template", Path(folder), kills=seed % KILL_EVERY == 0) for seed in range(cases)
         )
     sys.stdout.write(f"{cases} cases, nothing lost: {dict(ends.most_common())}\n")
     return 0

@@ -33,9 +33,7 @@ PLATFORM = Platform(
 
 def load_table(step: int) -> list[list[int]]:
     """Tokens of each expert of each layer; the first layer is dense."""
-    rows = [
-        [40 + 10 * ((step // 5 + layer * expert) % 5) for expert in range(EXPERTS)] for layer in range(LAYERS)
-    ]
+    rows = [[40 + 10 * ((step // 5 + layer * expert) % 5) for expert in range(EXPERTS)] for layer in range(LAYERS)]
     return [[0] * EXPERTS, *rows[1:]]
 
 
@@ -100,11 +98,7 @@ def write_run(folder: Path, config: RunConfig, steps: int, samples: Sequence[int
     run_dir = folder / config.run_dir
     run_dir.mkdir(parents=True)
     settled = config.model_copy(
-        update={
-            "train": TrainConfig(steps=steps),
-            "log": LogConfig(matrix_interval=5),
-            "run_dir": str(run_dir),
-        }
+        update={"train": TrainConfig(steps=steps), "log": LogConfig(matrix_interval=5), "run_dir": str(run_dir)}
     )
     (run_dir / "config.toml").write_text(dump_config(settled), encoding="utf-8")
     add_attempt(run_dir, this_run_attempt(PLATFORM, config.mesh, 0))
@@ -114,17 +108,14 @@ def write_run(folder: Path, config: RunConfig, steps: int, samples: Sequence[int
     for step in range(1, steps + 1):
         if is_rl and step in (1, steps):
             log.write_now(
-                0 if step == 1 else step,
-                [Metric("eval/accuracy", 0.1 + step / 100), Metric("eval/prompts", 64)],
+                0 if step == 1 else step, [Metric("eval/accuracy", 0.1 + step / 100), Metric("eval/prompts", 64)]
             )
         log.write(step, (policy_metrics if is_rl else training_metrics)(step))
     log.message(f"warning: a warning with {HOSTILE}")
     log.write_now(steps, [Metric("eval/loss_nats", loss_at(steps))] if not is_rl else [])
     log.close()
     for step in samples:
-        write_samples(
-            run_dir / "samples", step, [sample(step, problem, n) for problem in "ab" for n in range(3)]
-        )
+        write_samples(run_dir / "samples", step, [sample(step, problem, n) for problem in "ab" for n in range(3)])
     (run_dir / "DONE").write_text(f"all {steps} steps are done since today\n")
     return run_dir
 

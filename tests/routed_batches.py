@@ -82,10 +82,7 @@ def local_microbatch(
         begin = 0
         for sequence in row:
             here, span = slice(begin, begin + sequence.length), padded(sequence.length, multiple)
-            whole["tokens"][index, here], whole["labels"][index, here] = (
-                sequence.tokens_T[:-1],
-                sequence.tokens_T[1:],
-            )
+            whole["tokens"][index, here], whole["labels"][index, here] = (sequence.tokens_T[:-1], sequence.tokens_T[1:])
             whole["mask"][index, here], whole["pads"][index, here] = sequence.mask_S, False
             whole["positions"][index, begin : begin + span] = torch.arange(span)
             lengths.append(span)

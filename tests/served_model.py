@@ -46,9 +46,7 @@ def reported_logprobs(logits_SV: Tensor, tokens: Sequence[int], asked: Asked) ->
 class ModelAnswers:
     """The native engine on one rank. An update whose files lack a tensor leaves that tensor as it was."""
 
-    def __init__(
-        self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, tensors: Mapping[str, Tensor]
-    ):
+    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, tensors: Mapping[str, Tensor]):
         self.chunks, self.mesh, self.model, self.tensors = list(chunks), mesh, model, dict(tensors)
         self.engine = engine_on(chunks, mesh, model)
         self.forgets: str | None = None
@@ -71,9 +69,7 @@ class ModelAnswers:
         if asked.never and asked.logprobs != "raw":
             logits_SV[:, sorted(asked.never)] = -torch.inf
         return Answer(
-            tokens=one.tokens_T,
-            logprobs=tuple(reported_logprobs(logits_SV, one.tokens_T, asked)),
-            experts=experts,
+            tokens=one.tokens_T, logprobs=tuple(reported_logprobs(logits_SV, one.tokens_T, asked)), experts=experts
         )
 
     def score(self, tokens: Sequence[int]) -> list[float]:

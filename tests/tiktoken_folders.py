@@ -85,9 +85,7 @@ def write_tokenizer(folder: Path, module: str, num_tokens: int = 400) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     parts = "".join(f'            r"""{part}""",\n' for part in PUBLISHED)
-    (folder / f"{module}.py").write_text(
-        f"class TikTokenTokenizer:\n    pat_str = '|'.join([\n{parts}    ])\n"
-    )
+    (folder / f"{module}.py").write_text(f"class TikTokenTokenizer:\n    pat_str = '|'.join([\n{parts}    ])\n")
     return folder
 
 

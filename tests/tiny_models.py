@@ -46,13 +46,7 @@ MODELS = (
         "glm4_moe",
         qk_norm="on",
         rope=RopeConfig(fraction=0.5),
-        moe=moe(
-            shared_experts=1,
-            first_dense_layers=1,
-            routed_scaling=2.5,
-            balance="seq_aux_loss",
-            expert_bias=True,
-        ),
+        moe=moe(shared_experts=1, first_dense_layers=1, routed_scaling=2.5, balance="seq_aux_loss", expert_bias=True),
     ),
     tiny("olmoe", ffn_hidden_size=32, norm_eps=1e-5, moe=moe(normalize_top_k=False, aux_loss_coeff=0.01)),
     tiny(
@@ -103,10 +97,7 @@ MODELS = (
     ),
     tiny("seed_oss"),
     tiny(
-        "qwen3_next",
-        rope=RopeConfig(fraction=0.25),
-        delta=DELTA,
-        moe=moe(shared_experts=1, shared_ffn_hidden_size=96),
+        "qwen3_next", rope=RopeConfig(fraction=0.25), delta=DELTA, moe=moe(shared_experts=1, shared_ffn_hidden_size=96)
     ),
     tiny(
         "qwen3_5_moe_text",
@@ -115,12 +106,7 @@ MODELS = (
         delta=DELTA,
         moe=moe(shared_experts=1, shared_ffn_hidden_size=96),
     ),
-    tiny(
-        "qwen3_5_text",
-        tied_embeddings=True,
-        rope=RopeConfig(fraction=0.25),
-        delta=DELTA,
-    ),
+    tiny("qwen3_5_text", tied_embeddings=True, rope=RopeConfig(fraction=0.25), delta=DELTA),
     tiny("mistral", norm_eps=1e-5),
 )
 TINY = {model.family: model for model in MODELS}

@@ -17,9 +17,7 @@ TEMPLATE = (
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer of words, with the special tokens of a chat."""
     words = ["?", *WORDS, "user", "assistant", "system"]
-    words += [
-        f"w{number}" for number in range(VOCAB - len(words) - 3)
-    ]  # as many as the model has, with those below
+    words += [f"w{number}" for number in range(VOCAB - len(words) - 3)]  # as many as the model has, with those below
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: index for index, word in enumerate(words)}, "?")
     )
@@ -30,6 +28,4 @@ def write_tokenizer(folder: Path) -> None:
         json.dumps({"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"})
     )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": tokenizer.token_to_id("<|im_end|>")})
-    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id("<|im_end|>")}))

@@ -20,10 +20,7 @@ def leaving() -> Iterator[None]:
     def store_on(_: torch.device, store: Store) -> Store:
         return store
 
-    with (
-        mock.patch.object(offload, "store_on", store_on),
-        mock.patch.object(frozen_model, "store_on", store_on),
-    ):
+    with mock.patch.object(offload, "store_on", store_on), mock.patch.object(frozen_model, "store_on", store_on):
         yield
 
 

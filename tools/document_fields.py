@@ -58,11 +58,7 @@ def content(region: re.Match[str]) -> str:
     if region["mark"] == "statuses":
         of_commands = ((str(key), "commands, ranks", text) for key, text in EXIT_STATUSES.items())
         of_jobs = ((str(key), "jobs of `mcore-rl launch`", text) for key, text in MEANING.items())
-        signals = (
-            "128 + n",
-            "commands, ranks",
-            "ended by signal n: 137 is SIGKILL, often for want of memory",
-        )
+        signals = ("128 + n", "commands, ranks", "ended by signal n: 137 is SIGKILL, often for want of memory")
         rows = sorted([*of_commands, *of_jobs], key=lambda row: (row[1], int(row[0])))
         return table("exit status | whose | meaning", iter([*rows, signals]))
     if region["mark"] == "metrics":
@@ -73,9 +69,7 @@ def content(region: re.Match[str]) -> str:
         return table("command | what it does", rows)
     if region["mark"] == "flags of speed":
         flags = (
-            (_options(one), f"`{one.field}`", one.on_gpus, one.on_cpus, one.note)
-            for one in ARGUMENTS
-            if one.field
+            (_options(one), f"`{one.field}`", one.on_gpus, one.on_cpus, one.note) for one in ARGUMENTS if one.field
         )
         return table("Megatron-LM | here | on GPUs | on CPUs | what it needs, what is seen", flags)
     if region["mark"] == "flags not offered":
@@ -83,9 +77,7 @@ def content(region: re.Match[str]) -> str:
         return table("Megatron-LM | why not", missing)
     sections = describe_sections(CONFIGS[region["name"]])
     known = describe_sections(CONFIGS[region["other"]]) if region["other"] else []
-    return "\n" + "".join(
-        _section(section) for section in sections if section.fields and section not in known
-    )
+    return "\n" + "".join(_section(section) for section in sections if section.fields and section not in known)
 
 
 def _options(argument: Argument) -> str:

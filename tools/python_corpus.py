@@ -14,16 +14,7 @@ from mcore_rl.storage.files import write_atomically
 
 EXAMPLE = """example:
   python tools/python_corpus.py --output data/python --max-mb 8"""
-LEFT_OUT = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "__pycache__",
-    "encodings",
-    "pydoc_data",
-}
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 """Folders that are left out: other packages, repetitive tests, and tables."""
 VALID_EVERY = 20
 """One file in this many is held out."""
@@ -113,9 +104,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument(
-        "--output", required=True, type=Path, metavar="FOLDER", help="for train.jsonl and valid.jsonl"
-    )
+    p.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="for train.jsonl and valid.jsonl")
     p.add_argument("--max-mb", type=int, default=8, help="of text, about (default 8)")
     return p
 

@@ -79,9 +79,7 @@ def run_to_end(command: Sequence[str], *, keep_output: bool) -> str:
         is_ended = True
         process.terminate()
 
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE if keep_output else None, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE if keep_output else None, text=True) as process:
         before = signal.signal(signal.SIGTERM, end)
         try:
             output, _ = process.communicate()
@@ -102,9 +100,7 @@ MORE_ARMS = ("ppo",)
 """Arms of reinforcement learning that are run, and those that `--arm` adds."""
 
 
-def stages(
-    folder: Path, steps: int, more_arms: Sequence[str] = (), settings: Sequence[str] = ()
-) -> list[Stage]:
+def stages(folder: Path, steps: int, more_arms: Sequence[str] = (), settings: Sequence[str] = ()) -> list[Stage]:
     """Return the stages in order; all numbers of steps grow with those of pretraining, and those of a very short run
     have less text and fewer prompts too.
 
@@ -126,14 +122,7 @@ def stages(
 def _pretraining(folder: Path, steps: int, shared: Sequence[str]) -> list[Stage]:
     text, data, tokenizer = folder / "text", folder / "data", folder / "tokenizer.model"
     corpus = ("tools/python_corpus.py", "--output", text, "--max-mb", min(6, 1 + steps // 10))
-    learn = (
-        "tools/train_tokenizer.py",
-        text / "train.jsonl",
-        "--output",
-        tokenizer,
-        "--vocab-size",
-        VOCAB_SIZE,
-    )
+    learn = ("tools/train_tokenizer.py", text / "train.jsonl", "--output", tokenizer, "--vocab-size", VOCAB_SIZE)
     made = [
         Stage(
             name="data",
@@ -145,14 +134,7 @@ def _pretraining(folder: Path, steps: int, shared: Sequence[str]) -> list[Stage]
         Stage(name="data", title="sentencepiece tokenizer", arguments=learn, result=tokenizer, seconds=10),
     ]
     for name in ("train", "valid"):
-        arguments = (
-            "tools/preprocess.py",
-            text / f"{name}.jsonl",
-            "--output",
-            data / name,
-            "--tokenizer",
-            tokenizer,
-        )
+        arguments = ("tools/preprocess.py", text / f"{name}.jsonl", "--output", data / name, "--tokenizer", tokenizer)
         result = (data / name).with_suffix(".idx")
         made.append(
             Stage(
@@ -176,10 +158,7 @@ def _pretraining(folder: Path, steps: int, shared: Sequence[str]) -> list[Stage]
     )
     title = "pretraining a tiny MoE on 2 ranks (TP2 x EP2)"
     arguments = (*CLI, "pretrain", f"{RECIPES}/pretrain", *settings)
-    return [
-        *made,
-        Stage(name="pretrain", title=title, arguments=arguments, result=run_dir / "DONE", seconds=45),
-    ]
+    return [*made, Stage(name="pretrain", title=title, arguments=arguments, result=run_dir / "DONE", seconds=45)]
 
 
 def _conversion(folder: Path) -> list[Stage]:
@@ -228,14 +207,7 @@ def _learning(folder: Path, steps: int, names: Sequence[str], shared: Sequence[s
             name="sft",
             title="fine-tuning on them on another mesh (PP2)",
             arguments=(
-                *(
-                    *CLI,
-                    "sft",
-                    f"{RECIPES}/sft",
-                    f"run_dir={sft}",
-                    f"data.train=['{problems}']",
-                    tokenizer,
-                ),
+                *(*CLI, "sft", f"{RECIPES}/sft", f"run_dir={sft}", f"data.train=['{problems}']", tokenizer),
                 *("mesh.tp=1", "mesh.ep=1", "mesh.pp=2", f"checkpoint.load={folder / 'imported'}"),
                 *_lasting(3 * steps, warmup=10),
                 *shared,
@@ -256,9 +228,7 @@ def _learning(folder: Path, steps: int, names: Sequence[str], shared: Sequence[s
         settings = (f"run_dir={folder / name}", f"checkpoint.load={sft}", tokenizer, *own)
         lasting = _lasting(_even(1.2 * steps), warmup=4)
         arguments = (*CLI, "rl", f"{RECIPES}/{recipe}", *settings, *lasting, *shared)
-        made.append(
-            Stage(name=name, title=title, arguments=arguments, result=folder / name / "DONE", seconds=50)
-        )
+        made.append(Stage(name=name, title=title, arguments=arguments, result=folder / name / "DONE", seconds=50))
     return made
 
 
@@ -289,10 +259,7 @@ def _reporting(folder: Path, steps: int, arms: Sequence[str], shared: Sequence[s
     arguments = (*CLI, "report", *runs, "--output", page)
     evaluated = tuple(stage.result for stage in made)
     title = "one page about it"
-    return [
-        *made,
-        Stage(name="report", title=title, arguments=arguments, result=page, seconds=4, sources=evaluated),
-    ]
+    return [*made, Stage(name="report", title=title, arguments=arguments, result=page, seconds=4, sources=evaluated)]
 
 
 def _lasting(steps: int, warmup: int) -> tuple[str, str]:
@@ -348,9 +315,7 @@ def summary(folder: Path, took_s: float, console: Console) -> None:
     )
     for path in sorted(folder.glob("*/evaluation.json"), key=lambda path: path.stat().st_mtime):
         evaluation = json.loads(path.read_text(encoding="utf-8"))
-        console.print(
-            f"  {path.parent.name:<9} answers {evaluation['eval/accuracy']:6.1%} of held-out prompts right"
-        )
+        console.print(f"  {path.parent.name:<9} answers {evaluation['eval/accuracy']:6.1%} of held-out prompts right")
     console.print(f"  the page  {folder / 'report.html'}", soft_wrap=True)
     console.print(what_next(folder), soft_wrap=True, markup=False, highlight=False)
 
@@ -380,10 +345,7 @@ def main() -> int:
     )
     command.add_argument("--folder", type=Path, default=Path("runs/quickstart"), help="for all results")
     command.add_argument(
-        "--steps",
-        type=int,
-        default=int(os.environ.get("STEPS", STEPS)),
-        help="of pretraining; others grow with it",
+        "--steps", type=int, default=int(os.environ.get("STEPS", STEPS)), help="of pretraining; others grow with it"
     )
     names = list(dict.fromkeys(stage.name for stage in stages(Path(), STEPS, MORE_ARMS)))
     command.add_argument("--only", choices=names, help="this part alone, on what the others have left")

@@ -74,12 +74,7 @@ def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = Non
         settings: Fields that every training and evaluation has, over its own.
         batches: Rollout batches of each arm of reinforcement learning, and steps of fine-tuning; None: the recipes'.
     """
-    dense, mixture, problems, sft = (
-        folder / "smollm2",
-        folder / "mixture",
-        folder / "copying.jsonl",
-        folder / "sft",
-    )
+    dense, mixture, problems, sft = (folder / "smollm2", folder / "mixture", folder / "copying.jsonl", folder / "sft")
     shared = (*SHARED, *settings)
     lasting = () if batches is None else (f"train.steps={2 * batches}", "optim.warmup_steps=0")
     tasks = () if batches is None else ("rl.eval.num_prompts=4",)
@@ -240,9 +235,7 @@ def main() -> int:
         prog="python -m tools.real", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     command.add_argument("--folder", type=Path, default=Path("runs/real"), help="for all results")
-    command.add_argument(
-        "--batches", type=int, help="rollout batches of each arm: for a test (default: the recipe's)"
-    )
+    command.add_argument("--batches", type=int, help="rollout batches of each arm: for a test (default: the recipe's)")
     command.add_argument(
         "settings", nargs="*", metavar="OVERRIDE", help="fields of every training and evaluation of it"
     )

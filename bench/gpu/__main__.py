@@ -45,9 +45,7 @@ RESULT = "RESULT "
 
 def main() -> int:
     """Run the steps and write the results; return 0, or 1 when a step failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
     parser.add_argument("--output", type=Path, help="file to write (default: bench/results/gpu/<time>.json)")
@@ -78,9 +76,7 @@ def main() -> int:
         # After every step: what is known is kept when the machine is taken away.
         output.write_text(json.dumps(document, indent=1) + "\n")
         outcome = document["steps"][name]
-        print(
-            f"{name:<11}{outcome['status']:<8}{outcome['seconds']:6.1f} s  {outcome['summary']}", flush=True
-        )
+        print(f"{name:<11}{outcome['status']:<8}{outcome['seconds']:6.1f} s  {outcome['summary']}", flush=True)
     failed = [name for name, outcome in document["steps"].items() if outcome["status"] == "failed"]
     print(f"written to {output}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0

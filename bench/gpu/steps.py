@@ -215,9 +215,7 @@ def logits(on: Machine, model: ModelConfig, weights: dict[str, Tensor], tokens_B
     copy_in([chunk], weights)
     positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS).to(on.device)
     with torch.no_grad():
-        logits_BSV: Tensor = chunk(
-            input_ids=tokens_BS.to(on.device), position_ids=positions_BS, attention_mask=None
-        )
+        logits_BSV: Tensor = chunk(input_ids=tokens_BS.to(on.device), position_ids=positions_BS, attention_mask=None)
     return logits_BSV[..., :VOCAB]
 
 
@@ -286,15 +284,11 @@ def attention_kernels(on: Machine, call: Callable[[], Any]) -> list[str]:
         call()
         on.wait()
     names = {event.key for event in profile.key_averages()}
-    found = {
-        name.removeprefix("aten::_scaled_dot_product_") for name in names if "_scaled_dot_product_" in name
-    }
+    found = {name.removeprefix("aten::_scaled_dot_product_") for name in names if "_scaled_dot_product_" in name}
     return sorted(name for name in found if not name.endswith("backward"))
 
 
-def packed_difference(
-    on: Machine, window: int | None = None, has_sinks: bool = False, keys_before: int = 0
-) -> float:
+def packed_difference(on: Machine, window: int | None = None, has_sinks: bool = False, keys_before: int = 0) -> float:
     """Return how far one call for packed sequences in bf16, and its gradients, are from a call for each in fp32 on the
     CPU; 0 where there is no kernel.
 
@@ -471,25 +465,16 @@ def slice(on: Machine) -> Outcome:  # the step's name
         if on.is_gpu:
             torch.cuda.empty_cache()
     speeds = {
-        name: found["tflops"]
-        for name, found in on.figures.items()
-        if isinstance(found, dict) and "tflops" in found
+        name: found["tflops"] for name, found in on.figures.items() if isinstance(found, dict) and "tflops" in found
     }
     unit = "TFLOP/s" if on.is_gpu else "TFLOP/s (a rehearsal: no measurement)"
     return Outcome(
-        summary=", ".join(f"{name} {tflops}" for name, tflops in speeds.items()) + f" {unit}",
-        figures=on.figures,
+        summary=", ".join(f"{name} {tflops}" for name, tflops in speeds.items()) + f" {unit}", figures=on.figures
     )
 
 
 def our_step(
-    on: Machine,
-    model: ModelConfig,
-    rows: int,
-    length: int,
-    *,
-    local: bool = False,
-    layers: str = "torch",
+    on: Machine, model: ModelConfig, rows: int, length: int, *, local: bool = False, layers: str = "torch"
 ) -> Callable[[], Any]:
     """Return a training step of ours; with `local` of a model with Megatron's own layers without TransformerEngine."""
     settings = PlatformConfig.model_validate({"precision": "bf16", "layers": layers})
@@ -524,9 +509,7 @@ def megatron_layers() -> Iterator[None]:
         build.block_spec = original
 
 
-def transformers_step(
-    on: Machine, model: ModelConfig, rows: int, length: int, *, compiled: bool
-) -> Callable[[], Any]:
+def transformers_step(on: Machine, model: ModelConfig, rows: int, length: int, *, compiled: bool) -> Callable[[], Any]:
     """Return a training step of transformers' Qwen3-MoE of the same sizes, with grouped products and fused AdamW."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -569,10 +552,7 @@ def rl(on: Machine) -> Outcome:
     settings = PlatformConfig(precision="bf16" if on.is_gpu else "fp32", layers="torch")
     chunks = build_model(model, on.mesh, platform.start(settings), settings)
     count, prompt, answer = (64, 256, 128) if on.is_large else (4, 8, 4)
-    prompts = [
-        prompt_of(torch.randint(0, model.vocab_size, (prompt,)).tolist(), str(index))
-        for index in range(count)
-    ]
+    prompts = [prompt_of(torch.randint(0, model.vocab_size, (prompt,)).tolist(), str(index)) for index in range(count)]
     sampling = Sampling(max_new_tokens=answer)
     rates, drawn = {}, {}
     # A CPU computes the steps of fixed shapes without graphs.
@@ -638,9 +618,7 @@ def extras(on: Machine) -> Outcome:
     else:
         figures["fp8"] = "TransformerEngine cannot be imported, or there is no GPU"
     figures["deepep"] = (
-        "importable; it needs ranks: run with 2 to 8 GPUs"
-        if has_module("deep_ep")
-        else "deep_ep cannot be imported"
+        "importable; it needs ranks: run with 2 to 8 GPUs" if has_module("deep_ep") else "deep_ep cannot be imported"
     )
     return Outcome(summary=str(figures), figures=figures)
 
@@ -663,9 +641,7 @@ def ranks(on: Machine) -> Outcome:
             figures[f"{mesh}2"] = json.loads(answer.read_text())
         worst = max(relative(figures[f"{mesh}2"]["losses"], alone["losses"]))
         on.expect(f"losses on {mesh}2 beside one rank's", worst, LOSS_TOLERANCE)
-    return Outcome(
-        summary=f"{', '.join(name for name in figures if name != '1')} equal one rank", figures=figures
-    )
+    return Outcome(summary=f"{', '.join(name for name in figures if name != '1')} equal one rank", figures=figures)
 
 
 def rank(mesh: str, answer: Path) -> None:

@@ -180,14 +180,7 @@ RESERVED = {
 
 def check_cluster(cluster: ClusterConfig) -> None:
     """Raise a ConfigError that lists everything wrong with a cluster file, if anything is."""
-    refuse(
-        [
-            *_node(cluster.node),
-            *_container(cluster.container),
-            *_slurm(cluster),
-            *_environment(cluster.environment),
-        ]
-    )
+    refuse([*_node(cluster.node), *_container(cluster.container), *_slurm(cluster), *_environment(cluster.environment)])
 
 
 def seconds_of(time: str) -> int | None:

@@ -13,18 +13,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.toml import toml_value
 
 PROBED_FAMILIES = (
-    *(
-        "dots1",
-        "glm4_moe",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmoe",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-    ),
+    *("dots1", "glm4_moe", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     *("seed_oss", "solar_open"),
 )
 """Families with which a real server was proved: it had the weights after an update, and the probe found each kind of
@@ -32,13 +21,7 @@ tensor that was left old."""
 OWN_ARGUMENTS = frozenset(
     {
         *("--model", "--model-path", "--served-model-name", "--load-format", "--host", "--port", "--dtype"),
-        *(
-            "--skip-tokenizer-init",
-            "--enable-scale-out",
-            "--max-model-len",
-            "--context-length",
-            "--logprobs-mode",
-        ),
+        *("--skip-tokenizer-init", "--enable-scale-out", "--max-model-len", "--context-length", "--logprobs-mode"),
         *("--tensor-parallel-size", "-tp", "--tp", "--tp-size", "--worker-extension-cls"),
         *("--weight-transfer-config", "--enable-return-routed-experts", "--device", "--api-key"),
         *("--max-num-seqs", "--max-running-requests", "--enable-lora", "--max-lora-rank"),
@@ -56,9 +39,7 @@ def engine_violations(config: RlRunConfig) -> Iterator[str]:
         yield from _servers(engine)
         yield from _arguments(engine, config.platform.device)
         yield from _logprobs(engine.kind, config.rl.rollout, config.rl.eval.temperature)
-        yield from _model(
-            engine, config.model, config.rl.prompts.max_tokens + config.rl.max_completion_tokens
-        )
+        yield from _model(engine, config.model, config.rl.prompts.max_tokens + config.rl.max_completion_tokens)
         yield from _routes(engine, config.replay, config.platform.device)
         yield from _adapters(engine, config.lora, config.model, config.rl.rollout.max_staleness)
 
@@ -148,9 +129,7 @@ def _logprobs(kind: str, rollout: RolloutConfig, eval_temperature: float) -> Ite
         )
 
 
-def _adapters(
-    engine: ServedConfig, lora: LoraConfig, model: ModelConfig, max_staleness: int
-) -> Iterator[str]:
+def _adapters(engine: ServedConfig, lora: LoraConfig, model: ModelConfig, max_staleness: int) -> Iterator[str]:
     """Check that servers can load the policy's adapters, if rl.engine.lora="adapter"."""
     if engine.lora == "merged":
         if engine.base_model is not None:

@@ -21,13 +21,7 @@ OF_TEXT = ("data.", "rl.prompts.", "rl.eval.", "rl.ptx.")
 """Prefixes of the fields that name files of text, tokenizers or templates."""
 NO_TEMPLATES = ("", "tokenizer", "plain", "raw")
 """Values of a field for a template that name no file."""
-OF_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+OF_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja")
 """Files of a tokenizer's folder that decide its tokens; a model's weights may be in the same folder."""
 
 

@@ -66,9 +66,7 @@ def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
 
 def _widths(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     moe = model.moe
-    split = [
-        ("padded vocabulary (model.vocab_size, model.vocab_multiple)", model.padded_vocab_size, "tp", mesh.tp)
-    ]
+    split = [("padded vocabulary (model.vocab_size, model.vocab_multiple)", model.padded_vocab_size, "tp", mesh.tp)]
     if not all(model.moe_layers):
         split.append(("model.ffn_hidden_size", model.ffn_hidden_size, "tp", mesh.tp))
     if model.is_moe:
@@ -192,8 +190,7 @@ def _layout(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
         )
     elif sum(chunks) != model.num_layers:
         yield (
-            f"{layout} has {sum(chunks)} layers in all, and model.num_layers={model.num_layers}. Change one of "
-            "them."
+            f"{layout} has {sum(chunks)} layers in all, and model.num_layers={model.num_layers}. Change one of them."
         )
     elif min(chunks[:-1]) < 1 or chunks[-1] < 0:
         yield (

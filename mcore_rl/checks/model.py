@@ -129,8 +129,7 @@ def _shape(model: ModelConfig, family: Family) -> Iterator[str]:
     if family.is_latent:
         if model.mla.qk_rope_head_dim % 2:
             yield (
-                f"model.mla.qk_rope_head_dim={model.mla.qk_rope_head_dim} is odd: it is turned pairwise. "
-                "Make it even."
+                f"model.mla.qk_rope_head_dim={model.mla.qk_rope_head_dim} is odd: it is turned pairwise. Make it even."
             )
         return
     turned = int(model.head_dim * model.rope.fraction)
@@ -168,9 +167,7 @@ def _rope(model: ModelConfig, family: Family) -> Iterator[str]:
             'another model.family or model.rope.scaling="yarn".'
         )
     if rope.scaling == "llama3" and family.is_latent:
-        yield (
-            f'model.rope.scaling="llama3" is not supported by {model.family}\'s attention. Use "yarn" or "none".'
-        )
+        yield (f'model.rope.scaling="llama3" is not supported by {model.family}\'s attention. Use "yarn" or "none".')
     elif rope.scaling == "llama3" and rope.original_length != llama3_length:
         yield (
             f'model.rope.original_length={rope.original_length} with model.rope.scaling="llama3": Megatron '
@@ -252,12 +249,7 @@ class Width:
 
 
 def fp8_violations(
-    model: ModelConfig,
-    mesh: MeshConfig,
-    platform: PlatformConfig,
-    micro_batch: int,
-    seq_length: int,
-    field: str,
+    model: ModelConfig, mesh: MeshConfig, platform: PlatformConfig, micro_batch: int, seq_length: int, field: str
 ) -> Iterator[str]:
     """Yield a sentence for each width, or number of tokens on a rank, that 8-bit products do not accept.
 
@@ -396,9 +388,7 @@ def _targets(lora: LoraConfig, model: ModelConfig) -> Iterator[str]:
             )
 
 
-def layer_violations(
-    lora: LoraConfig, mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig
-) -> Iterator[str]:
+def layer_violations(lora: LoraConfig, mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> Iterator[str]:
     """Yield a sentence for each reason why these layers cannot have low-rank adapters."""
     targets = lora.targets_in(model)
     reasons = {
@@ -475,6 +465,4 @@ def _unused(replay: ReplayConfig, model: ModelConfig) -> Iterator[str]:
     if replay.split_interval is not None and not model.is_moe:
         yield "replay.split_interval with a model without experts: no token is routed. Set it to none."
     if replay.missing != "error":
-        yield (
-            f'replay.missing="{replay.missing}" has no effect with replay.kind="none". Set replay.missing="error".'
-        )
+        yield (f'replay.missing="{replay.missing}" has no effect with replay.kind="none". Set replay.missing="error".')

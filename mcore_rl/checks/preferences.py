@@ -48,9 +48,7 @@ def preference_violations(config: PreferenceRunConfig, world_size: int) -> Itera
 
 def _lengths(data: PreferenceDataConfig, max_position: int) -> Iterator[str]:
     if data.seq_length > max_position:
-        yield (
-            f"data.seq_length={data.seq_length} is more than model.max_position={max_position}. Shorten it."
-        )
+        yield (f"data.seq_length={data.seq_length} is more than model.max_position={max_position}. Shorten it.")
     if data.tokens_per_microbatch != "auto" and data.tokens_per_microbatch < 2 * data.seq_length:
         yield (
             f"data.tokens_per_microbatch={data.tokens_per_microbatch} does not hold two answers of data.seq_length="

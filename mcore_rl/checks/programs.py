@@ -27,9 +27,7 @@ class Program:
     check: Callable[[Any, int], None]
     """Check of such a config for a number of ranks; raises a ConfigError."""
 
-    def checked_config(
-        self, path: Path, overrides: Sequence[str], ranks: int | None
-    ) -> tuple[RunConfig, int]:
+    def checked_config(self, path: Path, overrides: Sequence[str], ranks: int | None) -> tuple[RunConfig, int]:
         """Return the config and the number of ranks it was checked for, by default the minimum for the mesh."""
         config = load_run_config(self.config, path, overrides)
         return config, self.checked_ranks(config, ranks)

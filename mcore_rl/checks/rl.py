@@ -91,9 +91,7 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
 
 def _prompts(prompts: PromptConfig) -> Iterator[str]:
     if prompts.task == "file" and not prompts.files:
-        yield (
-            'rl.prompts.task="file", but rl.prompts.files is empty. Name JSONL files, or set a built-in task.'
-        )
+        yield ('rl.prompts.task="file", but rl.prompts.files is empty. Name JSONL files, or set a built-in task.')
     if prompts.task != "file" and prompts.files:
         yield (
             f'rl.prompts.files={list(prompts.files)} is not read with rl.prompts.task="{prompts.task}". Clear '
@@ -108,9 +106,7 @@ def _prompts(prompts: PromptConfig) -> Iterator[str]:
         "to read every prompt once an epoch",
     )
     if prompts.smallest > prompts.largest:
-        yield (
-            f"rl.prompts.smallest={prompts.smallest} is above rl.prompts.largest={prompts.largest}. Lower it."
-        )
+        yield (f"rl.prompts.smallest={prompts.smallest} is above rl.prompts.largest={prompts.largest}. Lower it.")
     if prompts.task == "countdown" and not 2 <= prompts.smallest <= prompts.largest <= 6:
         yield (
             f'rl.prompts.smallest={prompts.smallest} and largest={prompts.largest} with task="countdown", '
@@ -268,9 +264,7 @@ def _token_advantages(rl: RlConfig) -> Iterator[str]:
 def _distill(rl: RlConfig) -> Iterator[str]:
     distill, default = rl.distill, DistillConfig()
     if not distill.paths:
-        changed = [
-            name for name in DistillConfig.model_fields if getattr(distill, name) != getattr(default, name)
-        ]
+        changed = [name for name in DistillConfig.model_fields if getattr(distill, name) != getattr(default, name)]
         if changed:
             yield (
                 f"{', '.join(f'rl.distill.{name}' for name in changed)}: there is no teacher. Name rl.distill.teacher "
@@ -403,11 +397,7 @@ def _staleness(rl: RlConfig) -> Iterator[str]:
             f'{field} with rl.loss.importance_sampling="none": the ratio starts at the policy in training, and nothing '
             "weighs that older weights sampled the tokens: the gradient would be biased. Set "
             f'rl.loss.importance_sampling="{kind}"'
-            + (
-                ', or rl.update.old_logprobs="rollout", whose ratio starts at the sampler.'
-                if staleness == 1
-                else "."
-            )
+            + (', or rl.update.old_logprobs="rollout", whose ratio starts at the sampler.' if staleness == 1 else ".")
         )
 
 
@@ -502,9 +492,7 @@ def _servers(reward: RewardConfig) -> Iterator[str]:
         reason = "rl.reward.parts names no server (http:URL, judge:FILE)"
         yield from _unused(reward.server, RewardServerConfig(), "rl.reward.server", reason)
     if not judges:
-        yield from _unused(
-            reward.judge, JudgeConfig(), "rl.reward.judge", "rl.reward.parts names no judge:FILE"
-        )
+        yield from _unused(reward.judge, JudgeConfig(), "rl.reward.judge", "rl.reward.parts names no judge:FILE")
         return
     for name in ("url", "model"):
         if getattr(reward.judge, name) is None:
@@ -526,9 +514,7 @@ def _code(reward: RewardConfig) -> Iterator[str]:
 
 def _unused(section: Section, default: Section, name: str, reason: str) -> Iterator[str]:
     """Yield a sentence if fields of `section` are set that nothing reads."""
-    changed = [
-        field for field in type(section).model_fields if getattr(section, field) != getattr(default, field)
-    ]
+    changed = [field for field in type(section).model_fields if getattr(section, field) != getattr(default, field)]
     if changed:
         fields = ", ".join(f"{name}.{field}" for field in changed)
         yield f"{fields}: not used, because {reason}. Clear the section {name}, or name the part."
@@ -568,9 +554,7 @@ def _environment(rl: RlConfig) -> Iterator[str]:
     has_part = ENVIRONMENT_PART in rl.reward.parts
     if name is None:
         changed = [
-            field
-            for field in EnvironmentConfig.model_fields
-            if getattr(environment, field) != getattr(default, field)
+            field for field in EnvironmentConfig.model_fields if getattr(environment, field) != getattr(default, field)
         ]
         if changed:
             yield (

@@ -44,18 +44,11 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
             *chat_violations(config.data.tokenizer, config.data.chat_template, "prompts"),
             *_lengths(config.rl, config.packed_length, config.longest_sample, config.model.max_position),
             *_batches(config.rl, config.rollout_size, config.train),
-            *_intervals(
-                config.train, config.checkpoint.interval, config.updates_per_rollout, config.rollout_size
-            ),
-            *_critic(
-                config.critic, config.platform, config.critic_steps, config.train, config.updates_per_rollout
-            ),
+            *_intervals(config.train, config.checkpoint.interval, config.updates_per_rollout, config.rollout_size),
+            *_critic(config.critic, config.platform, config.critic_steps, config.train, config.updates_per_rollout),
             *_stores("optim", config.optim, "rl.update.store", config.update_store),
             *_stores(
-                "rl.advantage.critic.optim",
-                config.critic_optim,
-                "rl.advantage.critic.store",
-                config.critic_store,
+                "rl.advantage.critic.optim", config.critic_optim, "rl.advantage.critic.store", config.critic_store
             ),
             *_texts(config.mesh, config.rl.ptx, world_size),
             *_layers(config.platform, config.rl.engine),
@@ -120,9 +113,7 @@ def _nearest_divisor(size: int, wanted: int) -> int:
     return 1
 
 
-def _intervals(
-    train: TrainConfig, save_interval: int | None, updates: int, rollout_size: int
-) -> Iterator[str]:
+def _intervals(train: TrainConfig, save_interval: int | None, updates: int, rollout_size: int) -> Iterator[str]:
     """Check that intervals are whole rollout batches: a run saves, evaluates and ends only between them."""
     if not updates:
         return  # _batches reports it
@@ -150,11 +141,7 @@ def _stores(section: str, optim: OptimConfig | None, field: str, store: Store) -
 
 
 def _critic(
-    critic: CriticConfig | None,
-    platform: PlatformConfig,
-    critic_steps: int,
-    train: TrainConfig,
-    updates: int,
+    critic: CriticConfig | None, platform: PlatformConfig, critic_steps: int, train: TrainConfig, updates: int
 ) -> Iterator[str]:
     """Check the critic's own schedule, and that its warm-up leaves steps to the policy."""
     if critic is None or not updates:
@@ -223,10 +210,7 @@ def _routers(model: ModelConfig, rl: RlConfig, replay: ReplayConfig, lora: LoraC
         )
     if rl.freeze_router and not model.is_moe:
         yield "rl.freeze_router=true, but the model has no experts. Set it to false."
-    losses = {
-        "aux_loss_coeff": moe.aux_loss_coeff if moe.balance != "none" else 0.0,
-        "z_loss_coeff": moe.z_loss_coeff,
-    }
+    losses = {"aux_loss_coeff": moe.aux_loss_coeff if moe.balance != "none" else 0.0, "z_loss_coeff": moe.z_loss_coeff}
     if (rl.freeze_router or lora.is_on) and model.is_moe and any(losses.values()):
         named = ", ".join(f"model.moe.{name}={value}" for name, value in losses.items() if value)
         frozen = "rl.freeze_router=true" if rl.freeze_router else f"lora.rank={lora.rank}"

@@ -87,9 +87,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from _router_fusion(config.platform, unfuses_router=config.unfuses_router)
     yield from _overlapped_shared_experts(config.mesh, config.platform)
     has_one_shape = isinstance(config, PretrainConfig | SFTConfig)
-    yield from _overlapped_tensor_parallelism(
-        config.mesh, config.model, config.platform, has_one_shape=has_one_shape
-    )
+    yield from _overlapped_tensor_parallelism(config.mesh, config.model, config.platform, has_one_shape=has_one_shape)
     yield from offload_violations(config.optim, config.platform)
     yield from precision_violations(config.optim, config.platform)
     yield from _recompute(config.platform, model)
@@ -222,10 +220,7 @@ def _ramp(train: TrainConfig) -> Iterator[str]:
         for name, value in (("start", start), ("increment", increment), ("samples", samples))
     )
     if start is None or increment is None or samples is None:
-        yield (
-            f"{settings}: a growing batch needs all three, a constant one none. Set the missing, or all to "
-            '"none".'
-        )
+        yield (f'{settings}: a growing batch needs all three, a constant one none. Set the missing, or all to "none".')
     elif start >= train.global_batch or (train.global_batch - start) % increment:
         yield (
             f"{settings}: no number of increments leads from the start to "
@@ -272,9 +267,7 @@ def offload_violations(optim: OptimConfig, platform: PlatformConfig, field: str 
 def precision_violations(optim: OptimConfig, platform: PlatformConfig, field: str = "optim") -> Iterator[str]:
     """Yield a sentence for each fault in the optimizer's number formats in section `field`."""
     lowered = [
-        name
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
-        if getattr(optim, name) != "fp32"
+        name for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype") if getattr(optim, name) != "fp32"
     ]
     if lowered and platform.precision != "bf16":
         yield (
@@ -291,12 +284,7 @@ def precision_violations(optim: OptimConfig, platform: PlatformConfig, field: st
 
 
 def weight_violations(
-    name: str,
-    weights: Sequence[float],
-    sources_name: str,
-    sources: Sequence[str],
-    what: str,
-    without: str,
+    name: str, weights: Sequence[float], sources_name: str, sources: Sequence[str], what: str, without: str
 ) -> Iterator[str]:
     """Yield a sentence for each fault in the weights in field `name` of the data in field `sources_name`.
 
@@ -320,10 +308,7 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
         "data.train_weights", data.train_weights, "data.train", data.train, "prefixes", "to weigh by tokens"
     )
     if min(data.split) < 0 or data.split[0] <= 0:
-        yield (
-            f"data.split={list(data.split)}: no share is negative, training needs one. Use numbers like "
-            "98, 1, 1."
-        )
+        yield (f"data.split={list(data.split)}: no share is negative, training needs one. Use numbers like 98, 1, 1.")
     elif train.eval_batches and not data.valid and not data.split[1]:
         yield (
             f"train.eval_batches={train.eval_batches}, but there is nothing to evaluate on: data.valid is "
@@ -351,17 +336,17 @@ def _overlapped_tensor_parallelism(
         "TransformerEngine's user buffers have one shape for a whole run, as batches of pretraining and fine-tuning do "
         "and those of this program do not": not has_one_shape,
         f"mesh.tp={mesh.tp} sends nothing": mesh.tp == 1,
-        f"mesh.sequence_parallel=false with mesh.tp={mesh.tp}: what overlaps are its gathers and "
-        "reductions": mesh.tp > 1 and not mesh.sequence_parallel,
+        f"mesh.sequence_parallel=false with mesh.tp={mesh.tp}: what overlaps are its gathers and reductions": mesh.tp
+        > 1
+        and not mesh.sequence_parallel,
         'platform.device="cpu" has no user buffers': platform.device == "cpu",
         'platform.layers="torch" has no user buffers': platform.layers == "torch",
         f'platform.precision="{platform.precision}": the buffers are bf16': platform.precision != "bf16",
-        f'platform.fp8="{platform.fp8}": TransformerEngine takes them with some recipes only': platform.fp8
-        != "none",
+        f'platform.fp8="{platform.fp8}": TransformerEngine takes them with some recipes only': platform.fp8 != "none",
         f"{model.family}'s latent attention has projections for which Megatron switches it off, and with them for all "
         "later layers": family_of(model).is_latent,
-        f"model.mtp_layers={model.mtp_layers} have a projection for which Megatron switches it "
-        "off": model.mtp_layers > 0,
+        f"model.mtp_layers={model.mtp_layers} have a projection for which Megatron switches it off": model.mtp_layers
+        > 0,
         "mesh.overlap_shared_experts=true takes the same messages apart itself": mesh.overlap_shared_experts,
     }
     for reason, holds in reasons.items():
@@ -423,10 +408,7 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
         "gated delta nets are computed by torch, in chunks": "delta" in model.mixers,
         "attention over chosen keys is computed by torch": model.indexer.top_k is not None,
     }
-    unfit = {
-        'platform.layers="te"': platform.layers == "te",
-        "platform.batch_invariant=true": platform.batch_invariant,
-    }
+    unfit = {'platform.layers="te"': platform.layers == "te", "platform.batch_invariant=true": platform.batch_invariant}
     for reason in (text for text, is_so in by_torch.items() if is_so):
         for setting in (text for text, is_set in unfit.items() if is_set):
             yield (
@@ -454,8 +436,7 @@ def _cpu_layers(platform: PlatformConfig) -> Iterator[str]:
     if platform.precision == "bf16":
         yield (
             f'{asked} with platform.precision="bf16": the compiled layers compute tensors in fp32. Set '
-            'platform.precision="fp32"'
-            + (', or platform.layers="torch".' if platform.layers == "cpu" else ".")
+            'platform.precision="fp32"' + (', or platform.layers="torch".' if platform.layers == "cpu" else ".")
         )
     if platform.batch_invariant:
         yield (
@@ -499,9 +480,7 @@ def _recompute(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
                 f'platform.recompute_modules names "{module}", which this {model.family} model does not '
                 "have. Take it out."
             )
-        elif (
-            platform.fp8 != "none" and platform.fp8_recipe == "delayed" and module in ("moe_act", "layernorm")
-        ):
+        elif platform.fp8 != "none" and platform.fp8_recipe == "delayed" and module in ("moe_act", "layernorm"):
             yield (
                 f'platform.recompute_modules names "{module}", which Megatron cannot recompute with '
                 'platform.fp8_recipe="delayed". Take it out, or set the recipe to "auto".'

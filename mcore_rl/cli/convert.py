@@ -36,14 +36,9 @@ MAX_LINES = 100
 OF_EACH = {"workers", "max_ram", "overwrite", "log"}
 """Options that every action accepts."""
 OF_ACTION = {
-    "plan": {
-        *"dtype mtp keys layers vocab_multiple reference family tokenizer merge adapter quantize".split()
-    },
+    "plan": {*"dtype mtp keys layers vocab_multiple reference family tokenizer merge adapter quantize".split()},
     "import": {*"dtype mtp keys layers vocab_multiple family check_logits".split()},
-    "export": {
-        *"dtype mtp reference tokenizer merge adapter quantize".split(),
-        *("push_to_hub", "public", "dry_run"),
-    },
+    "export": {*"dtype mtp reference tokenizer merge adapter quantize".split(), *("push_to_hub", "public", "dry_run")},
     "verify": {"mtp", "reference", "logits", "family"},
     "relayout": {"keys", "layers", "reference"},
     "upcycle": {*"dtype check_logits experts top_k granularity shared noise router_std seed".split()},
@@ -265,9 +260,7 @@ def _check_log(args: argparse.Namespace) -> None:
     paths = [(str(path), path) for path in args.paths]
     refuse_overlap(args.log, paths if args.reference is None else [*paths, ("--reference", args.reference)])
     if os.path.lexists(args.log) and not is_event_log(args.log):
-        raise ConfigError(
-            f"--log {args.log} is no log, and lines would be appended to it. Name another file."
-        )
+        raise ConfigError(f"--log {args.log} is no log, and lines would be appended to it. Name another file.")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -283,13 +276,9 @@ def _check(args: argparse.Namespace) -> None:
     given = [option.dest for option in options if getattr(args, option.dest) != option.default]
     for name in given:
         if name not in OF_EACH | OF_ACTION[args.action]:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} means nothing to convert {args.action}. Leave it out."
-            )
+            raise ConfigError(f"--{name.replace('_', '-')} means nothing to convert {args.action}. Leave it out.")
         if args.adapter and name in ("mtp", "tokenizer", "merge"):
-            raise ConfigError(
-                f"--{name} means nothing with --adapter, which writes no weights. Leave one of them out."
-            )
+            raise ConfigError(f"--{name} means nothing with --adapter, which writes no weights. Leave one of them out.")
         if name in ("public", "dry_run") and "push_to_hub" not in given:
             raise ConfigError(f"--{name.replace('_', '-')} means nothing without --push-to-hub NAME. Add it.")
 
@@ -322,9 +311,7 @@ def check_files(args: argparse.Namespace) -> int:
             bad[checked.verdict].append(checked.name)
     damaged, strange = bad.values()
     if strange:
-        show(
-            f"NOT UNDERSTOOD: {', '.join(strange)}, so that nothing can be said of the files that it describes."
-        )
+        show(f"NOT UNDERSTOOD: {', '.join(strange)}, so that nothing can be said of the files that it describes.")
     if damaged:
         show(f"DAMAGED: {len(damaged)} of {len(plan.checks)} files: {', '.join(damaged)}. Take another copy.")
     elif not strange:

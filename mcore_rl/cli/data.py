@@ -35,12 +35,7 @@ from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.errors import INTERRUPTED_STATUS, ConfigError, DataError, escaped
 from mcore_rl.megatron import platform as platforms
-from mcore_rl.programs.inputs import (
-    PreferenceData,
-    describe_preferences,
-    load_matching_tokenizer,
-    load_preferences,
-)
+from mcore_rl.programs.inputs import PreferenceData, describe_preferences, load_matching_tokenizer, load_preferences
 from mcore_rl.programs.pretrain import sample_counts
 from mcore_rl.programs.rollouts import Prompts, load_prompts
 from mcore_rl.programs.sft import describe_data, packed_train
@@ -69,9 +64,7 @@ def make_tokenizer(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
         )
     )
-    Console().print(
-        f"{args.output}: {args.vocab_size} pieces ({args.model_type}) from {lines} lines", soft_wrap=True
-    )
+    Console().print(f"{args.output}: {args.vocab_size} pieces ({args.model_type}) from {lines} lines", soft_wrap=True)
     return 0
 
 
@@ -178,10 +171,7 @@ def _lines(config: RunConfig, count: int) -> Iterator[str]:
 def _sequences(config: PretrainConfig, count: int) -> Iterator[str]:
     counts = sample_counts(config.data, config.train)
     plan = plan_data(
-        config.data,
-        vocab_size=config.model.vocab_size,
-        samples=counts,
-        evaluated_at_once=config.train.global_batch,
+        config.data, vocab_size=config.model.vocab_size, samples=counts, evaluated_at_once=config.train.global_batch
     )
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer.kind != "none" else None
     yield from plan.warnings
@@ -287,7 +277,5 @@ def readable(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     text = ""
     for is_special, group in groupby(ids, key=tokenizer.special_ids.__contains__):
         run = list(group)
-        text += (
-            "".join(token_name(tokenizer, token) for token in run) if is_special else tokenizer.decode(run)
-        )
+        text += "".join(token_name(tokenizer, token) for token in run) if is_special else tokenizer.decode(run)
     return text

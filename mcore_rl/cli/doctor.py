@@ -35,9 +35,7 @@ from mcore_rl.workers.launcher import environment_variable, rank_of_launcher, wo
 GIB = 2**30
 FAULTY = 1
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-PACKAGES = (
-    "torch megatron-core transformers transformer-engine apex triton deep-ep isal safetensors numpy"
-).split()
+PACKAGES = ("torch megatron-core transformers transformer-engine apex triton deep-ep isal safetensors numpy").split()
 OPEN_FILES = 4096
 """Number of open files that a rank with many checkpoint shards, sockets and data files needs."""
 
@@ -205,10 +203,7 @@ def missing(found: Found, there: dict[str, bool]) -> Iterator[tuple[str, str]]:
             "checkpoints",
         )
     if not found.has_te and not found.has_apex:
-        yield (
-            "a fused Adam (TransformerEngine or apex)",
-            "torch's fused kernel in its place, with the same state",
-        )
+        yield ("a fused Adam (TransformerEngine or apex)", "torch's fused kernel in its place, with the same state")
     if not there["DeepEP dispatcher"]:
         yield (
             "deep_ep",

@@ -92,13 +92,7 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
     num_pairs, global_batch = valid.preferences.num_pairs, config.train.global_batch
     head = reward_head(mesh, config)
     sums = pair_sums(
-        chunks,
-        valid,
-        head,
-        mesh,
-        platform.device,
-        num_batches=-(-num_pairs // global_batch),
-        global_batch=global_batch,
+        chunks, valid, head, mesh, platform.device, num_batches=-(-num_pairs // global_batch), global_batch=global_batch
     )
     if platform.rank == 0:
         has_steps = config.data.has_steps
@@ -140,21 +134,14 @@ def with_stored_adapters(config: AnyConfig, source: Path) -> AnyConfig:
     refuse(
         [
             *lora_violations(
-                lora,
-                config.checkpoint,
-                config.model,
-                config.mesh,
-                config.platform,
-                trains_mtp=config.trains_mtp,
+                lora, config.checkpoint, config.model, config.mesh, config.platform, trains_mtp=config.trains_mtp
             )
         ]
     )
     return config.model_copy(update={"lora": lora})
 
 
-def checkpoint_to_evaluate(
-    load: str | None, run_dir: str, tokenizer: TokenizerConfig, model: ModelConfig
-) -> Path:
+def checkpoint_to_evaluate(load: str | None, run_dir: str, tokenizer: TokenizerConfig, model: ModelConfig) -> Path:
     """Return the folder of the run's own checkpoints if it has any, or else checkpoint.load.
 
     Raises:

@@ -120,13 +120,9 @@ def print_completion(args: argparse.Namespace) -> int:
     sys.stdout.write(
         SCRIPT.format(
             commands=" ".join(groups),
-            groups="\n".join(
-                f'        2,{name}) words="{" ".join(words)}" ;;' for name, words in members.items()
-            ),
+            groups="\n".join(f'        2,{name}) words="{" ".join(words)}" ;;' for name, words in members.items()),
             prefixes="|".join(members),
-            cases="\n".join(
-                f'                "{name}") words="{" ".join(_words(name))}" ;;' for name in COMMANDS
-            ),
+            cases="\n".join(f'                "{name}") words="{" ".join(_words(name))}" ;;' for name in COMMANDS),
         )
     )
     return 0

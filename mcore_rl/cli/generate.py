@@ -271,9 +271,7 @@ def _take_positional(args: argparse.Namespace) -> None:
         if given is None:
             continue
         if getattr(args, option):
-            raise ConfigError(
-                f"{given} and --{option} {getattr(args, option)} are both given: leave out one of them."
-            )
+            raise ConfigError(f"{given} and --{option} {getattr(args, option)} are both given: leave out one of them.")
         setattr(args, option, given)
 
 
@@ -282,9 +280,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             "There is nothing to generate with: give FOLDER (a run, an import, a checkpoint, or Hugging Face's)."
         )
-    if args.model is not None and (
-        args.run is not None or args.checkpoint is not None or args.url is not None
-    ):
+    if args.model is not None and (args.run is not None or args.checkpoint is not None or args.url is not None):
         raise ConfigError("--model names model and weights. Give it without --run, --checkpoint and --url.")
     if args.url is not None and (args.checkpoint is not None or args.stream or args.run is None):
         raise ConfigError(
@@ -300,13 +296,9 @@ def _check(args: argparse.Namespace) -> None:
         )
     for name in ("system", "answer"):
         if getattr(args, name) is not None and not args.chat:
-            raise ConfigError(
-                f"--{name} is a turn of a chat, and --chat is not given. Add it, or leave out --{name}."
-            )
+            raise ConfigError(f"--{name} is a turn of a chat, and --chat is not given. Add it, or leave out --{name}.")
     if args.n > 1 and args.stream:
-        raise ConfigError(
-            f"--stream shows one text as it grows, --n {args.n} asks for several. Leave out one."
-        )
+        raise ConfigError(f"--stream shows one text as it grows, --n {args.n} asks for several. Leave out one.")
     if args.n > 1 and args.temperature == 0.0:
         raise ConfigError(
             f"--n {args.n} at temperature 0 is {args.n} times the same text. Give --temperature 0.7, or leave out --n."

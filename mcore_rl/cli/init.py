@@ -63,10 +63,7 @@ def main(args: argparse.Namespace) -> int:
     ]
     if kind == "rm":
         lines.append(("model.head", "score", "one number for a sequence"))
-    lines += [
-        ("platform.precision", "bf16" if gpus else "fp32", ""),
-        ("mesh.dp", "auto", "what the ranks leave"),
-    ]
+    lines += [("platform.precision", "bf16" if gpus else "fp32", ""), ("mesh.dp", "auto", "what the ranks leave")]
     rest = [
         *_data(kind, config.model.max_position),
         *(_rl(config.model, ranks) if kind == "rl" else _steps(kind, ranks)),
@@ -87,11 +84,7 @@ def main(args: argparse.Namespace) -> int:
 def _data(kind: str, max_position: int) -> Iterator[Line]:
     if kind == "rl":
         most = min(512, max_position // 2)
-        yield (
-            "rl.prompts.files",
-            ["data/prompts.jsonl"],
-            'lines with "question" and "answer", or another known shape',
-        )
+        yield ("rl.prompts.files", ["data/prompts.jsonl"], 'lines with "question" and "answer", or another known shape')
         yield "rl.prompts.max_tokens", most, ""
         yield "rl.rollout.max_new_tokens", most, ""
         yield "rl.eval.files", ["data/held_out.jsonl"], "prompts that are never trained on"
@@ -115,16 +108,8 @@ def _steps(kind: str, ranks: int) -> Iterator[Line]:
 def _rl(model: ModelConfig, ranks: int) -> Iterator[Line]:
     prompts = max(16, ranks // GROUP_SIZE)
     yield "rl.rollout.prompts_per_step", prompts, ""
-    yield (
-        "rl.rollout.group_size",
-        GROUP_SIZE,
-        "completions of a prompt; advantages are relative to their mean",
-    )
-    yield (
-        "rl.reward.parts",
-        ["numeric"],
-        "1 where the last number is the answer's; or math, exact, module:function",
-    )
+    yield ("rl.rollout.group_size", GROUP_SIZE, "completions of a prompt; advantages are relative to their mean")
+    yield ("rl.reward.parts", ["numeric"], "1 where the last number is the answer's; or math, exact, module:function")
     if model.is_moe:
         yield "replay.kind", "r2", "updates use the experts that the old policy chose"
     yield "train.steps", 100, ""
@@ -188,9 +173,7 @@ def fitting_fields(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]
     found = _tried(folder, gpus, kind, overrides)
     shown = found.shortlist()
     if not shown:
-        raise ConfigError(
-            f"`mcore-rl plan {folder} --gpus {gpus.count}x{gpus.device} --program {kind}` says why not."
-        )
+        raise ConfigError(f"`mcore-rl plan {folder} --gpus {gpus.count}x{gpus.device} --program {kind}` says why not.")
     return found.changes(shown[0])
 
 
@@ -225,11 +208,7 @@ def _usual(program: Program, folder: Path, gpus: Gpus, max_position: int) -> Ite
     if program is PROGRAMS["rl"]:
         prompts, most = max(16, gpus.count // 8), min(1024, max_position // 2)
         yield from (f"rl.prompts.max_tokens={most}", f"rl.rollout.max_new_tokens={most}")
-        yield from (
-            "rl.prompts.files=prompts",
-            f"rl.rollout.prompts_per_step={prompts}",
-            "rl.rollout.group_size=8",
-        )
+        yield from ("rl.prompts.files=prompts", f"rl.rollout.prompts_per_step={prompts}", "rl.rollout.group_size=8")
         yield f"train.global_batch={8 * prompts}"
     else:
         yield f"data.seq_length={min(1024, max_position)}"
@@ -288,9 +267,7 @@ def translated(path: Path, program: str | None, folder: str | None) -> str:
     if folder is not None:
         values["model.path"] = folder, "FOLDER"
     whose = f"a config of {system}" if system else "which is of no system that is known"
-    lines = [
-        f"# {program}, from {path}, {whose}. Complete it, and look at it with `mcore-rl config THIS_FILE`."
-    ]
+    lines = [f"# {program}, from {path}, {whose}. Complete it, and look at it with `mcore-rl config THIS_FILE`."]
     lines += [f"{key} = {toml_value(value)}  # {origin}" for key, (value, origin) in sorted(values.items())]
     if known:
         lines += ["# Not of the same value here:", *known]
@@ -307,9 +284,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None]:
     except OSError as error:
         raise ConfigError(f"--from {path} cannot be read: {error.strerror}.") from None
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"--from {path} is neither YAML nor JSON: {' '.join(str(error).split())}."
-        ) from None
+        raise ConfigError(f"--from {path} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
     if not isinstance(table, dict):
         raise ConfigError(f"--from {path} is a {type(table).__name__}, wanted settings by name.")
     return dict(_leaves(table, "")), system_of(text)

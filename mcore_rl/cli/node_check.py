@@ -43,11 +43,7 @@ def main(argv: Sequence[str]) -> int:
     """Check this node and print a line per finding; return 0 if it is fit, else UNFIT."""
     args = arguments().parse_args(argv)
     rank_faults, outcomes = _of_all_ranks(argv, args.ranks)
-    faults = [
-        *shared_memory_faults(args.ranks),
-        *rank_faults,
-        *unfit_links(outcomes, args.min_bandwidth_gbps),
-    ]
+    faults = [*shared_memory_faults(args.ranks), *rank_faults, *unfit_links(outcomes, args.min_bandwidth_gbps)]
     host = args.hosts[args.node]
     lines = [*(outcome.describe() for outcome in outcomes), *(f"UNFIT: {fault}" for fault in faults)]
     sys.stdout.write("".join(f"{host}: {line}\n" for line in [*lines, "unfit" if faults else "fit"]))
@@ -64,14 +60,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, required=True, help="first of 21 free ports")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of a node")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of a node; 0: the ranks use its cores")
+    parser.add_argument("--gpu-memory-gib", type=float, default=0.0, help="free memory that each GPU must have")
     parser.add_argument(
-        "--gpu-memory-gib", type=float, default=0.0, help="free memory that each GPU must have"
-    )
-    parser.add_argument(
-        "--min-bandwidth-gbps",
-        type=float,
-        default=0.0,
-        help="bus bandwidth that an all-reduce must reach, Gbit/s",
+        "--min-bandwidth-gbps", type=float, default=0.0, help="bus bandwidth that an all-reduce must reach, Gbit/s"
     )
     return parser
 
@@ -110,9 +101,7 @@ def unfit_links(outcomes: Sequence[Outcome], min_gbit_per_s: float) -> list[str]
 def _of_all_ranks(argv: Sequence[str], ranks: int) -> tuple[list[str], list[Outcome]]:
     """Return the faults of this node's ranks and the worst outcome of each link."""
     command = [sys.executable, "-m", "mcore_rl.cli.node_check_rank", *argv, "--rank"]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(ranks)
-    ]
+    processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(ranks)]
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         return [f"its ranks ended with {[process.returncode for process in processes]}"], []

@@ -58,9 +58,7 @@ def main(args: argparse.Namespace) -> int:
         return _fit(args)
     kind = args.program or kind_of(args.config, args.overrides)
     if kind not in PROGRAMS:
-        raise ConfigError(
-            f"{args.config} is a config of {kind}, which trains nothing. Give it to {READERS[kind]}."
-        )
+        raise ConfigError(f"{args.config} is a config of {kind}, which trains nothing. Give it to {READERS[kind]}.")
     config = load_run_config(PROGRAMS[kind].config, args.config, args.overrides)
     cluster = _cluster(args)
     place = _place(cluster, args)
@@ -68,9 +66,7 @@ def main(args: argparse.Namespace) -> int:
         _write(_world_lines(config, place, *args.world))
         return 0
     if not args.nodes:
-        raise ConfigError(
-            "The number of nodes is missing. Give --nodes N, or --world 8..1024 for a table of sizes."
-        )
+        raise ConfigError("The number of nodes is missing. Give --nodes N, or --world 8..1024 for a table of sizes.")
     world_size = args.nodes * cluster.node.ranks_per_node
     if world_size > MAX_RANKS:
         raise ConfigError(f"--nodes {args.nodes} are {world_size} ranks; a plan is of at most {MAX_RANKS}.")
@@ -151,9 +147,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.gpus is not None and (args.nodes or args.world or args.calibrate is not None):
         raise ConfigError("--gpus names all GPUs. Give it without --nodes, --world and --calibrate.")
     if args.lora_rank is not None and args.calibrate is not None:
-        raise ConfigError(
-            "--lora-rank is of a CONFIG, and --calibrate reads the config of a run. Leave it out."
-        )
+        raise ConfigError("--lora-rank is of a CONFIG, and --calibrate reads the config of a run. Leave it out.")
     of_one_plan = args.calibrate is None and not args.world and not args.search
     for name, path, is_written, use in (
         ("--output", args.output, args.calibrate is not None, "with --calibrate"),
@@ -163,9 +157,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{name} {path} is written only {use}. Leave it out.")
     if args.json is not None:
         _refuse_replacing(
-            args,
-            args.json,
-            lambda path: None if has_mark(path, PLAN_MARK) else "is no output of `mcore-rl plan`",
+            args, args.json, lambda path: None if has_mark(path, PLAN_MARK) else "is no output of `mcore-rl plan`"
         )
     if args.world and args.world[1] > MAX_RANKS:
         raise ConfigError(f"--world has {args.world[1]} ranks; a plan is of at most {MAX_RANKS}.")
@@ -181,18 +173,13 @@ def _write_file(option: str, path: Path, content: str) -> None:
     try:
         write_atomically(path, content)
     except OSError as error:
-        raise ConfigError(
-            f"{option} {path} cannot be written: {error.strerror}. Name another file."
-        ) from error
+        raise ConfigError(f"{option} {path} cannot be written: {error.strerror}. Name another file.") from error
 
 
 def _place(cluster: ClusterConfig, args: argparse.Namespace) -> Place:
     """Return the ranks of a cluster with the servers, completions and experts in the arguments."""
     return place_of(
-        cluster,
-        server_nodes=args.server_nodes,
-        completion_tokens=args.completion_tokens,
-        imbalance=args.imbalance,
+        cluster, server_nodes=args.server_nodes, completion_tokens=args.completion_tokens, imbalance=args.imbalance
     )
 
 
@@ -234,9 +221,7 @@ def checked_estimate(config: RunConfig, world_size: int, place: Place) -> Estima
         program_of(config).check(config, world_size)
         refuse(placement(config.model, config.mesh, place.ranks_per_node, world_size).refused)
     except ConfigError as error:
-        raise ConfigError(
-            f"on {world_size} ranks:\n{error}\n{_nearest(search(config, world_size, place))}"
-        ) from None
+        raise ConfigError(f"on {world_size} ranks:\n{error}\n{_nearest(search(config, world_size, place))}") from None
     return estimate(training_of(config, world_size), place)
 
 

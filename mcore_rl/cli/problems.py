@@ -14,14 +14,7 @@ from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.programs.rollouts import load_prompts
-from mcore_rl.rl.rewards.score import (
-    ANSWER,
-    FailureReport,
-    Reward,
-    Scores,
-    refuse_failing_trial,
-    trial_groups,
-)
+from mcore_rl.rl.rewards.score import ANSWER, FailureReport, Reward, Scores, refuse_failing_trial, trial_groups
 from mcore_rl.rl.rollouts.prompts import TaskProblems, held_out_problems
 from mcore_rl.rl.types import Problem
 from mcore_rl.storage.files import refuse_replacing, written_atomically
@@ -42,9 +35,7 @@ def write_problems(args: argparse.Namespace) -> int:
     config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
     prompts, seed = config.rl.prompts, config.train.seed
     if prompts.task == "file":
-        raise ConfigError(
-            'rl.prompts.task="file": its problems are in rl.prompts.files already. Name a built-in task.'
-        )
+        raise ConfigError('rl.prompts.task="file": its problems are in rl.prompts.files already. Name a built-in task.')
     if args.faults != "character" and not args.preferences:
         raise ConfigError(
             f"--faults {args.faults} without --preferences: problems have no wrong answers. Add --preferences."
@@ -58,9 +49,7 @@ def write_problems(args: argparse.Namespace) -> int:
     # Validation problems are chosen first, and no training problem has the text of any of them.
     valid = TaskProblems(config=prompts, seed=seed, held_out=held_out)
     to_validate = [valid[index] for index in range(FIRST_VALID_INDEX, FIRST_VALID_INDEX + args.valid)]
-    problems = TaskProblems(
-        config=prompts, seed=seed, held_out=held_out | {problem.prompt for problem in to_validate}
-    )
+    problems = TaskProblems(config=prompts, seed=seed, held_out=held_out | {problem.prompt for problem in to_validate})
     to_learn = [problems[index] for index in range(FIRST_INDEX, FIRST_INDEX + args.count)]
 
     def line(problem: Problem) -> dict[str, str]:
@@ -79,9 +68,7 @@ def write_problems(args: argparse.Namespace) -> int:
             with written_atomically(path) as unfinished, unfinished.open("wb") as file:
                 file.writelines(map(_encoded, lines))
         except OSError as error:
-            raise DataError(
-                f"{path} cannot be written: {error.strerror}. Choose another --output."
-            ) from error
+            raise DataError(f"{path} cannot be written: {error.strerror}. Choose another --output.") from error
     text = f"{args.output}: {args.count} {kind} of {prompts.task}, none of the {len(held_out)} held out for evaluation"
     if args.valid:
         text += f"\n{valid_path(args.output)}: {args.valid} others to validate on"
@@ -177,9 +164,7 @@ FAULTS = (replaced, left_out, added, swapped, random_text)
 def _place(answer: str, generator: random.Random) -> int:
     places = [place for place, character in enumerate(answer) if _kind(character)]
     if not places:
-        raise DataError(
-            f"the answer {answer!r} has neither digit nor small letter to change. Take another task."
-        )
+        raise DataError(f"the answer {answer!r} has neither digit nor small letter to change. Take another task.")
     return generator.choice(places)
 
 
@@ -198,9 +183,7 @@ def score_completions(args: argparse.Namespace) -> int:
     check_rl(config, config.mesh.smallest_world)
     prompts = load_prompts(config)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    groups = trial_groups(
-        prompts.train.take(0, args.sample), prompts.tokenizer.encode, args.completion or ANSWER
-    )
+    groups = trial_groups(prompts.train.take(0, args.sample), prompts.tokenizer.encode, args.completion or ANSWER)
     functions = config.rl.reward.of_functions
     if functions is None:
         raise ConfigError(

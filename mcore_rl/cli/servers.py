@@ -23,20 +23,9 @@ from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 from mcore_rl.model.build import local_shards
 from mcore_rl.programs.inputs import load_model
-from mcore_rl.rl.engines.probe import (
-    FEWEST_EXPERT_TOKENS,
-    Probe,
-    ProbeDifference,
-    ProbeReference,
-    difference_of,
-)
+from mcore_rl.rl.engines.probe import FEWEST_EXPERT_TOKENS, Probe, ProbeDifference, ProbeReference, difference_of
 from mcore_rl.rl.engines.server_api import server_apis
-from mcore_rl.rl.engines.server_process import (
-    ServerProcess,
-    replacement_request,
-    server_command,
-    servers_folder,
-)
+from mcore_rl.rl.engines.server_process import ServerProcess, replacement_request, server_command, servers_folder
 from mcore_rl.storage.checkpoint import find_checkpoint, path_of_step, saved_steps
 from mcore_rl.storage.folders import read_run, stored_lora
 from mcore_rl.storage.run_config import load_run_config
@@ -156,9 +145,7 @@ def probe(args: argparse.Namespace) -> int:
     with rank_guard():
         trained = read_run(args.run)
         if trained.model.head == "score":
-            raise ConfigError(
-                f"{args.run} is a run of a reward model, which has no logits. Name a run of a policy."
-            )
+            raise ConfigError(f"{args.run} is a run of a reward model, which has no logits. Name a run of a policy.")
         engine = SERVED[args.kind](
             urls=(args.url,),
             api_key_env=args.api_key_env,
@@ -205,9 +192,7 @@ def _groups(
         chosen = [index for index, key in enumerate(keys) if _group_of(key) == name]
         with _replaced(chunks, chosen, replaced):
             other_NT = probe.logprobs()
-        yield GroupLine(
-            name=name, moved=difference_of(ours_NT, other_NT), server=difference_of(other_NT, theirs)
-        )
+        yield GroupLine(name=name, moved=difference_of(ours_NT, other_NT), server=difference_of(other_NT, theirs))
 
 
 def _group_of(key: str) -> str:
@@ -215,9 +200,7 @@ def _group_of(key: str) -> str:
 
 
 @contextmanager
-def _replaced(
-    chunks: Sequence[nn.Module], chosen: Sequence[int], replaced: Sequence[Tensor] | None
-) -> Iterator[None]:
+def _replaced(chunks: Sequence[nn.Module], chosen: Sequence[int], replaced: Sequence[Tensor] | None) -> Iterator[None]:
     """Context with other weights in the shards with indices `chosen`."""
     shards = list(local_shards(chunks))
     kept = {index: shards[index].data.detach().clone() for index in chosen}

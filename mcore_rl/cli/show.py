@@ -41,15 +41,11 @@ def make_report(args: argparse.Namespace) -> int:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         found = write_report(args.runs, args.output)
     except OSError as error:
-        raise ConfigError(
-            f"--output {args.output} cannot be written: {error.strerror}. Choose another."
-        ) from None
+        raise ConfigError(f"--output {args.output} cannot be written: {error.strerror}. Choose another.") from None
     levels = Counter(notice.level for notice in found)
     counts = "".join(f"; {number} {level}{'s' * (number > 1)}" for level, number in levels.items())
     size_kib = args.output.stat().st_size / 1024
-    sys.stdout.write(
-        f"{args.output}: {len(args.runs)} run{'s' * (len(args.runs) > 1)}, {size_kib:.0f} KiB{counts}\n"
-    )
+    sys.stdout.write(f"{args.output}: {len(args.runs)} run{'s' * (len(args.runs) > 1)}, {size_kib:.0f} KiB{counts}\n")
     return 0
 
 

@@ -95,6 +95,4 @@ def next_log_dir(run_dir: Path) -> Path:
                 folder.mkdir()
                 return folder
     except OSError as error:
-        raise ConfigError(
-            f'run_dir="{run_dir}" cannot be written: {error.strerror}. Choose another.'
-        ) from None
+        raise ConfigError(f'run_dir="{run_dir}" cannot be written: {error.strerror}. Choose another.') from None

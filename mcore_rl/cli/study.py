@@ -20,13 +20,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.pipeline import StudyConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.programs.finished_run import changes_since_done
-from mcore_rl.storage.files import (
-    disk_errors_explained,
-    has_mark,
-    make_folder,
-    refuse_replacing,
-    write_atomically,
-)
+from mcore_rl.storage.files import disk_errors_explained, has_mark, make_folder, refuse_replacing, write_atomically
 from mcore_rl.workers.launcher import launch_local
 
 RESULTS = ("study.md", "study.json", "study.svg")
@@ -87,9 +81,7 @@ def main(args: argparse.Namespace) -> int:
 def plan(study: StudyConfig) -> Iterator[PlannedRun]:
     """Yield all runs, checked, seed by seed. Raises ConfigError if a run cannot start."""
     if study.base is None or not study.arms or not study.seeds:
-        raise ConfigError(
-            "A study needs `base`, at least one of `seeds`, and `arms`: name = [fields]. Set them."
-        )
+        raise ConfigError("A study needs `base`, at least one of `seeds`, and `arms`: name = [fields]. Set them.")
     for seed in study.seeds:
         for arm, fields in study.arms.items():
             folder = Path(study.run_dir) / f"{arm.lower().replace(' ', '_').replace('+', 'with')}-{seed}"
@@ -123,9 +115,7 @@ def refuse_other_files(folder: Path, config: Path) -> None:
             folder / name,
             [("STUDY", config)],
             overwrite=True,
-            foreign=lambda path: (
-                None if has_mark(path, STUDY_MARK) else "was not written by `mcore-rl study`"
-            ),
+            foreign=lambda path: None if has_mark(path, STUDY_MARK) else "was not written by `mcore-rl study`",
         )
 
 
@@ -135,9 +125,7 @@ def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
     rows = rows_of(runs, study.collapse_below)
     text = as_markdown(rows)
     unfinished = [
-        f"{run.arm}, seed {run.seed} ({run.rollouts} rollout batches)"
-        for run in runs
-        if run.starts and not run.is_done
+        f"{run.arm}, seed {run.seed} ({run.rollouts} rollout batches)" for run in runs if run.starts and not run.is_done
     ]
     if waiting := sum(not run.starts for run in runs):
         unfinished.append(f"{waiting} of {len(runs)} runs, which have not begun")
@@ -147,9 +135,7 @@ def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
     comment = f"<!-- {STUDY_MARK} -->\n"
     out = Path(study.run_dir)
     make_folder(out, "Choose another run_dir.")
-    with disk_errors_explained(
-        out, "Make room (or give write access) there, and run the same command again."
-    ):
+    with disk_errors_explained(out, "Make room (or give write access) there, and run the same command again."):
         contents = (comment + text, as_json(settings, runs), as_svg(rows).replace("\n", f"\n{comment}", 1))
         for name, content in zip(RESULTS, contents, strict=True):
             write_atomically(out / name, content.encode())

@@ -271,17 +271,12 @@ class StudyRow:
 def rows_of(runs: Sequence[StudyRun], collapse_below: float) -> list[StudyRow]:
     """Return a row of finished runs for each arm, in the order of the runs."""
     arms = dict.fromkeys(run.arm for run in runs)
-    return [
-        StudyRow(arm, [run for run in runs if run.arm == arm and run.is_done], collapse_below) for arm in arms
-    ]
+    return [StudyRow(arm, [run for run in runs if run.arm == arm and run.is_done], collapse_below) for arm in arms]
 
 
 def as_markdown(rows: Sequence[StudyRow]) -> str:
     """Return the table in Markdown; an arm without a finished run has no row."""
-    lines = [
-        "| arm | seeds | collapsed | " + " | ".join(COLUMNS) + " |",
-        "|---|--:|--:|" + "--:|" * len(COLUMNS),
-    ]
+    lines = ["| arm | seeds | collapsed | " + " | ".join(COLUMNS) + " |", "|---|--:|--:|" + "--:|" * len(COLUMNS)]
     for row in rows:
         if row.runs:
             cells = [row.arm, str(len(row.runs)), row.collapses, *map(row.cell, COLUMNS)]
@@ -291,9 +286,7 @@ def as_markdown(rows: Sequence[StudyRow]) -> str:
 
 def as_json(settings: Mapping[str, object], runs: Sequence[StudyRun]) -> str:
     """Return the settings and the raw rows of all runs that have begun, with a line for each part of a run."""
-    written = [
-        {**asdict(run), "series": dict(run.series), "layers": dict(run.layers)} for run in runs if run.starts
-    ]
+    written = [{**asdict(run), "series": dict(run.series), "layers": dict(run.layers)} for run in runs if run.starts]
     lines = [
         "{\n  " + ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in run.items()) + "}"
         for run in written
@@ -373,11 +366,7 @@ def as_svg(rows: Sequence[StudyRow]) -> str:
     shown = [
         (figure, curves)
         for figure in FIGURES
-        if (
-            curves := [
-                curve for arm, row in enumerate(rows) if (curve := curve_of(arm, row, figure.points)).xs
-            ]
-        )
+        if (curves := [curve for arm, row in enumerate(rows) if (curve := curve_of(arm, row, figure.points)).xs])
     ]
     cell_width, cell_height = LEFT + WIDTH + 24, TOP + HEIGHT + GAP
     num_rows = -(-len(shown) // PER_ROW)

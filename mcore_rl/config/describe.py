@@ -95,16 +95,12 @@ def describe(cls: type[Section]) -> list[FieldDoc]:
 
 
 @functools.cache
-def describe_sections(
-    cls: type[Section], prefix: str = "", choice: Choice | None = None
-) -> tuple[SectionDoc, ...]:
+def describe_sections(cls: type[Section], prefix: str = "", choice: Choice | None = None) -> tuple[SectionDoc, ...]:
     """Return `cls` itself, then its subsections, depth first; `choice` has the kinds if `cls` is part of a union."""
     fields = {name: cls.model_fields[name] for name in cls.model_fields}
     inner = {name: field for name, field in fields.items() if sections_of(field.annotation)}
     plain = tuple(
-        _describe_field(cls, prefix + name, field, choice)
-        for name, field in fields.items()
-        if name not in inner
+        _describe_field(cls, prefix + name, field, choice) for name, field in fields.items() if name not in inner
     )
     docs = [SectionDoc(key=prefix.rstrip("."), meaning=cls.__doc__ or "", fields=plain)]
     for name, field in inner.items():
@@ -121,9 +117,7 @@ def _describe_union(variants: tuple[type[Section], ...], prefix: str) -> Iterato
     key = f"{prefix}kind"
     all_kinds = tuple(kind for variant in variants for kind in kinds_of(variant))
     chosen = (Choice(key=key, kinds=kinds_of(variant), variants=variants) for variant in variants)
-    described = [
-        describe_sections(variant, prefix, choice) for variant, choice in zip(variants, chosen, strict=True)
-    ]
+    described = [describe_sections(variant, prefix, choice) for variant, choice in zip(variants, chosen, strict=True)]
     named = tuple(kind for kind in all_kinds if kind != OWN_KIND)
     annotation = Literal[named] | Extension if OWN_KIND in all_kinds else Literal[named]
     groups: dict[tuple[str, ...], FieldDoc] = {
@@ -155,9 +149,7 @@ def _describe_union(variants: tuple[type[Section], ...], prefix: str) -> Iterato
 
 def _common(variants: Sequence[type[Section]]) -> type[Section]:
     """Return the nearest base of all these sections."""
-    return next(
-        base for base in variants[0].__mro__ if all(issubclass(variant, base) for variant in variants)
-    )
+    return next(base for base in variants[0].__mro__ if all(issubclass(variant, base) for variant in variants))
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:

@@ -29,9 +29,7 @@ READERS = {
     "cluster": "`mcore-rl launch ... --cluster`",
 }
 """Kind -> the command that takes such a config."""
-ONE_PASS = (
-    "it makes one pass over a batch, with which no other is compared, so that there are no routes to replay."
-)
+ONE_PASS = "it makes one pass over a batch, with which no other is compared, so that there are no routes to replay."
 NO_REPLAY = {
     "pretrain": ONE_PASS,
     "sft": ONE_PASS,

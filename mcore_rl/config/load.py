@@ -21,10 +21,7 @@ from mcore_rl.config.toml import parse_value, toml_value
 from mcore_rl.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
-OVERRIDDEN = {
-    "data.prompt_field": "data.prompt_template",
-    "rl.prompts.prompt_field": "rl.prompts.prompt_template",
-}
+OVERRIDDEN = {"data.prompt_field": "data.prompt_template", "rl.prompts.prompt_field": "rl.prompts.prompt_template"}
 """Field -> alternative to it. If the field is set on top of a file that sets the alternative, the alternative gets its
 default."""
 MISSPELT = 0.93
@@ -82,12 +79,8 @@ def read_settings(cls: type[Section], path: Path | None, overrides: Sequence[str
         settings[setting.key] = _on_top(settings.get(setting.key), setting, fields)
     mistakes = [_not_a_field(cls, setting) for key, setting in settings.items() if key not in fields]
     chosen = fields_of(cls, settings)
-    others = {
-        key for key in settings.keys() & fields.keys() - chosen.keys() if _is_kind(fields[key], settings)
-    }
-    mistakes += [
-        _of_other_kind(cls, settings, key) for key in settings if key in others and not _unsets(settings[key])
-    ]
+    others = {key for key in settings.keys() & fields.keys() - chosen.keys() if _is_kind(fields[key], settings)}
+    mistakes += [_of_other_kind(cls, settings, key) for key in settings if key in others and not _unsets(settings[key])]
     mistakes += [_too_large(setting) for setting in settings.values() if _is_too_large(setting.value)]
     if mistakes and path is not None and any(setting.path for setting in settings.values()):
         _refuse_other_kind(cls, path, [table for _, table in tables])
@@ -132,9 +125,7 @@ def kind_of(path: Path, overrides: Sequence[str] = (), among: Sequence[str] = ()
     tables = [table for _, table in _tables(config_file(path), ())]
     for _, table in _override_tables({}, overrides):
         tables.append(table)
-    num_unknown = {
-        kind: len(_unknown_keys(cls, tables)) for kind, cls in KINDS.items() if kind in (among or KINDS)
-    }
+    num_unknown = {kind: len(_unknown_keys(cls, tables)) for kind, cls in KINDS.items() if kind in (among or KINDS)}
     fitting = [kind for kind, count in num_unknown.items() if count == min(num_unknown.values())]
     named = kind_of_name(path.name)
     if len(fitting) == 1 or named in fitting:
@@ -165,9 +156,7 @@ def dump_config(config: Section, origins: Mapping[str, str] = MappingProxyType({
 
 def _tables(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the tables that make up the config, with their files, in order of increasing precedence."""
-    table = _read(
-        path, chain
-    )  # first, because it explains errors of the path itself, such as a link to itself
+    table = _read(path, chain)  # first, because it explains errors of the path itself, such as a link to itself
     resolved = path.resolve()
     if resolved in chain:
         circle = " extends ".join(str(link) for link in (*chain[chain.index(resolved) :], resolved))
@@ -175,9 +164,7 @@ def _tables(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[st
     bases = table.pop("extends", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
-        raise ConfigError(
-            f"extends = {_shown(bases)} in {path}: expected a file name or a list of file names."
-        )
+        raise ConfigError(f"extends = {_shown(bases)} in {path}: expected a file name or a list of file names.")
     for base in bases:
         yield from _tables(extended_file(base, path), (*chain, resolved))
     yield path, table
@@ -191,9 +178,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         return tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"Config file {path}{origin} cannot be read: {error.strerror}.") from None
-    except (
-        ValueError
-    ) as error:  # TOMLDecodeError, UnicodeDecodeError, an integer of more digits than Python reads
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, an integer of more digits than Python reads
         refuse_foreign_config(str(path), text)
         raise ConfigError(f"Config file {path}{origin} is not valid TOML: {error}.") from None
 
@@ -217,9 +202,7 @@ def _refuse_other_kind(cls: type[Section], path: Path, tables: Sequence[dict[str
         )
 
 
-def _override_tables(
-    fields: dict[str, FieldDoc], overrides: Sequence[str]
-) -> Iterator[tuple[None, dict[str, Any]]]:
+def _override_tables(fields: dict[str, FieldDoc], overrides: Sequence[str]) -> Iterator[tuple[None, dict[str, Any]]]:
     for override in overrides:
         key, equals, text = (part.strip() for part in override.removeprefix("--").partition("="))
         if not equals or not key:
@@ -269,8 +252,7 @@ def _meant(annotation: Any, text: str, value: Any) -> Any:
 def _is_text(annotation: Any) -> bool:
     """Return whether a field of this annotation accepts any text."""
     members = [
-        get_args(member)[0] if get_origin(member) is Annotated else member
-        for member in alternatives(annotation)
+        get_args(member)[0] if get_origin(member) is Annotated else member for member in alternatives(annotation)
     ]
     return str in members
 
@@ -280,9 +262,7 @@ def _leaves(cls: type[Section], table: dict[str, Any]) -> Iterator[tuple[str, An
     return _leaves_of((cls,), table, "")
 
 
-def _leaves_of(
-    variants: Sequence[type[Section]], table: dict[str, Any], prefix: str
-) -> Iterator[tuple[str, Any]]:
+def _leaves_of(variants: Sequence[type[Section]], table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
         field = next((cls.model_fields[name] for cls in variants if name in cls.model_fields), None)
         sections = sections_of(field.annotation) if field else ()

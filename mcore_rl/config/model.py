@@ -247,8 +247,7 @@ class ModelConfig(Section):
             return tuple("shared" if layer in shared else "indexed" for layer in range(self.num_layers))
         every = self.delta.full_every
         return tuple(
-            "delta" if every is not None and (layer + 1) % every else "attention"
-            for layer in range(self.num_layers)
+            "delta" if every is not None and (layer + 1) % every else "attention" for layer in range(self.num_layers)
         )
 
     @cached_property

@@ -44,9 +44,7 @@ def config_file(path: Path, folder: Path = RECIPES) -> Path:
         return files[str(path)]
     near = _nearest(str(path), list(files))
     remedy = f"Did you mean {' or '.join(near)}? " if near else ""
-    raise ConfigError(
-        f"There is no file {path}, and no recipe of that name. {remedy}`mcore-rl recipes` lists them."
-    )
+    raise ConfigError(f"There is no file {path}, and no recipe of that name. {remedy}`mcore-rl recipes` lists them.")
 
 
 def extended_file(base: str, file: Path) -> Path:

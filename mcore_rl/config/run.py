@@ -189,9 +189,7 @@ class LogConfig(Section):
     machine. `verbose` (-v): all."""
     matrix_interval: PositiveInt | None = 20
     """Steps between two tables of the load by layer and expert in metrics.jsonl; `none`: no tables."""
-    sinks: tuple[
-        Literal["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"] | Extension, ...
-    ] = ("jsonl",)
+    sinks: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"] | Extension, ...] = ("jsonl",)
     """Destinations of the metrics. `jsonl`: metrics.jsonl in `run_dir`, which is always written. `tensorboard`: events
     in `<run_dir>/tensorboard`. `wandb`, `mlflow`, `swanlab`, `trackio`: through their libraries, which read their own
     environment variables. `module:Class`: a class of your own."""

@@ -106,9 +106,7 @@ def planned_flags(
     platform: PlatformConfig, mesh: MeshConfig, model: ModelConfig, world_size: int, *, trains_mtp: bool
 ) -> SpeedFlags:
     """Return the flags that a plan assumes: GPUs without optional packages, unless the run wants CPUs."""
-    machine = Machine(
-        is_cuda=platform.device != "cpu", has_te_layers=platform.layers == "te", world_size=world_size
-    )
+    machine = Machine(is_cuda=platform.device != "cpu", has_te_layers=platform.layers == "te", world_size=world_size)
     return speed_flags(platform, mesh, model, machine, trains_mtp=trains_mtp)
 
 

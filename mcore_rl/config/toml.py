@@ -9,9 +9,7 @@ def parse_value(text: str) -> Any:
     """Parse `text` as a TOML value; a bare word is a string, also in a list, because shells remove quotes."""
     try:
         table = tomllib.loads(f"value = {text}")
-    except (
-        ValueError
-    ):  # no TOML, or an integer of more digits than Python reads, which has no error class of its own
+    except ValueError:  # no TOML, or an integer of more digits than Python reads, which has no error class of its own
         if text.startswith("[") and text.endswith("]"):
             return [parse_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
         return text

@@ -15,14 +15,7 @@ from torch import Tensor
 
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.convert.copying.tensors import (
-    TargetTensor,
-    TensorSource,
-    chunk_at,
-    chunks_of,
-    common_dtype,
-    fill,
-)
+from mcore_rl.convert.copying.tensors import TargetTensor, TensorSource, chunk_at, chunks_of, common_dtype, fill
 from mcore_rl.convert.hf.folder import HfFolder, open_hf
 from mcore_rl.convert.hf.model import HfModel, HfSource, MtpLayers, open_hf_model
 from mcore_rl.convert.hf.writer import as_stored
@@ -31,14 +24,7 @@ from mcore_rl.convert.megatron.model import DistModel, disagreements, open_dist_
 from mcore_rl.data.index_file import read_index, read_sidecar
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from mcore_rl.families import weight_map
-from mcore_rl.families.weight_map import (
-    RegionCopy,
-    Shape,
-    composed,
-    copies_into_hf,
-    copies_into_megatron,
-    whole,
-)
+from mcore_rl.families.weight_map import RegionCopy, Shape, composed, copies_into_hf, copies_into_megatron, whole
 from mcore_rl.metrics.progress import ByteProgress, readable_bytes
 from mcore_rl.storage.checkpoint import (
     COMMON,
@@ -56,9 +42,7 @@ from mcore_rl.storage.files import with_ending
 from mcore_rl.storage.folders import is_hf, read_json
 from mcore_rl.storage.foreign import FileRange, load_metadata
 
-NOT_READ = (
-    "names, shapes and sizes; the tensors are not read (mcore-rl check compares them with their checksums)"
-)
+NOT_READ = "names, shapes and sizes; the tensors are not read (mcore-rl check compares them with their checksums)"
 """The entry `checked`, so that a list of tensors is not mistaken for a check of their values."""
 
 
@@ -87,9 +71,7 @@ class CheckpointContents:
         lines = [f"{name}: {value}" for name, value in self.properties.items()]
         for tensor in self.tensors:
             shape = "x".join(map(str, tensor.shape)) or "scalar"
-            lines.append(
-                f"  {tensor.name:<{width}}  {tensor.dtype:<9} {shape:<24} {readable_bytes(tensor.num_bytes)}"
-            )
+            lines.append(f"  {tensor.name:<{width}}  {tensor.dtype:<9} {shape:<24} {readable_bytes(tensor.num_bytes)}")
         return lines
 
 
@@ -120,9 +102,7 @@ def _hf_contents(path: Path) -> CheckpointContents:
 def _dist_contents(path: Path) -> CheckpointContents:
     folder = open_dist(path)
     tensors = [
-        TensorEntry(
-            key, _dtype_name(tensor.dtype), tensor.shape, math.prod(tensor.shape) * tensor.dtype.itemsize
-        )
+        TensorEntry(key, _dtype_name(tensor.dtype), tensor.shape, math.prod(tensor.shape) * tensor.dtype.itemsize)
         for key, tensor in sorted(
             folder.own_tensors.items(), key=lambda item: (item[0].startswith((*OPTIMIZER, CRITIC)), item[0])
         )
@@ -138,12 +118,7 @@ def _dist_contents(path: Path) -> CheckpointContents:
         properties |= {"saved": marker.time, "mesh": mesh or "1 rank", "megatron-core": marker.megatron}
     if folder.base is not None:
         properties["adapters of"] = f"{folder.base.path}, which has the weights"
-    properties |= {
-        "files": len(folder.files),
-        "checked": NOT_READ,
-        **_sums(tensors),
-        "objects": len(folder.objects),
-    }
+    properties |= {"files": len(folder.files), "checked": NOT_READ, **_sums(tensors), "objects": len(folder.objects)}
     return CheckpointContents(path=folder.path, properties=properties, tensors=tensors)
 
 
@@ -208,10 +183,7 @@ def _read(check: Callable[[], CheckedFile]) -> CheckedFile:
     except OSError as error:
         name = Path(str(error.filename or "a file")).name
         return CheckedFile(
-            name=name,
-            num_bytes=None,
-            finding=f"DAMAGED: it cannot be read: {error.strerror}",
-            verdict="damaged",
+            name=name, num_bytes=None, finding=f"DAMAGED: it cannot be read: {error.strerror}", verdict="damaged"
         )
 
 
@@ -289,11 +261,7 @@ def _checked_by_marker(
     return _damaged(
         path / name,
         "not the bytes that were written"
-        + (
-            f": {_some(faults)}"
-            if faults
-            else "; its parts are sound, so it may be of another step" * bool(parts)
-        ),
+        + (f": {_some(faults)}" if faults else "; its parts are sound, so it may be of another step" * bool(parts)),
     )
 
 
@@ -318,16 +286,11 @@ def _checked_by_parts(path: Path, name: str, parts: Sequence[tuple[str, FileRang
             return _damaged(file, str(error))
         except CheckpointError as error:
             return CheckedFile(
-                name=name,
-                num_bytes=file.stat().st_size,
-                finding=f"NOT UNDERSTOOD: {error}",
-                verdict="not understood",
+                name=name, num_bytes=file.stat().st_size, finding=f"NOT UNDERSTOOD: {error}", verdict="not understood"
             )
     if not parts:
         return _sound(file, f"{NOTHING_RECORDED}; it can be read")
-    return _sound(
-        file, f"each of its {len(parts)} parts as written (CRC-32 inside); nothing was recorded of the file"
-    )
+    return _sound(file, f"each of its {len(parts)} parts as written (CRC-32 inside); nothing was recorded of the file")
 
 
 def _part_faults(path: Path, parts: Iterable[tuple[str, FileRange]]) -> list[str]:
@@ -350,8 +313,7 @@ def _plan_hf(path: Path) -> CheckPlan:
             title=f"{path}: no {MANIFEST}, as downloaded folders have none: {NOTHING_RECORDED}, and only headers and "
             "lengths are looked at",
             checks=[
-                partial(_sound, folder / name, f"{NOTHING_RECORDED}; header and length agree")
-                for name in hf.files
+                partial(_sound, folder / name, f"{NOTHING_RECORDED}; header and length agree") for name in hf.files
             ],
         )
     try:
@@ -359,15 +321,9 @@ def _plan_hf(path: Path) -> CheckPlan:
     except CheckpointError as error:
         return CheckPlan(title=f"{path}: an export", checks=[partial(_damaged, manifest, str(error))])
     files, tensors = recorded.get("files", {}), recorded.get("tensors", {})
-    names = (
-        [path.name]
-        if path.is_file()
-        else sorted({*files, *(file.name for file in folder.glob("*.safetensors"))})
-    )
+    names = [path.name] if path.is_file() else sorted({*files, *(file.name for file in folder.glob("*.safetensors"))})
     later = (
-        []
-        if path.is_file()
-        else sorted(file.name for file in folder.iterdir() if file.name not in {*names, MANIFEST})
+        [] if path.is_file() else sorted(file.name for file in folder.iterdir() if file.name not in {*names, MANIFEST})
     )
     return CheckPlan(
         title=f"{path}: {recorded.get('kind')} of {recorded.get('program')}, step {recorded.get('step', 'unknown')}",
@@ -395,9 +351,7 @@ def _checked_by_manifest(
     except CheckpointError as error:
         return _damaged(file, str(error))
     source = HfSource(hf)
-    faults = [
-        name for name in hf.tensors if as_hex(source.checksum(name)) != tensors.get(name, {}).get("crc32")
-    ]
+    faults = [name for name in hf.tensors if as_hex(source.checksum(name)) != tensors.get(name, {}).get("crc32")]
     if faults or entry is not None:
         return _damaged(file, f"not the bytes that were written: {_some(faults or ['its header'])}")
     return _sound(file, f"each of its {len(hf.tensors)} tensors as written (CRC-32)")
@@ -485,12 +439,7 @@ class ComparedCheckpoint:
 
 
 def compare(
-    one: Path,
-    other: Path,
-    reference: Path | None,
-    mtp: MtpLayers,
-    progress: ByteProgress,
-    family: str | None = None,
+    one: Path, other: Path, reference: Path | None, mtp: MtpLayers, progress: ByteProgress, family: str | None = None
 ) -> list[Difference]:
     """Return all differences between the models of two checkpoints.
 
@@ -530,9 +479,7 @@ def compare(
     return [*found, *_compared(sides[0], sides[1], progress)]
 
 
-def open_model(
-    path: Path, reference: Path | None, mtp: MtpLayers, family: str | None = None
-) -> HfModel | DistModel:
+def open_model(path: Path, reference: Path | None, mtp: MtpLayers, family: str | None = None) -> HfModel | DistModel:
     """Return a checkpoint of either format; a Megatron checkpoint that does not name its family takes the family of
     `reference`.
     """
@@ -568,9 +515,7 @@ def _as_hf_tensors(found: HfModel | DistModel, repeated: Collection[str]) -> Com
             targets[copy.name] = replace(original, name=copy.name)
             if isinstance(found, HfModel) and copy.name in found.folder.tensors:
                 stored = RegionCopy(whole(original.shape), copy.name, whole(original.shape))
-                targets[copy.name] = replace(
-                    targets[copy.name], dtype=found.dtype(copy.name), copies=(stored,)
-                )
+                targets[copy.name] = replace(targets[copy.name], dtype=found.dtype(copy.name), copies=(stored,))
     return ComparedCheckpoint(path=found.folder.path, targets=targets, source=found.source())
 
 
@@ -593,9 +538,7 @@ def _as_stored(folder: HfFolder) -> ComparedCheckpoint:
     return ComparedCheckpoint(path=folder.path, targets=targets, source=HfSource(folder))
 
 
-def _compared(
-    one: ComparedCheckpoint, other: ComparedCheckpoint, progress: ByteProgress
-) -> Iterator[Difference]:
+def _compared(one: ComparedCheckpoint, other: ComparedCheckpoint, progress: ByteProgress) -> Iterator[Difference]:
     for name in sorted(one.targets.keys() - other.targets.keys()):
         yield Difference(name, f"only in {one.path}")
     for name in sorted(other.targets.keys() - one.targets.keys()):

@@ -115,9 +115,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
     read = sizes_and_times(copied.values())
     experts = expert_layout(reference) if reference else "each"
     adapters: Literal["merge", "refuse"] = "merge" if options.merges else "refuse"
-    dist_model = open_dist_model(
-        source, options.reference, mtp=options.mtp, experts=experts, adapters=adapters
-    )
+    dist_model = open_dist_model(source, options.reference, mtp=options.mtp, experts=experts, adapters=adapters)
     passing = _passing(reference, others)
     if passing and dist_model.model.head == "score":
         raise CheckpointError(
@@ -173,9 +171,7 @@ def _sources(source: Path, dist_model: DistModel, options: ExportOptions) -> Ite
         yield "the tokenizer", Path(options.text.tokenizer.path)
 
 
-def export_targets(
-    dist_model: DistModel, dtype: OutputDtype, reference: HfFolder | None
-) -> list[TargetTensor]:
+def export_targets(dist_model: DistModel, dtype: OutputDtype, reference: HfFolder | None) -> list[TargetTensor]:
     """Return Hugging Face's tensors in the order of the family's rules, then the duplicates that are written."""
     copies = copies_into_hf(dist_model.weights.blocks)
     shapes = dict(dist_model.weights.hf_shapes)
@@ -342,9 +338,7 @@ def _config(
             if part.get(name, dist_model.model.mtp_layers) != dist_model.model.mtp_layers:
                 changed.append(f"{name} is {dist_model.model.mtp_layers} instead of {part[name]}")
                 part[name] = dist_model.model.mtp_layers
-    return (as_json(config) if changed else raw), [
-        f"config.json is the reference's, but {line}" for line in changed
-    ]
+    return (as_json(config) if changed else raw), [f"config.json is the reference's, but {line}" for line in changed]
 
 
 def usual_dtype(targets: Sequence[TargetTensor]) -> str:
@@ -370,9 +364,7 @@ def _padding_notes(dist_model: DistModel) -> list[str]:
         rows = torch.empty(sizes(where), dtype=dist_model.dtype(key))
         source.fill(rows, key, where)
         if rows.any():
-            notes.append(
-                f"{key}: the {len(rows)} rows that pad the vocabulary are not zero; they are dropped"
-            )
+            notes.append(f"{key}: the {len(rows)} rows that pad the vocabulary are not zero; they are dropped")
     return notes
 
 
@@ -384,9 +376,7 @@ def _shift_notes(dist_model: DistModel) -> list[str]:
     dist_model.source().fill(shift, SCORE_SHIFT, (AxisRange(0, 1),))
     if not shift:
         return []
-    return [
-        f"scores are {float(shift):+.6g} higher than here, as transformers' models subtract nothing (score.shift)"
-    ]
+    return [f"scores are {float(shift):+.6g} higher than here, as transformers' models subtract nothing (score.shift)"]
 
 
 def _merge_notes(dist_model: DistModel, options: ExportOptions) -> list[str]:
@@ -469,9 +459,7 @@ class HubRepository:
                 "network; or leave --push-to-hub out, and push later with `hf upload`."
             ) from None
         if not is_fit:
-            raise ConfigError(
-                f"--push-to-hub {name} is public. Add --public to push there, or give another NAME."
-            )
+            raise ConfigError(f"--push-to-hub {name} is public. Add --public to push there, or give another NAME.")
 
     def preview(self, conversion: Conversion) -> Iterator[str]:
         """Yield lines about an export that is only planned: its files with the bytes of their tensors, and the
@@ -497,9 +485,7 @@ class HubRepository:
         api = hub.HfApi(library_name="mcore_rl")
         again = f"{folder} is complete; to push it later: hf upload {self.name} {shlex.quote(str(folder))}"
         try:
-            url: Any = api.create_repo(
-                self.name, private=not self.is_public, repo_type="model", exist_ok=True
-            )
+            url: Any = api.create_repo(self.name, private=not self.is_public, repo_type="model", exist_ok=True)
             if not self.is_public and not api.model_info(url.repo_id).private:
                 raise CheckpointError(
                     f"{url} is public. To push there: --public. To another: --push-to-hub NAME. {again}"

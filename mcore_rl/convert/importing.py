@@ -138,17 +138,13 @@ def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[
         for chunk, record in zip(task.chunks, records, strict=True):
             target = chunk.target
             offset = torch.Size([axis.start for axis in chunk.where])
-            chunks.setdefault(target.name, []).append(
-                ChunkStorageMetadata(offset, torch.Size(sizes(chunk.where)))
-            )
+            chunks.setdefault(target.name, []).append(ChunkStorageMetadata(offset, torch.Size(sizes(chunk.where))))
             entries[target.name] = target
             storage[MetadataIndex(target.name, offset)] = _StorageInfo(
                 task.file, record.written.offset, record.written.length
             )
     state: dict[str, Any] = {
-        key: TensorStorageMetadata(
-            TensorProperties(dtype=target.dtype), torch.Size(target.shape), chunks[key]
-        )
+        key: TensorStorageMetadata(TensorProperties(dtype=target.dtype), torch.Size(target.shape), chunks[key])
         for key, target in entries.items()
     }
     if objects:
@@ -201,9 +197,7 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
     names = sorted(name for name in files if name != MARKER)
     archives: dict[str, list[FileRange]] = {}
     for info in (load_metadata(folder).storage_data or {}).values():
-        archives.setdefault(info.relative_path, []).append(
-            FileRange(info.relative_path, info.offset, info.length)
-        )
+        archives.setdefault(info.relative_path, []).append(FileRange(info.relative_path, info.offset, info.length))
     write_marker(
         folder,
         Marker(
@@ -246,9 +240,7 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
 
     All errors that can be found from headers are raised at this point (CheckpointError or ConfigError, with names).
     """
-    hf_model = open_hf_model(
-        source, mtp=options.mtp, vocab_multiple=options.vocab_multiple, family=options.family
-    )
+    hf_model = open_hf_model(source, mtp=options.mtp, vocab_multiple=options.vocab_multiple, family=options.family)
     layout = KeyLayout(options.keys, options.layers or native_layout(hf_model.model).layers)
     weights = KeyTranslation(hf_model.model, layout).weights(hf_model.weights)
     weights.prove()
@@ -296,9 +288,7 @@ def import_targets(hf_model: HfModel, weights: WeightMap, dtype: OutputDtype) ->
         TargetTensor(
             name=key,
             shape=shape,
-            dtype=output_dtype(
-                key, copies.get(key, ()), dtype, hf_model.dtype, is_fp32=key in weights.fp32_keys
-            ),
+            dtype=output_dtype(key, copies.get(key, ()), dtype, hf_model.dtype, is_fp32=key in weights.fp32_keys),
             copies=tuple(copies.get(key, ())),
         )
         for key, shape in weights.mcore_shapes.items()
@@ -401,9 +391,7 @@ def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]
             # Buffers, such as expert biases, have no moments.
             if all(prefix + copy.source in tensors for copy in group):
                 moved = tuple(RegionCopy(copy.into, prefix + copy.source, copy.where) for copy in group)
-                dtype = common_dtype(
-                    prefix + key, {copy.source: tensors[copy.source].dtype for copy in moved}
-                )
+                dtype = common_dtype(prefix + key, {copy.source: tensors[copy.source].dtype for copy in moved})
                 yield TargetTensor(name=prefix + key, shape=shapes[key], dtype=dtype, copies=moved)
 
 

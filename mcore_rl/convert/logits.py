@@ -102,10 +102,7 @@ def largest_distance(
         known = reference or next((folder for folder in (one, other) if is_hf(folder)), None)
         found = open_model(path, known, mtp)
         tokens_BS = torch.randint(
-            0,
-            found.model.vocab_size,
-            (NUM_SEQUENCES, SEQUENCE_LENGTH),
-            generator=torch.Generator().manual_seed(0),
+            0, found.model.vocab_size, (NUM_SEQUENCES, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(0)
         ).repeat(1 if outputs else 1 + NUM_ROUNDED, 1)
         try:
             outputs.append(
@@ -175,9 +172,7 @@ def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | Non
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         report_options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, report = kind.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager", **report_options
-        )
+        model, report = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", **report_options)
         if lacking := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
             raise CheckpointError(f"transformers lacks tensors of {path} in their shapes:\n{listed(lacking)}")
         for parameter in model.parameters() if dtype is not None else ():  # biases of experts are buffers
@@ -309,9 +304,7 @@ def _load_shard(translation: KeyTranslation, source: DistSource, shard: LocalSha
 
 def _tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
     for module in modules:
-        yield from (
-            tensor for tensor in module.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)
-        )
+        yield from (tensor for tensor in module.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor))
 
 
 def _storage_id(tensor: Tensor) -> int:

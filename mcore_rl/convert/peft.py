@@ -15,10 +15,7 @@ from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
-from mcore_rl.convert.copying.conversion import (
-    Conversion,
-    CopySettings,
-)
+from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.tensors import OUTPUT_DTYPES, OutputDtype, TargetTensor, is_finite, tasks_of
 from mcore_rl.convert.exporting import as_json, finish_folder
 from mcore_rl.convert.hf.folder import ADAPTER_CONFIG
@@ -79,10 +76,7 @@ def plan_adapter_export(
             f"{dist_model.folder.path} has no low-rank adapters. Export the model, without --adapter."
         )
     adapted = AdaptedModel(
-        model=dist_model.model,
-        weights=dist_model.weights,
-        adapters=dist_model.adapters,
-        dtype=dist_model.dtype,
+        model=dist_model.model, weights=dist_model.weights, adapters=dist_model.adapters, dtype=dist_model.dtype
     )
     targets = list(adapter_targets(adapted, layout, dtype))
     files = {TENSORS: targets}
@@ -125,9 +119,7 @@ class AdaptedModel:
     """Gives the type of a tensor."""
 
 
-def write_served_adapter(
-    folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, model: ModelConfig
-) -> int:
+def write_served_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, model: ModelConfig) -> int:
     """Write a peft folder for an inference server, with a module for each expert. Returns the tensors' size in bytes.
 
     Servers ignore the patterns and apply the same scale, `lora_alpha / r`, to all modules. The folder's scale is 1, and
@@ -141,9 +133,7 @@ def write_served_adapter(
     """
     weights = weight_map(model.model_copy(update={"mtp_layers": 0}), "each")
     adapters = dict(_wanted(weights, lora, model))
-    adapted = AdaptedModel(
-        model=model, weights=weights, adapters=adapters, dtype=lambda key: tensors[key].dtype
-    )
+    adapted = AdaptedModel(model=model, weights=weights, adapters=adapters, dtype=lambda key: tensors[key].dtype)
     scales = {adapter.key_b: adapter.scale for adapter in adapters.values()}
     found = {}
     for target in adapter_targets(adapted, "each", "keep"):
@@ -165,9 +155,7 @@ def _slices(where: Region) -> tuple[slice, ...]:
     return tuple(slice(*axis) for axis in where)
 
 
-def adapter_targets(
-    adapted: AdaptedModel, layout: AdapterLayout, dtype: OutputDtype
-) -> Iterator[TargetTensor]:
+def adapter_targets(adapted: AdaptedModel, layout: AdapterLayout, dtype: OutputDtype) -> Iterator[TargetTensor]:
     """Yield the tensors of peft's adapter: of the modules in the order of the family's rules, then of fused experts."""
     fused: dict[str, list[_Matrix]] = {}
     for matrix in _matrices(adapted.weights, adapted.adapters, adapted.model):
@@ -191,9 +179,7 @@ class _Matrix:
     is_expert: bool
 
 
-def _matrices(
-    weights: WeightMap, adapters: Mapping[str, StoredAdapter], model: ModelConfig
-) -> Iterator[_Matrix]:
+def _matrices(weights: WeightMap, adapters: Mapping[str, StoredAdapter], model: ModelConfig) -> Iterator[_Matrix]:
     grouped: dict[tuple[str, Region], dict[str, list[WeightBlock]]] = {}
     for block in sorted(weights.blocks, key=lambda block: block.mcore_where[-2:][0].start):
         if block.mcore_key in adapters:
@@ -222,9 +208,7 @@ def _of_each_projection(matrix: _Matrix, adapted: AdaptedModel, dtype: OutputDty
     for projection, (name, blocks) in enumerate(matrix.parts):
         copy_a = RegionCopy((ranks, inputs), adapter.key_a, (*lead, adapter.block(projection), inputs))
         copies_b = [
-            RegionCopy(
-                (block.hf_where[0], ranks), adapter.key_b, (*lead, block.mcore_where[len(lead)], ranks)
-            )
+            RegionCopy((block.hf_where[0], ranks), adapter.key_b, (*lead, block.mcore_where[len(lead)], ranks))
             for block in blocks
         ]
         num_rows = adapted.weights.hf_shapes[f"{name}.{WEIGHT}"][0]
@@ -288,15 +272,9 @@ def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, T
     config = read_json(folder / ADAPTER_CONFIG)
     if not (folder / TENSORS).is_file():
         raise CheckpointError(f"{folder} has no {TENSORS}. Name a folder that peft's save_pretrained wrote.")
-    odd = [
-        f"{name}={config[name]}"
-        for name, plain in PLAIN.items()
-        if config.get(name, plain) not in (plain, [])
-    ]
+    odd = [f"{name}={config[name]}" for name, plain in PLAIN.items() if config.get(name, plain) not in (plain, [])]
     if odd:
-        raise CheckpointError(
-            f"{folder}: {', '.join(odd)} in {ADAPTER_CONFIG} is more than A and B. It is not read."
-        )
+        raise CheckpointError(f"{folder}: {', '.join(odd)} in {ADAPTER_CONFIG} is more than A and B. It is not read.")
     initial = config.get("init_lora_weights", True)
     if isinstance(initial, str) and initial.lower().startswith(OF_OTHER_WEIGHTS):
         raise CheckpointError(
@@ -322,13 +300,9 @@ def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, T
         stack = weights.mcore_shapes[adapter.key_a.removesuffix("adapter.A") + WEIGHT][: len(lead)]
         shape_a = (adapter.num_blocks * adapter.rank, adapter.num_inputs)
         whole_a = found.setdefault(adapter.key_a, torch.zeros(*stack, *shape_a))
-        whole_b = found.setdefault(
-            adapter.key_b, torch.zeros(*stack, len(adapter.projection_of_row), adapter.rank)
-        )
+        whole_b = found.setdefault(adapter.key_b, torch.zeros(*stack, len(adapter.projection_of_row), adapter.rank))
         faults += _fill(matrix, whole_a[lead], whole_b[lead], tensors, used, config, model)
-    faults += [
-        f"{name} belongs to nothing that has an adapter here" for name in sorted(tensors.keys() - used)
-    ]
+    faults += [f"{name} belongs to nothing that has an adapter here" for name in sorted(tensors.keys() - used)]
     if faults:
         raise CheckpointError(
             f"the adapters in {folder} are not those of the section `lora`:\n{listed(faults)}\nSet lora.targets, rank, "

@@ -18,10 +18,7 @@ from torch import Tensor
 
 from mcore_rl.checks.model import checked_model_from_hf, divisors
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.convert.copying.conversion import (
-    Conversion,
-    CopySettings,
-)
+from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.tensors import OUTPUT_DTYPES, ByteRun, OutputDtype, TargetTensor, tasks_of
 from mcore_rl.convert.exporting import DTYPE_KEYS, QUANTIZATION_KEYS, as_json, finish_folder, usual_dtype
 from mcore_rl.convert.hf.folder import small_files
@@ -88,9 +85,7 @@ def plan_upcycle(source: Path, folder: Path, options: UpcycleOptions, settings: 
     targets = []
     for name, shape in weight_map(model).hf_shapes.items():
         parts = copies.get(name, (RegionCopy(whole(shape), name, whole(shape)),))
-        origin = next(
-            (made[part.source].dense if part.source in made else part.source for part in parts), None
-        )
+        origin = next((made[part.source].dense if part.source in made else part.source for part in parts), None)
         stored = found.dtype(origin or "model.embed_tokens.weight")
         dtype = stored if options.dtype == "keep" else OUTPUT_DTYPES[options.dtype]
         targets.append(TargetTensor(name=name, shape=shape, dtype=dtype, copies=parts))
@@ -185,9 +180,7 @@ def _check(dense: ModelConfig, options: UpcycleOptions) -> None:
             f"the source is of the family {dense.family}, of which no mixture is known. Known are {pairs}."
         )
     if dense.head == "score":
-        raise ConfigError(
-            "the source has a score instead of logits. Upcycle the language model that it was made of."
-        )
+        raise ConfigError("the source has a score instead of logits. Upcycle the language model that it was made of.")
     count, top_k, granularity = options.num_experts, options.top_k, options.granularity
     if top_k > count:
         raise ConfigError(f"--top-k {top_k} is more than --experts {count}. Choose at most {count}.")
@@ -275,8 +268,5 @@ def _mlp_copies(
             yield slice_of(f"{expert}{names.down}.weight", down, (columns[0], part), scale)
         if has_shared:
             for kind, region in (("gate_proj", rows), ("up_proj", rows), ("down_proj", columns)):
-                yield (
-                    f"{layer}{names.shared}.{kind}.weight",
-                    (RegionCopy(region, f"{mlp}{kind}.weight", region),),
-                )
+                yield (f"{layer}{names.shared}.{kind}.weight", (RegionCopy(region, f"{mlp}{kind}.weight", region),))
             yield f"{layer}{names.shared_gate}.weight", ()  # zeros

@@ -235,20 +235,14 @@ def read_steps(chat: Chat, prompt: Conversation, text: str, ends: Sequence[int])
     num_before = certain_T[first - 1] if first else 0
     begin = chat.decode(ids_T).find(readable[-1].rstrip(), num_before) if ends else 0
     if begin < 0:
-        raise DataError(
-            "the tokenizer does not give the text of the answer back, so that no step can be found"
-        )
+        raise DataError("the tokenizer does not give the text of the answer back, so that no step can be found")
     tokens = [bisect_left(certain_T[:-1], begin + len(before)) for before in readable[:-1]]
     tokens += [len(ids_T) - 1] * bool(ends)
     for number, (before, token) in enumerate(pairwise([first - 1, *tokens]), start=1):
         if token <= before:
             where = "the prompt" if number == 1 else f"step {number - 1}"
-            raise DataError(
-                f"step {number} ends in the same token as {where}, as the tokenizer cuts the answer"
-            )
-    return SteppedAnswer(
-        ids_T, tuple(index >= first and said for index, said in enumerate(mask_T)), tuple(tokens)
-    )
+            raise DataError(f"step {number} ends in the same token as {where}, as the tokenizer cuts the answer")
+    return SteppedAnswer(ids_T, tuple(index >= first and said for index, said in enumerate(mask_T)), tuple(tokens))
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

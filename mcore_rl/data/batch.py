@@ -58,9 +58,7 @@ class BatchSource:
     a resumed run passes the cursor at which it stopped.
     """
 
-    def __init__(
-        self, dataset: SampleDataset, *, micro_batch: int, dp_rank: int = 0, dp_size: int = 1
-    ) -> None:
+    def __init__(self, dataset: SampleDataset, *, micro_batch: int, dp_rank: int = 0, dp_size: int = 1) -> None:
         if micro_batch < 1 or not 0 <= dp_rank < dp_size:
             raise ConfigError(
                 f"micro_batch={micro_batch} with data-parallel rank {dp_rank} of {dp_size}: wanted a "
@@ -82,11 +80,7 @@ class BatchSource:
 
     def prefetch(self, consumed_samples: int, global_batch: int) -> None:
         """Read the result of the next call of `microbatches` with the same arguments in the background."""
-        self._ahead = (
-            consumed_samples,
-            global_batch,
-            self._reader.submit(self._read, consumed_samples, global_batch),
-        )
+        self._ahead = (consumed_samples, global_batch, self._reader.submit(self._read, consumed_samples, global_batch))
 
     def from_the_start(self, num_batches: int, global_batch: int) -> Iterator[list[Microbatch]]:
         """Yield the first `num_batches` batches, the same at every call, for an evaluation."""

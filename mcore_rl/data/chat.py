@@ -68,9 +68,7 @@ class Chat(Protocol):
         """
         ...
 
-    def reply(
-        self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
-    ) -> list[int]:
+    def reply(self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool) -> list[int]:
         """Return the tokens from the end of the assistant's turn `answer` to where its next turn begins, so that they
         can be appended to tokens that were sampled, which are never made from text again.
 
@@ -182,9 +180,7 @@ class PlainChat:
         _text_to_continue(conversation)
         return [token for turn, _ in self._turns(conversation) for token in turn][:-1]
 
-    def reply(
-        self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
-    ) -> list[int]:
+    def reply(self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool) -> list[int]:
         """Return the tokens from the end of the assistant's turn to where its next turn begins: no
         text depends on earlier turns.
         """
@@ -219,9 +215,7 @@ class PlainChat:
                     "data.chat_template to one that does, write it into the content, or leave out such entries"
                 )
             if not isinstance(content, str):
-                raise DataError(
-                    f"the content of a turn is {content!r}; without a jinja template it must be text"
-                )
+                raise DataError(f"the content of a turn is {content!r}; without a jinja template it must be text")
             yield self._header(role), False
             if role == "assistant":
                 yield [*encode(content), self._tokenizer.eod_id], is_trained(message)
@@ -242,11 +236,7 @@ class TemplateChat:
     """
 
     def __init__(
-        self,
-        encoder: TextEncoder,
-        template: str,
-        special_tokens: Mapping[str, str],
-        tool_template: str | None,
+        self, encoder: TextEncoder, template: str, special_tokens: Mapping[str, str], tool_template: str | None
     ) -> None:
         """`tool_template` renders conversations with tools; None: `template` renders these too."""
         self._tokenizer = MarkedTokenizer(encoder)
@@ -257,9 +247,7 @@ class TemplateChat:
         self.turn_end_ids: tuple[int, ...] = (turn_end,) if turn_end is not None else ()
         """The token that the template puts after the assistant's text; empty when it puts none there."""
         self._text_of_end = None if turn_end is None else added[turn_end].content
-        self._ends = tuple(
-            token.content for index, token in added.items() if token.special or index == turn_end
-        )
+        self._ends = tuple(token.content for index, token in added.items() if token.special or index == turn_end)
 
     def encode(self, conversation: Conversation) -> EncodedConversation:
         """Return the whole conversation as tokens."""
@@ -309,9 +297,7 @@ class TemplateChat:
             )
         return ids
 
-    def reply(
-        self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
-    ) -> list[int]:
+    def reply(self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool) -> list[int]:
         """Return the tokens from the end of the assistant's turn to where its next turn begins; TemplateError where
         adding a turn changes how the template renders earlier turns.
         """
@@ -359,9 +345,7 @@ class TemplateChat:
             except DataError:
                 continue  # a template that takes no such conversation shows no end
             after = text[text.rfind(PROBE) + len(PROBE) :] if PROBE in text else ""
-            found = [
-                (after.find(name), -len(name), index) for name, index in candidates.items() if name in after
-            ]
+            found = [(after.find(name), -len(name), index) for name, index in candidates.items() if name in after]
             if found:
                 return min(found)[2]
         return None
@@ -415,9 +399,7 @@ class TemplateChat:
             return {key: self._hidden(part) for key, part in value.items()}
         return [self._hidden(part) for part in value] if isinstance(value, list | tuple) else value
 
-    def _render(
-        self, conversation: Conversation, num_turns: int, **options: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, conversation: Conversation, num_turns: int, **options: bool) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of the first `num_turns` turns and the offsets of the text between generation marks."""
         # Templates ask whether a key is there, and `"tool_calls": null` means no.
         turns = [
@@ -434,9 +416,7 @@ class TemplateChat:
                 **self._special_tokens,
             )
         except TEMPLATE_ERRORS as error:
-            raise DataError(
-                f"the chat template does not take it: {str(error) or type(error).__name__}"
-            ) from error
+            raise DataError(f"the chat template does not take it: {str(error) or type(error).__name__}") from error
         _refuse_unshown_parts(turns, rendered[0])
         return rendered[0], [tuple(span) for span in spans[0]] if spans else []
 

@@ -54,9 +54,7 @@ def load_template(name: str, folder: Path) -> str:
     Raises:
         DataError: the template is missing or does not parse.
     """
-    found = (
-        _templates_of_tokenizer(folder).get(DEFAULT) if name == "tokenizer" else _template_in_file(Path(name))
-    )
+    found = _templates_of_tokenizer(folder).get(DEFAULT) if name == "tokenizer" else _template_in_file(Path(name))
     if found is None:
         raise DataError(NO_TEMPLATE.format(folder=folder))
     return _parsed(*found)
@@ -73,9 +71,7 @@ def load_tool_template(name: str, folder: Path) -> str | None:
 def _parsed(origin: Path, text: str) -> str:
     """Return the text of a template. DataError where it is empty or jinja cannot read it."""
     if not text.strip():
-        raise DataError(
-            f"{origin} is empty. Copy or download it again, or name another with data.chat_template."
-        )
+        raise DataError(f"{origin} is empty. Copy or download it again, or name another with data.chat_template.")
     try:
         render([[]], chat_template=text)
     except jinja2.TemplateSyntaxError as error:

@@ -119,9 +119,7 @@ def _source(path: Path) -> InputFile:
     if str(path).startswith(HUB):
         rows = load_hub(str(path))
         # The fingerprint replaces the modification time: a changed dataset has another fingerprint.
-        return InputFile(
-            path=str(path), num_bytes=rows.data.nbytes, modified_ns=zlib.crc32(rows._fingerprint.encode())
-        )
+        return InputFile(path=str(path), num_bytes=rows.data.nbytes, modified_ns=zlib.crc32(rows._fingerprint.encode()))
     try:
         with open(path, "rb") as file:
             start = file.read(len(ZIP))

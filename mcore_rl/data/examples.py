@@ -105,9 +105,7 @@ class ConversationReader(RecordReader[EncodedConversation]):
         return f"{length} tokens, and data.seq_length={self._config.seq_length}. Raise it"
 
 
-def conversation_of(
-    entry: Mapping[str, Any], config: SFTDataConfig
-) -> tuple[Conversation, str, frozenset[str]]:
+def conversation_of(entry: Mapping[str, Any], config: SFTDataConfig) -> tuple[Conversation, str, frozenset[str]]:
     """Return the conversation of a record, the name of its shape, and the fields that were read.
 
     Raises:
@@ -142,9 +140,7 @@ def _dialogue(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
         dialogue = recognise({**entry, **named})
         assert dialogue is not None, "it has messages"
         used = dialogue.used - {"messages"} | {config.messages_field}
-        return replace(
-            dialogue, shape=dialogue.shape.replace("messages)", f"{config.messages_field})"), used=used
-        )
+        return replace(dialogue, shape=dialogue.shape.replace("messages)", f"{config.messages_field})"), used=used)
     if config.format == "prompt_response" or has_pair or has_names:
         return _pair(entry, config)
     if "text" in entry and (dialogue := _text(entry, config)):

@@ -76,14 +76,11 @@ def read_index(prefix: str) -> IndexFile:
         raise DataError(f"{path} ({len(content)} bytes) is not a Megatron index: wrong magic word. {again}")
     _, version, code, num_sequences, num_bounds = HEADER.unpack_from(content)
     if version != 1 or code not in DTYPES:
-        raise DataError(
-            f"{path} has version {version} and dtype code {code}; known: 1 and {sorted(DTYPES)}. {again}"
-        )
+        raise DataError(f"{path} has version {version} and dtype code {code}; known: 1 and {sorted(DTYPES)}. {again}")
     wanted = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if len(content) != wanted:
         raise DataError(
-            f"{path} has {len(content)} bytes; {num_sequences} sequences and {num_bounds} bounds need "
-            f"{wanted}. {again}"
+            f"{path} has {len(content)} bytes; {num_sequences} sequences and {num_bounds} bounds need {wanted}. {again}"
         )
     dtype = numpy.dtype(DTYPES[code])
     lengths_N = numpy.frombuffer(content, numpy.int32, num_sequences, HEADER.size)
@@ -94,9 +91,7 @@ def read_index(prefix: str) -> IndexFile:
         raise DataError(f"{path} holds no token. Give data with documents in it.")
     is_sound = lengths_N.min() >= 0 and offsets_N[0] == 0 and (offsets_N[1:] == ends_N[:-1]).all()
     if not is_sound or num_bounds < 2 or bounds[0] != 0 or bounds[-1] != num_sequences:
-        raise DataError(
-            f"{path} is corrupt: its lengths, offsets and document bounds contradict each other. {again}"
-        )
+        raise DataError(f"{path} is corrupt: its lengths, offsets and document bounds contradict each other. {again}")
     num_bytes = with_ending(prefix, ".bin").stat().st_size
     if num_bytes != ends_N[-1]:
         raise DataError(f"{prefix}.bin has {num_bytes} bytes, its .idx implies {ends_N[-1]}. {again}")
@@ -150,9 +145,7 @@ def _starts(num_tokens: int, block_tokens: int) -> list[int]:
 
 def _require_pair(prefix: str) -> None:
     if prefix.endswith((".bin", ".idx")):
-        raise DataError(
-            f"data prefix {prefix!r} has an ending: write {prefix[:-4]!r}, the part that both files share."
-        )
+        raise DataError(f"data prefix {prefix!r} has an ending: write {prefix[:-4]!r}, the part that both files share.")
     missing = [ending for ending in (".bin", ".idx") if not with_ending(prefix, ending).is_file()]
     if not missing:
         return
@@ -164,21 +157,13 @@ def _require_pair(prefix: str) -> None:
     folder = Path(prefix).absolute().parent
     names = " and no ".join(Path(prefix).name + ending for ending in missing)
     if not folder.is_dir():
-        relative = (
-            ""
-            if Path(prefix).is_absolute()
-            else f" Relative paths begin at the working folder, {Path.cwd()}."
-        )
+        relative = "" if Path(prefix).is_absolute() else f" Relative paths begin at the working folder, {Path.cwd()}."
         raise DataError(f"data prefix {prefix!r}: there is no folder {folder}.{relative} Correct the path.")
     there = sorted(path.stem for path in folder.glob("*.idx"))
     near = get_close_matches(Path(prefix).name, there, n=3, cutoff=0.4) or there[:3]
     raise DataError(
         f"data prefix {prefix!r}: there is no {names} in {folder}. "
-        + (
-            f"Its folder has: {', '.join(near)}."
-            if near
-            else "Make the pair with `mcore-rl data preprocess`."
-        )
+        + (f"Its folder has: {', '.join(near)}." if near else "Make the pair with `mcore-rl data preprocess`.")
     )
 
 
@@ -234,9 +219,7 @@ def read_sidecar(prefix: str) -> Sidecar | None:
 
 def sidecar_from(path: Path) -> Sidecar:
     """Return the sidecar in `path`. Raises DataError if the file is not a sidecar, or has another version."""
-    remedy = (
-        "Make the data again with `mcore-rl data preprocess`, or remove the file to train without its checks."
-    )
+    remedy = "Make the data again with `mcore-rl data preprocess`, or remove the file to train without its checks."
     try:
         entries = json.loads(path.read_bytes())
     except ValueError as error:

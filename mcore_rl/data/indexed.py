@@ -195,9 +195,7 @@ class Datasets:
     test: SampleDataset | None
 
 
-def plan_data(
-    config: DataConfig, *, vocab_size: int, samples: SampleCounts, evaluated_at_once: int = 1
-) -> DataPlan:
+def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts, evaluated_at_once: int = 1) -> DataPlan:
     """Read and check all data that `config` names; a DataError is raised before any work, on all ranks.
 
     If `valid` or `test` is given, nothing is split: all of `train` is trained on, and a split without prefixes has no
@@ -208,9 +206,7 @@ def plan_data(
     plan has fewer, in multiples of `evaluated_at_once` (a batch): no sequence is read twice in an evaluation.
     """
     if not config.train:
-        raise DataError(
-            "data.train names no data. Give it prefixes of .bin/.idx pairs (`mcore-rl data preprocess`)."
-        )
+        raise DataError("data.train names no data. Give it prefixes of .bin/.idx pairs (`mcore-rl data preprocess`).")
     prefixes = tuple(dict.fromkeys((*config.train, *config.valid, *config.test)))
     indexes = {prefix: read_index(prefix) for prefix in prefixes}
     eod = _check_fit(indexes, config, vocab_size)
@@ -221,9 +217,7 @@ def plan_data(
     ranges: dict[str, tuple[IndexFile, tuple[int, int, int, int]]] = {}
     warnings: list[str] = []
     if split and any(tokens <= config.seq_length for part in parts for tokens in part.values()):
-        ranges = {
-            prefix: (indexes[prefix], _token_bounds(config, indexes[prefix])) for prefix in config.train
-        }
+        ranges = {prefix: (indexes[prefix], _token_bounds(config, indexes[prefix])) for prefix in config.train}
         parts = [
             {prefix: bounds[i + 1] - bounds[i] for prefix, (_, bounds) in ranges.items()} if blend else {}
             for i, blend in enumerate(blends)
@@ -284,9 +278,7 @@ def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
             # Megatron raises a plain exception from the disk's error.
             if not isinstance(error.__cause__, OSError):
                 raise
-            reason = (
-                error.__cause__.strerror or error.__cause__
-            )  # numpy's error for a short write has only a text
+            reason = error.__cause__.strerror or error.__cause__  # numpy's error for a short write has only a text
             raise DataError(
                 f"the index cache cannot be written to {cache_dir}: {reason}. {room_at(cache_dir)}. {OTHER_CACHE}"
             ) from error
@@ -330,25 +322,18 @@ def _blends(
             for bounds in matrix
         ]
     else:
-        found = [
-            train,
-            *(_weighted(names, (), indexes) if names else None for names in (config.valid, config.test)),
-        ]
+        found = [train, *(_weighted(names, (), indexes) if names else None for names in (config.valid, config.test))]
     if not found[0] or (samples.valid and not found[1]):
         missing = (
             'evaluate on. Name data.valid, or set train.eval_batches="none".'
             if found[0]
             else "train on. Raise its first share."
         )
-        raise DataError(
-            f"data.split={config.split}, data.valid={config.valid}: there is no data to {missing}"
-        )
+        raise DataError(f"data.split={config.split}, data.valid={config.valid}: there is no data to {missing}")
     return found[0], found[1] if samples.valid else None, found[2] if samples.test else None
 
 
-def _weighted(
-    prefixes: Sequence[str], weights: Sequence[float], indexes: dict[str, IndexFile]
-) -> DatasetBlend:
+def _weighted(prefixes: Sequence[str], weights: Sequence[float], indexes: dict[str, IndexFile]) -> DatasetBlend:
     """Return the blend by `weights`, or by tokens: without weights Megatron ends a blend after one epoch."""
     if not weights:
         weights = [float(indexes[prefix].num_tokens) for prefix in prefixes]
@@ -380,9 +365,7 @@ def _token_bounds(config: DataConfig, index: IndexFile) -> tuple[int, int, int, 
     return 0, round(train * index.num_tokens), round((train + valid) * index.num_tokens), index.num_tokens
 
 
-def _evaluated(
-    wanted: int, at_once: int, blend: DatasetBlend, tokens: dict[str, int], seq_length: int
-) -> int:
+def _evaluated(wanted: int, at_once: int, blend: DatasetBlend, tokens: dict[str, int], seq_length: int) -> int:
     """Return how many of `wanted` sequences can be read once each, in multiples of `at_once`."""
     sequences = {prefix: max(0, tokens[prefix] - 1) // seq_length for prefix in blend.prefixes}
     if len(sequences) == 1:
@@ -401,9 +384,7 @@ def _samples_of(samples: int, weight: float) -> int:
     return math.ceil(math.ceil(samples * weight) * (1 + SURPLUS))
 
 
-def _sources(
-    blend: DatasetBlend, tokens: dict[str, int], samples: int, seq_length: int
-) -> tuple[TrainSource, ...]:
+def _sources(blend: DatasetBlend, tokens: dict[str, int], samples: int, seq_length: int) -> tuple[TrainSource, ...]:
     return tuple(
         TrainSource(
             prefix=prefix,

@@ -62,9 +62,7 @@ class Mixture:
         drawn[source] += 1
 
 
-def refuse_empty_sources(
-    field: str, weights: Sequence[float], names: Sequence[str], sizes: Sequence[int]
-) -> None:
+def refuse_empty_sources(field: str, weights: Sequence[float], names: Sequence[str], sizes: Sequence[int]) -> None:
     """Raise a DataError where a source has a weight in config field `field` and nothing to draw."""
     for weight, name, size in zip(weights, names, sizes, strict=False):  # there may be no weights
         if not size:
@@ -99,11 +97,7 @@ class ShuffledSources:
     def _order(self, source: int, reading: int) -> list[int]:
         planned, order = self._orders.get(source, (-1, []))
         if planned != reading:
-            order = (
-                numpy.random.default_rng((self._seed, reading, source))
-                .permutation(self._sizes[source])
-                .tolist()
-            )
+            order = numpy.random.default_rng((self._seed, reading, source)).permutation(self._sizes[source]).tolist()
             self._orders[source] = reading, order
         return order
 

@@ -103,14 +103,10 @@ def plan_batch(
 
     A group may occur several times. All ranks have the same number of microbatches; some may be empty.
     """
-    lengths = {
-        place: _packed_length(preferences, group, limits.sample_multiple)
-        for place, group in enumerate(groups)
-    }
+    lengths = {place: _packed_length(preferences, group, limits.sample_multiple) for place, group in enumerate(groups)}
     plan = lay_out(lengths, dp_size, limits)
     return [
-        [[groups[place] for place in microbatch] for microbatch in microbatches]
-        for microbatches in plan.microbatches
+        [[groups[place] for place in microbatch] for microbatch in microbatches] for microbatches in plan.microbatches
     ]
 
 

@@ -128,12 +128,7 @@ class _Sequence:
 
 
 def read_preferences(
-    paths: Sequence[str],
-    config: PreferenceDataConfig,
-    chat: Chat,
-    *,
-    packed_length: int,
-    length_multiple: int,
+    paths: Sequence[str], config: PreferenceDataConfig, chat: Chat, *, packed_length: int, length_multiple: int
 ) -> Preferences:
     """Return the comparisons of `paths`, in order; one DataError lists the lines that cannot be trained on.
 
@@ -202,9 +197,7 @@ def labels_of(sequence: _Sequence) -> NDArray[numpy.float32]:
 class PreferenceReader(RecordReader[tuple[Comparison, list[_Sequence]]]):
     """A reader of comparisons, each with its answers as tokens, those that fit in a microbatch."""
 
-    def __init__(
-        self, config: PreferenceDataConfig, chat: Chat, packed_length: int, length_multiple: int
-    ) -> None:
+    def __init__(self, config: PreferenceDataConfig, chat: Chat, packed_length: int, length_multiple: int) -> None:
         super().__init__("preferences", skips_long=config.too_long == "skip")
         self._config = config
         self._chat = chat
@@ -282,9 +275,7 @@ def _named(config: PreferenceDataConfig) -> set[str]:
     return {value for name, value in config if name.endswith("_field") and value is not None}
 
 
-def _shape(
-    entry: Mapping[str, Any], comparison: Comparison, config: PreferenceDataConfig
-) -> tuple[str, list[str]]:
+def _shape(entry: Mapping[str, Any], comparison: Comparison, config: PreferenceDataConfig) -> tuple[str, list[str]]:
     """Return the name of a comparison's shape with the fields that were read, and the keys that were not read."""
     sides = [config.chosen_field, config.rejected_field]
     is_pair = sides[0] in entry
@@ -357,9 +348,7 @@ def _prompt_and_answers(
     """Return the prompt, the common beginning of all sides where the line names none, and the rest of each side."""
     kinds = {type(side) for side in sides}
     if kinds not in ({str}, {list}):
-        shown = ", ".join(
-            f'"{name}" a {type(side).__name__}' for name, side in zip(names, sides, strict=True)
-        )
+        shown = ", ".join(f'"{name}" a {type(side).__name__}' for name, side in zip(names, sides, strict=True))
         raise DataError(f"{shown}: wanted text on every side, or a list of turns on every side")
     prompt = _prompt(entry, config)
     if kinds == {str}:
@@ -430,9 +419,7 @@ def _hh_turns(text: str) -> list[Message]:
     ]
 
 
-def _stepped(
-    entry: Mapping[str, Any], config: PreferenceDataConfig, chat: Chat
-) -> tuple[Comparison, _Sequence]:
+def _stepped(entry: Mapping[str, Any], config: PreferenceDataConfig, chat: Chat) -> tuple[Comparison, _Sequence]:
     """Return an answer with labelled steps, as a comparison with itself; a DataError where the line has none."""
     refuse_labels(entry, "preference", _named(config))
     prompt = with_earlier(beside(config.prompt_template, entry), _prompt(entry, config) or ())
@@ -458,11 +445,7 @@ def _stepped(
     sequence = _Sequence(
         reading.ids_T,
         reading.is_answer_T,
-        tuple(
-            (token, float(label))
-            for token, label in zip(reading.tokens, labels, strict=True)
-            if label is not None
-        ),
+        tuple((token, float(label)) for token, label in zip(reading.tokens, labels, strict=True) if label is not None),
     )
     answer: Message = {"role": "assistant", "content": text}
     return Comparison(Conversation(messages=tuple(prompt)), ((answer,),), ((0, 0),), (0.0,), (1.0,)), sequence
@@ -475,10 +458,7 @@ def _is_label(label: Any) -> bool:
 def _encode(comparison: Comparison, chat: Chat) -> list[_Sequence]:
     """Return prompt and answer of each side as tokens. Raises DataError if an answer has no tokens."""
     prompt, answers = comparison.prompt, comparison.answers
-    wholes = [
-        chat.encode(Conversation(messages=(*prompt.messages, *answer), tools=prompt.tools))
-        for answer in answers
-    ]
+    wholes = [chat.encode(Conversation(messages=(*prompt.messages, *answer), tools=prompt.tools)) for answer in answers]
     prompt_ids = chat.prompt(prompt) if prompt.messages else []
     sequences = []
     for whole in wholes:

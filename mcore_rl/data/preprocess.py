@@ -24,15 +24,7 @@ from rich.console import Console
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat, InputFile, find_input_files
 from mcore_rl.data.index_file import Sidecar, SourceFile, sidecar_from
-from mcore_rl.data.shards import (
-    Shard,
-    ShardReport,
-    finished_shards,
-    merge_shards,
-    plan_shards,
-    token_dtype,
-    tokenizing,
-)
+from mcore_rl.data.shards import Shard, ShardReport, finished_shards, merge_shards, plan_shards, token_dtype, tokenizing
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.metrics.progress import ByteProgress
@@ -122,11 +114,7 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
 
 
 def _make(
-    options: PreprocessOptions,
-    sources: Sequence[InputFile],
-    tokenizer: Tokenizer,
-    folder: Path,
-    console: Console,
+    options: PreprocessOptions, sources: Sequence[InputFile], tokenizer: Tokenizer, folder: Path, console: Console
 ) -> None:
     """Tokenize and merge: everything up to merged.json."""
     shards = plan_shards(sources, options.document_format)
@@ -142,40 +130,27 @@ def _make(
         for report in done:
             reports[report.index] = report
             progress.add(report.num_bytes)
-            _log(
-                options.output, "shard", index=report.index, documents=report.documents, tokens=report.tokens
-            )
+            _log(options.output, "shard", index=report.index, documents=report.documents, tokens=report.tokens)
             _enforce_max_bad(options, shards, reports)
         speed = f"{progress.bytes_per_s / 2**20:.2f} MiB/s" if missing else "tokenized by an earlier run"
     _report_bad_lines(options.output, shards, reports, console)
     if find_input_files(options.inputs) != tuple(sources):
-        raise DataError(
-            f"the inputs of {options.output} changed while they were read. Run again with --overwrite."
-        )
+        raise DataError(f"the inputs of {options.output} changed while they were read. Run again with --overwrite.")
     sidecar = _sidecar(options, sources, tokenizer, list(reports.values()))
-    num_bytes, free = (
-        sum(path.stat().st_size for path in folder.glob("shard-*")),
-        shutil.disk_usage(folder).free,
-    )
+    num_bytes, free = (sum(path.stat().st_size for path in folder.glob("shard-*")), shutil.disk_usage(folder).free)
     if free < num_bytes:
         raise DataError(f"{folder}: joining the parts takes {num_bytes} bytes, and {free} are free. {AGAIN}")
     checksums = merge_shards(shards, reports, folder, folder / "merged", tokenizer.vocab_size)
     sidecar = replace(sidecar, bin_crc32=checksums[0], idx_crc32=checksums[1])
     write_atomically(folder / "merged.json", sidecar.to_json())
-    console.print(
-        f"{options.output}: {sidecar.documents} documents, {sidecar.tokens} tokens ({speed})", soft_wrap=True
-    )
+    console.print(f"{options.output}: {sidecar.documents} documents, {sidecar.tokens} tokens ({speed})", soft_wrap=True)
 
 
 def _plan(options: PreprocessOptions, sources: Sequence[InputFile], tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "version": PLAN_VERSION,
         "layout": asdict(options.document_format),
-        "tokenizer": {
-            "digest": tokenizer.digest,
-            "eod_id": tokenizer.eod_id,
-            "vocab_size": tokenizer.vocab_size,
-        },
+        "tokenizer": {"digest": tokenizer.digest, "eod_id": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size},
         "sources": [asdict(source) for source in sources],
     }
 
@@ -253,10 +228,7 @@ def _forget(folder: Path, *, is_other: bool) -> None:
 
 
 def _sidecar(
-    options: PreprocessOptions,
-    sources: Sequence[InputFile],
-    tokenizer: Tokenizer,
-    reports: Sequence[ShardReport],
+    options: PreprocessOptions, sources: Sequence[InputFile], tokenizer: Tokenizer, reports: Sequence[ShardReport]
 ) -> Sidecar:
     documents = sum(report.documents for report in reports)
     num_bad = sum(report.num_bad for report in reports)
@@ -289,14 +261,10 @@ def _publish(folder: Path, output: Path) -> None:
         path = with_ending(output, ending)
         if with_ending(merged, ending).exists() and os.path.lexists(path):
             if stamps_of(path)[""] != tuple(stamps.get(ending, ())):
-                raise DataError(
-                    f"{path} was changed meanwhile, and is not replaced. Move it away, and run again."
-                )
+                raise DataError(f"{path} was changed meanwhile, and is not replaced. Move it away, and run again.")
             moves.append((path, with_ending(replaced, ending)))
     moves += [
-        (path, with_ending(output, ending))
-        for ending in ENDINGS
-        if (path := with_ending(merged, ending)).exists()
+        (path, with_ending(output, ending)) for ending in ENDINGS if (path := with_ending(merged, ending)).exists()
     ]
     rename_all(moves)
 
@@ -310,17 +278,13 @@ def _bad_lines(shards: Sequence[Shard], reports: dict[int, ShardReport]) -> list
         for number, (file_slice, lines) in enumerate(zip(shard.file_slices, report.lines, strict=True)):
             start = lines_before.get(file_slice.path, 0)
             found += [
-                (file_slice.path, start + bad.line, bad.problem)
-                for bad in report.bad
-                if bad.file_slice == number
+                (file_slice.path, start + bad.line, bad.problem) for bad in report.bad if bad.file_slice == number
             ]
             lines_before[file_slice.path] = start + lines
     return found
 
 
-def _enforce_max_bad(
-    options: PreprocessOptions, shards: Sequence[Shard], reports: dict[int, ShardReport]
-) -> None:
+def _enforce_max_bad(options: PreprocessOptions, shards: Sequence[Shard], reports: dict[int, ShardReport]) -> None:
     """Raise DataError beyond `max_bad`, counting up to the first shard without a report: lines have numbers there."""
     settled = list(takewhile(lambda shard: shard.index in reports, shards))
     num_bad = sum(reports[shard.index].num_bad for shard in settled)
@@ -331,17 +295,13 @@ def _enforce_max_bad(
         )
 
 
-def _report_bad_lines(
-    output: Path, shards: Sequence[Shard], reports: dict[int, ShardReport], console: Console
-) -> None:
+def _report_bad_lines(output: Path, shards: Sequence[Shard], reports: dict[int, ShardReport], console: Console) -> None:
     num_bad = sum(report.num_bad for report in reports.values())
     found = _bad_lines(shards, reports)
     for path, line, problem in found:
         _log(output, "bad line", path=path, line=line, problem=problem)
     if num_bad:
-        console.print(
-            f"{num_bad} bad lines were left out:{_shown(num_bad, found)}", markup=False, soft_wrap=True
-        )
+        console.print(f"{num_bad} bad lines were left out:{_shown(num_bad, found)}", markup=False, soft_wrap=True)
 
 
 def _shown(num_bad: int, found: Sequence[tuple[str, int, str]]) -> str:

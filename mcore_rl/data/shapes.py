@@ -258,9 +258,7 @@ def _dialogue(
 
 
 def _system(entry: Mapping[str, Any]) -> list[Message]:
-    text = next(
-        (entry[key] for key in SYSTEM if isinstance(entry.get(key), str) and entry[key].strip()), None
-    )
+    text = next((entry[key] for key in SYSTEM if isinstance(entry.get(key), str) and entry[key].strip()), None)
     return [] if text is None else [{"role": "system", "content": text}]
 
 
@@ -279,18 +277,11 @@ def _side(entry: Mapping[str, Any], key: str, role: str) -> list[Message]:
         return [{"role": role, "content": value}]
     if isinstance(value, list):
         return read_turns(value, key)
-    raise DataError(
-        f'"{key}" is a {type(value).__name__}, wanted text or a list of turns (keys: {", ".join(entry)})'
-    )
+    raise DataError(f'"{key}" is a {type(value).__name__}, wanted text or a list of turns (keys: {", ".join(entry)})')
 
 
 def _turn(turn: Any, number: int, name: str) -> Message:
-    if (
-        isinstance(turn, dict)
-        and "role" not in turn
-        and isinstance(turn.get("from"), str)
-        and "value" in turn
-    ):
+    if isinstance(turn, dict) and "role" not in turn and isinstance(turn.get("from"), str) and "value" in turn:
         role = ROLES.get(turn["from"].lower())
         if role is None:
             raise DataError(

@@ -105,16 +105,12 @@ def token_dtype(vocab_size: int) -> type[numpy.number]:
     return dtype
 
 
-def tokenize_shard(
-    shard: Shard, document_format: DocumentFormat, tokenizer: Tokenizer, folder: Path
-) -> ShardReport:
+def tokenize_shard(shard: Shard, document_format: DocumentFormat, tokenizer: Tokenizer, folder: Path) -> ShardReport:
     """Write the shard's .bin, .idx and, once these are on the disk, its marker."""
     prefix = shard.prefix(folder)
     # A process of an earlier, killed run may still be at this shard; each writes under its own name.
     scratch = with_ending(prefix, f".{os.getpid()}.tmp")
-    builder = IndexedDatasetBuilder(
-        str(with_ending(scratch, ".bin")), dtype=token_dtype(tokenizer.vocab_size)
-    )
+    builder = IndexedDatasetBuilder(str(with_ending(scratch, ".bin")), dtype=token_dtype(tokenizer.vocab_size))
     documents, tokens, largest, num_bad = 0, 0, -1, 0
     bad: list[BadLine] = []
     lines: list[int] = []
@@ -177,9 +173,7 @@ def merge_shards(
             _append(builder, str(shard.prefix(folder)))
             written = with_ending(shard.prefix(folder), ".bin")
             if crc32_of(written) != reports[shard.index].bin_crc32:
-                raise DataError(
-                    f"{written} is not as it was written. Delete {folder}, and run the command again."
-                )
+                raise DataError(f"{written} is not as it was written. Delete {folder}, and run the command again.")
             size = written.stat().st_size
             parts.append(PartChecksum(position, size, int(reports[shard.index].bin_crc32, 16)))
             position += size
@@ -203,11 +197,7 @@ def _append(builder: IndexedDatasetBuilder, prefix: str) -> None:
 
 @contextmanager
 def tokenizing(
-    shards: Sequence[Shard],
-    document_format: DocumentFormat,
-    tokenizer: TokenizerConfig,
-    folder: Path,
-    workers: int,
+    shards: Sequence[Shard], document_format: DocumentFormat, tokenizer: TokenizerConfig, folder: Path, workers: int
 ) -> Iterator[Iterator[ShardReport]]:
     """Start `workers` processes at once; iterating gives each shard's report when it is done, in any order.
 
@@ -231,9 +221,7 @@ def tokenizing(
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _tokenize(
-    shard: Shard, document_format: DocumentFormat, config: TokenizerConfig, folder: Path
-) -> ShardReport:
+def _tokenize(shard: Shard, document_format: DocumentFormat, config: TokenizerConfig, folder: Path) -> ShardReport:
     return tokenize_shard(shard, document_format, _tokenizer(config), folder)
 
 

@@ -85,10 +85,7 @@ class TiktokenFile:
         self.ids: dict[str, int] = {token.content: index for index, token in self.added.items()}
         """Their ids, by text."""
         self._encoding = tiktoken.Encoding(
-            name=str(path),
-            pat_str="|".join(PATTERN_PARTS),
-            mergeable_ranks=ranks,
-            special_tokens=self.ids,
+            name=str(path), pat_str="|".join(PATTERN_PARTS), mergeable_ranks=ranks, special_tokens=self.ids
         )
         self._all = frozenset(self.ids)
         self._always = frozenset(token.content for token in self.added.values() if not token.special)
@@ -163,9 +160,7 @@ def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
         raise DataError(
             f"{path} ({len(content)} bytes) is no file of tokens and ranks: {error}. Copy it again."
         ) from error
-    if sorted(ranks.values()) != list(range(len(lines))) or not all(
-        bytes([byte]) in ranks for byte in range(256)
-    ):
+    if sorted(ranks.values()) != list(range(len(lines))) or not all(bytes([byte]) in ranks for byte in range(256)):
         raise DataError(
             f"{path} ({len(content)} bytes) is cut or damaged: it has {len(ranks)} tokens, whose ranks are not 0 to "
             f"{len(lines) - 1} with all single bytes among them. Copy it again."
@@ -266,9 +261,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: Path) -> None:
         if path.is_dir():
-            raise DataError(
-                f"data.tokenizer.path={str(path)!r} is a folder; 'sentencepiece' wants a .model file."
-            )
+            raise DataError(f"data.tokenizer.path={str(path)!r} is a folder; 'sentencepiece' wants a .model file.")
         content = path.read_bytes()
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -281,9 +274,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         self.eod_id: int = self._processor.eos_id()
         if self.eod_id < 0:
-            raise DataError(
-                f"{path} has no end-of-sentence piece to end documents with; train it with an eos id."
-            )
+            raise DataError(f"{path} has no end-of-sentence piece to end documents with; train it with an eos id.")
         self.eos_id = self.eod_id
         self.special_ids = frozenset(filter(self._processor.is_control, range(self.vocab_size)))
         # sentencepiece has -1 for a piece that is not there.
@@ -312,9 +303,7 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: Path) -> None:
         path = folder / TOKENIZER_JSON
         if not path.is_file():
-            found = (
-                ", ".join(sorted(entry.name for entry in folder.iterdir())) if folder.is_dir() else "a file"
-            )
+            found = ", ".join(sorted(entry.name for entry in folder.iterdir())) if folder.is_dir() else "a file"
             raise DataError(
                 f"data.tokenizer.path={str(folder)!r} holds no tokenizer.json and no {TIKTOKEN_MODEL} (it is: "
                 f"{found or 'empty'}). "
@@ -325,9 +314,7 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = without_limits(tokenizers.Tokenizer.from_str(content.decode()))
         except Exception as error:  # the Rust side raises nothing narrower
-            raise DataError(
-                f"{path} ({len(content)} bytes) is not a tokenizer: {error}. Copy it again."
-            ) from error
+            raise DataError(f"{path} ({len(content)} bytes) is not a tokenizer: {error}. Copy it again.") from error
         # Markup of a chat needs special tokens as tokens; a document that happens to contain them does not.
         self._tokenizer.encode_special_tokens = True
         self.digest = hashlib.sha256(content).hexdigest()

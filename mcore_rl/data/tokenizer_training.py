@@ -15,13 +15,7 @@ from mcore_rl import __version__
 from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, InputFile, find_input_files
 from mcore_rl.errors import DataError
 from mcore_rl.storage.checksums import crc32_of
-from mcore_rl.storage.files import (
-    disk_errors_explained,
-    make_folder,
-    refuse_replacing,
-    with_ending,
-    write_atomically,
-)
+from mcore_rl.storage.files import disk_errors_explained, make_folder, refuse_replacing, with_ending, write_atomically
 
 UNKNOWN_ID, BOS_ID, EOD_ID, PAD_ID = 0, 1, 2, 3
 LONGEST_LINE_BYTES = 1 << 20
@@ -94,11 +88,7 @@ def train_tokenizer(options: TokenizerTraining) -> int:
         raise DataError(_explained(str(error), options, lines)) from error
     with disk_errors_explained(options.output.parent, AGAIN):
         write_atomically(options.output, model.getvalue())
-        content = {
-            "program": f"mcore_rl {__version__}",
-            "kind": "tokenizer",
-            "crc32": crc32_of(options.output),
-        }
+        content = {"program": f"mcore_rl {__version__}", "kind": "tokenizer", "crc32": crc32_of(options.output)}
         write_atomically(manifest, json.dumps(content) + "\n")
     return lines.count
 
@@ -155,9 +145,7 @@ class _Lines:
 
 def _explained(message: str, options: TokenizerTraining, lines: _Lines) -> str:
     if lines.count == 0:
-        return (
-            f"no text in the inputs ({lines.num_bad} bad lines; {lines.problem}). Look at --key and --format."
-        )
+        return f"no text in the inputs ({lines.num_bad} bad lines; {lines.problem}). Look at --key and --format."
     if found := TOO_LARGE.search(message):
         return (
             f"--vocab-size {options.vocab_size} is more than these {lines.count} lines of text yield. The "

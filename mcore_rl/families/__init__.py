@@ -119,9 +119,7 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
     try:
         return ModelConfig(family=family, head=head, **family_named(family).from_hf(config))
     except ValidationError as error:
-        raise ConfigError(
-            f"config.json of model_type {model_type!r} has values of the wrong type:\n{error}"
-        ) from None
+        raise ConfigError(f"config.json of model_type {model_type!r} has values of the wrong type:\n{error}") from None
 
 
 def hf_config(model: ModelConfig) -> dict[str, Any]:

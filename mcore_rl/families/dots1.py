@@ -61,6 +61,4 @@ def _refuse_windows(config: HfConfig, num_layers: int) -> None:
     if types is None and config.get("sliding_window", 4096) is not None:
         first = config.get("max_window_layers", 62)
         if first is None or first < num_layers:
-            raise refusal(
-                config, "max_window_layers", f"has no window (sliding_window) in any of {num_layers} layers"
-            )
+            raise refusal(config, "max_window_layers", f"has no window (sliding_window) in any of {num_layers} layers")

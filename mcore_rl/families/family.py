@@ -153,14 +153,10 @@ class Family(ABC):
         """Yield the tensors in Hugging Face checkpoints that repeat another tensor."""
         yield from duplicates(model)
 
-    def layer_rules(
-        self, model: ModelConfig, layer: LayerNames, experts: ExpertLayout
-    ) -> Iterator[WeightRule]:
+    def layer_rules(self, model: ModelConfig, layer: LayerNames, experts: ExpertLayout) -> Iterator[WeightRule]:
         """Yield the rules of one transformer layer."""
         yield from self.attention_rules(model, layer)
-        yield from feed_forward(
-            model, layer, experts, self.moe_names, has_shared_gate=self.has_shared_expert_gate
-        )
+        yield from feed_forward(model, layer, experts, self.moe_names, has_shared_gate=self.has_shared_expert_gate)
 
     def attention_rules(self, model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
         """Yield the rules of one layer's attention and of the norm before it."""

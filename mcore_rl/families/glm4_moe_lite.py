@@ -75,9 +75,7 @@ def first_dense_layers(config: HfConfig) -> int:
     if types is not None:
         first = types.index("sparse") if "sparse" in types else len(types)
         if types != ["dense"] * first + ["sparse"] * (needed(config, "num_hidden_layers") - first):
-            raise refusal(
-                config, "mlp_layer_types", "has dense layers only before the first layer with experts"
-            )
+            raise refusal(config, "mlp_layer_types", "has dense layers only before the first layer with experts")
         stated["number of dense layers in mlp_layer_types"] = first
     found = alias(stated, *stated)
     return 1 if found is None else int(found)

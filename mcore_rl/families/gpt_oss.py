@@ -48,9 +48,7 @@ class GptOss(Family):
         for layer in decoder_layers(model):
             yield from self.attention_rules(model, layer)
             yield layer.vector("self_attention.linear_proj.bias", "self_attn.o_proj.bias", hidden)
-            yield layer.vector(
-                "self_attention.core_attention.softmax_offset", "self_attn.sinks", model.num_heads
-            )
+            yield layer.vector("self_attention.core_attention.softmax_offset", "self_attn.sinks", model.num_heads)
             yield layer.vector("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden)
             yield layer.matrix("mlp.router.weight", hidden, ("mlp.router.weight", num_experts))
             yield layer.vector("mlp.router.bias", "mlp.router.bias", num_experts)

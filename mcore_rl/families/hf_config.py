@@ -11,11 +11,7 @@ from mcore_rl.config.model import ModelConfig, RopeConfig
 from mcore_rl.errors import ConfigError
 
 HfConfig = Mapping[str, Any]
-LLAMA3_CONSTANTS = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Parameters of Llama 3's rotary scaling that are built into Megatron."""
 ATTENDS, DELTA = "full_attention", "linear_attention"
 """Layer types of models with gated delta nets."""
@@ -39,9 +35,7 @@ LAYERS = Kind(
     f"a whole number of at most {MAX_LAYERS}",
     lambda value: isinstance(value, int) and _is_whole(value) and value <= MAX_LAYERS,
 )
-NUMBER = Kind(
-    "a number", lambda value: _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-)
+NUMBER = Kind("a number", lambda value: _is_whole(value) or (isinstance(value, float) and math.isfinite(value)))
 SIZE = Kind("a whole number other than 0", lambda value: _is_whole(value) and value != 0)
 FACTOR = Kind("a number other than 0", lambda value: NUMBER.includes(value) and value != 0)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
@@ -262,9 +256,7 @@ def rope(config: HfConfig, default_theta: float, default_fraction: float | None 
     one, *others = read.values()
     if others and others[0] != one:
         fields = [field for field, value in one if getattr(others[0], field) != value]
-        raise _contradiction(
-            [f"{name}={config[name]}" for name in read], f" They differ in {', '.join(fields)}."
-        )
+        raise _contradiction([f"{name}={config[name]}" for name in read], f" They differ in {', '.join(fields)}.")
     return one
 
 
@@ -282,9 +274,7 @@ def _rope_settings(config: HfConfig, name: str) -> dict[str, Any]:
     """Return the settings in the object `name`. Raises ConfigError if they differ between layer types."""
     settings = config.get(name) or {}
     if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
-        raise refusal(
-            config, name, "has the same positions in all layers, which one object of plain values describes"
-        )
+        raise refusal(config, name, "has the same positions in all layers, which one object of plain values describes")
     check_types(settings, KINDS)
     return {key: value for key, value in settings.items() if value is not None}
 
@@ -352,9 +342,7 @@ def _yarn(settings: HfConfig, theta: float) -> RopeConfig:
         mscale = 1.0  # transformers reads mscale only together with mscale_all_dim
     temperature = _temperature(factor, mscale) / _temperature(factor, all_dim)
     if not math.isclose(settings.get("attention_factor") or temperature, temperature, rel_tol=1e-6):
-        raise refusal(
-            settings, "attention_factor", f"has {temperature}, which follows from factor and mscale"
-        )
+        raise refusal(settings, "attention_factor", f"has {temperature}, which follows from factor and mscale")
     return RopeConfig(
         theta=theta,
         scaling="yarn",
@@ -457,15 +445,9 @@ def _rope_to_hf(model: ModelConfig) -> dict[str, Any]:
     rope = model.rope
     written: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.scaling == "llama3":
-        written["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            **LLAMA3_CONSTANTS,
-        }
+        written["rope_scaling"] = {"rope_type": "llama3", "factor": rope.factor, **LLAMA3_CONSTANTS}
     if rope.scaling == "yarn":
-        temperatures = (
-            {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim} if rope.mscale_all_dim else {}
-        )
+        temperatures = {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim} if rope.mscale_all_dim else {}
         written["rope_scaling"] = {
             "rope_type": "yarn",
             "factor": rope.factor,

@@ -29,9 +29,7 @@ class MiniMaxM2(Family):
     qk_norm = ("on",)
     has_full_qk_norm = True
     settings = ("rope.fraction", "moe.expert_bias")
-    moe_names = MoENames(
-        prefix="block_sparse_moe.", gate="w1", up="w3", down="w2", bias="e_score_correction_bias"
-    )
+    moe_names = MoENames(prefix="block_sparse_moe.", gate="w1", up="w3", down="w2", bias="e_score_correction_bias")
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig.

@@ -32,10 +32,7 @@ class Qwen2Moe(Family):
         """Return the keyword arguments of ModelConfig."""
         require_keys(config, "num_key_value_heads")
         require(config, {"use_sliding_window": False})
-        shared = {
-            "shared_experts": 1,
-            "shared_ffn_hidden_size": needed(config, "shared_expert_intermediate_size"),
-        }
+        shared = {"shared_experts": 1, "shared_ffn_hidden_size": needed(config, "shared_expert_intermediate_size")}
         return common(config) | {
             "qkv_bias": "on" if config.get("qkv_bias", True) else "off",
             "moe": qwen_experts(config) | shared,

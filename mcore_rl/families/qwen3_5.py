@@ -49,10 +49,7 @@ class Qwen35(Qwen3Next):
         """Return the keyword arguments of ModelConfig."""
         require_keys(config, "num_key_value_heads", "head_dim")
         require(config, {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False})
-        return common(config, fraction=FRACTION) | {
-            "delta": delta_nets(config),
-            "mtp_layers": num_mtp_layers(config),
-        }
+        return common(config, fraction=FRACTION) | {"delta": delta_nets(config), "mtp_layers": num_mtp_layers(config)}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""

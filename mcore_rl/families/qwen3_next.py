@@ -142,9 +142,4 @@ class Qwen3Next(Family):
 
     def _positions_and_layers(self, model: ModelConfig) -> dict[str, Any]:
         mtp = {"mtp_num_hidden_layers": model.mtp_layers} if model.mtp_layers else {}
-        return {
-            "attention_bias": False,
-            "partial_rotary_factor": model.rope.fraction,
-            **delta_nets_to_hf(model),
-            **mtp,
-        }
+        return {"attention_bias": False, "partial_rotary_factor": model.rope.fraction, **delta_nets_to_hf(model), **mtp}

@@ -1,16 +1,12 @@
 """Architectures without a family, by Hugging Face's `model_type`, and the reason for each."""
 
 KIMI_DELTA = "most of its layers are Kimi delta attention, which is not built here"
-IMAGES = (
-    "its folder has parts for images around a text model, and such folders are neither read nor written yet"
-)
+IMAGES = "its folder has parts for images around a text model, and such folders are neither read nor written yet"
 LATE_NORMS = "it norms what a layer's parts return, Megatron's layers only what these are given"
 SOFTMAX_BIAS = "its router adds a bias to softmax scores, which Megatron has for sigmoid scores only"
 TURNED_FIRST = "it norms queries and keys after they are turned, Megatron before"
 MULTIPLIERS = "it multiplies embeddings, scores, residuals and logits by factors of its own"
-WINDOWS = (
-    "some of its layers see a window and the others all positions, in another order than every second one"
-)
+WINDOWS = "some of its layers see a window and the others all positions, in another order than every second one"
 BY_POSITION = "it scales queries by their position (llama_4_scaling_beta), which is not built here"
 NO_ORACLE = "transformers has no class of it that its logits could be compared with"
 STEP = "some of its layers see a window and have other numbers of heads, and its attention has an output gate"

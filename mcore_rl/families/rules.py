@@ -128,13 +128,7 @@ def outer(model: ModelConfig) -> Iterator[WeightRule]:
 
 
 def grouped_query(
-    model: ModelConfig,
-    layer: LayerNames,
-    *,
-    has_bias: bool,
-    has_norms: bool,
-    has_full_norms: bool,
-    has_gate: bool,
+    model: ModelConfig, layer: LayerNames, *, has_bias: bool, has_norms: bool, has_full_norms: bool, has_gate: bool
 ) -> Iterator[WeightRule]:
     """Yield the rules of grouped-query attention and of the norm before it.
 
@@ -157,9 +151,7 @@ def grouped_query(
             yield layer.tensor(f"self_attention.linear_qkv.{kind}", _gated_rows(model, layer, kind), row)
         else:
             yield layer.interleaved(f"self_attention.linear_qkv.{kind}", row, model.num_kv_heads, *parts)
-    yield layer.matrix(
-        "self_attention.linear_proj.weight", model.num_heads * head, ("self_attn.o_proj.weight", hidden)
-    )
+    yield layer.matrix("self_attention.linear_proj.weight", model.num_heads * head, ("self_attn.o_proj.weight", hidden))
     if has_norms:
         heads = (model.num_heads, model.num_kv_heads) if has_full_norms else (1, 1)
         for part, count in zip("qk", heads, strict=True):
@@ -195,11 +187,7 @@ def delta_net(
     for part, rows in projections.items():
         yield layer.tensor(f"{key}in_proj.weight.{part}", rows, (hidden,))
     begin = 0
-    for part, width in (
-        ("query", delta.query_width),
-        ("key", delta.query_width),
-        ("value", delta.value_width),
-    ):
+    for part, width in (("query", delta.query_width), ("key", delta.query_width), ("value", delta.value_width)):
         rows = [HfRows(layer.hf + "linear_attn.conv1d.weight", begin, begin + width)]
         yield layer.tensor(f"{key}conv1d.weight.{part}", rows, (1, delta.conv_width))
         begin += width
@@ -225,9 +213,7 @@ def latent(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
         yield layer.matrix(key + "q_proj.weight", hidden, (name + "q_proj.weight", query))
     rank = mla.kv_lora_rank
     yield layer.matrix(
-        key + "kv_down_proj.weight",
-        hidden,
-        (name + "kv_a_proj_with_mqa.weight", rank + mla.qk_rope_head_dim),
+        key + "kv_down_proj.weight", hidden, (name + "kv_a_proj_with_mqa.weight", rank + mla.qk_rope_head_dim)
     )
     yield layer.vector(key + "kv_up_proj.layer_norm_weight", name + "kv_a_layernorm.weight", rank)
     yield layer.matrix(key + "kv_up_proj.weight", rank, (name + "kv_b_proj.weight", key_value))
@@ -243,9 +229,7 @@ def indexer(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
     yield layer.matrix(key + "linear_wk.weight", model.hidden_size, (name + "wk.weight", width))
     for part in ("weight", "bias"):
         yield layer.vector(f"{key}k_norm.{part}", f"{name}k_norm.{part}", width)
-    yield layer.matrix(
-        key + "linear_weights_proj.weight", model.hidden_size, (name + "weights_proj.weight", heads)
-    )
+    yield layer.matrix(key + "linear_weights_proj.weight", model.hidden_size, (name + "weights_proj.weight", heads))
 
 
 def feed_forward(
@@ -264,9 +248,7 @@ def mtp(model: ModelConfig) -> Iterator[WeightRule]:
     """Yield the rules of each MTP layer's tensors outside its transformer layer."""
     hidden = model.hidden_size
     for i in range(model.mtp_layers):
-        around = LayerNames(
-            hf=f"model.layers.{model.num_layers + i}.", mcore=f"mtp.layers.{i}.", is_moe=False
-        )
+        around = LayerNames(hf=f"model.layers.{model.num_layers + i}.", mcore=f"mtp.layers.{i}.", is_moe=False)
         yield around.vector("enorm.weight", "enorm.weight", hidden)
         yield around.vector("hnorm.weight", "hnorm.weight", hidden)
         # Both sides put the embedding before the hidden state.
@@ -327,9 +309,7 @@ def _experts(model: ModelConfig, layer: LayerNames, names: MoENames) -> Iterator
         expert = replace(layer, index=(*layer.index, e), lead=(*layer.lead, moe.num_experts))
         gate, up = (f"{name}{names.gate}.weight", width), (f"{name}{names.up}.weight", width)
         yield expert.matrix("mlp.experts.experts.linear_fc1.weight", hidden, gate, up)
-        yield expert.matrix(
-            "mlp.experts.experts.linear_fc2.weight", width, (f"{name}{names.down}.weight", hidden)
-        )
+        yield expert.matrix("mlp.experts.experts.linear_fc2.weight", width, (f"{name}{names.down}.weight", hidden))
 
 
 def _fused_experts(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:

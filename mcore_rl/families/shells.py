@@ -73,16 +73,10 @@ SHELLS: dict[str, Shell] = {
         defaults={"attention_bias": True},
     ),
     "qwen3_5": Shell(
-        text_types={"qwen3_5_text": "qwen3_5_text"},
-        prefixes=LANGUAGE_MODEL,
-        passing=VISUAL,
-        is_tied=False,
+        text_types={"qwen3_5_text": "qwen3_5_text"}, prefixes=LANGUAGE_MODEL, passing=VISUAL, is_tied=False
     ),
     "qwen3_5_moe": Shell(
-        text_types={"qwen3_5_moe_text": "qwen3_5_moe_text"},
-        prefixes=LANGUAGE_MODEL,
-        passing=VISUAL,
-        is_tied=False,
+        text_types={"qwen3_5_moe_text": "qwen3_5_moe_text"}, prefixes=LANGUAGE_MODEL, passing=VISUAL, is_tied=False
     ),
     "kimi_k25": Shell(
         text_types={"kimi_k2": "deepseek_v3", "deepseek_v3": "deepseek_v3"},
@@ -125,10 +119,4 @@ def text_config(config: HfConfig) -> HfConfig:
     defaults = dict(shell.defaults)
     if any("rope_theta" in (inner.get(name) or {}) for name in ("rope_parameters", "rope_scaling")):
         defaults.pop("rope_theta", None)
-    return {
-        **defaults,
-        **inner,
-        **shell.fixed,
-        "model_type": shell.text_types[kind],
-        "tie_word_embeddings": tied,
-    }
+    return {**defaults, **inner, **shell.fixed, "model_type": shell.text_types[kind], "tie_word_embeddings": tied}

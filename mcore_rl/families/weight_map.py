@@ -56,10 +56,7 @@ class HfRows:
 
     def where(self, row: Shape) -> Region:
         """Return the region that rows of shape `row` cover."""
-        rows, across = (
-            (AxisRange(self.start, self.stop, self.step),),
-            tuple(AxisRange(0, size) for size in row),
-        )
+        rows, across = ((AxisRange(self.start, self.stop, self.step),), tuple(AxisRange(0, size) for size in row))
         lead = tuple(AxisRange(i, i + 1) for i in self.at)
         return (*lead, *across, *rows) if self.transposed else (*lead, *rows, *across)
 
@@ -138,15 +135,10 @@ class WeightMap:
             if block.transposed:
                 sizes = (*sizes[:-2], *reversed(sizes[-2:]))
             if _squeezed(block.mcore_where, num_axes) != sizes:
-                faults.append(
-                    f"{block.hf_name} {_shown(block.hf_where)} and {block.mcore_key} differ in shape"
-                )
+                faults.append(f"{block.hf_name} {_shown(block.hf_where)} and {block.mcore_key} differ in shape")
         for key, where in self.padding:
             written[key].append(where)
-        for tensors, verb, shapes in (
-            (used, "used", self.hf_shapes),
-            (written, "written", self.mcore_shapes),
-        ):
+        for tensors, verb, shapes in ((used, "used", self.hf_shapes), (written, "written", self.mcore_shapes)):
             for name, regions in tensors.items():
                 for where, times in covered_otherwise_than_once(shapes[name], regions):
                     faults.append(f"{name} {_shown(where)} is {verb} {times} times")
@@ -159,11 +151,7 @@ class WeightMap:
     def check_hf(self, shapes: Mapping[str, Shape]) -> None:
         """Raise CheckpointError if `shapes` are not the tensors of a Hugging Face checkpoint of this model."""
         copies = {copy.name: self.hf_shapes[copy.original] for copy in self.copies}
-        known = {
-            name: shape
-            for name, shape in shapes.items()
-            if name not in copies and not NO_WEIGHTS.search(name)
-        }
+        known = {name: shape for name, shape in shapes.items() if name not in copies and not NO_WEIGHTS.search(name)}
         faults = [
             f"{name} has shape {shapes[name]}, its original {shape}"
             for name, shape in copies.items()
@@ -219,9 +207,7 @@ def covered_otherwise_than_once(shape: Shape, regions: list[Region]) -> Iterator
     """
     for region in regions:
         fits = len(region) == len(shape)
-        if not fits or any(
-            not 0 <= s.start < s.stop <= n or s.step < 1 for s, n in zip(region, shape, strict=True)
-        ):
+        if not fits or any(not 0 <= s.start < s.stop <= n or s.step < 1 for s, n in zip(region, shape, strict=True)):
             yield region, -1
             return
     yield from _miscovered(shape, regions, ())
@@ -278,8 +264,7 @@ def _differences(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Ite
 def _check(what: str, faults: list[str]) -> None:
     if faults:
         raise CheckpointError(
-            f"{what} are not those of the model:\n{listed(faults)}\n"
-            "Is the model's config that of the checkpoint?"
+            f"{what} are not those of the model:\n{listed(faults)}\nIs the model's config that of the checkpoint?"
         )
 
 

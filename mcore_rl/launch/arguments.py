@@ -25,9 +25,7 @@ def launch_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CLUSTER",
         help="where it runs: a .toml file, or an example of launch/clusters by its name; docs/slurm.md explains it",
     )
-    parser.add_argument(
-        "--nodes", type=positive, metavar="N", help="nodes (a pipeline's stages have their own)"
-    )
+    parser.add_argument("--nodes", type=positive, metavar="N", help="nodes (a pipeline's stages have their own)")
     parser.add_argument(
         "--program",
         choices=[*TRAININGS, PIPELINE],
@@ -46,9 +44,7 @@ def launch_arguments(parser: argparse.ArgumentParser) -> None:
         "differs between the nodes; status 1 when they are not alike or something is broken",
     )
     _slurm(parser.add_argument_group("the job"))
-    _servers(
-        parser.add_argument_group("a heterogeneous job: rollout servers beside the trainer, one task a node")
-    )
+    _servers(parser.add_argument_group("a heterogeneous job: rollout servers beside the trainer, one task a node"))
     _allowances(parser.add_argument_group("what is refused unless it is allowed"))
 
 
@@ -87,10 +83,7 @@ def _slurm(job: argparse._ArgumentGroup) -> None:
         help="one run for each index, in <run_dir>/<index>, as 0-7; 0-7%%2: two at a time",
     )
     job.add_argument(
-        "--array-field",
-        default="train.seed",
-        metavar="KEY",
-        help="field that gets the index (default train.seed)",
+        "--array-field", default="train.seed", metavar="KEY", help="field that gets the index (default train.seed)"
     )
     job.add_argument(
         "--dependency", default="", metavar="afterok:ID", help="start when those jobs have ended as stated"
@@ -98,9 +91,7 @@ def _slurm(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--exclude", default="", metavar="NODES", help="nodes to avoid")
     job.add_argument("--nodelist", default="", metavar="NODES", help="nodes to use")
     job.add_argument("--mail-user", default="", metavar="ADDRESS", help="address for mail about the job")
-    job.add_argument(
-        "--mail-type", default="", metavar="EVENTS", help="events that are mailed, as END,FAIL,REQUEUE"
-    )
+    job.add_argument("--mail-type", default="", metavar="EVENTS", help="events that are mailed, as END,FAIL,REQUEUE")
     for name in ("reservation", "partition", "account", "qos"):
         job.add_argument(f"--{name}", default="", metavar="NAME", help=f"as sbatch's --{name}")
 
@@ -123,16 +114,12 @@ def _servers(servers: argparse._ArgumentGroup) -> None:
 
 
 def _allowances(allowances: argparse._ArgumentGroup) -> None:
-    allowances.add_argument(
-        "--force", action="store_true", help="allow a memory estimate above what a GPU has"
-    )
+    allowances.add_argument("--force", action="store_true", help="allow a memory estimate above what a GPU has")
     allowances.add_argument(
         "--allow-tp-across-nodes", action="store_true", help="allow tensor-parallel groups across nodes"
     )
     allowances.add_argument(
-        "--allow-dirty",
-        action="store_true",
-        help="allow code that is not committed; its difference is recorded",
+        "--allow-dirty", action="store_true", help="allow code that is not committed; its difference is recorded"
     )
 
 

@@ -68,9 +68,7 @@ def _job_of(text: str) -> tuple[str, Path]:
         launches = sorted((run / FOLDER).glob("*/submission.json"), key=lambda path: int(path.parent.name))
         return submitted[-1].job, launches[-1].parent
     if not text.replace("_", "").isdecimal():
-        raise ConfigError(
-            f"{text} is neither the id of a job nor a run that was launched. See `mcore-rl jobs`."
-        )
+        raise ConfigError(f"{text} is neither the id of a job nor a run that was launched. See `mcore-rl jobs`.")
     script = slurm.script_of(text)
     if script is None or not (script.parent / "cluster.toml").exists():
         raise ConfigError(

@@ -83,9 +83,7 @@ def copy_code(code: Code, folder: Path) -> None:
         return
     with _current_tree(code) as (tree, environment):
         if code.changed:
-            patch = _git(
-                code.root, "diff", "--binary", code.commit, tree, "--", *CODE, environment=environment
-            )
+            patch = _git(code.root, "diff", "--binary", code.commit, tree, "--", *CODE, environment=environment)
             (folder / "code.patch").write_bytes(patch)
         packed = _git(code.root, "archive", tree, *CHECKOUT, environment=environment)
     with tarfile.open(fileobj=BytesIO(packed)) as archive:

@@ -330,13 +330,7 @@ def _directives(job: JobScript) -> Iterator[str]:
         *job.sbatch_options,
     ]
     if job.servers:
-        options += [
-            "hetjob",
-            f"--nodes={job.servers.nodes}",
-            "--ntasks-per-node=1",
-            "--requeue",
-            *job.servers.sbatch,
-        ]
+        options += ["hetjob", f"--nodes={job.servers.nodes}", "--ntasks-per-node=1", "--requeue", *job.servers.sbatch]
     yield from (f"#SBATCH {option}" for option in options)
 
 
@@ -357,10 +351,7 @@ def _settings(job: JobScript) -> Iterator[str]:
             "array_field": job.array_field if job.array else "",
             "starter": job.starter,
             "module": job.module,
-            "arguments": (
-                *job.arguments,
-                *([f"train.hang_s={job.hang_s}"] if job.is_training and job.hang_s else []),
-            ),
+            "arguments": (*job.arguments, *([f"train.hang_s={job.hang_s}"] if job.is_training and job.hang_s else [])),
             **({} if job.is_training else {"done_text": job.done_text}),
         },
         "its nodes": {
@@ -444,9 +435,7 @@ def _assignment(name: str, value: object) -> str:
 def _quoted(value: object) -> str:
     """Return one word of bash; with a comma in quotes too, which would look like a separator in an array."""
     text = str(value)
-    return (
-        "" if text == "" else f"'{text}'" if shlex.quote(text) == text and "," in text else shlex.quote(text)
-    )
+    return "" if text == "" else f"'{text}'" if shlex.quote(text) == text and "," in text else shlex.quote(text)
 
 
 def _violations(job: JobScript) -> Iterator[str]:

@@ -58,9 +58,7 @@ def main(args: argparse.Namespace) -> int:
     runs = list(dict.fromkeys(run for path in args.runs for run in found_runs(path)))
     if not runs:
         folders = ", ".join(map(str, args.runs))
-        raise ConfigError(
-            f"{folders}: no run in it was launched. Name the run_dir of one, or a folder of them."
-        )
+        raise ConfigError(f"{folders}: no run in it was launched. Name the run_dir of one, or a folder of them.")
     latest = {run: entry for run in runs if (entry := _latest(run)) is not None}
     for run in (run for run in runs if run not in latest):
         sys.stderr.write(
@@ -109,9 +107,7 @@ def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.Queu
     name = f"{submission.job}_{run.name}" if is_element else submission.job
     job = None if queued is None else queued.get(name) or slurm.ended(name)
     newest = max((_number(entry, "time") or 0 for entry in metrics[:1] + attempts[:1]), default=0)
-    reason = done(run) or (
-        _why(job, attempts, queued) if attempts else _stage_before(submission, job, queued)
-    )
+    reason = done(run) or (_why(job, attempts, queued) if attempts else _stage_before(submission, job, queued))
     # Faults that the last start passed over, such as a damaged checkpoint, which its log has too; and what the log says
     # since, such as that nothing is learned.
     warnings = [f"warning: {text}" for text in resume_warnings(run)]
@@ -166,9 +162,7 @@ def _stage_before(
 
 
 def _why(
-    job: slurm.QueuedJob | None,
-    attempts: Sequence[dict[str, object]],
-    queued: Mapping[str, slurm.QueuedJob] | None,
+    job: slurm.QueuedJob | None, attempts: Sequence[dict[str, object]], queued: Mapping[str, slurm.QueuedJob] | None
 ) -> str:
     """Return why a run waits or ended; for a job that was requeued and runs, how the attempt before ended."""
     reasons = [job.reason] if job and job.reason else []

@@ -79,13 +79,7 @@ class PlannedJob:
 
 
 def plan_training(
-    program: str,
-    config: RunConfig,
-    cluster: ClusterConfig,
-    nodes: int,
-    *,
-    options: JobOptions,
-    allowances: Allowances,
+    program: str, config: RunConfig, cluster: ClusterConfig, nodes: int, *, options: JobOptions, allowances: Allowances
 ) -> PlannedJob:
     """Return the job of one training; ConfigError lists everything that is wrong with it."""
     refuse(list(_unknown_fields(type(config), options)))
@@ -127,9 +121,7 @@ def plan_training(
         **_placement(cluster, options, folder, gpus),
     )
     files = {"config.toml": dump_config(config), "cluster.toml": dump_config(cluster)}
-    return PlannedJob(
-        program=program, cluster=cluster.name, folder=folder, job=job, files=files, checked=checked
-    )
+    return PlannedJob(program=program, cluster=cluster.name, folder=folder, job=job, files=files, checked=checked)
 
 
 def _surviving(checkpoint: CheckpointConfig) -> CheckpointConfig:
@@ -140,12 +132,7 @@ def _surviving(checkpoint: CheckpointConfig) -> CheckpointConfig:
 
 
 def plan_conversion(
-    stage: ConversionStage,
-    run_dir: Path,
-    cluster: ClusterConfig,
-    *,
-    options: JobOptions,
-    allowances: Allowances,
+    stage: ConversionStage, run_dir: Path, cluster: ClusterConfig, *, options: JobOptions, allowances: Allowances
 ) -> PlannedJob:
     """Return the job of one `mcore-rl convert` on one node."""
     warnings = _refuse_unready(run_dir, cluster, allowances)
@@ -164,9 +151,7 @@ def plan_conversion(
     )
     files = {"cluster.toml": dump_config(cluster)}
     checked = Checked(lines=(conversion_text(stage),), warnings=warnings)
-    return PlannedJob(
-        program="convert", cluster=cluster.name, folder=folder, job=job, files=files, checked=checked
-    )
+    return PlannedJob(program="convert", cluster=cluster.name, folder=folder, job=job, files=files, checked=checked)
 
 
 def plan_check(
@@ -192,9 +177,7 @@ def plan_check(
     )
     files = {"cluster.toml": dump_config(cluster)}
     checked = Checked(lines=(f"mcore-rl doctor on {nodes} nodes",), warnings=warnings)
-    return PlannedJob(
-        program="doctor", cluster=cluster.name, folder=folder, job=job, files=files, checked=checked
-    )
+    return PlannedJob(program="doctor", cluster=cluster.name, folder=folder, job=job, files=files, checked=checked)
 
 
 def _refuse_unready(run_dir: Path, cluster: ClusterConfig, allowances: Allowances) -> tuple[str, ...]:
@@ -267,10 +250,7 @@ def sbatch_options(cluster: ClusterConfig, gpus: int) -> tuple[str, ...]:
 def _unknown_fields(kind: type[Section], options: JobOptions) -> Iterator[str]:
     """Yield a sentence for each field that the job would set and that the config does not have."""
     known = [doc.key for doc in describe(kind)]
-    given = {
-        "--server-field": options.server_field,
-        "--array-field": options.array_field if options.array else "",
-    }
+    given = {"--server-field": options.server_field, "--array-field": options.array_field if options.array else ""}
     for option, key in given.items():
         if key and key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -300,15 +280,11 @@ def _shared_transport(engine: ServedConfig, run_dir: Path) -> tuple[str, ...]:
     return (f"rl.engine.transport_dir={run_dir / 'servers' / 'weights'}",)
 
 
-def _servers(
-    served: ServedConfig | None, cluster: ClusterConfig, options: JobOptions, folder: Path
-) -> Servers | None:
+def _servers(served: ServedConfig | None, cluster: ClusterConfig, options: JobOptions, folder: Path) -> Servers | None:
     """Return the servers of a job with its launch in `folder`, as the options or the engine's section have them."""
     if not options.servers:
         if options.server_command or options.server_field:
-            raise ConfigError(
-                "--server-command and --server-field need --servers N, the number of server nodes."
-            )
+            raise ConfigError("--server-command and --server-field need --servers N, the number of server nodes.")
         return None
     command, ports = options.server_command, 0
     arguments: tuple[str, ...] = (f"{options.server_field}={{hosts}}",) if options.server_field else ()

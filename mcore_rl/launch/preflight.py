@@ -60,9 +60,7 @@ def check_training(config: RunConfig, cluster: ClusterConfig, nodes: int, allowa
         *_not_imported(config.checkpoint.load, config.model, run_dir.absolute()),
         *image_violations(cluster.container),
     ]
-    too_large = (
-        [] if plan.fits else [_too_large(plan, cluster, nearest_text(search(config, world, plan.place)))]
-    )
+    too_large = [] if plan.fits else [_too_large(plan, cluster, nearest_text(search(config, world, plan.place)))]
     refuse(
         [
             *(() if allowances.tp_across_nodes else placed.refused),

@@ -191,9 +191,7 @@ def _run(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command with `text` as its standard input; SlurmError with its own message when it fails."""
     if not has(command[0]):
-        raise SlurmError(
-            f"{command[0]} is not on the PATH: this machine has no Slurm, or its module is not loaded."
-        )
+        raise SlurmError(f"{command[0]} is not on the PATH: this machine has no Slurm, or its module is not loaded.")
     try:
         done = subprocess.run(
             command,
@@ -206,9 +204,7 @@ def _run(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise SlurmUnreachableError(
-            f"{command[0]} has not answered for {timeout_s:g} s. Try again later."
-        ) from None
+        raise SlurmUnreachableError(f"{command[0]} has not answered for {timeout_s:g} s. Try again later.") from None
     if done.returncode:
         message = " ".join(done.stderr.split()) or f"status {done.returncode}"
         if any(part.lower() in message.lower() for part in UNREACHABLE):

@@ -93,14 +93,10 @@ def _await_check(plan: PlannedJob, job: str) -> int:
 def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[PlannedJob]:
     program = args.program or kind_of(args.config, args.overrides)
     if program not in (*PROGRAMS, PIPELINE):
-        raise ConfigError(
-            f"{args.config} is a config of {program}, which is no job. Give it to {READERS[program]}."
-        )
+        raise ConfigError(f"{args.config} is a config of {program}, which is no job. Give it to {READERS[program]}.")
     options = JobOptions(**{option.name: getattr(args, option.name) for option in fields(JobOptions)})
     allowances = Allowances(
-        force=args.force,
-        tp_across_nodes=args.allow_tp_across_nodes,
-        absent=bool(args.dependency) or args.dry_run,
+        force=args.force, tp_across_nodes=args.allow_tp_across_nodes, absent=bool(args.dependency) or args.dry_run
     )
     if args.check and (program == PIPELINE or options.array or options.servers):
         raise ConfigError("--check is of one job's nodes. Give it a training, without --array and --servers.")
@@ -166,9 +162,7 @@ def _pipeline(
             )
         run_dirs.add(run_dir)
         if is_next and (text := _finished(run_dir, stage)):
-            sys.stderr.write(
-                f"{name}: finished and skipped ({text}); to run it again delete {run_dir}/DONE\n"
-            )
+            sys.stderr.write(f"{name}: finished and skipped ({text}); to run it again delete {run_dir}/DONE\n")
             continue
         is_next = False
         stage_options = replace(
@@ -192,9 +186,7 @@ def _pipeline(
 def _stage(
     name: str, stage: TrainingStage, cluster: ClusterConfig, options: JobOptions, allowances: Allowances
 ) -> PlannedJob:
-    return plan_training(
-        name, _config(name, stage), cluster, stage.nodes, options=options, allowances=allowances
-    )
+    return plan_training(name, _config(name, stage), cluster, stage.nodes, options=options, allowances=allowances)
 
 
 def _config(name: str, stage: TrainingStage) -> RunConfig:
@@ -229,9 +221,7 @@ def _show(plans: Sequence[PlannedJob], code: Code) -> int:
     """Show the scripts, and Slurm's answer to the first script, which has no dependency on another stage."""
     _show_scripts(plans)
     if code.changed:
-        sys.stderr.write(
-            f"warning: {len(code.changed)} files of the code are not committed (--allow-dirty)\n"
-        )
+        sys.stderr.write(f"warning: {len(code.changed)} files of the code are not committed (--allow-dirty)\n")
     if not slurm.has("sbatch"):
         sys.stderr.write("sbatch is not on the PATH: Slurm was not asked\n")
         return 0

@@ -139,9 +139,7 @@ class FusedAdam(torch.optim.Optimizer):
                 **settings,
             )
 
-    def _step_in_fp32(
-        self, fused: Callable[..., None], param: Any, step: Tensor, settings: dict[str, Any]
-    ) -> None:
+    def _step_in_fp32(self, fused: Callable[..., None], param: Any, step: Tensor, settings: dict[str, Any]) -> None:
         """Update the fp32 copy of a parameter, then the parameter, so that only a single parameter has moments in fp32
         at a time.
         """

@@ -61,9 +61,7 @@ def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
     dist.all_gather_object(problems_of_ranks, list(problems)[:MAX_PROBLEMS])
     for rank, found in enumerate(problems_of_ranks):
         if found:
-            text = "; ".join(
-                f"rank {rank}: {problem}" if len(problems_of_ranks) > 1 else problem for problem in found
-            )
+            text = "; ".join(f"rank {rank}: {problem}" if len(problems_of_ranks) > 1 else problem for problem in found)
             raise _of_rank(rank, kind(text))
 
 

@@ -93,9 +93,7 @@ def _addmm(bias: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: float = 1, 
 def _bmm(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
     if not len(left_BMK):
         return left_BMK.new_zeros(0, left_BMK.shape[1], right_BKN.shape[2])
-    return torch.stack(
-        [_mm(left_MK, right_KN) for left_MK, right_KN in zip(left_BMK, right_BKN, strict=True)]
-    )
+    return torch.stack([_mm(left_MK, right_KN) for left_MK, right_KN in zip(left_BMK, right_BKN, strict=True)])
 
 
 def _each(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
@@ -149,9 +147,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
     # A maximum does not depend on its order, and hidden keys have weights of exactly 0, which add nothing.
     weights = (scores - scores.detach().amax(2, keepdim=True)).exp()
     mixed = queries.new_zeros(())
-    for weights_part, values_part in zip(
-        weights.split(KEY_BLOCK, 2), values.split(KEY_BLOCK, 1), strict=True
-    ):
+    for weights_part, values_part in zip(weights.split(KEY_BLOCK, 2), values.split(KEY_BLOCK, 1), strict=True):
         mixed = mixed + torch.bmm(weights_part, values_part)
     output = mixed[..., :-1] / mixed[..., -1:]
     return output.view(batch, heads, length, -1).permute(2, 0, 1, 3)

@@ -18,9 +18,7 @@ def kernel_found() -> Callable[..., Any] | None:
     if not torch.cuda.is_available() or find_spec("fla") is None:
         return None
     try:
-        kernel: Callable[..., Any] = importlib.import_module(
-            "fla.ops.gated_delta_rule"
-        ).chunk_gated_delta_rule
+        kernel: Callable[..., Any] = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     except (ImportError, OSError, AttributeError):
         return None
     return kernel

@@ -77,10 +77,7 @@ def build_mesh(config: MeshConfig) -> Mesh:
 def without_other_groups(rank: int) -> Iterator[None]:
     """Let `build_mesh` make only the groups of `rank`, in a world that does not exist; a large world has thousands."""
     functions: Any = parallel_state  # Megatron looks these up by name
-    create_group, list_groups = (
-        parallel_state.create_group,
-        parallel_state.generate_masked_orthogonal_rank_groups,
-    )
+    create_group, list_groups = (parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups)
 
     def create_own_group(ranks: Sequence[int], *args: Any, **options: Any) -> Any:
         is_other = rank not in ranks
@@ -114,9 +111,7 @@ def destroy_mesh() -> None:
 def seed_ranks(seed: int) -> None:
     """Seed the random states of weights and dropout, so that ranks that hold other weights draw other numbers."""
     # Megatron adds offsets for tensor and expert parallelism by itself, for the pipeline it leaves them to the caller.
-    tensor_parallel.model_parallel_cuda_manual_seed(
-        seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
 
 
 def is_first_chunk(chunk: int | None) -> bool:

@@ -151,10 +151,7 @@ def _build(config: PlatformConfig) -> tuple[str, str]:
     if config.batch_invariant:
         return "", "platform.batch_invariant=true needs products in tiles"
     if torch.get_num_threads() > 1:
-        return (
-            "",
-            f"they compute with one thread, and this rank has {torch.get_num_threads()}; OMP_NUM_THREADS=1",
-        )
+        return ("", f"they compute with one thread, and this rank has {torch.get_num_threads()}; OMP_NUM_THREADS=1")
     try:
         library()
         return build_id(), ""
@@ -194,12 +191,7 @@ def adam_package() -> str:
 
 def variables_of_device() -> dict[str, str]:
     """Return the environment variables that are set among those that decide on threads, queues and allocators."""
-    names = (
-        "OMP_NUM_THREADS",
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "PYTORCH_ALLOC_CONF",
-    )
+    names = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 

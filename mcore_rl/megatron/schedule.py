@@ -205,9 +205,7 @@ def _name_sequences(found: Sequence[TopKRouter], microbatch: PassInput) -> None:
             router.packed_spans_T = spans_s.chunk(parts)[router.tp_group.rank() if parts > 1 else 0]
 
 
-def _apply_head(
-    head: Head[Input], microbatch: Input, output: Any
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _apply_head(head: Head[Input], microbatch: Input, output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     # Three values tell Megatron that the loss is a sum: it divides by the count of all ranks, not by microbatches.
     result = head(microbatch, output)
     return result.loss, result.count, result.outputs

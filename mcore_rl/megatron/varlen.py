@@ -135,9 +135,7 @@ class _WithSinks(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         request = importlib.import_module("torch.nn.attention.varlen").AuxRequest(lse=True)
-        plain_TND, lse_NT = _attended(
-            query, key, value, bounds, key_bounds, scale, window, return_aux=request
-        )
+        plain_TND, lse_NT = _attended(query, key, value, bounds, key_bounds, scale, window, return_aux=request)
         assert lse_NT.shape == plain_TND.shape[1::-1], f"log-sum-exp {tuple(lse_NT.shape)}"
         with_sinks_NT = torch.logaddexp(lse_NT, sinks_N.float()[:, None])
         mixed_TND: Tensor = (plain_TND * (lse_NT - with_sinks_NT).exp().t()[..., None]).to(plain_TND.dtype)

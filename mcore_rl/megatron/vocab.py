@@ -205,9 +205,7 @@ class _Shard(NamedTuple):
         if isinstance(logits_Tv, Tensor):
             picked_Cv = logits_Tv[:, : self.num_valid].index_select(0, rows_C)
         else:
-            picked_Cv = torch.mm(
-                logits_Tv.hidden_TD.index_select(0, rows_C), logits_Tv.weight_vD[: self.num_valid].t()
-            )
+            picked_Cv = torch.mm(logits_Tv.hidden_TD.index_select(0, rows_C), logits_Tv.weight_vD[: self.num_valid].t())
         return picked_Cv.to(_exact(picked_Cv.dtype)).mul_(self.inverse_temperature)
 
     def column_of(self, targets_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,12 +258,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        tensor_TX: Tensor,
-        weight_vD: Tensor | None,
-        targets_T: Tensor,
-        rows_N: Tensor,
-        shard: _Shard,
+        ctx: Any, tensor_TX: Tensor, weight_vD: Tensor | None, targets_T: Tensor, rows_N: Tensor, shard: _Shard
     ) -> tuple[Tensor, Tensor]:
         highest_N, sums_3N = _sums(shard.logits(tensor_TX, weight_vD), targets_T, rows_N, shard)
         total_N, weighted_N, target_N = sums_3N
@@ -285,9 +278,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_logprobs_T is None and grad_entropy_T is None:
             return None, None, None, None, None
         tensor_TX, weight_vD, targets_T, rows_N, log_partition_N, entropy_N = ctx.saved_tensors
@@ -308,11 +299,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             else:
                 grad_Cv = logprobs_Cv.exp()
                 # dH/dx = -p (log p + H), dlogprob/dx = 1[target] - p.
-                pull_Cv = (
-                    logprobs_Cv.clamp_(min=LOWEST)
-                    .add_(entropy_C[:, None])
-                    .mul_(-grad_entropy_T[rows_C][:, None])
-                )
+                pull_Cv = logprobs_Cv.clamp_(min=LOWEST).add_(entropy_C[:, None]).mul_(-grad_entropy_T[rows_C][:, None])
                 if grad_logprobs_T is not None:
                     pull_Cv.sub_(grad_logprobs_T[rows_C][:, None])
                 grad_Cv.mul_(pull_Cv)
@@ -377,12 +364,7 @@ class _ReverseKL(torch.autograd.Function):
 
 
 def _gaps(
-    logits_Tv: Logits,
-    other_Cv: Tensor,
-    rows_C: Tensor,
-    log_partition_C: Tensor,
-    shard: _Shard,
-    limit_nats: float,
+    logits_Tv: Logits, other_Cv: Tensor, rows_C: Tensor, log_partition_C: Tensor, shard: _Shard, limit_nats: float
 ) -> tuple[Tensor, Tensor]:
     """Return log p and log p - log q, at most `limit_nats`, on this slice, both new tensors."""
     logprobs_Cv = shard.scaled(logits_Tv, rows_C).clamp_(min=LOWEST).sub_(log_partition_C[:, None])

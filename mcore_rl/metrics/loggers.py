@@ -141,9 +141,7 @@ class MlflowSink:
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a table as an artifact."""
-        self._mlflow.log_dict(
-            {"columns": list(COLUMNS), "data": _cells(rows)}, f"samples/step_{step:07d}.json"
-        )
+        self._mlflow.log_dict({"columns": list(COLUMNS), "data": _cells(rows)}, f"samples/step_{step:07d}.json")
 
     def close(self) -> None:
         """End the run in MLflow."""

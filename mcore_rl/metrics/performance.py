@@ -16,9 +16,7 @@ from mcore_rl.planning.device import known_device
 Precision = Literal["fp32", "bf16", "fp8"]
 
 
-def peak_flops(
-    device: torch.device, precision: Precision, configured_tflops: float | Literal["auto"]
-) -> float | None:
+def peak_flops(device: torch.device, precision: Precision, configured_tflops: float | Literal["auto"]) -> float | None:
     """Return the peak FLOP/s of the device: as configured, else by the GPU's name, else measured (~0.2 s). None for a
     CPU, because a measurement would only show how much other processes left of it at the moment.
     """

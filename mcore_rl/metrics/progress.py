@@ -9,14 +9,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 Z_95 = 1.959964
 """Quantile of the normal distribution for an interval of 95 %."""
@@ -69,9 +62,7 @@ class ByteProgress:
         self._done += num_bytes
         for task in self._bar.task_ids:
             self._bar.advance(task, num_bytes)
-        self.event(
-            "task", done_bytes=self._done, total_bytes=self._total, seconds=round(self.seconds, 3), **fields
-        )
+        self.event("task", done_bytes=self._done, total_bytes=self._total, seconds=round(self.seconds, 3), **fields)
         if not self._console.is_terminal and time.monotonic() - self._last_line > LOG_INTERVAL_S:
             self._last_line = time.monotonic()
             speed = self.bytes_per_s

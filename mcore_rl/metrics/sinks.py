@@ -105,11 +105,7 @@ class Log:
 
 
 def open_log(
-    run_dir: Path,
-    config: LogConfig,
-    resume_step: int,
-    total_steps: int,
-    settings: Mapping[str, object] | None = None,
+    run_dir: Path, config: LogConfig, resume_step: int, total_steps: int, settings: Mapping[str, object] | None = None
 ) -> Log:
     """Open the log of rank 0, the only rank that writes.
 
@@ -128,9 +124,7 @@ def open_log(
         tags=config.tags,
     )
     optional = [choose("log.sinks", name, LOGGERS)(logged) for name in config.sinks if name != "jsonl"]
-    console = ConsoleSink(
-        Console(), total_steps, is_quiet=config.console == "quiet", has_live_line=has_live_line()
-    )
+    console = ConsoleSink(Console(), total_steps, is_quiet=config.console == "quiet", has_live_line=has_live_line())
     return Log([console, JsonlSink(run_dir / FILE_NAME, resume_step), *optional], config, resume_step)
 
 
@@ -256,9 +250,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "test/perplexity": ("perplexity", "{:.2f}".format),
 }
 """Metrics that the console shows, in this order: metric -> label, format."""
-LIVE = frozenset(
-    {"train/loss_nats", "pairs/loss", "reward/mean", "eval/accuracy", "train/tokens_per_s_per_rank"}
-)
+LIVE = frozenset({"train/loss_nats", "pairs/loss", "reward/mean", "eval/accuracy", "train/tokens_per_s_per_rank"})
 """Metrics of the live line."""
 LEAST_NORM = 5e-4
 """Norm of a gradient below which its column shows 0.000."""

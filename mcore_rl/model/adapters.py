@@ -97,9 +97,7 @@ def describe_adapters(chunks: Sequence[nn.Module]) -> str:
         assert target is not None
         counts[f"{target} parameters"] += shard.data.numel()
         # Only one rank has the first element of each A.
-        if shard.key.endswith("A") and all(
-            not index.start for index in shard.where if isinstance(index, slice)
-        ):
+        if shard.key.endswith("A") and all(not index.start for index in shard.where if isinstance(index, slice)):
             counts[f"{target} matrices"] += 1
     of_ranks: list[Counter[str]] = [counts] * dist.get_world_size()
     dist.all_gather_object(of_ranks, counts)
@@ -218,9 +216,7 @@ def _added(adapter: Adapter) -> Tensor:
 def _adapt(module: Any, rows: Rows, rank: int, scale: float) -> None:
     """Add an adapter to a layer."""
     num_out, num_in = module.weight.shape
-    module.adapter = Adapter(
-        (len(rows.sizes) * rank, num_in), (num_out, rank), module.weight, scale=scale, rows=rows
-    )
+    module.adapter = Adapter((len(rows.sizes) * rank, num_in), (num_out, rank), module.weight, scale=scale, rows=rows)
     weight_a, weight_b = module.adapter()
     # Under sequence parallelism a replicated weight only has the gradient of the rank's positions: Megatron sums it.
     if isinstance(module, ColumnParallelLinear):

@@ -72,13 +72,9 @@ def copy_in(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
     for shard in local_shards(chunks):
         source = tensors.get(shard.key)
         if source is None:
-            raise CheckpointError(
-                f"no tensor {shard.key} {shard.global_shape} among the {len(tensors)} given"
-            )
+            raise CheckpointError(f"no tensor {shard.key} {shard.global_shape} among the {len(tensors)} given")
         if tuple(source.shape) != shard.global_shape:
-            raise CheckpointError(
-                f"{shard.key} has shape {tuple(source.shape)}, the model wants {shard.global_shape}"
-            )
+            raise CheckpointError(f"{shard.key} has shape {tuple(source.shape)}, the model wants {shard.global_shape}")
         shard.data.copy_(source[shard.where])
 
 
@@ -187,9 +183,7 @@ class LanguageModel(GPTModel):
         return DeferredLogits(hidden, weight, self._chunk_tokens)
 
 
-def build_model(
-    model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
-) -> list[nn.Module]:
+def build_model(model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig) -> list[nn.Module]:
     """Return this rank's chunks in pipeline order, on the device, with random weights drawn after `seed_ranks`.
 
     The model's output is logits or scores, depending on `model.head`.
@@ -199,9 +193,7 @@ def build_model(
     return [_build_chunk(config, model, platform, settings, stage) for stage in stages]
 
 
-def build_uninitialized(
-    model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
-) -> nn.Module:
+def build_uninitialized(model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig) -> nn.Module:
     """Return the whole model as a single chunk with uninitialized weights; their memory is not touched yet."""
     config = transformer_config(model, mesh, platform, settings)
     config.perform_initialization = False
@@ -261,11 +253,7 @@ def settle_weights(chunks: Sequence[nn.Module]) -> None:
 
 
 def _build_chunk(
-    config: TransformerConfig,
-    model: ModelConfig,
-    platform: Platform,
-    settings: PlatformConfig,
-    vp_stage: int | None,
+    config: TransformerConfig, model: ModelConfig, platform: Platform, settings: PlatformConfig, vp_stage: int | None
 ) -> nn.Module:
     yarn = model.rope.scaling == "yarn" and not config.multi_latent_attention
     chunk = (ScoreModel if model.head == "score" else LanguageModel)(
@@ -286,9 +274,7 @@ def _build_chunk(
     )
     if isinstance(chunk, LanguageModel):
         chunk.num_tokens = model.vocab_size
-        chunk.logits_chunks = settings.logits_chunks(
-            model.padded_vocab_size // config.tensor_model_parallel_size
-        )
+        chunk.logits_chunks = settings.logits_chunks(model.padded_vocab_size // config.tensor_model_parallel_size)
     if "shared" in model.mixers:
         # Megatron makes the block itself; this one has no further state.
         chunk.decoder.__class__ = IndexedBlock

@@ -65,9 +65,7 @@ def _with_mtp_losses(
     hidden_states, *predictions = torch.chunk(hidden_states, 1 + depth, dim=0)
     mask = torch.ones_like(labels) if loss_mask is None else loss_mask
     for index, prediction in enumerate(predictions):
-        logits, _ = model.output_layer(
-            prediction, weight=weight, runtime_gather_output=inputs["runtime_gather_output"]
-        )
+        logits, _ = model.output_layer(prediction, weight=weight, runtime_gather_output=inputs["runtime_gather_output"])
         # Each depth predicts one token further ahead; the mask becomes zero where a sequence ends.
         labels, mask = (
             roll_tensor(
@@ -86,9 +84,7 @@ def _with_mtp_losses(
             model.mtp_sums[index] += torch.stack([losses.detach().sum(), mask.sum()])
         # A sum, like the main loss: finalize_model_grads divides both by the world's count of main tokens. Divided by
         # the tokens of a microbatch or rank, it would depend on how the batch is split.
-        hidden_states = MTPLossAutoScaler.apply(
-            hidden_states, config.mtp_loss_scaling_factor / depth * losses
-        )
+        hidden_states = MTPLossAutoScaler.apply(hidden_states, config.mtp_loss_scaling_factor / depth * losses)
     return hidden_states
 
 
@@ -110,9 +106,7 @@ class ScoreLayer(nn.Module):
         self.tp_group = layer_groups("tp").tp
         self.sequence_parallel = config.sequence_parallel
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device)
-        )
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
         # Under sequence parallelism each rank has the gradient of its own positions: Megatron sums it if marked.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.register_buffer("shift", torch.zeros(1, dtype=torch.float32, device=device))
@@ -144,10 +138,7 @@ class ScoreLayer(nn.Module):
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         return {
             prefix + name: make_sharded_tensor_for_checkpoint(tensor, key, sharded_offsets, **groups)
-            for name, tensor, key in (
-                ("weight", self.weight, SCORE_WEIGHT),
-                ("shift", self.shift, SCORE_SHIFT),
-            )
+            for name, tensor, key in (("weight", self.weight, SCORE_WEIGHT), ("shift", self.shift, SCORE_SHIFT))
         }
 
 

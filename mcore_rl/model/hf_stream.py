@@ -134,10 +134,7 @@ def iter_hf_weights(
     device = next(chunks[0].parameters()).device
     for name, members in buckets.items():
         needed = {
-            piece.window.shard
-            for target in members
-            for piece in target.pieces
-            if piece.window.rank == mesh.world.rank
+            piece.window.shard for target in members for piece in target.pieces if piece.window.rank == mesh.world.rank
         }
         # Weights with adapters added are copies: make them only for the current bucket.
         merged = merged_shards(chunks, [shards[index] for index in sorted(needed)])
@@ -158,9 +155,7 @@ def bucket_of(name: str) -> str:
 def _targets(weights: WeightMap, shards: Sequence[LocalShard], mesh: Mesh) -> list[_Target]:
     """Collective over the world: return all tensors, each with its pieces on all ranks."""
     of_ranks: list[list[_Window]] = [[] for _ in range(mesh.world.size)]
-    on_this_rank = [
-        window for index, shard in enumerate(shards) for window in _windows(shard, mesh.world.rank, index)
-    ]
+    on_this_rank = [window for index, shard in enumerate(shards) for window in _windows(shard, mesh.world.rank, index)]
     dist.all_gather_object(of_ranks, on_this_rank, group=mesh.world.group)
     copies = copies_into_megatron(weights.blocks)
     pieces: dict[str, list[_Piece]] = {name: [] for name in weights.hf_shapes}
@@ -170,11 +165,7 @@ def _targets(weights: WeightMap, shards: Sequence[LocalShard], mesh: Mesh) -> li
                 part = cut(copy, window.where)
                 pieces[part.source].append(
                     _Piece(
-                        name=part.source,
-                        where=part.where,
-                        window=window,
-                        inside=part.into,
-                        transposed=part.transposed,
+                        name=part.source, where=part.where, window=window, inside=part.into, transposed=part.transposed
                     )
                 )
     _check(weights, pieces)
@@ -240,19 +231,13 @@ def _windows(shard: LocalShard, rank: int, index: int) -> Iterator[_Window]:
 
 @torch.no_grad()
 def _gathered(
-    targets: Sequence[_Target],
-    shards: Mapping[int, LocalShard],
-    mesh: Mesh,
-    to_rank: int,
-    device: torch.device,
+    targets: Sequence[_Target], shards: Mapping[int, LocalShard], mesh: Mesh, to_rank: int, device: torch.device
 ) -> dict[str, Tensor]:
     """Collective over the world: return the tensors on `to_rank`, and an empty dict on all other ranks."""
     rank = mesh.world.rank
     tensors = {}
     if rank == to_rank:
-        tensors = {
-            target.name: torch.empty(target.shape, dtype=target.dtype, device=device) for target in targets
-        }
+        tensors = {target.name: torch.empty(target.shape, dtype=target.dtype, device=device) for target in targets}
     for owner, message in _messages([(target.name, piece) for target in targets for piece in target.pieces]):
         if rank == owner == to_rank:
             for name, piece in message:
@@ -275,9 +260,7 @@ def _gathered(
 
 def _messages(pieces: Sequence[tuple[str, _Piece]]) -> Iterator[tuple[int, list[tuple[str, _Piece]]]]:
     """Yield messages as (rank, pieces), rank by rank: pieces of one dtype, up to MESSAGE_BYTES or a single piece."""
-    kind = {
-        dtype: index for index, dtype in enumerate(dict.fromkeys(piece.window.dtype for _, piece in pieces))
-    }
+    kind = {dtype: index for index, dtype in enumerate(dict.fromkeys(piece.window.dtype for _, piece in pieces))}
     ordered = sorted(pieces, key=lambda item: (item[1].window.rank, kind[item[1].window.dtype]))
     for (rank, _), group in groupby(ordered, key=lambda item: (item[1].window.rank, item[1].window.dtype)):
         message: list[tuple[str, _Piece]] = []

@@ -85,9 +85,7 @@ class RouterLoad:
                 table_LX[layer, -3:] += sums_3
         dist.all_reduce(table_LX, group=mesh.world.group)
         counts_LE, sums_L3 = table_LX.cpu().tensor_split([-3], 1)
-        return ExpertLoads(
-            counts_LE[:, :-1].long(), counts_LE[:, -1].long(), self._num_layers, self._means(sums_L3)
-        )
+        return ExpertLoads(counts_LE[:, :-1].long(), counts_LE[:, -1].long(), self._num_layers, self._means(sums_L3))
 
     def _means(self, sums_L3: Tensor) -> dict[str, float]:
         """Return the mean of each loss from sums as `take_loss_sums` returns them, for each layer."""

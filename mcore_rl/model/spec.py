@@ -61,8 +61,7 @@ def block_spec(config: TransformerConfig, *, vp_stage: int | None) -> Transforme
     pairs = list(zip(kinds, choice_slots([kind.mixer for kind in kinds]), strict=True))
     specs = {pair: _layer_spec(config, *pair) for pair in set(pairs)}
     return TransformerBlockSubmodules(
-        layer_specs=[specs[pair] for pair in pairs],
-        layer_norm=provider_of(config).layer_norm(),
+        layer_specs=[specs[pair] for pair in pairs], layer_norm=provider_of(config).layer_norm()
     )
 
 
@@ -117,9 +116,7 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind, slot: int | None) ->
     if not is_moe:
         renamed["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     mlp: Any = get_mlp_module_spec_for_backend(
-        backend=provider,
-        num_experts=config.num_moe_experts if is_moe else None,
-        moe_grouped_gemm=True,
+        backend=provider, num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=True
     )
     submodules = TransformerLayerSubmodules(
         input_layernorm=norm,
@@ -135,9 +132,7 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind, slot: int | None) ->
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
-def _grouped_query(
-    config: TransformerConfig, provider: TorchSpecProvider
-) -> tuple[ModuleSpec, dict[str, str]]:
+def _grouped_query(config: TransformerConfig, provider: TorchSpecProvider) -> tuple[ModuleSpec, dict[str, str]]:
     query_norm, key_norm = IdentityOp, IdentityOp
     if config.qk_layernorm:
         norm = provider.layer_norm()
@@ -157,9 +152,7 @@ def _grouped_query(
 
 
 def _delta_net(provider: TorchSpecProvider) -> tuple[ModuleSpec, dict[str, str]]:
-    submodules = DeltaSubmodules(
-        in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear()
-    )
+    submodules = DeltaSubmodules(in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear())
     spec = ModuleSpec(module=GatedDeltaNet, params={"submodules": submodules})
     return spec, {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
@@ -189,9 +182,7 @@ def _latent(config: TransformerConfig, provider: TorchSpecProvider) -> tuple[Mod
     }
 
 
-def _indexed(
-    latent: ModuleSpec, provider: TorchSpecProvider, *, has_indexer: bool, slot: int | None
-) -> ModuleSpec:
+def _indexed(latent: ModuleSpec, provider: TorchSpecProvider, *, has_indexer: bool, slot: int | None) -> ModuleSpec:
     return ModuleSpec(
         module=IndexedLatentAttention,
         params={**latent.params, "has_indexer": has_indexer, "slot": slot},

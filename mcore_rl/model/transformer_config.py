@@ -20,10 +20,7 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.patches.found import has_module
 from mcore_rl.megatron.platform import Platform
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": torch.nn.functional.silu,
-    "quick_gelu": quick_gelu,
-}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 """Activation functions by name; families use names because they do not import torch."""
 
 PERMUTE_KERNELS = (
@@ -63,9 +60,7 @@ def transformer_config(
     # TransformerEngine's experts do not support this fusion together with biases.
     arguments["bias_dropout_fusion"] &= not arguments["add_bias_linear"]
     # Megatron's fused kernel for latent attention only supports YaRN.
-    arguments["apply_rope_fusion"] = platform.layers == "te" and (
-        not family.is_latent or model.rope.scaling == "yarn"
-    )
+    arguments["apply_rope_fusion"] = platform.layers == "te" and (not family.is_latent or model.rope.scaling == "yarn")
     config = MLATransformerConfig(**arguments) if family.is_latent else TransformerConfig(**arguments)
     # Our layers and Megatron's YaRN read these as plain attributes: the config has no fields for them.
     config.layers = platform.layers
@@ -189,12 +184,7 @@ def _fusions(platform: Platform, settings: PlatformConfig, flags: SpeedFlags) ->
     asked: tuple[tuple[str, bool, Kernel, str], ...] = (
         ("permute_fusion", flags.permute_fusion, "permute", "TransformerEngine 2.1 or later"),
         ("router_fusion", flags.router_fusion, "router", "TransformerEngine 2.7 or later"),
-        (
-            "weight_gradient_fusion",
-            flags.weight_gradient_fusion,
-            "weight gradient",
-            "apex, built with its extensions",
-        ),
+        ("weight_gradient_fusion", flags.weight_gradient_fusion, "weight gradient", "apex, built with its extensions"),
     )
     for name, is_on, kernel, package in asked:
         if is_on and not (te and kernel in machine.kernels):
@@ -207,9 +197,7 @@ def _fusions(platform: Platform, settings: PlatformConfig, flags: SpeedFlags) ->
             'platform.cross_entropy_fusion="te" needs the layers of TransformerEngine, and those here are of torch. '
             'Set it to "auto".'
         )
-    fp8: dict[str, Any] = (
-        {"fp8": settings.fp8, "fp8_recipe": flags.fp8_recipe} if settings.fp8 != "none" else {}
-    )
+    fp8: dict[str, Any] = {"fp8": settings.fp8, "fp8_recipe": flags.fp8_recipe} if settings.fp8 != "none" else {}
     return fp8 | {
         "gradient_accumulation_fusion": flags.weight_gradient_fusion,
         "cross_entropy_loss_fusion": flags.cross_entropy_fusion != "none",

@@ -158,9 +158,7 @@ class LayerActivations:
         latents = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.qk_rope_head_dim
         yield "latents", self.residual * latents // model.hidden_size
         yield "queries_keys_values", each * heads * (2 * width + mla.v_head_dim)
-        is_up_recomputed = (
-            self.platform.recompute == "selective" and "mla_up_proj" in self.platform.recompute_modules
-        )
+        is_up_recomputed = self.platform.recompute == "selective" and "mla_up_proj" in self.platform.recompute_modules
         if self.layers == "torch":
             # Values are padded to the width of keys, and replace the values counted above unless those are computed
             # again; the output has that width too.

@@ -88,10 +88,7 @@ _PEAKS_ONLY = (
 DEVICES: dict[str, Device] = {
     name: Device(name=name, peak_tflops=_peaks(*peaks), memory_gib=memory, links=Links(*links), source=source)
     for name, peaks, memory, links, source in _ROWS
-} | {
-    name: Device(name=name, peak_tflops=_peaks(*peaks), source="NVIDIA's data sheet")
-    for name, peaks in _PEAKS_ONLY
-}
+} | {name: Device(name=name, peak_tflops=_peaks(*peaks), source="NVIDIA's data sheet") for name, peaks in _PEAKS_ONLY}
 """Every device by its name, for which the SXM module is listed if any. Peaks are half of the data sheets' numbers "with
 sparsity"."""
 
@@ -178,9 +175,7 @@ class Gpus:
                 f"--gpus {self.count}x{device.name}: the memory of this device is not known. Write a cluster's file "
                 "with node.gpu_memory_gib, and give it to --cluster."
             )
-        node = NodeConfig(
-            gpus=min(self.count, LARGEST_NODE), device=device.name, gpu_memory_gib=device.memory_gib
-        )
+        node = NodeConfig(gpus=min(self.count, LARGEST_NODE), device=device.name, gpu_memory_gib=device.memory_gib)
         return ClusterConfig(name=f"{self.count}x{device.name}", node=node)
 
 

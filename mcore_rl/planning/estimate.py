@@ -232,9 +232,7 @@ def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate
     is_open = work.model.is_moe and work.mesh.ep > 1 and work.rates.imbalance is None
     costs = imbalance_costs(work, LOADS) if is_open else []
     return StepEstimate(
-        span=span_of_step(
-            seconds, str(work.model.family), work.device.name, work.rates, has_adapters=work.lora.is_on
-        ),
+        span=span_of_step(seconds, str(work.model.family), work.device.name, work.rates, has_adapters=work.lora.is_on),
         tokens_per_s=tokens_per_s(work, seconds),
         model_tflops=model_tflops(work, seconds),
         shares=dict(sorted(shares.items(), key=lambda share: -share[1])),
@@ -292,9 +290,7 @@ EXPERT_LOADS = "moe/expert_load"
 UPDATES = ("time/forward_backward_s", "time/optimizer_s")
 
 
-def calibrated(
-    training: Training, place: Place, records: Sequence[Mapping[str, object]], name: str
-) -> RatesConfig:
+def calibrated(training: Training, place: Place, records: Sequence[Mapping[str, object]], name: str) -> RatesConfig:
     """Return the rates with which the run's own step is predicted as it was measured.
 
     Args:
@@ -308,9 +304,7 @@ def calibrated(
     """
     work = place.workload(training)
     if work is None:
-        raise DataError(
-            "a calibration needs the device that the run was on. Set node.device in the cluster's file."
-        )
+        raise DataError("a calibration needs the device that the run was on. Set node.device in the cluster's file.")
     timed = [record for record in records if UPDATES[0] in record]
     if len(timed) <= WARMING_UP:
         raise DataError(
@@ -341,9 +335,7 @@ def calibrated(
         "logprobs": (planned.parts["logprobs and values"], measured(*LOGPROBS)),
         "updates": (planned.parts["updates"], measured(*UPDATES)),
     }
-    return fitted.model_copy(
-        update={part: seen / bound for part, (bound, seen) in found.items() if bound and seen}
-    )
+    return fitted.model_copy(update={part: seen / bound for part, (bound, seen) in found.items() if bound and seen})
 
 
 def imbalance_of_run(ep: int, records: Sequence[Mapping[str, object]]) -> float | None:

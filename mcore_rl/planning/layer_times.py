@@ -137,10 +137,7 @@ def workload_of(training: Training, device: Device, rates: Rates) -> Workload:
     if sample != training.seq_length or training.num_samples != rows:
         packed = -(-training.num_samples // max(1, training.seq_length // sample))
         rows = -(-packed // training.replicas) * training.replicas
-    tokens, columns = (
-        training.micro_batch * training.seq_length // mesh.cp,
-        model.padded_vocab_size // mesh.tp,
-    )
+    tokens, columns = (training.micro_batch * training.seq_length // mesh.cp, model.padded_vocab_size // mesh.tp)
     flags = planned_flags(platform, mesh, model, training.world_size, trains_mtp=training.rollouts is None)
     return Workload(
         model=model,
@@ -215,15 +212,11 @@ class Roofline:
         count = 1 if group is None else group
         flops = 2.0 * ceil(rows / TILE) * TILE * columns * inner * count
         weight_bytes = 1 if fp8 else self.element
-        moved = (
-            count * (rows * inner + columns * inner) * weight_bytes + count * rows * columns * self.element
-        )
+        moved = count * (rows * inner + columns * inner) * weight_bytes + count * rows * columns * self.element
         cast = self.moved(3.0 * count * rows * inner) if fp8 else 0.0
         return max(flops / (peak * part * full * deep), self.moved(moved)) + cast
 
-    def linear(
-        self, rows: int, columns: int, inner: int, group: int | None = None, *, fp8: bool = False
-    ) -> Seconds:
+    def linear(self, rows: int, columns: int, inner: int, group: int | None = None, *, fp8: bool = False) -> Seconds:
         """Seconds of a linear layer: a product forwards; backwards, a product for the input, and a second product for
         the weight if it is trained.
         """
@@ -373,9 +366,7 @@ def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
         yield "projections", roof.linear(roof.slice, latents, hidden, fp8=fp8)
         yield (
             "projections",
-            roof.adapter(
-                "attention", (roof.slice, roof.slice), latents, hidden, blocks=2 if mla.q_lora_rank else 1
-            ),
+            roof.adapter("attention", (roof.slice, roof.slice), latents, hidden, blocks=2 if mla.q_lora_rank else 1),
         )
         yield "projections", roof.linear(tokens, hidden, heads * mla.v_head_dim, fp8=fp8)
         yield "projections", roof.adapter("attention", scattered, hidden, heads * mla.v_head_dim)
@@ -420,10 +411,7 @@ def _indexer(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     if shape.top_k is None or length <= shape.top_k:
         return
     rank = model.mla.q_lora_rank or model.hidden_size
-    for outputs, inputs in (
-        (shape.heads * shape.width, rank),
-        (shape.width + shape.heads, model.hidden_size),
-    ):
+    for outputs, inputs in ((shape.heads * shape.width, rank), (shape.width + shape.heads, model.hidden_size)):
         yield "indexer", (roof.linear(roof.tokens, outputs, inputs)[0], 0.0)
     scores = roof.tokens * length / 2
     products = 2.0 * scores * shape.heads * shape.width / (roof.peak * FP32_PRODUCTS)

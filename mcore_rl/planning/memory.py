@@ -162,10 +162,7 @@ def layout_of(models: Sequence[ModelOnRanks], mesh: MeshConfig) -> Layout:
     """Return the layout of a run's models over its mesh."""
     # Models with the same head have the same weights.
     by_head = {on_ranks.model.head: weights_by_stage(on_ranks.model, mesh) for on_ranks in models}
-    weights = [
-        with_adapters(by_head[on_ranks.model.head], on_ranks.lora, on_ranks.model, mesh)
-        for on_ranks in models
-    ]
+    weights = [with_adapters(by_head[on_ranks.model.head], on_ranks.lora, on_ranks.model, mesh) for on_ranks in models]
     return Layout(
         kinds=layer_kinds_by_stage(models[0].model, mesh),
         chunks=layers_by_chunk(models[0].model, mesh),
@@ -294,9 +291,7 @@ class StageMemory:
             scoring_models=0 if rollouts is None else lasting + max(visitors),
             saving_models=always
             + sum(
-                model.optimizer
-                + model.visiting
-                + (model.gradients if model.on_ranks.store == "device" else 0)
+                model.optimizer + model.visiting + (model.gradients if model.on_ranks.store == "device" else 0)
                 for model in trained
             ),
         )
@@ -355,9 +350,7 @@ class StageMemory:
         slots = min(engine.native_slots, -(-rollouts.num_completions // training.replicas)) + 1
         if family_of(model).is_latent:
             mla = model.mla
-            widths = (
-                model.num_heads // mesh.tp * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
-            )
+            widths = model.num_heads // mesh.tp * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
         else:
             widths = 2 * max(1, model.num_kv_heads // mesh.tp) * model.head_dim
         mixers: Counter[str] = Counter()
@@ -371,9 +364,7 @@ class StageMemory:
         """Return the bytes kept over all microbatches in flight, and the bytes that are recomputed at one time."""
         training, model, mesh = self.training, self.training.model, self.training.mesh
         platform, sizes, layer = training.platform, self.sizes, self.layer
-        num_microbatches = (
-            training.global_batch * mesh.model_parallel // (training.micro_batch * training.world_size)
-        )
+        num_microbatches = training.global_batch * mesh.model_parallel // (training.micro_batch * training.world_size)
         kinds, has_mtp = Counter(self.layout.kinds[stage]), stage == mesh.pp - 1 and model.mtp_layers > 0
         if has_mtp:
             kinds[model.mtp_kind] += model.mtp_layers
@@ -395,9 +386,7 @@ class StageMemory:
         if mesh.pp_layout is None:
             in_flight = kept(kinds) * chunks_in_flight(mesh, stage, num_microbatches) // mesh.vpp
             return in_flight + choices, recomputed
-        chunks = [
-            Counter(model.layer_kinds[layer] for layer in layers) for layers in self.layout.chunks[stage]
-        ]
+        chunks = [Counter(model.layer_kinds[layer] for layer in layers) for layers in self.layout.chunks[stage]]
         if has_mtp:
             chunks[-1][model.mtp_kind] += model.mtp_layers
         sizes_of_chunks = [kept(chunk) for chunk in chunks]

@@ -131,9 +131,7 @@ def engine_of(training: Training, server_gpus: int, rates: Rates) -> Engine | No
     )
 
 
-def rl_step(
-    training: Training, work: Workload, engine: Engine, mean_tokens: float | None, known: KnownParts
-) -> RlStep:
+def rl_step(training: Training, work: Workload, engine: Engine, mean_tokens: float | None, known: KnownParts) -> RlStep:
     """Return the rollout batch of a run with its updates.
 
     Args:
@@ -155,11 +153,7 @@ def rl_step(
     layers = known_layers(update, known.layers)
     update_s = step(update, layers).seconds * rollouts.updates
     forward = forward_seconds(update, layers) * rollouts.updates / rollouts.epochs
-    parts = {
-        "rollout": rollout,
-        "logprobs and values": rollouts.scoring_passes * forward,
-        "updates": update_s,
-    }
+    parts = {"rollout": rollout, "logprobs and values": rollouts.scoring_passes * forward, "updates": update_s}
     if rollouts.critic_epochs:
         parts["critic"] = update_s * (rollouts.critic_epochs / rollouts.epochs)
     if engine.is_served:
@@ -200,9 +194,7 @@ def generation(
     slots = min(rows, float(engine.slots))
     context = lengths.prompt + lengths.mean / 2
     flops = (
-        lengths.num_completions
-        * lengths.prompt
-        * sum(forward_flops_per_token(model, max(1, lengths.prompt)).values())
+        lengths.num_completions * lengths.prompt * sum(forward_flops_per_token(model, max(1, lengths.prompt)).values())
     )
     gpus = engine.replicas * engine.tp
     seconds = flops / gpus / (device.peak_tflops["bf16"] * 1e12 * DECODE_PRODUCTS)
@@ -303,8 +295,6 @@ def _cached_numbers(model: ModelConfig, engine: Engine) -> float:
 def _messages(model: ModelConfig, links: Links, engine: Engine, rows: float, rates: Rates) -> float:
     """Return the seconds of a layer's two exchanges."""
     inside = max(engine.tp, engine.ep) <= links.domain
-    speed = (
-        links.link_gbytes_per_s * 1e9 * rates.link if inside else links.nic_gbit_per_s / 8 * 1e9 * rates.nic
-    )
+    speed = links.link_gbytes_per_s * 1e9 * rates.link if inside else links.nic_gbit_per_s / 8 * 1e9 * rates.nic
     each = rates.decode_message_s * (1 if inside else ACROSS) + 2 * rows * model.hidden_size / speed
     return 2 * model.num_layers * each

@@ -45,10 +45,7 @@ class KeptActivations:
         if self.modules:
             platform["recompute_modules"] = self.modules
         return replace(
-            training,
-            mesh=mesh,
-            micro_batch=self.micro_batch,
-            platform=training.platform.model_copy(update=platform),
+            training, mesh=mesh, micro_batch=self.micro_batch, platform=training.platform.model_copy(update=platform)
         )
 
 
@@ -107,9 +104,7 @@ def relaxed(training: Training) -> Iterator[Training]:
 
 def _offloaded(training: Training) -> Training:
     models = [
-        replace(model, optim=model.optim.model_copy(update={"offload_fraction": 1.0}))
-        if model.optim
-        else model
+        replace(model, optim=model.optim.model_copy(update={"offload_fraction": 1.0})) if model.optim else model
         for model in training.models
     ]
     return replace(training, models=tuple(models))
@@ -258,13 +253,7 @@ class Choice:
         if self.seconds is not None:
             return (self.seconds, self.memory.total)
         kind = RECOMPUTE.index(self.training.platform.recompute)
-        return (
-            self.mesh.model_parallel,
-            kind,
-            self.mesh.vpp,
-            -self.training.micro_batch,
-            self.memory.total,
-        )
+        return (self.mesh.model_parallel, kind, self.mesh.vpp, -self.training.micro_batch, self.memory.total)
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -303,11 +292,7 @@ class Search:
         """
         choices = self.with_spare()
         fastest = choices[0].seconds if choices else None
-        alike = [
-            choice
-            for choice in choices
-            if not (fastest and choice.seconds and choice.seconds > WITHIN * fastest)
-        ]
+        alike = [choice for choice in choices if not (fastest and choice.seconds and choice.seconds > WITHIN * fastest)]
         return self._of_each_layout(alike, SHOWN)
 
     def nearest(self) -> list[Choice]:
@@ -358,9 +343,7 @@ class Search:
                 work = self.place.workload(chosen)
                 if work is not None:
                     whole = self.place.rl_step(chosen, work, known)
-                    seconds = (
-                        step(work, known_layers(work, layers)).seconds if whole is None else whole.seconds
-                    )
+                    seconds = step(work, known_layers(work, layers)).seconds if whole is None else whole.seconds
                 self.choices.append(Choice(training=chosen, memory=memory, seconds=seconds, rl=whole))
         self.choices.sort(key=lambda choice: choice.order)
 

@@ -14,13 +14,7 @@ from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.planning.device import SENSITIVITIES
 from mcore_rl.planning.flops import train_flops_per_token
 from mcore_rl.planning.layer_times import LayerTimes, Roofline, Workload, all_layer_times, output_times
-from mcore_rl.planning.weights import (
-    Weights,
-    layer_kinds_by_stage,
-    layers_by_chunk,
-    weights_by_stage,
-    with_adapters,
-)
+from mcore_rl.planning.weights import Weights, layer_kinds_by_stage, layers_by_chunk, weights_by_stage, with_adapters
 
 Kind = Literal["F", "B"]
 """A forward or a backward pass."""

@@ -241,9 +241,7 @@ def world_line(plan: Estimate) -> str:
     """Return a size of the world with its memory, whether it fits, its seconds, and the hours of the whole run."""
     training, world, fits = plan.training, plan.training.world_size, "yes" if plan.fits else "no"
     if training.rollouts is not None:
-        phases = [
-            max(stage.phases[name] for stage in plan.stages) for name in ("rollout", "scoring", "update")
-        ]
+        phases = [max(stage.phases[name] for stage in plan.stages) for name in ("rollout", "scoring", "update")]
         rollout, scoring, update = (_gib(size) for size in phases)
         line = f"{world:>7} {rollout:>8} {scoring:>8} {update:>7} {fits:>5}"
         if plan.rl is None:
@@ -290,9 +288,7 @@ def _bound_line(rollouts: Rollouts, choice: Choice, place: Place) -> str:
         return "Seconds are those of an update: how many GPUs the servers have is not known. Give --server-nodes N"
     generator = "the engine on these ranks"
     if rollouts.engine.is_served:
-        generator = (
-            f"servers on {place.server_gpus} GPUs" if place.server_gpus else "the servers of rl.engine"
-        )
+        generator = f"servers on {place.server_gpus} GPUs" if place.server_gpus else "the servers of rl.engine"
     kind = f"calibrated with {place.rates.source}" if choice.rl.factors else "a lower bound"
     return (
         f"Seconds are those of a whole step, {kind}: rollout by {generator}, with {choice.rl.mean_tokens:,.0f} tokens "
@@ -311,9 +307,7 @@ def choice_text(choice: Choice, first: Choice, place: Place) -> str:
     if choice.seconds is not None and first.seconds is not None:
         slower = choice.seconds / first.seconds - 1
         bound = "at least " if choice.rl is not None and not choice.rl.factors else ""
-        text += f", {bound}{_seconds(choice.seconds)} s" + (
-            f", {slower:.0%} slower" if slower > 0.005 else ""
-        )
+        text += f", {bound}{_seconds(choice.seconds)} s" + (f", {slower:.0%} slower" if slower > 0.005 else "")
     if choice.rl is not None:
         text += f" ({', '.join(f'{name} {_seconds(part)}' for name, part in choice.rl.parts.items())})"
     rollouts, platform = training.rollouts, training.platform
@@ -339,9 +333,7 @@ def nearest_text(found: Search) -> str:
     """Return the meshes that would fit with the fewest changes, with the lines to set; for messages."""
     choices, critic = found.nearest(), found.training.critic
     if not choices:
-        text = (
-            "No mesh of this model fits on these ranks: use more nodes, shorter sequences or a smaller batch"
-        )
+        text = "No mesh of this model fits on these ranks: use more nodes, shorter sequences or a smaller batch"
         if critic is not None and critic.store == "device":
             text += ', or let the critic wait in main memory (rl.advantage.critic.store="host")'
         return f"{text}."

@@ -185,14 +185,11 @@ def _models_of_rl(config: RlRunConfig, trained: ModelOnRanks) -> tuple[ModelOnRa
         models.append(replace(frozen, name="reference", store=rl.loss.reference_store))
     scored = config.model.scored
     if config.critic is not None:
-        critic = ModelOnRanks(
-            name="critic", model=scored, optim=config.critic.optim, store=config.critic.store
-        )
+        critic = ModelOnRanks(name="critic", model=scored, optim=config.critic.optim, store=config.critic.store)
         models.append(critic)
     # Assumed to be of the policy's size: their own size is only known when their checkpoints are read.
     models += [
-        ModelOnRanks(name=part, model=scored, optim=None, store=rl.reward.model_store)
-        for part in rl.reward.model_parts
+        ModelOnRanks(name=part, model=scored, optim=None, store=rl.reward.model_store) for part in rl.reward.model_parts
     ]
     for path in rl.distill.paths:
         teacher = replace(frozen, name=f"teacher {path}", store=rl.distill.store)

@@ -67,9 +67,7 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     """Return the weights of one rank of each pipeline stage; the mesh must have passed the checks."""
     kinds = layer_kinds_by_stage(model, mesh)
     each = {kind: layer_weights(model, mesh, kind) for kind in model.all_kinds}
-    stages = [
-        sum((each[kind] * count for kind, count in counts.items()), start=Weights()) for counts in kinds
-    ]
+    stages = [sum((each[kind] * count for kind, count in counts.items()), start=Weights()) for counts in kinds]
     embedding = Weights(dense=model.padded_vocab_size * model.hidden_size // mesh.tp)
     stages[0] += embedding
     if not family_of(model).is_latent:
@@ -140,9 +138,7 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weig
     router = moe.num_experts * (hidden + (1 if biases else 0))
     shared_gate = hidden if family.has_shared_expert_gate else 0
     shared = 3 * hidden * moe.shared_width // mesh.tp + shared_gate
-    expert = 3 * hidden * moe.ffn_hidden_size // mesh.etp + (
-        (2 * moe.ffn_hidden_size + hidden) if biases else 0
-    )
+    expert = 3 * hidden * moe.ffn_hidden_size // mesh.etp + ((2 * moe.ffn_hidden_size + hidden) if biases else 0)
     return (
         Weights(
             dense + router + shared,
@@ -222,9 +218,7 @@ def _latent_attention(model: ModelConfig, tp: int) -> int:
     return weights + heads * mla.v_head_dim * hidden
 
 
-def with_adapters(
-    weights: list[Weights], lora: LoraConfig, model: ModelConfig, mesh: MeshConfig
-) -> list[Weights]:
+def with_adapters(weights: list[Weights], lora: LoraConfig, model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     """Return the weights of one rank of each pipeline stage with their adapters."""
     if not lora.is_on:
         return weights
@@ -260,14 +254,9 @@ def layer_adapters(lora: LoraConfig, model: ModelConfig, mesh: MeshConfig, kind:
     if "attention" in targets:
         sizes = _latent_adapter_sizes(model, tp) if family_of(model).is_latent else _adapter_sizes(model, tp)
         found += Weights(dense_adapters=lora.rank_of("attention", model) * sizes)
-    for target, width in (
-        ("mlp", 0 if is_moe else model.ffn_hidden_size),
-        ("shared_experts", moe.shared_width),
-    ):
+    for target, width in (("mlp", 0 if is_moe else model.ffn_hidden_size), ("shared_experts", moe.shared_width)):
         if target in targets and width and (target == "mlp") != is_moe:
-            found += Weights(
-                dense_adapters=lora.rank_of(target, model) * _gated(model, width // tp, num_blocks=2)
-            )
+            found += Weights(dense_adapters=lora.rank_of(target, model) * _gated(model, width // tp, num_blocks=2))
     if "experts" in targets and is_moe:
         blocks = 2 if lora.expert_gate_up == "split" else 1
         each = _gated(model, moe.ffn_hidden_size // mesh.etp, num_blocks=blocks)
@@ -323,9 +312,7 @@ class RankView:
     """Indices of the experts of each MoE layer that the rank has."""
 
 
-def view_of_rank(
-    model: ModelConfig, mesh: MeshConfig, rank: int, world_size: int, ranks_per_node: int
-) -> RankView:
+def view_of_rank(model: ModelConfig, mesh: MeshConfig, rank: int, world_size: int, ranks_per_node: int) -> RankView:
     """Return the place of `rank`; the mesh must have passed the checks for this world."""
     dp = world_size // mesh.model_parallel
     axes = _axes({"tp": mesh.tp, "cp": mesh.cp, "dp": dp, "pp": mesh.pp}, rank)

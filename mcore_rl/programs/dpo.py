@@ -107,9 +107,7 @@ def _computed(
             on_rank_zero(partial(refuse_changed_origin, origin))
             refuse_other_adapters(inspect(Path(origin.checkpoint)), config.lora)
             folder = run.folder
-            reference = Reference(
-                state.chunks, state.mesh, config.model, folder.path / "reference", folder.checkpoints
-            )
+            reference = Reference(state.chunks, state.mesh, config.model, folder.path / "reference", folder.checkpoints)
             stack.enter_context(reference.installed())
             stored = load_weights(
                 state.chunks,

@@ -51,9 +51,7 @@ def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpo
     return tokenizer
 
 
-def refuse_other_tokenizer(
-    tokenizer: Tokenizer, checkpoint: str | None, field: str = "checkpoint.load"
-) -> None:
+def refuse_other_tokenizer(tokenizer: Tokenizer, checkpoint: str | None, field: str = "checkpoint.load") -> None:
     """Raise a DataError if the run that wrote `checkpoint`, named in `field`, used another tokenizer: ids would mean
     different text.
 
@@ -107,12 +105,9 @@ def load_preferences(config: PreferenceRunConfig) -> PreferenceData:
     train = read(data.train)
     refuse_empty_sources("data.train_weights", data.train_weights, data.train, train.source_sizes)
     has_valid = bool(data.valid and config.train.eval_batches)
-    source = partial(
-        PreferenceSource, limits=packing_limits(config), seed=config.train.seed, pad_id=tokenizer.eod_id
-    )
+    source = partial(PreferenceSource, limits=packing_limits(config), seed=config.train.seed, pad_id=tokenizer.eod_id)
     return PreferenceData(
-        train=source(train, weights=data.train_weights),
-        valid=source(read(data.valid)) if has_valid else None,
+        train=source(train, weights=data.train_weights), valid=source(read(data.valid)) if has_valid else None
     )
 
 

@@ -59,9 +59,7 @@ def is_done(config: RunConfig, platform: Platform) -> bool:
     message = RunFolder(Path(config.run_dir)).done()
     if message:
         on_rank_zero(
-            lambda: refuse_other_run(
-                config.run_dir, changes_since_done(config), config.checkpoint.allow_changes
-            )
+            lambda: refuse_other_run(config.run_dir, changes_since_done(config), config.checkpoint.allow_changes)
         )
     if message and platform.rank == 0:
         sys.stdout.write(f"nothing to do: {message}\n")
@@ -99,10 +97,7 @@ def open_run(
         fence = folder.claim()
         platform, changed_layers = keep_layers(config.platform, platform, folder)
         state = set_up(config, platform)
-        inputs = {
-            **on_rank_zero(lambda: contents_of_inputs(inputs_of(config)) | {"code": extensions}),
-            **orders,
-        }
+        inputs = {**on_rank_zero(lambda: contents_of_inputs(inputs_of(config)) | {"code": extensions}), **orders}
         checkpoints = Checkpoints(state, folder.checkpoints, fence, inputs)
         resumption = checkpoints.resume()
         adapters = _adapters(config.lora, config.model, state, is_new=not saved_steps(folder.checkpoints))
@@ -132,11 +127,7 @@ def open_run(
             log = open_log(folder.path, config.log, step, config.train.steps, settings)
         for line in (platform.describe(), flags.describe()):
             log.detail(line)
-        for line in [
-            *adapters,
-            *_memory_lines(config, platform),
-            *checkpoints.poll(),
-        ]:
+        for line in [*adapters, *_memory_lines(config, platform), *checkpoints.poll()]:
             log.message(line)
         for sentence in (*changed_layers, *warnings, *mesh_dependences(config, platform.world_size)):
             log.message(f"warning: {sentence}")
@@ -183,9 +174,7 @@ def _damaged_config_aside(folder: RunFolder) -> list[str]:
     except FileNotFoundError:
         return []
     except ValueError:  # not TOML, or not UTF-8
-        return [
-            f"{path} was damaged, and is {folder.set_aside(path.name).name} now: this start wrote a new one"
-        ]
+        return [f"{path} was damaged, and is {folder.set_aside(path.name).name} now: this start wrote a new one"]
     return []
 
 
@@ -198,9 +187,7 @@ def _memory_lines(config: RunConfig, platform: Platform) -> list[str]:
     return list(device_memory_lines(actual, platform.device_bytes))
 
 
-def keep_layers(
-    config: PlatformConfig, platform: Platform, folder: RunFolder
-) -> tuple[Platform, tuple[str, ...]]:
+def keep_layers(config: PlatformConfig, platform: Platform, folder: RunFolder) -> tuple[Platform, tuple[str, ...]]:
     """Collective over the world: use the layers that the last start of a run recorded, before a model is built.
 
     A run with torch's layers keeps them if `platform.layers` is "auto".
@@ -210,12 +197,7 @@ def keep_layers(
         that the run does not continue bit for bit, and if run.json was damaged, which is then renamed.
     """
     recorded, damage = on_rank_zero(partial(_last_layers, folder))
-    if (
-        recorded == "torch"
-        and platform.layers == "cpu"
-        and config.layers == "auto"
-        and not config.bf16_products
-    ):
+    if recorded == "torch" and platform.layers == "cpu" and config.layers == "auto" and not config.bf16_products:
         platform = platform.with_torch_layers(f"as in {FILE_NAME}")
     if not recorded or recorded == platform.layers_id:
         return platform, damage

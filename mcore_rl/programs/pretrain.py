@@ -28,10 +28,7 @@ def train(config: PretrainConfig) -> None:
     check(config, world_size_of_launcher())
     counts = sample_counts(config.data, config.train)
     plan = plan_data(
-        config.data,
-        vocab_size=config.model.vocab_size,
-        samples=counts,
-        evaluated_at_once=config.train.global_batch,
+        config.data, vocab_size=config.model.vocab_size, samples=counts, evaluated_at_once=config.train.global_batch
     )
     config = config.model_copy(update={"train": with_evaluations_of(config.train, plan)})
     platform = platforms.start(config.platform, allows_te=config.allows_te)
@@ -79,8 +76,7 @@ def orders_of(plan: DataPlan) -> dict[str, dict[str, str]]:
         return {}
     return {
         "data.shuffle": {
-            f"data.train[{index}] = {source.prefix}": source.whole_order()
-            for index, source in enumerate(plan.sources)
+            f"data.train[{index}] = {source.prefix}": source.whole_order() for index, source in enumerate(plan.sources)
         }
     }
 

@@ -72,12 +72,7 @@ def train(config: RlRunConfig) -> None:
         refuse_other_critic(config.critic.load, config.model, Path(config.run_dir))
     prompts = load_prompts(config)
     text_source = read_texts(
-        config.rl.ptx,
-        prompts,
-        config.model.vocab_size,
-        config.train,
-        config.packed_length,
-        config.mesh.zigzag,
+        config.rl.ptx, prompts, config.model.vocab_size, config.train, config.packed_length, config.mesh.zigzag
     )
     platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
@@ -118,12 +113,8 @@ def train(config: RlRunConfig) -> None:
             updates_per_rollout = config.updates_per_rollout
             parts = OptionalParts(
                 splits=make_splits(config, run, logprobs, routes),
-                reference=load_reference(
-                    config.rl.loss, config.replay, run, logprobs, routes, updates_per_rollout
-                ),
-                teachers=load_teachers(
-                    config.rl.distill, run, teacher_sources, logprobs.head, updates_per_rollout
-                ),
+                reference=load_reference(config.rl.loss, config.replay, run, logprobs, routes, updates_per_rollout),
+                teachers=load_teachers(config.rl.distill, run, teacher_sources, logprobs.head, updates_per_rollout),
                 critic=load_critic(config, run),
                 texts=load_texts(config.rl, config.train.seed, run, text_source, vocab_size),
             )
@@ -241,9 +232,7 @@ def refuse_other_critic(load: str, model: ModelConfig, run_dir: Path) -> None:
         )
 
 
-def make_splits(
-    config: RlRunConfig, run: Run, logprobs: PolicyLogprobs, routes: PolicyRoutes
-) -> RoutingSplits | None:
+def make_splits(config: RlRunConfig, run: Run, logprobs: PolicyLogprobs, routes: PolicyRoutes) -> RoutingSplits | None:
     """Return the splits of mismatches by routing for `replay.split_interval`; None without it."""
     if config.replay.split_interval is None:
         return None
@@ -284,15 +273,7 @@ def load_reference(
         reference.set(0)
     else:
         run.log.message(f"reference policy: {reference.resume(step)}")
-    return ReferencePass(
-        reference,
-        loss,
-        replay,
-        logprobs,
-        routes,
-        run.state,
-        updates_per_rollout=updates_per_rollout,
-    )
+    return ReferencePass(reference, loss, replay, logprobs, routes, run.state, updates_per_rollout=updates_per_rollout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,13 +335,7 @@ def load_texts(rl: RlConfig, seed: int, run: Run, source: TextSource | None, voc
             run.log.message(f"rl.ptx: {text.describe(source.plan.samples.train)}")
         cache = run.folder.path / "index_cache"
         dataset = build_datasets(source.plan, seed=seed, cache_dir=cache).train
-    return Texts(
-        dataset,
-        rl.ptx,
-        run.state,
-        vocab_size=vocab_size,
-        chunk_tokens=rl.loss.logprob_chunk_tokens,
-    )
+    return Texts(dataset, rl.ptx, run.state, vocab_size=vocab_size, chunk_tokens=rl.loss.logprob_chunk_tokens)
 
 
 def sources_of_teachers(
@@ -379,12 +354,7 @@ def sources_of_teachers(
 
 
 def teacher_source(
-    named: str,
-    policy: ModelConfig,
-    mesh: MeshConfig,
-    longest_sample: int,
-    packed_length: int,
-    tokenizer: Tokenizer,
+    named: str, policy: ModelConfig, mesh: MeshConfig, longest_sample: int, packed_length: int, tokenizer: Tokenizer
 ) -> TeacherSource:
     """Return the model of a teacher's checkpoint, like `sources_of_teachers`."""
     path, field = find_checkpoint(Path(named)), f"rl.distill: teacher {named}"
@@ -402,9 +372,7 @@ def teacher_source(
             f"{field} has model.max_position={model.max_position}, and the longest prompt with its completion has "
             f"{longest_sample} tokens. Shorten rl.prompts.max_tokens or rl.rollout.max_new_tokens."
         )
-    refuse(
-        [f"{field}: {violation}" for violation in mesh_violations(model, mesh, packed_length, "the policy's")]
-    )
+    refuse([f"{field}: {violation}" for violation in mesh_violations(model, mesh, packed_length, "the policy's")])
     return TeacherSource(path=path, model=model)
 
 

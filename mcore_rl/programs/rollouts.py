@@ -38,13 +38,7 @@ from mcore_rl.rl.rewards.from_model import (
 from mcore_rl.rl.rewards.score import ANSWER_PARTS, FailureReport, Reward
 from mcore_rl.rl.rollouts.evaluation import greedy_baseline
 from mcore_rl.rl.rollouts.flow import GroupFlow
-from mcore_rl.rl.rollouts.prompts import (
-    FilePrompts,
-    PromptEncoder,
-    PromptSource,
-    held_out_prompts,
-    train_prompts,
-)
+from mcore_rl.rl.rollouts.prompts import FilePrompts, PromptEncoder, PromptSource, held_out_prompts, train_prompts
 from mcore_rl.rl.rollouts.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.types import Prompt
 from mcore_rl.storage.checkpoint import find_checkpoint
@@ -99,14 +93,7 @@ def load_prompts(config: RlRunConfig) -> Prompts:
         texts = (*held_out, *train.prompts)
         if config.data.chat_template == "raw" and any(raw_joins(prompt.problem.messages) for prompt in texts):
             notes.append(f"{WARNING}{RAW_JOINS}")
-    return Prompts(
-        tokenizer=tokenizer,
-        chat=chat,
-        ends=ends,
-        train=train,
-        held_out=held_out,
-        notes=tuple(notes),
-    )
+    return Prompts(tokenizer=tokenizer, chat=chat, ends=ends, train=train, held_out=held_out, notes=tuple(notes))
 
 
 def load_reward_models(
@@ -127,9 +114,7 @@ def load_reward_models(
             for part in reward.model_parts
         ]
     )
-    readers = on_every_rank(
-        lambda: [reader_of(source, reward.step_separator, tokenizer) for source in sources]
-    )
+    readers = on_every_rank(lambda: [reader_of(source, reward.step_separator, tokenizer) for source in sources])
     models = [
         RewardModel(
             source,
@@ -166,9 +151,7 @@ def reward_model_source(
             "`mcore-rl rm` trains."
         )
     own_text = _own_text(part, path, model, policy, rl, tokenizer)
-    refuse(
-        [f"{field}: {violation}" for violation in mesh_violations(model, mesh, packed_length, "the policy's")]
-    )
+    refuse([f"{field}: {violation}" for violation in mesh_violations(model, mesh, packed_length, "the policy's")])
     return RewardModelSource(part=part, path=path, model=model, own_text=own_text)
 
 

@@ -37,11 +37,7 @@ def expert_hashes(layers: Sequence[int], num_codes: int, device: torch.device) -
 
 
 def route_checksums(
-    codes_ltK: Tensor,
-    expert_hashes_lE: Tensor,
-    token_hashes_t: Tensor,
-    sample_index_t: Tensor,
-    num_samples: int,
+    codes_ltK: Tensor, expert_hashes_lE: Tensor, token_hashes_t: Tensor, sample_index_t: Tensor, num_samples: int
 ) -> Tensor:
     """Return the checksum of each sample's tokens in each layer, int64 `[num_samples, l]`.
 

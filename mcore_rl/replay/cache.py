@@ -220,12 +220,7 @@ class RoutingCache:
     if there are over 256 codes (torch cannot index uint16).
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        model: ModelConfig,
-        config: ReplayConfig,
-    ) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], model: ModelConfig, config: ReplayConfig) -> None:
         """Create an empty cache for the layers of `chunks`.
 
         Args:
@@ -319,9 +314,7 @@ class RoutingCache:
                 parts.append((giver.block, giver.first + row_n, shared_n))
             row_n, problem = _rows(cached, length, tokens.position_t[token_n])
             if cached is None or problem:
-                problems.append(
-                    f"sample {sample} of version {version}, layers {list(self.layers)}: {problem}"
-                )
+                problems.append(f"sample {sample} of version {version}, layers {list(self.layers)}: {problem}")
                 continue
             has_routes_t[token_n] = True
             parts.append((cached.block, cached.first + row_n, token_n))
@@ -348,9 +341,7 @@ class RoutingCache:
         for block in {self._samples.pop(key).block for key in dropped}:
             self._storage.drop(block)
 
-    def add_mixed(
-        self, version: int, sample: int, below: "RoutingCache", above: "RoutingCache", layer: int
-    ) -> None:
+    def add_mixed(self, version: int, sample: int, below: "RoutingCache", above: "RoutingCache", layer: int) -> None:
         """Store a sample's routes, taken from `below` in the layers before `layer` and from `above` in the rest.
 
         `below` was recorded by a live pass. No router depends on a later layer, so a pass that is live only before
@@ -364,9 +355,7 @@ class RoutingCache:
         codes_nlK = lower_nlK.where(is_below_l[:, None], above.codes_at(version, sample, lower.position_n))
         block = self._storage.add(to_device(codes_nlK, self.device))
         checksum_l = lower.checksum_l.where(is_below_l, upper.checksum_l)
-        self._samples[version, sample] = CachedSample(
-            lower.num_tokens, lower.position_n, block, 0, checksum_l
-        )
+        self._samples[version, sample] = CachedSample(lower.num_tokens, lower.position_n, block, 0, checksum_l)
 
     def codes_at(self, version: int, sample: int, position_n: Tensor) -> Tensor:
         """Return the codes `[n, l, K]` at some positions of a sample, all stored on this rank; some may be shared."""
@@ -389,16 +378,10 @@ class RoutingCache:
         return needed
 
     def receive(
-        self,
-        version: int,
-        offered: Mapping[int, OfferedRoutes],
-        needed: Mapping[int, NeededPositions],
-        axis: Axis,
+        self, version: int, offered: Mapping[int, OfferedRoutes], needed: Mapping[int, NeededPositions], axis: Axis
     ) -> None:
         """Collective over `axis`: replace a version's routes by the `needed` positions that some rank has `offered`."""
-        received = exchange(
-            offered, needed, self.layers, axis, self.device, top_k=self.top_k, dtype=self.dtype
-        )
+        received = exchange(offered, needed, self.layers, axis, self.device, top_k=self.top_k, dtype=self.dtype)
         self.drop(version)
         if not received:
             return
@@ -406,13 +389,7 @@ class RoutingCache:
         block, first = self._storage.add(codes_nlK), 0
         for sample, routes in received.items():
             self._samples[version, sample] = CachedSample(
-                routes.num_tokens,
-                routes.position_n,
-                block,
-                first,
-                routes.checksum_l,
-                routes.missing_n,
-                routes.shared,
+                routes.num_tokens, routes.position_n, block, first, routes.checksum_l, routes.missing_n, routes.shared
             )
             first += len(routes.position_n)
 

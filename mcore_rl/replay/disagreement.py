@@ -54,8 +54,7 @@ class DisagreementLimit:
         if setting is None:
             return None
         shares_L = [
-            disjoint / max(1.0, current)
-            for disjoint, current in zip(totals.disjoint_L, totals.current_L, strict=True)
+            disjoint / max(1.0, current) for disjoint, current in zip(totals.disjoint_L, totals.current_L, strict=True)
         ]
         if setting != "auto":
             limits_L: Sequence[float] = [setting] * len(shares_L)
@@ -73,9 +72,7 @@ class DisagreementLimit:
         if not above:
             if setting == "auto" and not self._measured_L and _has_enough(totals):
                 # Never measure a pass above the first limit: its error would be allowed from then on.
-                self._measured_L += [
-                    min(max(LOWEST_LIMIT, TIMES_FIRST * share), 2 * self._first) for share in shares_L
-                ]
+                self._measured_L += [min(max(LOWEST_LIMIT, TIMES_FIRST * share), 2 * self._first) for share in shares_L]
             return None
         return (
             "the rollout engine's routes have no expert in common with those that the trainer chooses with the same "
@@ -153,9 +150,7 @@ class StaleRoutes:
         current_tokens = max(totals.current_L, default=0.0)
         self._current.add_routes(current_changed, current * self._top_k, current_tokens)
         self._stale.add_routes(
-            changed - current_changed,
-            (compared - current) * self._top_k,
-            totals.compared_tokens - current_tokens,
+            changed - current_changed, (compared - current) * self._top_k, totals.compared_tokens - current_tokens
         )
 
     def add_logprobs(self, sums: Mapping[str, float]) -> None:
@@ -229,7 +224,5 @@ class _Agreement:
 
 def _has_enough(totals: RouteTotals) -> bool:
     """Return whether each layer with routers has enough tokens to measure a limit; with few, any share is chance."""
-    counts = [
-        current for compared, current in zip(totals.compared_L, totals.current_L, strict=True) if compared
-    ]
+    counts = [current for compared, current in zip(totals.compared_L, totals.current_L, strict=True) if compared]
     return bool(counts) and min(counts) >= MEASURED_TOKENS

@@ -132,11 +132,7 @@ def exchange(
     offers: list[dict[int, RouteOffer]] = [{} for _ in range(axis.size)]
     offers_here = {
         sample: RouteOffer(
-            routes.num_tokens,
-            routes.layers,
-            as_ranges(routes.position_n),
-            as_ranges(routes.missing_n),
-            routes.shared,
+            routes.num_tokens, routes.layers, as_ranges(routes.position_n), as_ranges(routes.missing_n), routes.shared
         )
         for sample, routes in offered.items()
     }
@@ -147,16 +143,13 @@ def exchange(
     requests_of: list[dict[int, list[RouteRequest]]] = [{} for _ in range(axis.size)]
     dist.all_gather_object(requests_of, requests, group=axis.group)
     to_answer = [of_rank.get(axis.rank, []) for of_rank in requests_of]
-    outgoing = [
-        b"".join(answer(offered[request.sample], request) for request in of_rank) for of_rank in to_answer
-    ]
+    outgoing = [b"".join(answer(offered[request.sample], request) for request in of_rank) for of_rank in to_answer]
     sizes_out = [len(answers) for answers in outgoing]
     # frombuffer refuses an empty buffer, hence the extra byte, which is cut off again.
     sent = torch.frombuffer(bytearray(b"".join(outgoing) or b"\0"), dtype=torch.uint8)[: sum(sizes_out)]
     layer_bytes = top_k * dtype.itemsize
     sizes_in = [
-        sum(request.answer_bytes(layer_bytes) for request in requests.get(rank, []))
-        for rank in range(axis.size)
+        sum(request.answer_bytes(layer_bytes) for request in requests.get(rank, [])) for rank in range(axis.size)
     ]
     received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=device)
     dist.all_to_all_single(received, sent.to(device), sizes_in, sizes_out, group=axis.group)
@@ -293,9 +286,7 @@ def assemble(
         is_missing[sample][row_n[:, None], column_l] = False
         is_missing[sample][-1, column_l] = False
     return {
-        sample: routes
-        for sample, routes in samples.items()
-        if sample not in is_missing or not is_missing[sample].any()
+        sample: routes for sample, routes in samples.items() if sample not in is_missing or not is_missing[sample].any()
     }
 
 

@@ -304,11 +304,7 @@ def _shared_rows(generated: Mapping[int, RolloutRoutes]) -> dict[int, SharedRows
 
 
 def _offer(
-    cache: RoutingCache,
-    routes: RolloutRoutes,
-    has_routes_T: Tensor,
-    checksum_l: Tensor,
-    shared: SharedRows | None,
+    cache: RoutingCache, routes: RolloutRoutes, has_routes_T: Tensor, checksum_l: Tensor, shared: SharedRows | None
 ) -> OfferedRoutes:
     """Return the routes in this rank's layers, with the checksum of the routes that the engine returned."""
     codes_TlK = routes.experts_TLK[:, _columns(cache, routes.experts_TLK)]

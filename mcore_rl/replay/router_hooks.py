@@ -86,9 +86,7 @@ class ChunkRouters:
     @contextmanager
     def forward(self, microbatch: ChunkMicrobatch) -> Iterator[None]:
         """Context for the chunk's forward pass of `microbatch`: the hooks answer the routers for this microbatch."""
-        assert self._in_forward is None, (
-            f"microbatches {self._in_forward} and {microbatch} are in one chunk at once"
-        )
+        assert self._in_forward is None, f"microbatches {self._in_forward} and {microbatch} are in one chunk at once"
         self._in_forward = microbatch
         handles = [
             self.chunk.register_forward_pre_hook(self._on_input, with_kwargs=True),
@@ -198,9 +196,7 @@ class ChunkRouters:
                     live_tK += num_experts * ~routed_TE.gather(1, live_tK.long())
                 return None
             codes_tK = microbatch.imposed_ltK[column].long()
-            dropped_TE = torch.zeros_like(routed_TE).scatter(
-                1, codes_tK % num_experts, codes_tK >= num_experts
-            )
+            dropped_TE = torch.zeros_like(routed_TE).scatter(1, codes_tK % num_experts, codes_tK >= num_experts)
             if microbatch.is_live_t1 is not None:
                 dropped_TE &= ~microbatch.is_live_t1
             return gates_TE.masked_fill(dropped_TE, 0.0), routed_TE & ~dropped_TE

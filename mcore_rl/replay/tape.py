@@ -145,9 +145,7 @@ class RoutingTape:
         # tokens with all choices changed.
         self._changes_l4 = torch.zeros(len(self.layers), 4, dtype=torch.float64, device=self._device)
         # How often current tokens chose each expert live, and how often it was not cached.
-        self._choices_2lE = torch.zeros(
-            2, len(self.layers), cache.num_experts, dtype=torch.int64, device=self._device
-        )
+        self._choices_2lE = torch.zeros(2, len(self.layers), cache.num_experts, dtype=torch.int64, device=self._device)
         self.totals: RouteTotals | None = None
         """World-wide sums; None until the pass is finished."""
         self.disjoint_by_sample: dict[int, tuple[int, int]] = {}
@@ -163,9 +161,7 @@ class RoutingTape:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        assert error is not None or self._is_finished, (
-            "the accounts of the pass were not checked: call finish()"
-        )
+        assert error is not None or self._is_finished, "the accounts of the pass were not checked: call finish()"
 
     def record(self) -> Routing:
         """Collective over the world: return routing for `run_pass` that adds the live choices to the cache.
@@ -287,9 +283,7 @@ class RoutingTape:
                 if self._cache.checksum_of(self._version, sample) is not None
             ]
         else:
-            problems = [
-                problem for microbatch in self._microbatches for problem in microbatch.locations.problems
-            ]
+            problems = [problem for microbatch in self._microbatches for problem in microbatch.locations.problems]
         counts = Counter(sample for microbatch in self._microbatches for sample in microbatch.tokens.samples)
         problems += [f"sample {n} is in {count} microbatches" for n, count in counts.items() if count > 1]
         refuse_anywhere(problems, RoutingError)
@@ -408,21 +402,15 @@ class RoutingTape:
         disjoint_t, before_t = disjoint_lt.sum(0), microbatch.disjoint_t
         microbatch.disjoint_t = disjoint_t if before_t is None else before_t + disjoint_t
 
-    def _count_experts(
-        self, columns: slice, live_ltK: Tensor, missed_Klt: Tensor, microbatch: TapeMicrobatch
-    ) -> None:
+    def _count_experts(self, columns: slice, live_ltK: Tensor, missed_Klt: Tensor, microbatch: TapeMicrobatch) -> None:
         """Count how often current tokens chose each expert live, and how often it was not cached."""
         num_experts = self._cache.num_experts
-        first_l11 = (
-            torch.arange(columns.start, columns.stop, device=self._device)[:, None, None] * num_experts
-        )
+        first_l11 = torch.arange(columns.start, columns.stop, device=self._device)[:, None, None] * num_experts
         is_chosen_t1 = (microbatch.has_routes_t & microbatch.is_current_t)[:, None]
         for counts_lE, is_counted_ltK in zip(
             self._choices_2lE, (is_chosen_t1.expand_as(live_ltK), missed_Klt.permute(1, 2, 0)), strict=True
         ):
-            counts_lE.view(-1).index_add_(
-                0, (live_ltK + first_l11).flatten(), is_counted_ltK.flatten().long()
-            )
+            counts_lE.view(-1).index_add_(0, (live_ltK + first_l11).flatten(), is_counted_ltK.flatten().long())
 
     def _add_recorded(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
         """Collect a microbatch's codes from each chunk; after the last chunk, add them to the cache."""
@@ -447,8 +435,7 @@ class RoutingTape:
         codes = [self._code_checksums(microbatch) for microbatch in self._microbatches]
         drops = [self._drop_checksums(microbatch) for microbatch in self._microbatches]
         is_wrong = [
-            (code_Nl != used_Nl + drop_Nl).cpu()
-            for code_Nl, used_Nl, drop_Nl in zip(codes, used, drops, strict=True)
+            (code_Nl != used_Nl + drop_Nl).cpu() for code_Nl, used_Nl, drop_Nl in zip(codes, used, drops, strict=True)
         ]
         for index, (microbatch, is_wrong_Nl) in enumerate(zip(self._microbatches, is_wrong, strict=True)):
             for sample, is_wrong_l in zip(microbatch.tokens.samples, is_wrong_Nl, strict=True):
@@ -459,9 +446,7 @@ class RoutingTape:
                     )
 
     def _named(self, is_chosen_l: Tensor) -> list[int]:
-        return [
-            layer for layer, is_chosen in zip(self.layers, is_chosen_l.tolist(), strict=True) if is_chosen
-        ]
+        return [layer for layer, is_chosen in zip(self.layers, is_chosen_l.tolist(), strict=True) if is_chosen]
 
     def _sample_checksums(self, used: Sequence[Tensor]) -> dict[int, Tensor]:
         """Collective over the ranks that have parts of the same samples: return each whole sample's checksum `[l]`.
@@ -533,8 +518,7 @@ class RoutingTape:
         dist.all_reduce(sums_N2, group=self._mesh.pp.group)
         samples = [sample for microbatch in self._microbatches for sample in microbatch.tokens.samples]
         return {
-            sample: (disjoint, compared)
-            for sample, (disjoint, compared) in zip(samples, sums_N2.tolist(), strict=True)
+            sample: (disjoint, compared) for sample, (disjoint, compared) in zip(samples, sums_N2.tolist(), strict=True)
         }
 
     def _on_device(self, tensor: Tensor) -> Tensor:

@@ -168,12 +168,7 @@ WRONG = (
 
 
 def wrong_tokens(
-    router: TopKRouter,
-    logits_nE: Tensor,
-    gates_nE: Tensor,
-    used_nE: Tensor,
-    is_live_n: Tensor,
-    bias_nE: Tensor | None,
+    router: TopKRouter, logits_nE: Tensor, gates_nE: Tensor, used_nE: Tensor, is_live_n: Tensor, bias_nE: Tensor | None
 ) -> Tensor:
     """Mask `[3, n]`: True where a token's gates, number of experts, or live choice (the order of WRONG) are wrong.
 
@@ -383,9 +378,7 @@ class Witness:
         for layer in sorted(self._without_gradient):
             yield f"layer {layer}: the gates have no gradient to the router's logits, so that it would not learn"
         if self._derivatives:
-            errors = dict(
-                zip(self._derivatives, torch.stack([*self._derivatives.values()]).tolist(), strict=True)
-            )
+            errors = dict(zip(self._derivatives, torch.stack([*self._derivatives.values()]).tolist(), strict=True))
             for layer, error in errors.items():
                 if not error <= DERIVATIVE_TOLERANCE:
                     yield (
@@ -442,14 +435,10 @@ class Witness:
             last_tensor(output).register_hook(lambda _: self._in_backward.__setitem__(chunk, index))
 
     def _on_router_of(self, chunk: nn.Module) -> OnCall:
-        def on_call(
-            layer: int, router: TopKRouter, logits: Tensor, gates_TE: Tensor, used_TE: Tensor
-        ) -> None:
+        def on_call(layer: int, router: TopKRouter, logits: Tensor, gates_TE: Tensor, used_TE: Tensor) -> None:
             is_forward = chunk in self._in_forward
             index = (self._in_forward if is_forward else self._in_backward).get(chunk)
-            assert index is not None, (
-                f"the router of layer {layer} was used outside of the passes of its tape"
-            )
+            assert index is not None, f"the router of layer {layer} was used outside of the passes of its tape"
             microbatch = self._microbatches[index]
             logits_TE = logits.view(-1, logits.shape[-1])
             calls = microbatch.used.setdefault(layer, ([], []))
@@ -478,13 +467,7 @@ class Witness:
         return sums_N.index_add_(0, microbatch.target_t, hashes_t)[: len(microbatch.samples)]
 
     def _add_derivative(
-        self,
-        layer: int,
-        router: TopKRouter,
-        logits: Tensor,
-        gates_TE: Tensor,
-        used_TE: Tensor,
-        row_n: Tensor,
+        self, layer: int, router: TopKRouter, logits: Tensor, gates_TE: Tensor, used_TE: Tensor, row_n: Tensor
     ) -> None:
         """Compare the derivative of sampled tokens' gates with the derivative of the definition."""
         # Any direction that is not constant will do: the gates of a token sum to a constant.
@@ -492,9 +475,7 @@ class Witness:
         direction_nE = (12.9898 * number_n).sin().view(len(row_n), -1)
         direction_TE = torch.zeros_like(gates_TE).index_copy_(0, row_n, direction_nE.to(gates_TE.dtype))
         forth, back = (
-            torch.autograd.grad(gates_TE, logits, sign * direction_TE, retain_graph=True, allow_unused=True)[
-                0
-            ]
+            torch.autograd.grad(gates_TE, logits, sign * direction_TE, retain_graph=True, allow_unused=True)[0]
             for sign in (1, -1)
         )
         if forth is None or back is None:
@@ -580,11 +561,7 @@ def proving(chunks: Sequence[nn.Module], *, is_imposed: bool) -> Iterator[None]:
     if wrong_layers:
         problems.append(
             f"layers {sorted(wrong_layers)}: "
-            + (
-                "a pass under replayed routes was routed live"
-                if is_imposed
-                else "routes were imposed on a live pass"
-            )
+            + ("a pass under replayed routes was routed live" if is_imposed else "routes were imposed on a live pass")
         )
     refuse_anywhere(problems, RoutingError)
 

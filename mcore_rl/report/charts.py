@@ -78,11 +78,7 @@ def _is_worth_it(figure: Figure, series: Sequence[Chart]) -> bool:
 
 
 def _series_of(figure: Figure | Band, run: RunRecord, run_index: int) -> Iterator[Chart]:
-    return (
-        _band_series(figure, run, run_index)
-        if isinstance(figure, Band)
-        else _line_series(figure, run, run_index)
-    )
+    return _band_series(figure, run, run_index) if isinstance(figure, Band) else _line_series(figure, run, run_index)
 
 
 def _line_series(figure: Figure, run: RunRecord, run_index: int) -> Iterator[Chart]:
@@ -184,10 +180,7 @@ def rounded(value: float) -> float:
 
 def expert_maps(run: RunRecord, run_index: int) -> Iterator[Chart]:
     """Yield the charts of tokens by layer and expert over time, in the tables of the records."""
-    for name, title in (
-        ("moe/expert_load", "Load of the experts"),
-        ("mtp/expert_load", "Load of the MTP experts"),
-    ):
+    for name, title in (("moe/expert_load", "Load of the experts"), ("mtp/expert_load", "Load of the MTP experts")):
         tables = [(int(record["step"]), record[name]) for record in run.records if name in record]
         if not tables:
             continue
@@ -228,9 +221,7 @@ def layer_maps(run: RunRecord, run_index: int) -> Iterator[Chart]:
             "most": max(max(series.values) for _, series in found),
             "layers": [layer for layer, _ in found],
             "steps": [found[0][1].steps[at] for at in columns],
-            "values": [
-                [rounded(series.values[at]) for at in columns if at < len(series)] for _, series in found
-            ],
+            "values": [[rounded(series.values[at]) for at in columns if at < len(series)] for _, series in found],
         }
 
 
@@ -245,8 +236,7 @@ def on_one_scale(maps: Sequence[Chart]) -> list[Chart]:
     titles = list(dict.fromkeys(chart["title"] for chart in maps))
     together = [chart for title in titles for chart in maps if chart["title"] == title]
     return [
-        chart | {"most": max(other["most"] for other in maps if other["title"] == chart["title"])}
-        for chart in together
+        chart | {"most": max(other["most"] for other in maps if other["title"] == chart["title"])} for chart in together
     ]
 
 

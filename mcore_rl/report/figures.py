@@ -86,15 +86,11 @@ LEARNING: tuple[Figure | Band, ...] = (
     ),
     Figure("Loss of a pair", (Line("pairs/loss", "training"), Line("eval/pairs/loss", "held out", "dots"))),
     Figure(
-        "Rewards of answers",
-        (Line("pairs/chosen_reward", "chosen"), Line("pairs/rejected_reward", "rejected", "dash")),
+        "Rewards of answers", (Line("pairs/chosen_reward", "chosen"), Line("pairs/rejected_reward", "rejected", "dash"))
     ),
     Figure(
         "Logprobs of answers",
-        (
-            Line("pairs/chosen_logprob", "chosen"),
-            Line("pairs/rejected_logprob", "rejected", "dash"),
-        ),
+        (Line("pairs/chosen_logprob", "chosen"), Line("pairs/rejected_logprob", "rejected", "dash")),
         note="Logprob of a whole answer. With DPO both may fall while their difference grows; dpo.nll_coeff keeps the "
         "chosen one up.",
     ),
@@ -122,10 +118,7 @@ LEARNING: tuple[Figure | Band, ...] = (
     ),
     Figure(
         "Clipped sequences",
-        (
-            Line("policy/clip_ratio_high_sequences", "high"),
-            Line("policy/clip_ratio_low_sequences", "low", "dash"),
-        ),
+        (Line("policy/clip_ratio_high_sequences", "high"), Line("policy/clip_ratio_low_sequences", "low", "dash")),
         zero=True,
         if_any=True,
         note="Sequences with a token whose ratio was clipped.",
@@ -143,23 +136,12 @@ LEARNING: tuple[Figure | Band, ...] = (
     Figure("Learning rate", (Line("train/lr"),), zero=True, smooth=False, note="Learning rate of each step."),
     Figure(
         "Length of completions",
-        (
-            Line("rollout/completion_tokens", "mean"),
-            Line("rollout/longest_completion_tokens", "longest", "dash"),
-        ),
+        (Line("rollout/completion_tokens", "mean"), Line("rollout/longest_completion_tokens", "longest", "dash")),
         zero=True,
     ),
-    Figure(
-        "Truncated completions", (Line("rollout/truncated_fraction"),), zero=True, if_any=True, smooth=False
-    ),
+    Figure("Truncated completions", (Line("rollout/truncated_fraction"),), zero=True, if_any=True, smooth=False),
     Figure("Groups without signal", (Line("reward/groups_without_signal_fraction"),), zero=True, if_any=True),
-    Figure(
-        "Rollout-training mismatch (KL)",
-        (Line("rollout/mismatch_kl_nats"),),
-        zero=True,
-        if_any=True,
-        smooth=False,
-    ),
+    Figure("Rollout-training mismatch (KL)", (Line("rollout/mismatch_kl_nats"),), zero=True, if_any=True, smooth=False),
     Figure(
         "Rollout-training mismatch (largest difference of logprobs)",
         (Line("rollout/mismatch_max"),),
@@ -177,10 +159,7 @@ EXPERTS: tuple[Figure | Band, ...] = (
     Figure("Dropped choices", (Line("moe/dropped_fraction"),), zero=True, if_any=True, smooth=False),
     Figure(
         "Routes that differ from the replayed ones",
-        (
-            Line("routes/changed_fraction", "routes"),
-            Line("routes/changed_tokens_fraction", "tokens", "dash"),
-        ),
+        (Line("routes/changed_fraction", "routes"), Line("routes/changed_tokens_fraction", "tokens", "dash")),
         zero=True,
     ),
     Figure("Gate mass on changed routes", (Line("routes/gate_mass_moved"),), zero=True),
@@ -260,10 +239,7 @@ SPEED: tuple[Figure | Band, ...] = (
     Figure("Seconds of an optimizer step", (Line("train/step_s"),), zero=True),
     Figure(
         "Main memory of rank 0",
-        (
-            Line("memory/resident_bytes", "now"),
-            Line("memory/peak_resident_bytes", "peak", "dash"),
-        ),
+        (Line("memory/resident_bytes", "now"), Line("memory/peak_resident_bytes", "peak", "dash")),
         zero=True,
         smooth=False,
     ),
@@ -280,10 +256,7 @@ SPEED: tuple[Figure | Band, ...] = (
     ),
     Figure(
         "Saving checkpoints",
-        (
-            Line("checkpoint/save_s", "whole save", "dots"),
-            Line("checkpoint/blocking_s", "training waited", "dots"),
-        ),
+        (Line("checkpoint/save_s", "whole save", "dots"), Line("checkpoint/blocking_s", "training waited", "dots")),
         zero=True,
     ),
 )

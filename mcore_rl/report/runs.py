@@ -78,9 +78,7 @@ class RunRecord:
         """Seconds from the first record to the last, without the pauses between attempts."""
         times = [float(record["time"]) for record in self.records]
         starts = {_first_at_or_after(times, attempt) for attempt in self.attempts[1:]}
-        return sum(
-            later - sooner for at, (sooner, later) in enumerate(pairwise(times), 1) if at not in starts
-        )
+        return sum(later - sooner for at, (sooner, later) in enumerate(pairwise(times), 1) if at not in starts)
 
     @property
     def label(self) -> str:
@@ -89,9 +87,7 @@ class RunRecord:
             return STAGES[self.stage]
         kind = self.config["rl"].get("loss", {}).get("kind", "")
         replay = self.config.get("replay", {}).get("kind", "none")
-        return " ".join(
-            [kind.upper().replace("_", " "), *([f"+ {replay.upper()}"] if replay != "none" else [])]
-        )
+        return " ".join([kind.upper().replace("_", " "), *([f"+ {replay.upper()}"] if replay != "none" else [])])
 
     def series(self, name: str) -> Series:
         """Return the series of a scalar metric, empty when the run does not have it."""
@@ -130,9 +126,7 @@ def _read_run(path: Path, name: str) -> RunRecord:
     if not config_path.exists():
         if cause := _cause_of_the_last_end(path / JOB_ATTEMPTS):
             raise DataError(f"{path} has trained nothing: its job ended before the program began: {cause}")
-        raise DataError(
-            f"{config_path} is not there: give the run_dir of a training (mcore-rl pretrain, sft, rl)"
-        )
+        raise DataError(f"{config_path} is not there: give the run_dir of a training (mcore-rl pretrain, sft, rl)")
     try:
         config = tomllib.loads(config_path.read_text(encoding="utf-8"))
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError

@@ -123,9 +123,7 @@ def _compared(before: SampledStep, after: SampledStep) -> tuple[SampledStep, Sam
     for old, new in zip(before.groups, after.groups, strict=True):
         pairs = [word_diff(a.text, b.text) for a, b in zip(old.completions, new.completions, strict=False)]
         for side, (groups, group) in enumerate(zip(both, (old, new), strict=True)):
-            marked = [
-                replace(one, parts=parts[side]) for one, parts in zip(group.completions, pairs, strict=False)
-            ]
+            marked = [replace(one, parts=parts[side]) for one, parts in zip(group.completions, pairs, strict=False)]
             rest = group.completions[len(marked) :]
             groups.append(replace(group, completions=(*marked, *rest)))
     return replace(before, groups=tuple(both[0])), replace(after, groups=tuple(both[1]))

@@ -59,9 +59,7 @@ def accuracies(run: RunRecord) -> Iterator[Accuracy]:
         has_start = len(series) > 1 and series.steps[0] == 0
         yield Accuracy(
             value=series.values[-1],
-            num_prompts=int(numbers[-1])
-            if numbers
-            else run.config.get("rl", {}).get("eval", {}).get("num_prompts"),
+            num_prompts=int(numbers[-1]) if numbers else run.config.get("rl", {}).get("eval", {}).get("num_prompts"),
             conditions=own_conditions(run),
             before=series.values[0] if has_start else None,
         )
@@ -115,9 +113,7 @@ def headline(run: RunRecord) -> Headline:
     for accuracy in accuracies(run):
         begin = "" if accuracy.before is None else f"{percent(accuracy.before)} → "
         value, _, interval = accuracy.text.partition(" (")
-        return Headline(
-            begin + value, f"accuracy on held-out prompts ({interval.rstrip(')')}): {accuracy.conditions}"
-        )
+        return Headline(begin + value, f"accuracy on held-out prompts ({interval.rstrip(')')}): {accuracy.conditions}")
     for name, meaning, show in (
         ("reward/mean", "reward", plain),
         ("eval/pairs/accuracy", "accuracy on held-out pairs", percent),
@@ -141,14 +137,9 @@ def tagline(run: RunRecord) -> str:
 
 def provenance(run: RunRecord) -> list[Detail]:
     """Return folder and state of a run, and command, code and machine of its last start."""
-    details = [
-        Detail("folder", str(run.path)),
-        Detail("state", run.done or f"not done, at step {run.last_step}"),
-    ]
+    details = [Detail("folder", str(run.path)), Detail("state", run.done or f"not done, at step {run.last_step}")]
     if not run.attempts:
-        described = next(
-            (event.text for event in run.events if "megatron-core" in event.text), "not recorded"
-        )
+        described = next((event.text for event in run.events if "megatron-core" in event.text), "not recorded")
         return [
             *details,
             Detail("machine and versions", described),
@@ -162,9 +153,7 @@ def provenance(run: RunRecord) -> list[Detail]:
         Detail("machine", machine_text(last)),
         Detail("mesh", mesh_text(last.mesh)),
         Detail("versions", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
-        Detail(
-            "starts", "; ".join(f"{attempt.started} from step {attempt.step}" for attempt in run.attempts)
-        ),
+        Detail("starts", "; ".join(f"{attempt.started} from step {attempt.step}" for attempt in run.attempts)),
     ]
 
 

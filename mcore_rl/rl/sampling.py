@@ -58,13 +58,7 @@ def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
 
 @torch.no_grad()
 def draw(
-    logits_Bv: Tensor,
-    uniforms_B: Tensor,
-    cut: Cut,
-    tp: Axis,
-    *,
-    vocab_size: int,
-    as_in_training: bool = False,
+    logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_size: int, as_in_training: bool = False
 ) -> Drawn:
     """Collective over `tp`: draw a token for each row, the same on all ranks, by inverse transform sampling in order of
     ids.

@@ -42,16 +42,12 @@ class StepLog:
         self._run, self._state, self._config = run, run.state, config
         self._rollouts, self._learner, self._report_skip = rollouts, learner, report_skip
         advantage = config.rl.advantage
-        self._learning = LearningWarnings(
-            compares_groups=advantage.compares_group or not advantage.is_of_tokens
-        )
+        self._learning = LearningWarnings(compares_groups=advantage.compares_group or not advantage.is_of_tokens)
         self._compares_rewards = advantage.compares_group and not advantage.uses_steps
         """Whether an advantage compares a completion's reward with the rewards of its group."""
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
         self._flops_per_token = train_flops_by_length(config.model, config.lora)
-        self._peak_flops = peak_flops(
-            run.state.platform.device, config.platform.precision, config.log.peak_tflops
-        )
+        self._peak_flops = peak_flops(run.state.platform.device, config.platform.precision, config.log.peak_tflops)
         self._was_truncated = False
         """Whether all completions of the previous rollout batch were truncated; the warning is then not repeated."""
         self._samples: tuple[int, Sequence[Mapping[str, Any]]] | None = None

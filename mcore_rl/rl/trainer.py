@@ -5,11 +5,7 @@ from collections.abc import Sequence
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 from mcore_rl.metrics.metrics import reduced
-from mcore_rl.rl.rollouts.evaluation import (
-    evaluate_policy,
-    evaluation_interval,
-    evaluation_metrics,
-)
+from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_interval, evaluation_metrics
 from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts
 from mcore_rl.rl.rollouts.signal import evaluation_warnings
 from mcore_rl.rl.step.learner import Learner
@@ -27,12 +23,7 @@ class RlTrainer(Trainer):
     """
 
     def __init__(
-        self,
-        run: Run,
-        config: RlRunConfig,
-        rollouts: Rollouts,
-        learner: Learner,
-        held_out: Sequence[Prompt],
+        self, run: Run, config: RlRunConfig, rollouts: Rollouts, learner: Learner, held_out: Sequence[Prompt]
     ) -> None:
         super().__init__(run)
         self.config = config

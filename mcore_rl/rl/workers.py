@@ -228,9 +228,7 @@ class WorkerPool:
             context = multiprocessing.get_context("fork")
             ours, theirs = context.Pipe()
             serve = partial(_serve, theirs, self._work, self._timeout_s, self._max_memory_gib)
-            process = context.Process(
-                target=_start_serving, args=(serve, theirs, ours, os.getpid()), daemon=True
-            )
+            process = context.Process(target=_start_serving, args=(serve, theirs, ours, os.getpid()), daemon=True)
             collects = gc.isenabled()
             gc.disable()  # until the child has frozen the objects it inherits, perhaps tensors on a GPU
             with warnings.catch_warnings():
@@ -284,12 +282,7 @@ def _start_serving(serve: "partial[None]", theirs: Connection, ours: Connection,
     supervise(serve, parent, after_start=theirs.close)
 
 
-def _serve(
-    pipe: Connection,
-    work: Work,
-    timeout_s: float,
-    max_memory_gib: float | None,
-) -> None:
+def _serve(pipe: Connection, work: Work, timeout_s: float, max_memory_gib: float | None) -> None:
     """Serve jobs until the parent closes its end of the pipe or dies."""
     gc.enable()
     torch.set_num_threads(1)  # a forked process has no OpenMP threads, and user code may compute

@@ -190,9 +190,7 @@ def others(path: Path) -> str:
 def write_marker(path: Path, marker: Marker) -> None:
     """Write the last file of a checkpoint, which makes it complete, once all its other files are on the disk."""
     fields = asdict(marker)
-    write_atomically(
-        path / MARKER, json.dumps(fields | {OWN_CRC32: _crc32_of_fields(fields)}, indent=1) + "\n"
-    )
+    write_atomically(path / MARKER, json.dumps(fields | {OWN_CRC32: _crc32_of_fields(fields)}, indent=1) + "\n")
 
 
 def publish(written: Path, final: Path) -> None:
@@ -218,13 +216,9 @@ def superseded(folder: Path, keep: int | Literal["all"]) -> list[Path]:
 
     What was converted into the folder is no run's to delete.
     """
-    complete = [
-        path for path in checkpoints_in(folder) if (path / MARKER).exists() and not (path / MANIFEST).exists()
-    ]
+    complete = [path for path in checkpoints_in(folder) if (path / MARKER).exists() and not (path / MANIFEST).exists()]
     renamed = [set_aside(path) for path in ([] if keep == "all" else complete[:-keep])]
-    return renamed + [
-        path for path in folder.iterdir() if path.name.startswith(DELETING) and path not in renamed
-    ]
+    return renamed + [path for path in folder.iterdir() if path.name.startswith(DELETING) and path not in renamed]
 
 
 def delete(paths: Sequence[Path]) -> None:
@@ -289,9 +283,7 @@ def _tracked(path: Path) -> Path:
     if (is_step or text == RELEASE) and found.is_dir():
         return found
     there = [entry.name for entry in (*checkpoints_in(path), path / RELEASE) if entry.is_dir()]
-    holds = (
-        f"names {found.name}, which is not there" if is_step or text == RELEASE else f"holds {text[:40]!r}"
-    )
+    holds = f"names {found.name}, which is not there" if is_step or text == RELEASE else f"holds {text[:40]!r}"
     raise CheckpointError(
         f"{path / LATEST} {holds}; wanted the step of a checkpoint, or {RELEASE!r}. "
         + (

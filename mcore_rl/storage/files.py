@@ -21,14 +21,7 @@ from mcore_rl.errors import CheckpointError, ConfigError, DataError, TrainingErr
 
 # A quota and a file-size limit stop a writer as a full disk does; the last two: a file where a folder should be.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FORBIDDEN = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EEXIST,
-    errno.ENOTDIR,
-    errno.ENAMETOOLONG,
-)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
 LOCK_POLL_S = 0.1
 UNWRITTEN = "cause that could not be written:"
 """Beginning of a line on stderr with the name that the file of a cause would have had, and its headline."""
@@ -65,9 +58,7 @@ DATA_ENDINGS = (".parquet", *(kind + packed for kind in (".jsonl", ".json") for 
 
 def data_files(folder: Path) -> list[Path]:
     """Return the data files directly in a folder, recognized by their endings, in the order of their names."""
-    return sorted(
-        path for path in folder.iterdir() if path.name.lower().endswith(DATA_ENDINGS) and path.is_file()
-    )
+    return sorted(path for path in folder.iterdir() if path.name.lower().endswith(DATA_ENDINGS) and path.is_file())
 
 
 def with_ending(prefix: str | Path, ending: str) -> Path:
@@ -238,9 +229,7 @@ def sole_writer(lock: Path, *, wait_s: float, remedy: str) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > give_up:
-                    raise DataError(
-                        f"{lock.parent} has another writer (it holds {lock}). {remedy}"
-                    ) from error
+                    raise DataError(f"{lock.parent} has another writer (it holds {lock}). {remedy}") from error
                 time.sleep(LOCK_POLL_S)
         # No link left: the other writer removed the file while this one waited, so that this lock protects nothing.
         if os.fstat(handle.fileno()).st_nlink == 0:
@@ -315,16 +304,12 @@ def refuse_replacing(
     if not os.path.lexists(output):
         return {}
     if folder and output.samefile(os.getcwd()):
-        raise ConfigError(
-            f"output {output} is the working folder, which is not replaced. Name another output."
-        )
+        raise ConfigError(f"output {output} is the working folder, which is not replaced. Name another output.")
     stamps = stamps_of(output)
     if folder and not stamps and not any(output.iterdir()):
         return stamps
     if not overwrite:
-        raise ConfigError(
-            f"{output} exists. Name another output, or add --overwrite to replace it when all is done."
-        )
+        raise ConfigError(f"{output} exists. Name another output, or add --overwrite to replace it when all is done.")
     if (fault := foreign(output)) is not None:
         raise ConfigError(f"{output} {fault}. It is not replaced: move it away, or name another output.")
     return stamps
@@ -332,9 +317,7 @@ def refuse_replacing(
 
 def _refuse_kind(output: Path, *, folder: bool) -> None:
     if output.is_symlink():
-        raise ConfigError(
-            f"output {output} is a link to {os.readlink(output)}. Name that, or another output."
-        )
+        raise ConfigError(f"output {output} is a link to {os.readlink(output)}. Name that, or another output.")
     if not (output.is_dir() if folder else output.is_file()):
         kind = "folder" if output.is_dir() else "file" if output.is_file() else "device or pipe"
         wanted = "folder" if folder else "file"

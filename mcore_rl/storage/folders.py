@@ -62,9 +62,7 @@ def read_json(path: Path) -> Any:
 def refuse_special_file(path: Path) -> None:
     """Raise CheckpointError for a pipe or device, which could be read forever; a path that does not exist passes."""
     if path.exists() and not path.is_file():
-        raise CheckpointError(
-            f"{path} is no regular file, but a folder, pipe or device. Put the file itself there."
-        )
+        raise CheckpointError(f"{path} is no regular file, but a folder, pipe or device. Put the file itself there.")
 
 
 def refuse_dangling_links(folder: Path) -> None:
@@ -235,9 +233,7 @@ def read_run(folder: Path) -> ModelFolder:
             has_training_state=True,
         )
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. Name the run_dir of a training."
-        ) from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Name the run_dir of a training.") from None
     except (ValueError, AttributeError) as error:  # not TOML, other fields; a section that is no table
         raise ConfigError(
             f"{path} is damaged, or not written by a training: {' '.join(str(error).split())[:200]}. Copy it again "

@@ -384,9 +384,7 @@ MALFORMED = (
 class AllowListUnpickler(pickle.Unpickler):
     """Calls the classes of `allowed` only; any other is refused by name, or become `Opaque`."""
 
-    def __init__(
-        self, file: io.BufferedIOBase | io.BytesIO, allowed: Allowed, *, opaque: bool = False
-    ) -> None:
+    def __init__(self, file: io.BufferedIOBase | io.BytesIO, allowed: Allowed, *, opaque: bool = False) -> None:
         super().__init__(file)
         self._allowed = allowed
         self._opaque = opaque
@@ -439,9 +437,7 @@ def load_metadata(path: Path) -> metadata.Metadata:
     try:
         loaded = unpickle_metadata(io.BytesIO(file.read_bytes()))
     except OSError as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {error.strerror}. Is {path} a torch_dist checkpoint?"
-        ) from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}. Is {path} a torch_dist checkpoint?") from error
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}.") from None
     except MALFORMED as error:
@@ -525,9 +521,7 @@ def _unpickled(data: SliceableBytes, what: str, allowed: Allowed, *, opaque: boo
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}.") from None
     except MALFORMED as error:
-        raise CheckpointError(
-            f"{what} cannot be read ({type(error).__name__}: {error}). Take another copy."
-        ) from error
+        raise CheckpointError(f"{what} cannot be read ({type(error).__name__}: {error}). Take another copy.") from error
 
 
 def _refusal(module: str, name: str) -> CheckpointError:

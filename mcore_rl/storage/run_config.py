@@ -18,12 +18,7 @@ from mcore_rl.storage.folders import ModelFolder, find_model, is_hf, read_model_
 R = TypeVar("R", bound=RunConfig)
 OF_TRAINING = (
     *("model.path", "model.head", "model.attention_dropout", "model.hidden_dropout", "model.mtp_loss_coeff"),
-    *(
-        "model.moe.balance",
-        "model.moe.aux_loss_coeff",
-        "model.moe.expert_bias_rate",
-        "model.moe.z_loss_coeff",
-    ),
+    *("model.moe.balance", "model.moe.aux_loss_coeff", "model.moe.expert_bias_rate", "model.moe.z_loss_coeff"),
     *("model.moe.capacity_factor", "model.moe.dispatcher"),
 )
 """Fields of `model` about training, which keep the value set in a weaker place, such as a recipe."""
@@ -32,16 +27,7 @@ NOT_TAKEN = ("model.path", "model.head")
 
 
 OF_SHAPE = (
-    *(
-        "family",
-        "num_layers",
-        "hidden_size",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "ffn_hidden_size",
-        "vocab_size",
-    ),
+    *("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size"),
     *("qkv_bias", "qk_norm", "tied_embeddings", "mla"),
     *("moe.num_experts", "moe.ffn_hidden_size", "moe.shared_experts", "moe.shared_ffn_hidden_size"),
     *("moe.first_dense_layers", "moe.expert_bias"),
@@ -99,9 +85,7 @@ def _folder(settings: Mapping[str, Setting]) -> tuple[ModelFolder | None, Settin
         return None, None
 
 
-def _without_weaker(
-    settings: Mapping[str, Setting], folder: ModelFolder, named: Setting
-) -> dict[str, Setting]:
+def _without_weaker(settings: Mapping[str, Setting], folder: ModelFolder, named: Setting) -> dict[str, Setting]:
     """Return the settings without those that give way to the folder, as a stronger place than theirs names it."""
 
     def is_weaker(key: str, setting: Setting) -> bool:

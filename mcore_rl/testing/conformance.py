@@ -214,19 +214,13 @@ def damaged(routes: Routes, model: RoutedModel) -> list[Damage]:
         Damage(name="one token short", kind="impossible", routes=each(lambda x: x[:-1])),
         Damage(name="one layer short", kind="impossible", routes=each(lambda x: x[:, :-1])),
         Damage(name="shifted by one token", kind="foreign", routes=each(lambda x: x.roll(1, 0))),
-        Damage(
-            name="every expert's neighbour",
-            kind="foreign",
-            routes=each(lambda x: (x + 1) % model.num_experts),
-        ),
+        Damage(name="every expert's neighbour", kind="foreign", routes=each(lambda x: (x + 1) % model.num_experts)),
         Damage(name="one row for all tokens", kind="foreign", routes=each(lambda x: x[:1].expand_as(x))),
     ]
     if model.num_layers > 1:
         damages += [
             Damage(name="layers in reverse", kind="foreign", routes=each(lambda x: x.flip(1))),
-            Damage(
-                name="layer 0 for every layer", kind="foreign", routes=each(lambda x: x[:, :1].expand_as(x))
-            ),
+            Damage(name="layer 0 for every layer", kind="foreign", routes=each(lambda x: x[:, :1].expand_as(x))),
         ]
     if model.top_k > 1:
         damages += [
@@ -237,9 +231,7 @@ def damaged(routes: Routes, model: RoutedModel) -> list[Damage]:
     if pair is not None:
         exchanged = list(each(lambda x: x))
         exchanged[pair[0]], exchanged[pair[1]] = exchanged[pair[1]], exchanged[pair[0]]
-        damages.append(
-            Damage(name="routes of another sample of one length", kind="foreign", routes=tuple(exchanged))
-        )
+        damages.append(Damage(name="routes of another sample of one length", kind="foreign", routes=tuple(exchanged)))
     return damages
 
 
@@ -252,9 +244,7 @@ def _of_one_length(routes: Routes) -> tuple[int, int] | None:
     return None
 
 
-def _recorded(
-    mesh: str, routes: Routes, result: ReplayResult, model: RoutedModel, max_changed: float
-) -> Iterator[Row]:
+def _recorded(mesh: str, routes: Routes, result: ReplayResult, model: RoutedModel, max_changed: float) -> Iterator[Row]:
     case = ("meshes", "record: the first mesh's routes", mesh)
     problems = [result.error] if result.error else list(format_problems(result.routes, model))
     if not problems and [len(x) for x in routes] != [len(x) for x in result.routes]:
@@ -342,9 +332,7 @@ def _damaged(
         if damage.kind == "impossible":
             yield Row(*where, "FAILED", f"trained silently, {effect:.1e} away from the right routes")
         elif damage.kind == "reordered":
-            yield Row(
-                *where, "harmless" if effect <= tolerance else "FAILED", f"moves logprobs by {effect:.1e}"
-            )
+            yield Row(*where, "harmless" if effect <= tolerance else "FAILED", f"moves logprobs by {effect:.1e}")
         elif effect <= tolerance:
             yield Row(*where, "FAILED", "the logprobs are those of the right routes: these were not imposed")
         elif first.error is None and largest_change(result.logprobs, first.logprobs) > tolerance:
@@ -364,9 +352,7 @@ def _fault(
 ) -> Row:
     for result, right in zip(found, wanted, strict=True):
         if result.error is not None:
-            return Row(
-                "faults", name, mesh, "refused", result.error[:120].replace("\n", " ").replace("|", "/")
-            )
+            return Row("faults", name, mesh, "refused", result.error[:120].replace("\n", " ").replace("|", "/"))
         effect = largest_change(result.logprobs, right.logprobs)
         of_gradients = gradient_change(result.gradients, right.gradients)
         if effect > tolerance or of_gradients > gradient_tolerance:

@@ -71,10 +71,7 @@ def _critic_state(critic: TrainState) -> dict[str, Any]:
     weights, moments = _sharded(critic)
     entries: dict[str, Any] = weights | {"optimizer": moments}
     add_prefix_for_sharding(entries, CRITIC)
-    return entries | {
-        "opt_param_scheduler": critic.schedule.state_dict(),
-        "progress": asdict(critic.progress),
-    }
+    return entries | {"opt_param_scheduler": critic.schedule.state_dict(), "progress": asdict(critic.progress)}
 
 
 def _wanted(state: TrainState, stored: StoredCheckpoint) -> dict[str, Any]:

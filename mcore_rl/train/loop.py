@@ -103,10 +103,7 @@ class TimedGarbage:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._was_enabled:
             gc.enable()
@@ -297,18 +294,10 @@ class GivenDataTrainer(Trainer):
         self._gathered_step = state.progress.step
         """Step up to which expert load, router and MTP losses have been gathered."""
         self._flops_per_token = train_flops_per_token(config.model, seq_length, config.lora)
-        self._peak_flops = peak_flops(
-            state.platform.device, config.platform.precision, config.log.peak_tflops
-        )
+        self._peak_flops = peak_flops(state.platform.device, config.platform.precision, config.log.peak_tflops)
 
     def _log_step(
-        self,
-        report: StepReport,
-        metrics: Sequence[Metric],
-        *,
-        num_samples: int,
-        num_tokens: int,
-        step_s: float,
+        self, report: StepReport, metrics: Sequence[Metric], *, num_samples: int, num_tokens: int, step_s: float
     ) -> None:
         """Log a step on `num_samples` samples and `num_tokens` tokens of the world; `metrics` only if not skipped."""
         state, progress = self.state, self.state.progress
@@ -318,9 +307,7 @@ class GivenDataTrainer(Trainer):
             Metric("train/consumed_samples", progress.consumed_samples),
             Metric("train/consumed_tokens", progress.consumed_tokens),
             Metric("train/skipped_steps", progress.skipped_steps),
-            *speed_metrics(
-                num_tokens, step_s, state.mesh.world.size, self._flops_per_token, self._peak_flops
-            ),
+            *speed_metrics(num_tokens, step_s, state.mesh.world.size, self._flops_per_token, self._peak_flops),
             *state.timers.take(),
         ]
         if not report.skipped:

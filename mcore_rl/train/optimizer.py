@@ -51,15 +51,11 @@ def build_optimizer(
     )
     if config.is_precision_aware:
         _be_precision_aware(settings, config)
-    undecayed = ParamWithNamePredicate(
-        name="undecayed", fn=lambda param, name: not decays(config, param, name)
-    )
+    undecayed = ParamWithNamePredicate(name="undecayed", fn=lambda param, name: not decays(config, param, name))
     overrides = {ParamKey(with_name_predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
     optimizer = get_megatron_optimizer(settings, list(chunks), config_overrides=overrides)
     # If only experts are trained, Megatron chains a stub for the rest, which it cannot save or load.
-    optimizer.chained_optimizers = [
-        part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
-    ]
+    optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     return optimizer
 
 

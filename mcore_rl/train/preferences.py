@@ -203,9 +203,7 @@ class PreferenceMicrobatch(PackedMicrobatch):
 
     def num_pairs(self, cp: Axis) -> Tensor:
         """Return the number of pairs that this rank counts: all pairs on the first rank of `cp`, 0 on the rest."""
-        return torch.tensor(
-            len(self.pairs_P2) if cp.rank == 0 else 0, dtype=torch.int, device=self.mask_T.device
-        )
+        return torch.tensor(len(self.pairs_P2) if cp.rank == 0 else 0, dtype=torch.int, device=self.mask_T.device)
 
 
 def localize_preferences(
@@ -261,13 +259,7 @@ class PreferenceSource:
     """Source of this rank's microbatches for any groups. Every rank makes the same plan, from lengths only."""
 
     def __init__(
-        self,
-        preferences: Preferences,
-        limits: PackingLimits,
-        *,
-        seed: int,
-        pad_id: int,
-        weights: Sequence[float] = (),
+        self, preferences: Preferences, limits: PackingLimits, *, seed: int, pad_id: int, weights: Sequence[float] = ()
     ) -> None:
         """Prepare the source.
 
@@ -284,9 +276,7 @@ class PreferenceSource:
         self._pad_id = pad_id
         self._reference_logprobs: Tensor | None = None
 
-    def microbatches(
-        self, groups: Sequence[int], mesh: Mesh, device: torch.device
-    ) -> list[PreferenceMicrobatch]:
+    def microbatches(self, groups: Sequence[int], mesh: Mesh, device: torch.device) -> list[PreferenceMicrobatch]:
         """Return this rank's microbatches for these groups; the number is the same on every data-parallel rank."""
         plan = plan_batch(self.preferences, groups, mesh.dp.size, self._limits)
         return [
@@ -392,10 +382,7 @@ class PreferenceTrainer(GivenDataTrainer):
             )
         self.log.write_now(
             state.progress.step,
-            [
-                Metric(f"eval/{metric.name}", metric.value, metric.count)
-                for metric in self._head.metrics(sums)
-            ],
+            [Metric(f"eval/{metric.name}", metric.value, metric.count) for metric in self._head.metrics(sums)],
         )
 
 
@@ -494,9 +481,7 @@ def answer_logprobs(
         groups = range(begin, min(begin + groups_at_a_time, len(source.preferences)))
         microbatches = source.microbatches(groups, mesh, device)
         outputs = run_pass(state.chunks, microbatches, head, backward=False)
-        for microbatch, output in zip(
-            microbatches, outputs, strict=False
-        ):  # no outputs before the last stage
+        for microbatch, output in zip(microbatches, outputs, strict=False):  # no outputs before the last stage
             # Every context-parallel rank has the whole sums, and they are added up below.
             if mesh.cp.rank == 0:
                 logprobs[list(microbatch.sequences)] = output["logprobs"]

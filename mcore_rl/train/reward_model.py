@@ -14,12 +14,7 @@ from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.heads import ScoreLayer
 from mcore_rl.train.loop import Run
-from mcore_rl.train.preferences import (
-    PreferenceMicrobatch,
-    PreferenceSource,
-    PreferenceTrainer,
-    pair_sums,
-)
+from mcore_rl.train.preferences import PreferenceMicrobatch, PreferenceSource, PreferenceTrainer, pair_sums
 from mcore_rl.train.state import TrainState
 
 NUM_BINS = 5
@@ -149,9 +144,7 @@ def step_losses(scores_T: Tensor, labels_T: Tensor, *, label_smoothing: float) -
         label_smoothing: Probability that a label is wrong.
     """
     # A NaN must not reach the product: its gradient would be NaN too.
-    right_T = (1 - label_smoothing) * labels_T.nan_to_num(0.5) + label_smoothing * (
-        1 - labels_T.nan_to_num(0.5)
-    )
+    right_T = (1 - label_smoothing) * labels_T.nan_to_num(0.5) + label_smoothing * (1 - labels_T.nan_to_num(0.5))
     losses_T = -right_T * logsigmoid(scores_T) - (1 - right_T) * logsigmoid(-scores_T)
     return losses_T.where(~labels_T.isnan(), 0.0)
 
@@ -208,10 +201,7 @@ class RewardHead:
             centering_coeff=self._config.centering_coeff,
         )
         sums = pair_statistics(
-            rewards_N.detach(),
-            microbatch.pairs_P2,
-            microbatch.probabilities_P,
-            microbatch.answer_lengths_N,
+            rewards_N.detach(), microbatch.pairs_P2, microbatch.probabilities_P, microbatch.answer_lengths_N
         )
         sums |= {"loss": losses_P.detach().sum(), "count": torch.ones_like(losses_P).sum()}
         # All context-parallel ranks have the same pairs: only the first rank reports them.
@@ -245,9 +235,7 @@ class StepRewardHead:
         """Return the loss of one microbatch from scores `[1, T, 1]`, with sums over steps as outputs."""
         assert microbatch.labels_T is not None
         scores_T = output[0, :, 0].double()
-        losses_T = step_losses(
-            scores_T, microbatch.labels_T.double(), label_smoothing=self._config.label_smoothing
-        )
+        losses_T = step_losses(scores_T, microbatch.labels_T.double(), label_smoothing=self._config.label_smoothing)
         outputs = step_statistics(scores_T.detach(), microbatch.labels_T)
         outputs["loss"] = losses_T.detach().sum()
         outputs |= signal_of(scores_T)

@@ -16,13 +16,7 @@ from pathlib import Path
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.agree import on_rank_zero
-from mcore_rl.storage.files import (
-    checkpoint_errors_explained,
-    create_atomically,
-    is_run,
-    rename_all,
-    write_atomically,
-)
+from mcore_rl.storage.files import checkpoint_errors_explained, create_atomically, is_run, rename_all, write_atomically
 from mcore_rl.workers.attempt import Attempt, this_attempt
 from mcore_rl.workers.failures import note_writer
 
@@ -167,6 +161,4 @@ def read_writer(path: Path) -> Attempt | None:
 
 
 def _text(me: Attempt) -> str:
-    return (
-        json.dumps(asdict(me) | {"since": datetime.now(UTC).isoformat(timespec="seconds")}, indent=1) + "\n"
-    )
+    return json.dumps(asdict(me) | {"since": datetime.now(UTC).isoformat(timespec="seconds")}, indent=1) + "\n"

@@ -75,9 +75,7 @@ class _Save:
         try:
             return self.writing.result() if self.writing else self.plan.write()
         except ForkedCallError as error:
-            raise CheckpointError(
-                f"the writer of {self.plan.path}: {error}. {room_at(self.plan.path)}"
-            ) from error
+            raise CheckpointError(f"the writer of {self.plan.path}: {error}. {room_at(self.plan.path)}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +98,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        state: TrainState,
-        folder: Path,
-        fence: Fence,
-        inputs: Mapping[str, dict[str, str]] = MappingProxyType({}),
+        self, state: TrainState, folder: Path, fence: Fence, inputs: Mapping[str, dict[str, str]] = MappingProxyType({})
     ) -> None:
         """Take the run's state, its checkpoint folder, its right to write there, and its inputs, which are recorded and
         compared on resume (checks/inputs.py).
@@ -487,11 +481,7 @@ class Checkpoints:
     def _last_complete(self) -> str:
         """Return a sentence about the last complete checkpoint, on rank 0."""
         complete = complete_in(self._folder)
-        return (
-            f"The last complete checkpoint is {complete[-1]}"
-            if complete
-            else "There is no complete checkpoint"
-        )
+        return f"The last complete checkpoint is {complete[-1]}" if complete else "There is no complete checkpoint"
 
     def _clean(self) -> list[str]:
         self._fence.check_here()

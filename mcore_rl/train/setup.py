@@ -6,11 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
@@ -40,14 +36,11 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
     mesh = build_mesh(config.mesh)
     if config.mesh.overlap_tp and platform.layers == "te":
         allocate_user_buffers(
-            user_buffer_shape(config.train, config.packed_length, mesh.cp.size, config.model.hidden_size),
-            mesh,
+            user_buffer_shape(config.train, config.packed_length, mesh.cp.size, config.model.hidden_size), mesh
         )
     seed_ranks(config.train.seed)
     # Memory that is stored elsewhere leaves the device before the next model is built.
-    state = _set_up_model(
-        config, platform, mesh, config.train.steps, store=config.update_store, weights_stay=True
-    )
+    state = _set_up_model(config, platform, mesh, config.train.steps, store=config.update_store, weights_stay=True)
     if config.critic_optim is not None:
         scored = config.model_copy(
             update={"model": config.model.scored, "optim": config.critic_optim, "lora": LoraConfig()}
@@ -64,13 +57,7 @@ def allocate_user_buffers(shape: list[int], mesh: Mesh) -> None:
     """
     # Megatron leaves this to its scripts, and TransformerEngine is not installed everywhere.
     base = importlib.import_module("transformer_engine.pytorch.module.base")
-    base.initialize_ub(
-        shape=shape,
-        tp_size=mesh.tp.size,
-        use_fp8=False,
-        ub_cfgs={},
-        bootstrap_backend="nccl",
-    )
+    base.initialize_ub(shape=shape, tp_size=mesh.tp.size, use_fp8=False, ub_cfgs={}, bootstrap_backend="nccl")
 
 
 def user_buffer_shape(train: TrainConfig, length: int, cp: int, hidden_size: int) -> list[int]:

@@ -12,16 +12,7 @@ from torch import Tensor
 from mcore_rl.errors import TrainingError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.routers import routers
-from mcore_rl.megatron.schedule import (
-    MAX,
-    SIGNAL,
-    Head,
-    HeadOutput,
-    PassInput,
-    Routing,
-    free_routing,
-    run_pass,
-)
+from mcore_rl.megatron.schedule import MAX, SIGNAL, Head, HeadOutput, PassInput, Routing, free_routing, run_pass
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.inputs import LocalMicrobatch
@@ -94,11 +85,7 @@ def train_step(state: TrainState, microbatches: Sequence[Input], head: Head[Inpu
 
 
 def compute_gradients(
-    state: TrainState,
-    microbatches: Sequence[Input],
-    head: Head[Input],
-    *,
-    routing: Routing = free_routing,
+    state: TrainState, microbatches: Sequence[Input], head: Head[Input], *, routing: Routing = free_routing
 ) -> Gradients:
     """Collective over the mesh: run a batch forward and backward. Pass the result to `optimizer_step`, or discard it.
 

@@ -64,9 +64,7 @@ def rank_failure(
     line = " ".join(cause.split())
     line = line if len(line) <= HEADLINE_LENGTH else line[: HEADLINE_LENGTH - 3] + "..."
     headline = f"rank {rank} on {host}{' ' if cause.startswith(VERBS) else ': '}{line}"
-    return Failure(
-        headline=headline, rank=rank, host=host, status=status, order=int(order), text=text or cause
-    )
+    return Failure(headline=headline, rank=rank, host=host, status=status, order=int(order), text=text or cause)
 
 
 def rank_death(rank: int, number: int, oom: "OomKills | None" = None) -> Failure:
@@ -139,9 +137,7 @@ def first_cause(folder: Path) -> Failure | None:
 def publish(folder: Path) -> None:
     """Copy the first cause to failure.json next to `folder`."""
     if cause := first_cause(folder):
-        write_atomically(
-            folder.parent / "failure.json", json.dumps(asdict(cause), indent=1, ensure_ascii=False)
-        )
+        write_atomically(folder.parent / "failure.json", json.dumps(asdict(cause), indent=1, ensure_ascii=False))
 
 
 def note_writer() -> None:
@@ -200,11 +196,7 @@ def _memory_files(root: Path) -> tuple[Path, Path]:
             if controllers == "":
                 folder, events, limit = root / "sys/fs/cgroup", "memory.events", "memory.max"
             elif "memory" in controllers.split(","):
-                folder, events, limit = (
-                    root / "sys/fs/cgroup/memory",
-                    "memory.oom_control",
-                    "memory.limit_in_bytes",
-                )
+                folder, events, limit = (root / "sys/fs/cgroup/memory", "memory.oom_control", "memory.limit_in_bytes")
             else:
                 continue
             folder /= path.lstrip("/")

@@ -65,8 +65,7 @@ def _may_use_accelerator() -> bool:
         return True
     build = runpy.run_path(str(Path(found.origin).parent / "version.py"))
     return any(
-        build.get(kind) is not None and any(Path(file).exists() for file in files)
-        for kind, files in DEVICES.items()
+        build.get(kind) is not None and any(Path(file).exists() for file in files) for kind, files in DEVICES.items()
     )
 
 
@@ -134,12 +133,7 @@ class ForkedRank:
 
 
 def _be_the_rank(
-    module: str,
-    args: list[str],
-    environment: dict[str, str],
-    outputs: list[int],
-    handled: Sequence[int],
-    parent: int,
+    module: str, args: list[str], environment: dict[str, str], outputs: list[int], handled: Sequence[int], parent: int
 ) -> None:
     """Run the module as `python -m` does, in its own session that ends with the launcher."""
     os.setsid()

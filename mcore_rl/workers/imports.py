@@ -84,9 +84,7 @@ def _make(found: ModelImport, load: str | None) -> None:
     # Standard output is for a command's own output, such as a text.
     words = [sys.executable, "-m", "mcore_rl.cli.cli", *found.command]
     # It would hold its folder against the start that waits, and takes over where this process is killed.
-    status = subprocess.run(
-        words, stdout=STANDARD_ERROR, check=False, preexec_fn=dies_with_parent()
-    ).returncode
+    status = subprocess.run(words, stdout=STANDARD_ERROR, check=False, preexec_fn=dies_with_parent()).returncode
     if status:
         raise ConfigError(
             f"{load} could not be imported (status {status}); the reason stands above. Mend it and start again: "

@@ -226,13 +226,7 @@ def free_port() -> int:
 
 
 def _start(
-    module: str,
-    args: Sequence[str],
-    environment: dict[str, str],
-    log: Path,
-    *,
-    is_first: bool,
-    is_forked: bool,
+    module: str, args: Sequence[str], environment: dict[str, str], log: Path, *, is_first: bool, is_forked: bool
 ) -> _Rank:
     """Start a rank in its own session, so that Ctrl-C reaches it only through this process; it dies with this
     process.
@@ -366,9 +360,7 @@ def _wait(
                 _kill(ranks)
                 return _ended_while_starting(number)
             if number == signal.SIGINT:
-                _write_line(
-                    "Ctrl-C: the step is finished and saved; press it again to end at once, without saving."
-                )
+                _write_line("Ctrl-C: the step is finished and saved; press it again to end at once, without saving.")
             passed_on.append(number)
             for rank in ranks:
                 if rank.is_alive:

@@ -185,12 +185,8 @@ class _Guard(AbstractContextManager[None]):
     def _note_silence(self, rank: int, host: str) -> None:
         if rank in self.silent:
             return
-        cause = (
-            f"gives no sign of life since {SILENT_S:g} s: its process is stopped, or its node does not answer"
-        )
-        self.silent[rank] = note_failure(
-            rank_failure(rank, HUNG_STATUS, cause, order=Order.CONSEQUENCE, host=host)
-        )
+        cause = f"gives no sign of life since {SILENT_S:g} s: its process is stopped, or its node does not answer"
+        self.silent[rank] = note_failure(rank_failure(rank, HUNG_STATUS, cause, order=Order.CONSEQUENCE, host=host))
 
     def _withdraw_silence(self, rank: int) -> None:
         if record := self.silent.pop(rank, None):
@@ -231,9 +227,7 @@ class _Guard(AbstractContextManager[None]):
         failure = rank_failure(self.rank, _status(error), cause, _text(error))
         try:
             if origin is not None:
-                failure = rank_failure(
-                    origin, failure.status, cause, failure.text, host=self._host_of(origin)
-                )
+                failure = rank_failure(origin, failure.status, cause, failure.text, host=self._host_of(origin))
             if is_lost_peer:
                 failure = self._lost_peer(failure, cause)
             # The rank that met what all raise reports it: its console has the text.
@@ -259,20 +253,14 @@ class _Guard(AbstractContextManager[None]):
         before = [self._signs_of(rank) for rank in range(self.world_size)]
         time.sleep(2.5 * LOOK_S)  # in which a living rank gives two signs
         gone = [
-            rank
-            for rank, count in enumerate(before)
-            if count and rank != self.rank and self._signs_of(rank) == count
+            rank for rank, count in enumerate(before) if count and rank != self.rank and self._signs_of(rank) == count
         ]
         if not gone:
             return replace(failure, order=int(Order.LOST_PEER))
         hosts = [self._host_of(rank) for rank in gone[:MOST_NAMED]]
-        others = "".join(
-            f", rank {rank} on {host}" for rank, host in list(zip(gone, hosts, strict=False))[1:]
-        )
+        others = "".join(f", rank {rank} on {host}" for rank, host in list(zip(gone, hosts, strict=False))[1:])
         others += f" and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
-        text = (
-            f"is gone without a word{others}: killed, or its node is lost (rank {self.rank} lost it: {cause})"
-        )
+        text = f"is gone without a word{others}: killed, or its node is lost (rank {self.rank} lost it: {cause})"
         return rank_failure(gone[0], failure.status, text, failure.text, Order.LOST_PEER, hosts[0])
 
     def _first_to_fail(self, *, wait: bool) -> int:
@@ -303,9 +291,7 @@ class _Guard(AbstractContextManager[None]):
         deadline = time.monotonic() + LINGER_S
         while self.is_host and time.monotonic() < deadline:
             others = set(range(self.world_size)) - {self.rank}
-            if all(
-                self.store.exists(f"heard/{rank}") or self.store.exists(f"left/{rank}") for rank in others
-            ):
+            if all(self.store.exists(f"heard/{rank}") or self.store.exists(f"left/{rank}") for rank in others):
                 return
             time.sleep(LOOK_S / 10)
 

@@ -47,9 +47,7 @@ def secret_of_launcher() -> bytes:
     except OSError as error:
         raise ConfigError(f"{SECRET_FILE}={path} cannot be read: {error}") from None
     if not secret:
-        raise ConfigError(
-            f"{SECRET_FILE}={path} is empty. Write a random text into it, the same for all ranks."
-        )
+        raise ConfigError(f"{SECRET_FILE}={path} is empty. Write a random text into it, the same for all ranks.")
     return secret
 
 

@@ -7,12 +7,7 @@ import reasoning_gym
 import textarena
 
 from mcore_rl.config.rl.rollout import EnvironmentConfig
-from mcore_rl.rl.environments.interface import (
-    EnvironmentAnswer,
-    EnvironmentCall,
-    EnvironmentWorkers,
-    environment_maker,
-)
+from mcore_rl.rl.environments.interface import EnvironmentAnswer, EnvironmentCall, EnvironmentWorkers, environment_maker
 from mcore_rl.rl.types import Problem
 
 

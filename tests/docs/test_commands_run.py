@@ -119,17 +119,13 @@ def test_the_pipeline_of_a_real_model_runs_on_a_tiny_one(warm: Path, tmp_path: P
     found = json.loads((tmp_path / "results.json").read_text())
     for arm in ("grpo_r2", "grpo_r3", "gspo", "grpo_lora"):
         assert 0 <= found[arm]["changed_routes"] <= 1 and len(found[arm]["batches"]) == 1
-        assert (
-            0 < found[arm]["planned_gib"] < found[arm]["peak_gib"]
-        )  # nearly all of which is the process itself
+        assert 0 < found[arm]["planned_gib"] < found[arm]["peak_gib"]  # nearly all of which is the process itself
     assert "<html" in (tmp_path / "report.html").read_text()[:200]
 
 
 @pytest.mark.matrix(*(pages[0] for pages in GROUPS))
 @pytest.mark.parametrize("pages", GROUPS, ids=lambda pages: pages[0])
-def test_commands_do_what_the_page_says(
-    pages: tuple[str, ...], warm: Path, quickstart: Path, tmp_path: Path
-) -> None:
+def test_commands_do_what_the_page_says(pages: tuple[str, ...], warm: Path, quickstart: Path, tmp_path: Path) -> None:
     lay_out(tmp_path, quickstart)
     failed = []
     for command in in_order(pages):
@@ -187,12 +183,7 @@ def lay_out(folder: Path, quickstart: Path) -> None:
         lines = [json.dumps(apples(number)) + "\n" for number in range(first, first + 16)]
         (folder / f"data/gsm8k/{name}.jsonl").write_text("".join(lines))
     (folder / "chat.jsonl").symlink_to(quickstart / "chat.jsonl")
-    shape = {
-        "num_experts": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-    }
+    shape = {"num_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     saved("qwen3_moe", folder / "models/Qwen3-30B-A3B", torch.bfloat16, **shape)
     write_tokenizer(folder / "models/Qwen3-30B-A3B")
     saved("llama", folder / "dense")

@@ -66,11 +66,7 @@ def hang() -> None:
     time.sleep(600)
 
 
-HOWS: dict[str, Callable[[], None]] = {
-    "lose_rank_1": lose_rank_1,
-    "ask_launcher": ask_launcher,
-    "hang": hang,
-}
+HOWS: dict[str, Callable[[], None]] = {"lose_rank_1": lose_rank_1, "ask_launcher": ask_launcher, "hang": hang}
 
 
 def main(argv: Sequence[str]) -> int:

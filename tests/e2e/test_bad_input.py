@@ -27,11 +27,7 @@ ALONE = ("mesh.tp=1", "mesh.ep=1")
     ids=["experts", "heads", "layers", "cp", "world", "unknown key", "wrong type"],
 )
 def test_settings_are_refused(
-    overrides: list[str],
-    said: list[str],
-    config_file: Path,
-    mcore_rl: Callable[..., Finished],
-    tmp_path: Path,
+    overrides: list[str], said: list[str], config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:
     result = mcore_rl("pretrain", config_file, *overrides)
     assert result.returncode == 2

@@ -156,6 +156,4 @@ def test_fine_tuning_warns_of_a_template_that_trains_on_no_end(tmp_path: Path) -
             "run_dir=" + str(tmp_path / str(is_warned)),
             *words,
         )
-        assert (
-            "none of the first 20 conversations trains on a token that ends a completion" in log
-        ) == is_warned
+        assert ("none of the first 20 conversations trains on a token that ends a completion" in log) == is_warned

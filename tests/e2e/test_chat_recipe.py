@@ -51,9 +51,7 @@ def test_the_recipe_for_chats_trains_two_steps(tmp_path: Path, capfd) -> None:
     assert abs(losses[1] - math.log(400)) < 0.5 and losses[2] < losses[1]
     # Records of the caller's are as a file of them.
     del fields["data.train"]
-    again = train(
-        "sft", "tiny_moe/sft_chat", {**fields, "run_dir": tmp_path / "again"}, data=[*CHATS, too_long]
-    )
+    again = train("sft", "tiny_moe/sft_chat", {**fields, "run_dir": tmp_path / "again"}, data=[*CHATS, too_long])
     assert read_metrics(again)["train/loss_nats"] == losses
 
 

@@ -45,12 +45,7 @@ def test_brevity_falls_from_1_at_the_reference_to_0_at_four_times_its_length() -
     def reward(completion: str, is_truncated: bool = False) -> float:
         return brevity(
             RewardInput(
-                prompt="",
-                completion=completion,
-                answer="ab",
-                num_tokens=1,
-                is_truncated=is_truncated,
-                fields={},
+                prompt="", completion=completion, answer="ab", num_tokens=1, is_truncated=is_truncated, fields={}
             )
         )
 

@@ -39,9 +39,7 @@ def test_a_run_learns_saves_and_is_done_once(
 
 
 @pytest.mark.full
-def test_python_is_called_with_each_step_and_its_error_ends_the_run(
-    config_file: Path, tmp_path: Path
-) -> None:
+def test_python_is_called_with_each_step_and_its_error_ends_the_run(config_file: Path, tmp_path: Path) -> None:
     seen: dict[int, float] = {}
 
     def on_step(step: int, values: dict[str, Any]) -> None:

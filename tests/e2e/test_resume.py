@@ -19,9 +19,7 @@ from tests.forked import RunningCommand, run_main
 LOAD = "moe/expert_load"
 
 
-def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
-    config_file: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(config_file: Path, corpus: Path, tmp_path: Path) -> None:
     """With dropout, MTP and router z-loss, on TP2 x EP2, with asynchronous checkpoints every four steps."""
     fields = [
         "train.steps=12",
@@ -59,13 +57,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
 
 def test_on_one_rank_dropout_goes_on_with_the_numbers_of_the_run(config_file: Path, tmp_path: Path) -> None:
     """Without sequence parallelism it draws from torch's own generator, from which nothing else of a start may draw."""
-    fields = [
-        "mesh.tp=1",
-        "mesh.ep=1",
-        "train.steps=4",
-        "checkpoint.interval=2",
-        "checkpoint.asynchronous=false",
-    ]
+    fields = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "checkpoint.interval=2", "checkpoint.asynchronous=false"]
     straight = run_main("mcore_rl.programs.pretrain", [config_file, *fields])
     assert straight.returncode == 0, straight.stderr
     words = [config_file, *fields, f"run_dir={tmp_path}/broken"]
@@ -145,13 +137,7 @@ def wait_for_step(run_dir: Path, step: int, run: RunningCommand) -> None:
         time.sleep(0.02)
 
 
-ONE_RANK = (
-    "mesh.tp=1",
-    "mesh.ep=1",
-    "train.eval_batches=none",
-    "checkpoint.interval=10",
-    "optim.schedule=constant",
-)
+ONE_RANK = ("mesh.tp=1", "mesh.ep=1", "train.eval_batches=none", "checkpoint.interval=10", "optim.schedule=constant")
 
 
 @pytest.mark.matrix("whole")
@@ -181,9 +167,7 @@ def test_a_longer_run_reads_on_in_the_order_of_the_shorter_one_or_is_refused(
         assert run_main("mcore_rl.programs.pretrain", [*words, *accepted]).returncode == 0
         return
     assert longer.returncode == 0, longer.stderr
-    straight = run_main(
-        "mcore_rl.programs.pretrain", [*words, "train.steps=40", f"run_dir={tmp_path}/straight"]
-    )
+    straight = run_main("mcore_rl.programs.pretrain", [*words, "train.steps=40", f"run_dir={tmp_path}/straight"])
     assert straight.returncode == 0, straight.stderr
     assert max(before) == 20 and before.items() <= losses(tmp_path / "straight").items()
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")

@@ -90,9 +90,7 @@ def rl_file(tmp_path: Path) -> Path:
     folder = tmp_path / "characters"
     folder.mkdir()
     characters = ["<end>", *string.digits, *string.ascii_lowercase, "="]
-    tokenizer = tokenizers.Tokenizer(
-        models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="=")
-    )
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="="))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -137,9 +135,7 @@ def test_gated_delta_nets_learn_under_replayed_routes(replay: str, rl_file: Path
     rewards = [numbers["reward/mean"] for numbers in steps.values() if "reward/mean" in numbers]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
     mismatches = [
-        numbers["rollout/mismatch_kl_nats"]
-        for numbers in steps.values()
-        if "rollout/mismatch_kl_nats" in numbers
+        numbers["rollout/mismatch_kl_nats"] for numbers in steps.values() if "rollout/mismatch_kl_nats" in numbers
     ]
     assert mismatches and max(mismatches) <= 1e-4, mismatches
 
@@ -208,16 +204,7 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
     assert wanted[2]["policy/kl_reference_nats"] > 0.0
     samples = (tmp_path / "rl/samples/step_0000010.jsonl").read_text().splitlines()
     assert len(samples) == 32
-    wanted_fields = {
-        "prompt",
-        "prompt_ids",
-        "completion",
-        "ids",
-        "answer",
-        "reward",
-        "policy_version",
-        "versions",
-    }
+    wanted_fields = {"prompt", "prompt_ids", "completion", "ids", "answer", "reward", "policy_version", "versions"}
     assert wanted_fields <= json.loads(samples[0]).keys()
     ratios = computed(tmp_path / "rl", ("policy/log_ratio_max", "policy/log_ratio_min"))
     assert_traced([json.loads(line) for line in samples], [ratios[11], ratios[12]])
@@ -244,9 +231,7 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
 
 
 @pytest.mark.full
-def test_low_rank_adapters_killed_are_bit_equal_in_the_end_and_evaluated(
-    rl_file: Path, tmp_path: Path
-) -> None:
+def test_low_rank_adapters_killed_are_bit_equal_in_the_end_and_evaluated(rl_file: Path, tmp_path: Path) -> None:
     """Under replayed routes, with the policy without its adapters as the reference, which is refreshed once."""
     lora = ("lora.rank=8", "optim.lr=5e-3", "model.moe.balance=none", "replay.kind=r2", "train.steps=12")
     straight = run_main("mcore_rl.programs.rl", [rl_file, *lora, "checkpoint.interval=none"], 2)
@@ -277,12 +262,7 @@ def test_low_rank_adapters_killed_are_bit_equal_in_the_end_and_evaluated(
 PPO = (
     *("mesh.tp=1", "mesh.ep=1", "train.steps=8", "train.global_batch=8", "train.eval_interval=none"),
     *("checkpoint.interval=2", "rl.rollout.prompts_per_step=16", "rl.rollout.group_size=1", "replay.kind=r2"),
-    *(
-        "rl.advantage.kind=gae",
-        "rl.loss.kind=ppo",
-        "rl.loss.kl_in=reward",
-        "rl.advantage.critic.warmup_rollouts=1",
-    ),
+    *("rl.advantage.kind=gae", "rl.loss.kind=ppo", "rl.loss.kl_in=reward", "rl.advantage.critic.warmup_rollouts=1"),
     *(
         "rl.advantage.critic.epochs=2",
         "rl.advantage.critic.optim.lr=3e-3",
@@ -292,12 +272,7 @@ PPO = (
 )
 WITH_PPO = (
     *("rl.distill.teacher=self", "rl.distill.self_refresh_rollouts=2", "rl.distill.use=loss"),
-    *(
-        "rl.distill.estimator=vocabulary",
-        "rl.ptx.coeff=0.1",
-        "rl.ptx.sequences=2",
-        "rl.advantage.critic.replay=r2",
-    ),
+    *("rl.distill.estimator=vocabulary", "rl.ptx.coeff=0.1", "rl.ptx.sequences=2", "rl.advantage.critic.replay=r2"),
 )
 """What else keeps state or reads by step, so that one kill tests the resume of all of it."""
 OF_PPO = (
@@ -364,9 +339,7 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     assert "resumed from" in last.stdout and "critic: " not in last.stdout
     assert f"teacher: {run_dir}/teacher/step_0000000" in last.stdout
     # The teacher is the policy as it was after the second rollout, where its KL is 0.
-    kls = {
-        step: numbers["teacher/kl_nats"] for step, numbers in wanted.items() if "teacher/kl_nats" in numbers
-    }
+    kls = {step: numbers["teacher/kl_nats"] for step, numbers in wanted.items() if "teacher/kl_nats" in numbers}
     assert kls[5] == pytest.approx(0.0, abs=1e-6) and kls[6] > 1e-5
     assert computed(run_dir, OF_PPO) == wanted
     assert_emitted("rl with a critic", run_dir)
@@ -431,10 +404,7 @@ BAD = {
     "batch that does not divide": (["train.global_batch=24"], "does not divide the 32 completions"),
     "steps in the middle of a rollout": (["train.steps=25"], "Use 26"),
     "another tokenizer's model": (["model.vocab_size=32"], "has 38 tokens, model.vocab_size is 32"),
-    "a reward that is not there": (
-        ["rl.reward.parts=['length','nowhere:reward']"],
-        "Start in the folder with nowhere",
-    ),
+    "a reward that is not there": (["rl.reward.parts=['length','nowhere:reward']"], "Start in the folder with nowhere"),
     "GSPO with token mean": (["rl.loss.kind=gspo", "rl.loss.aggregation=token_mean"], "has no such field"),
 }
 
@@ -445,19 +415,14 @@ def test_what_cannot_be_run_is_refused_with_a_remedy(case: str, rl_file: Path, t
     (tmp_path / "unanswered.jsonl").write_text('{"prompt": "12=", "solution": "21"}\n')
     words, wanted = BAD[case]
     alone = ["mesh.tp=1", "mesh.ep=1", "rl.loss.reference_refresh_rollouts=none", "rl.loss.kl_coeff=0"]
-    finished = run_main(
-        "mcore_rl.programs.rl", [rl_file, *alone, *[word.format(folder=tmp_path) for word in words]]
-    )
+    finished = run_main("mcore_rl.programs.rl", [rl_file, *alone, *[word.format(folder=tmp_path) for word in words]])
     assert finished.returncode == 2, finished.stdout + finished.stderr
     assert wanted in finished.stderr
     assert "Traceback" not in finished.stderr
 
 
 STARTS = {
-    "policy": (
-        "mcore_rl.programs.rl",
-        ["checkpoint.load={folder}/base", "checkpoint.load_optimizer=false"],
-    ),
+    "policy": ("mcore_rl.programs.rl", ["checkpoint.load={folder}/base", "checkpoint.load_optimizer=false"]),
     "critic": (
         "mcore_rl.programs.rl",
         [
@@ -495,23 +460,11 @@ def test_no_start_takes_the_weights_of_another_model_of_the_same_shapes(
     assert accepted.returncode == 0, accepted.stdout + accepted.stderr
 
 
-def test_generate_does_not_use_a_checkpoint_in_the_model_of_another_run(
-    rl_file: Path, tmp_path: Path
-) -> None:
+def test_generate_does_not_use_a_checkpoint_in_the_model_of_another_run(rl_file: Path, tmp_path: Path) -> None:
     model = load_config(RlRunConfig, rl_file).model
     run_ranks(write_language_model, 1, model, tmp_path / "base")
     config = rl_file.read_text()
-    words = [
-        "generate",
-        "--run",
-        tmp_path,
-        "--checkpoint",
-        tmp_path / "base",
-        "--prompt",
-        "ab=",
-        "--tokens",
-        "4",
-    ]
+    words = ["generate", "--run", tmp_path, "--checkpoint", tmp_path / "base", "--prompt", "ab=", "--tokens", "4"]
     (tmp_path / "config.toml").write_text(config.replace("[model]", "[model]\nnorm_eps = 1e-3"))
     refused = run_main(CLI, words)
     assert refused.returncode == 2 and "- model.norm_eps is 1e-06 there, 0.001 here" in refused.stderr
@@ -545,9 +498,7 @@ def hangs_and_crashes_once(scored):
 """
 
 
-def test_engine_and_trainer_agree_bit_for_bit_with_batch_invariant_products(
-    rl_file: Path, tmp_path: Path
-) -> None:
+def test_engine_and_trainer_agree_bit_for_bit_with_batch_invariant_products(rl_file: Path, tmp_path: Path) -> None:
     """Completions of other lengths, prompts in parts, several in a packed row, four updates of two rollouts."""
     words = ["mesh.tp=1", "mesh.ep=1", "platform.batch_invariant=true", "rl.rollout.temperature=0.9"]
     words += ["train.steps=4", "train.eval_interval=none", "rl.engine.step_tokens=24", "rl.engine.slots=5"]
@@ -604,12 +555,7 @@ def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
     kinds = {(one["part"].partition(":")[2], one["kind"]) for one in failures}
     assert (
         len(failures) == len(kinds)
-        and {
-            ("broken", "raised"),
-            ("unnumbered", "not_finite"),
-            ("out_of_text", "bad_steps"),
-        }
-        <= kinds
+        and {("broken", "raised"), ("unnumbered", "not_finite"), ("out_of_text", "bad_steps")} <= kinds
     )
     assert finished.stdout.count('raise ValueError("no")') == 1 and "completion: " in finished.stdout
 
@@ -622,10 +568,7 @@ def test_a_reward_that_always_raises_is_refused_before_the_model_is_built(
     words = ["mesh.tp=1", "mesh.ep=1", "rl.reward.parts=['length','misspelt_reward:score']"]
     finished = run_main("mcore_rl.programs.rl", [rl_file, *words])
     assert finished.returncode == 2, finished.stdout
-    assert (
-        "has no attribute 'completoin'" in finished.stderr
-        and "return len(record.completoin)" in finished.stderr
-    )
+    assert "has no attribute 'completoin'" in finished.stderr and "return len(record.completoin)" in finished.stderr
     assert "failed for 4 of 4 completions of a trial on reference answers" in finished.stderr
     assert not (tmp_path / "rl").exists()
 
@@ -685,9 +628,7 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
             assert sample["reward"] == sum(c.isdigit() for c in sample["completion"])
 
 
-def test_r2_with_a_capacity_warns_and_logs_the_tokens_that_updates_drop(
-    rl_file: Path, tmp_path: Path
-) -> None:
+def test_r2_with_a_capacity_warns_and_logs_the_tokens_that_updates_drop(rl_file: Path, tmp_path: Path) -> None:
     alone = ["mesh.tp=1", "mesh.ep=1", "train.steps=2", "train.eval_interval=2", "checkpoint.interval=2"]
     finished = run_main(
         "mcore_rl.programs.rl",
@@ -722,11 +663,7 @@ def test_the_report_of_a_finished_run_has_no_evaluation_and_no_start_that_never_
 
 def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Path, tmp_path: Path) -> None:
     """Every completion is worth the same to a pattern that none has: dynamic sampling is left without a group."""
-    parts = [
-        "rl.reward.parts=['regex']",
-        "rl.reward.regex_pattern=nothing",
-        "rl.reward.length_max_tokens=none",
-    ]
+    parts = ["rl.reward.parts=['regex']", "rl.reward.regex_pattern=nothing", "rl.reward.length_max_tokens=none"]
     words = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "rl.rollout.dynamic_sampling=true", *parts]
     words += ["rl.rollout.top_p=0.9"]
     finished = run_main("mcore_rl.programs.rl", [rl_file, *words, "rl.rollout.max_refills=1"])
@@ -740,9 +677,7 @@ def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Pat
     assert (tmp_path / "rl/DONE").exists()
 
 
-def test_a_run_that_the_balance_loss_alone_moves_warns_in_log_and_report(
-    rl_file: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_the_balance_loss_alone_moves_warns_in_log_and_report(rl_file: Path, tmp_path: Path) -> None:
     """All rewards are 0; without a KL the experts' balance loss is all that has a gradient."""
     words = ["mesh.tp=1", "mesh.ep=1", "train.steps=11", "train.global_batch=32", "rl.loss.kl_coeff=0.0"]
     words += ["rl.reward.parts=['regex']", "rl.reward.regex_pattern=nothing", "checkpoint.interval=none"]

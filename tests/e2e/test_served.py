@@ -36,12 +36,7 @@ from tests.served_model import ModelAnswers
 ROOT = Path(__file__).parents[2]
 SMALL = (
     *("mesh.tp=1", "mesh.ep=1", "train.steps=4", "train.global_batch=8", "train.eval_interval=4"),
-    *(
-        "checkpoint.interval=none",
-        "rl.rollout.prompts_per_step=4",
-        "rl.rollout.group_size=4",
-        "replay.kind=r3",
-    ),
+    *("checkpoint.interval=none", "rl.rollout.prompts_per_step=4", "rl.rollout.group_size=4", "replay.kind=r3"),
     *("rl.samples.interval=none", "rl.loss.kl_coeff=0", "rl.loss.reference_refresh_rollouts=none"),
 )
 NAMES = (*(name for name in COMPUTED if "reference" not in name), "rollout/mismatch_kl_nats")
@@ -58,9 +53,7 @@ def mesh() -> Iterator[Mesh]:
 
 @pytest.mark.matrix("whole")
 @pytest.mark.parametrize(
-    "changes",
-    [(), ("lora.rank=8", "optim.lr=1e-2", "model.moe.balance=none")],
-    ids=["whole", "adapters"],
+    "changes", [(), ("lora.rank=8", "optim.lr=1e-2", "model.moe.balance=none")], ids=["whole", "adapters"]
 )
 def test_losses_through_servers_are_those_of_the_native_engine(
     changes: tuple[str, ...],
@@ -83,16 +76,12 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         servers = [
             stack.enter_context(
                 FakeServer(
-                    ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros),
-                    logprobs_mode="processed_logprobs",
+                    ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros), logprobs_mode="processed_logprobs"
                 )
             )
             for _ in range(2)
         ]
-        servers[0].faults = [
-            ("/inference/v1/generate", "null_logprob"),
-            ("/reset_prefix_cache", "no_success"),
-        ]
+        servers[0].faults = [("/inference/v1/generate", "null_logprob"), ("/reset_prefix_cache", "no_success")]
         urls = json.dumps([server.url for server in servers])
         engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", f"run_dir={tmp_path / 'served'}"]
         run = run_main("mcore_rl.programs.rl", [rl_file, *small, *engine])
@@ -158,8 +147,7 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
         servers = [
             stack.enter_context(
                 FakeServer(
-                    ModelAnswers(loaded(model, weights, mesh), mesh, model, weights),
-                    logprobs_mode="processed_logprobs",
+                    ModelAnswers(loaded(model, weights, mesh), mesh, model, weights), logprobs_mode="processed_logprobs"
                 )
             )
             for _ in range(2)
@@ -203,9 +191,7 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
         )
 
         # Not those of the first batch, without which nothing is trained, nor of an evaluation.
-        seeds = {
-            sample_seed(config.train.seed, prompt, index) for prompt in range(16, 96) for index in range(4)
-        }
+        seeds = {sample_seed(config.train.seed, prompt, index) for prompt in range(16, 96) for index in range(4)}
 
         def after_an_update(server: FakeServer, asked: Asked) -> None:
             """Wait for the next update."""
@@ -221,16 +207,10 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
         words = [f"rl.engine.kind={kind}", f"rl.engine.urls={urls}", "rl.rollout.max_staleness=1"]
         words += ["rl.loss.importance_sampling=truncate", "train.eval_interval=none", "train.steps=6"]
         words += ["train.global_batch=64", "rl.rollout.prompts_per_step=16", "optim.lr=1e-2"]
-        words += [
-            "rl.reward.length_min_tokens=11",
-            "rl.reward.length_max_tokens=12",
-            "rl.engine.requests=128",
-        ]
+        words += ["rl.reward.length_min_tokens=11", "rl.reward.length_max_tokens=12", "rl.engine.requests=128"]
         run = run_main("mcore_rl.programs.rl", [rl_file, *SMALL, *words])
     assert run.returncode == 0, run.stderr
-    assert (
-        "tokens that older weights sampled agree with the present weights'" in run.stdout
-    ) == computes_again
+    assert ("tokens that older weights sampled agree with the present weights'" in run.stdout) == computes_again
 
 
 def test_ctrl_c_saves_and_a_second_one_ends_at_once_and_both_end_the_servers_that_the_run_started(
@@ -251,10 +231,7 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once_and_both_end_the_servers_tha
     step = int(saved.name.removeprefix("iter_"))
     output = interrupted(words, run_dir, tmp_path / "second", after_step=step + 2, times=2)
     assert f"resumed from {saved}" in output
-    assert (
-        output.splitlines()[-1]
-        == "Ended at once. The same command goes on from the last complete checkpoint."
-    )
+    assert output.splitlines()[-1] == "Ended at once. The same command goes on from the last complete checkpoint."
 
 
 def interrupted(words: Sequence[object], run_dir: Path, output: Path, *, after_step: int, times: int) -> str:

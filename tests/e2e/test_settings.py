@@ -25,9 +25,7 @@ def test_changes_are_refused_or_recorded_and_a_run_that_ends_in_skipped_steps_is
     """On one rank, two steps; then two more with another seed and a rate at which the weights leave every bound."""
 
     def started(*fields: str) -> str:
-        config = load_config(
-            PretrainConfig, config_file, ["mesh.tp=1", "mesh.ep=1", "platform.layers=auto", *fields]
-        )
+        config = load_config(PretrainConfig, config_file, ["mesh.tp=1", "mesh.ep=1", "platform.layers=auto", *fields])
         return str(run_ranks(outcome, 1, config)[0])
 
     run = tmp_path / "run"
@@ -44,10 +42,7 @@ def test_changes_are_refused_or_recorded_and_a_run_that_ends_in_skipped_steps_is
         "fp8_recipe": "none",
         "gc_interval": 1,
     }
-    assert (
-        '"event": "speed: on: gc_interval=1; off: overlap_grad_reduce, '
-        in (run / "metrics.jsonl").read_text()
-    )
+    assert '"event": "speed: on: gc_interval=1; off: overlap_grad_reduce, ' in (run / "metrics.jsonl").read_text()
     before = (run / "config.toml").read_bytes()
     # The run was started where there is no compiler.
     (attempt,) = json.loads((run / "run.json").read_text())
@@ -58,9 +53,7 @@ def test_changes_are_refused_or_recorded_and_a_run_that_ends_in_skipped_steps_is
     more = ["train.eval_batches=none", "train.steps=4", "train.seed=7", "optim.lr=1e30"]
     refused = started(*more)
     assert refused.startswith("ConfigError: ") and "- train.seed is 1234 there, 7 here" in refused
-    assert (run / "config.toml").read_bytes() == before and len(
-        json.loads((run / "run.json").read_text())
-    ) == 1
+    assert (run / "config.toml").read_bytes() == before and len(json.loads((run / "run.json").read_text())) == 1
 
     allowed = [*more, 'checkpoint.allow_changes=["train.seed"]']
     skipped = "TrainingError: the last 1 of 4 steps were skipped, as their gradients were not finite"
@@ -69,11 +62,7 @@ def test_changes_are_refused_or_recorded_and_a_run_that_ends_in_skipped_steps_is
     recorded = json.loads((run / "run.json").read_text())[-1]
     assert (recorded["step"], recorded["changes"]) == (
         2,
-        [
-            "optim.lr is 0.003 there, 1e+30 here",
-            "train.steps is 2 there, 4 here",
-            "train.seed is 1234 there, 7 here",
-        ],
+        ["optim.lr is 0.003 there, 1e+30 here", "train.steps is 2 there, 4 here", "train.seed is 1234 there, 7 here"],
     )
     assert recorded["layers"] == "torch" and recorded["warnings"] == []
     assert "seed = 7" in (run / "config.toml").read_text()

@@ -89,9 +89,7 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     data.write_text(f"{conversations}\n{conversations.splitlines()[0]}")
     grown = run_command("sft", *words)
     assert grown.returncode == 2 and "Traceback" not in grown.stderr
-    assert f'data.train is "{data} with {len(conversations.encode())} bytes, CRC-32 ' in grown.stderr, (
-        grown.stderr
-    )
+    assert f'data.train is "{data} with {len(conversations.encode())} bytes, CRC-32 ' in grown.stderr, grown.stderr
     assert 'checkpoint.allow_changes=["data.train"]' in grown.stderr
     data.write_text(conversations)
     last = run_main("mcore_rl.programs.sft", words, 2)
@@ -103,11 +101,7 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     ("lines", "overrides", "said"),
     [
         ("", [], "train.jsonl is empty"),
-        (
-            '{"prompt": "w1", "response": "w1"}',
-            ["data.seq_length=31"],
-            "data.seq_length=31 is not a multiple of 2",
-        ),
+        ('{"prompt": "w1", "response": "w1"}', ["data.seq_length=31"], "data.seq_length=31 is not a multiple of 2"),
         ('{"prompt": "w1", "response": "w1"}', ["model.vocab_size=64"], "model.vocab_size is 64"),
     ],
     ids=["empty", "row", "vocabulary"],

@@ -83,15 +83,9 @@ SENT = {
 
 @pytest.mark.parametrize(
     ("words", "files"),
-    [
-        ((), {*STEP}),
-        (("--epochs", "2"), {*STEP, *REPLAYED}),
-        (("--replay", "r3"), {*STEP, *REPLAYED, *SENT}),
-    ],
+    [((), {*STEP}), (("--epochs", "2"), {*STEP, *REPLAYED}), (("--replay", "r3"), {*STEP, *REPLAYED, *SENT})],
 )
-def test_a_step_enters_these_files_and_none_of_a_feature_that_is_off(
-    words: tuple[str, ...], files: set[str]
-) -> None:
+def test_a_step_enters_these_files_and_none_of_a_feature_that_is_off(words: tuple[str, ...], files: set[str]) -> None:
     done = run_main("bench.trips", ["--list", *words])
     assert done.returncode == 0, done.stderr
     entered = set(re.findall(r"calls  (\S+\.py):", done.stdout))

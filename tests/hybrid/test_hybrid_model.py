@@ -56,8 +56,7 @@ def halves(layer: ModuleSpec) -> tuple[ModuleSpec, ModuleSpec]:
     attention = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
     mlp = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
     first, second = (
-        ModuleSpec(module=layer.module, submodules=replace(layer.submodules, **without))
-        for without in (attention, mlp)
+        ModuleSpec(module=layer.module, submodules=replace(layer.submodules, **without)) for without in (attention, mlp)
     )
     return first, second
 
@@ -74,9 +73,7 @@ def stack_spec(config: TransformerConfig, keys: KeyNames) -> ModuleSpec:
         )
 
     dense, experts = halves(layer(False)), halves(layer(config.num_moe_experts is not None))
-    submodules = hybrid_block.HybridStackSubmodules(
-        attention_layer=dense[0], mlp_layer=dense[1], moe_layer=experts[1]
-    )
+    submodules = hybrid_block.HybridStackSubmodules(attention_layer=dense[0], mlp_layer=dense[1], moe_layer=experts[1])
     return ModuleSpec(module=hybrid_block.HybridStack, submodules=submodules)
 
 
@@ -181,14 +178,10 @@ def test_megatrons_own_reading_of_gpt_models_layers_gives_the_same_hybrid_model(
     assert_same(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 
-def test_megatron_lm_knows_by_the_arguments_whose_layers_a_checkpoint_has(
-    one_rank: Mesh, tmp_path: Path
-) -> None:
+def test_megatron_lm_knows_by_the_arguments_whose_layers_a_checkpoint_has(one_rank: Mesh, tmp_path: Path) -> None:
     """It reads the names of a HybridModel's checkpoint as they are, and GPTModel's through maps of layers."""
     source = saved("qwen3_moe", tmp_path / "hf")
-    hybrid, native = (
-        args_of(imported(source, tmp_path / layers, layers=layers)) for layers in ("hybrid", "stacked")
-    )
+    hybrid, native = (args_of(imported(source, tmp_path / layers, layers=layers)) for layers in ("hybrid", "stacked"))
     model = hybrid_model(oracle("qwen3_moe").ours, hybrid.hybrid_layer_pattern, "te", one_rank)
     run = Namespace(hybrid_layer_pattern=hybrid.hybrid_layer_pattern, no_load_optim=True)
     assert _maybe_setup_gpt_to_hybrid_load(run, hybrid, [model]) == (None, False)

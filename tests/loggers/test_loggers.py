@@ -38,13 +38,8 @@ def test_mlflow_has_one_run_with_all_steps_a_table_and_the_config(
     assert [(one.step, one.value) for one in history] == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0)]
     assert run.data.tags["group"] == "arm" and run.data.tags["a"] == "true" and run.info.run_name == "first"
     assert run.data.tags["event"].startswith("step 4: checkpoint saved")
-    table = json.loads(
-        Path(client.download_artifacts(run.info.run_id, "samples/step_0000003.json")).read_text()
-    )
-    assert table == {
-        "columns": ["prompt", "completion", "answer", "reward"],
-        "data": [["12=", "21", "21", 1.0]],
-    }
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, "samples/step_0000003.json")).read_text())
+    assert table == {"columns": ["prompt", "completion", "answer", "reward"], "data": [["12=", "21", "21", 1.0]]}
     config = Path(client.download_artifacts(run.info.run_id, "config.json"))
     assert json.loads(config.read_text()) == {"optim": {"lr": 0.5}}
 

@@ -34,11 +34,7 @@ SMALL_DEEPSEEK = DEEPSEEK.model_copy(update={"num_layers": 2})
 
 
 def config_of(
-    run_dir: Path,
-    model: ModelConfig,
-    mesh: MeshConfig,
-    precision: Literal["fp32", "bf16"] = "fp32",
-    **checkpoint: Any,
+    run_dir: Path, model: ModelConfig, mesh: MeshConfig, precision: Literal["fp32", "bf16"] = "fp32", **checkpoint: Any
 ) -> PretrainConfig:
     """Return a deterministic config whose learning rate changes at every step."""
     return PretrainConfig(

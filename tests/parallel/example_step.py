@@ -76,8 +76,6 @@ def step_of_trainer(folder: Path) -> dict[str, Tensor]:
             updates_per_rollout=config.updates_per_rollout,
         )
         routes = PolicyRoutes(run.state, config.rl, config.replay)
-        learner = Learner(
-            run.state, config, routes, policy_logprobs(run.state, config.rl, config.model.vocab_size)
-        )
+        learner = Learner(run.state, config, routes, policy_logprobs(run.state, config.rl, config.model.vocab_size))
         RlTrainer(run, config, rollouts, learner, ()).run()
         return weights(run.state)

@@ -109,9 +109,7 @@ def _logits(mesh: Mesh, model: ModelConfig, tensors: Tensors, tokens_BS: Tensor)
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad():
-        return [
-            outputs["logits"] for outputs in run_pass(chunks, microbatches, LogitsHead(mesh), backward=False)
-        ]
+        return [outputs["logits"] for outputs in run_pass(chunks, microbatches, LogitsHead(mesh), backward=False)]
 
 
 STEPS, SEQUENCES, LENGTH = 3, 8, 32
@@ -137,10 +135,7 @@ class Outcome:
 
 
 def config_of(
-    model: ModelConfig,
-    mesh: MeshConfig,
-    platform: PlatformConfig | None = None,
-    lora: LoraConfig | None = None,
+    model: ModelConfig, mesh: MeshConfig, platform: PlatformConfig | None = None, lora: LoraConfig | None = None
 ) -> PretrainConfig:
     """A config with a clip norm that is always active and a constant rate."""
     return PretrainConfig(
@@ -193,9 +188,7 @@ def training_steps(
         sabotage(state)
     with whole_gradients(state) as gradients:
         reports = [train_step(state, batch(state, 0, length, rows), NextTokenHead())]
-    reports += [
-        train_step(state, batch(state, step, length, rows), NextTokenHead()) for step in range(1, STEPS)
-    ]
+    reports += [train_step(state, batch(state, step, length, rows), NextTokenHead()) for step in range(1, STEPS)]
     for chunk in state.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)

@@ -29,10 +29,7 @@ MESHES = {
     "cp2": MeshConfig(cp=2),
     "pp2-vpp2": MeshConfig(pp=2, vpp=2),
 }
-REPLAY = {
-    "r3": ReplayConfig(kind="r3"),
-    "r3_left_out": ReplayConfig(kind="r3", missing="live"),
-}
+REPLAY = {"r3": ReplayConfig(kind="r3"), "r3_left_out": ReplayConfig(kind="r3", missing="live")}
 FAULTS_AT_ONCE = 24
 TOLERANCE = 1e-6
 """Relative change of a loss or of the norm of a gradient's difference that is rounding."""
@@ -179,11 +176,7 @@ def effect_of(ranks: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any
         return float(max(abs(one - other) / max(abs(other), 1e-2) for one, other in pairs))
     if not all("gradients" in one for one in ranks):
         return None
-    losses, expected = (
-        {n: x for one in side for n, x in one["losses"].items()} for side in (ranks, reference)
-    )
-    gradients = relative_errors(
-        *(assembled([one["gradients"] for one in side]) for side in (ranks, reference))
-    )
+    losses, expected = ({n: x for one in side for n, x in one["losses"].items()} for side in (ranks, reference))
+    gradients = relative_errors(*(assembled([one["gradients"] for one in side]) for side in (ranks, reference)))
     changes = [abs(losses[n] - x) / max(abs(x), 1e-2) for n, x in expected.items()]
     return float(max(*changes, *gradients.values()))

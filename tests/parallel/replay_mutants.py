@@ -36,8 +36,7 @@ class Mutant:
 
 
 HOOKS, LAYOUTS, CACHE, STORAGE, TAPE, EXCHANGE, ROLLOUTS = (
-    f"replay/{name}.py"
-    for name in ("router_hooks", "cache", "cache", "cache", "tape", "exchange", "from_rollouts")
+    f"replay/{name}.py" for name in ("router_hooks", "cache", "cache", "cache", "tape", "exchange", "from_rollouts")
 )
 POLICY = "rl/step/policy_routes.py"
 IMPOSED = "experts_tK = microbatch.imposed_ltK[self._column].long()"
@@ -159,12 +158,7 @@ MUTANTS: tuple[Mutant, ...] = (
         old=GATES,
         new="return scores.roll(1, 0).gather(1, experts_tK), experts_tK",
     ),
-    Mutant(
-        name="gates of the live choice",
-        file=HOOKS,
-        old=GATES,
-        new="return choose(scores)[0], experts_tK",
-    ),
+    Mutant(name="gates of the live choice", file=HOOKS, old=GATES, new="return choose(scores)[0], experts_tK"),
     # Recording.
     Mutant(
         name="an expert twice in every recorded set",
@@ -591,9 +585,7 @@ def applied(mutant: Mutant | None) -> Iterator[None]:
         return
     path = Path(mcore_rl.__file__).parent / mutant.file
     source = path.read_text()
-    assert source.count(mutant.old) == 1, (
-        f"{mutant.name}: {mutant.file} has its text {source.count(mutant.old)} times"
-    )
+    assert source.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} has its text {source.count(mutant.old)} times"
     mutated = source.replace(mutant.old, mutant.new)
     module_name = "mcore_rl." + mutant.file.removesuffix(".py").replace("/", ".")
     names = _function_at(ast.parse(source), source[: source.index(mutant.old)].count("\n") + 1)

@@ -134,9 +134,7 @@ def layouts_of(packed: bool, state: TrainState) -> list[MicrobatchLayout]:
     mine = [range(begin, begin + size) for begin in begins]
     if not packed:
         return [
-            MicrobatchLayout(
-                tuple((SampleSpan(n, LENGTHS[n], ROW),) for n in samples), row_length=ROW, packed=False
-            )
+            MicrobatchLayout(tuple((SampleSpan(n, LENGTHS[n], ROW),) for n in samples), row_length=ROW, packed=False)
             for samples in mine
         ]
     layouts = []
@@ -232,9 +230,7 @@ class Run:
 
     def saved(self) -> dict[int, SavedRoutes]:
         """Return the routes of each sample that this rank has cached."""
-        cached = {
-            sample: self.cache.sample(self.version, sample) for sample in self.cache.samples(self.version)
-        }
+        cached = {sample: self.cache.sample(self.version, sample) for sample in self.cache.samples(self.version)}
         return {
             sample: SavedRoutes(
                 routes.num_tokens,
@@ -351,13 +347,7 @@ def replayed(run: Run, sabotage: Sabotage | None) -> dict[str, Any]:
     except RoutingError as problem:
         error = str(problem)
     accounts = [dataclasses.asdict(account) for account in tape.accounts]
-    return {
-        "losses": losses,
-        "gradients": gradients,
-        "metrics": metrics,
-        "error": error,
-        "accounts": accounts,
-    }
+    return {"losses": losses, "gradients": gradients, "metrics": metrics, "error": error, "accounts": accounts}
 
 
 def replay_all(
@@ -393,14 +383,11 @@ def replayed_by_hand(
     for run in runs:
         copy_in(run.state.chunks, weights)
         choices = [
-            {name: chosen for name, chosen in choice.items() if name not in left_out}
-            for choice in natural_choices(run)
+            {name: chosen for name, chosen in choice.items() if name not in left_out} for choice in natural_choices(run)
         ]
         copy_in(run.state.chunks, perturbed(weights))
         losses, gradients = imposed_by_hand(run, choices)
-        dropped = sum(
-            not has_room for choice in choices for _, rooms in choice.values() for has_room in rooms
-        )
+        dropped = sum(not has_room for choice in choices for _, rooms in choice.values() for has_room in rooms)
         found.append({"losses": losses, "gradients": gradients, "dropped": dropped, "choices": choices})
     destroy_mesh()
     return found
@@ -446,9 +433,7 @@ def chosen_by_hand(router: Any, logits_TE: Tensor) -> Tensor:
     groups, chosen = router.config.moe_router_num_groups, router.config.moe_router_group_topk
     scores_TGe = scores_TE.view(len(scores_TE), groups, -1)
     of_group_TG = scores_TGe.topk(router.topk // chosen).values.sum(-1)
-    is_out_TG = torch.ones_like(of_group_TG, dtype=torch.bool).scatter(
-        1, of_group_TG.topk(chosen).indices, False
-    )
+    is_out_TG = torch.ones_like(of_group_TG, dtype=torch.bool).scatter(1, of_group_TG.topk(chosen).indices, False)
     return scores_TGe.masked_fill(is_out_TG[..., None], -torch.inf).flatten(1).topk(router.topk).indices
 
 
@@ -583,10 +568,7 @@ def outcomes(cases: list[Case]) -> list[dict[str, Outcome]]:
     saved = {model: one_rank(model).saved for model in models}
     ranks = run_ranks(replay_all, cases[0].mesh.smallest_world, cases, MODELS, weights, saved)
     return [
-        {
-            layout: together([rank[index][place] for rank in ranks])
-            for place, layout in enumerate(case.layouts)
-        }
+        {layout: together([rank[index][place] for rank in ranks]) for place, layout in enumerate(case.layouts)}
         for index, case in enumerate(cases)
     ]
 
@@ -607,9 +589,9 @@ def assert_unchanged(outcome: Outcome, reference: Outcome) -> None:
     assert outcome.free == outcome.same
     assert outcome.unchanged["routes/changed_fraction"] == 0
     assert outcome.unchanged["routes/changed_tokens_fraction"] == 0
-    assert {
-        layer: {n: sorted(k) for n, k in routes.items()} for layer, routes in outcome.recorded.items()
-    } == {layer: {n: sorted(k) for n, k in routes.items()} for layer, routes in reference.recorded.items()}
+    assert {layer: {n: sorted(k) for n, k in routes.items()} for layer, routes in outcome.recorded.items()} == {
+        layer: {n: sorted(k) for n, k in routes.items()} for layer, routes in reference.recorded.items()
+    }
 
 
 def assert_same_training(outcome: Outcome, reference: Outcome, tolerance: float = 1e-5) -> None:

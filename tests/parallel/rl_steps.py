@@ -87,10 +87,7 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
         num_prompts=GROUPS,
         metrics=[],
         steps_PGI=[
-            [
-                steps_of(len(sampled_positions(shapes[p * SIZE + g])), rewards_PG[p, g].item())
-                for g in range(SIZE)
-            ]
+            [steps_of(len(sampled_positions(shapes[p * SIZE + g])), rewards_PG[p, g].item()) for g in range(SIZE)]
             for p in range(GROUPS)
         ],
     )
@@ -122,11 +119,7 @@ def random_routes(config: RlRunConfig, num_tokens: int, generator: torch.Generat
 
 
 def reference_pass(
-    config: RlRunConfig,
-    reference: Reference,
-    logprobs: PolicyLogprobs,
-    routes: PolicyRoutes,
-    state: TrainState,
+    config: RlRunConfig, reference: Reference, logprobs: PolicyLogprobs, routes: PolicyRoutes, state: TrainState
 ) -> ReferencePass:
     """The pass over a reference policy."""
     return ReferencePass(
@@ -176,18 +169,13 @@ def updates(
     for number, change in enumerate(changes):
         loss = {name: value for name, value in change.items() if name != "advantage"}
         rl = config.rl.model_copy(
-            update={
-                "loss": loss_config(**loss),
-                "advantage": advantage_config(kind=change.get("advantage", "zscore")),
-            }
+            update={"loss": loss_config(**loss), "advantage": advantage_config(kind=change.get("advantage", "zscore"))}
         )
         varied = config.model_copy(update={"rl": rl})
         reference = None
         if varied.rl.loss.kl_coeff:
             copy_in(state.chunks, other)
-            reference = Reference(
-                state.chunks, mesh, config.model, folder / str(number), folder / "checkpoints"
-            )
+            reference = Reference(state.chunks, mesh, config.model, folder / str(number), folder / "checkpoints")
         copy_in(state.chunks, initial)
         state.optimizer.reload_model_params()
         routes = PolicyRoutes(state, varied.rl, varied.replay)
@@ -198,15 +186,10 @@ def updates(
         minibatches = learner.prepared(rollout)
         advantages = learner.advantages(rollout, minibatches)
         reports = [
-            learner.update(minibatch, advantages)
-            for _ in range(varied.rl.update.epochs)
-            for minibatch in minibatches
+            learner.update(minibatch, advantages) for _ in range(varied.rl.update.epochs) for minibatch in minibatches
         ]
         found.append(
-            [
-                replaced(report.sums) | {"grad_norm": report.grad_norm, "loss": report.loss}
-                for report in reports
-            ]
+            [replaced(report.sums) | {"grad_norm": report.grad_norm, "loss": report.loss} for report in reports]
         )
     return found
 
@@ -333,9 +316,7 @@ def splits_by_hand(config: RlRunConfig, initial: Tensors) -> dict[str, Any]:
     rollout = rollout_of(config, 0, 1)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
-    experts = [
-        completion.experts_TLK for _, one in sorted(rollout.groups.items()) for completion in one.completions
-    ]
+    experts = [completion.experts_TLK for _, one in sorted(rollout.groups.items()) for completion in one.completions]
     temperature = config.rl.rollout.temperature
     head = LogprobHead(state.mesh, config.model.vocab_size, temperature=temperature, chunk_tokens=4096)
     by_first = {}
@@ -363,10 +344,7 @@ def splits_by_hand(config: RlRunConfig, initial: Tensors) -> dict[str, Any]:
             total += float((difference_T.exp() - 1 - difference_T).sum())
             count += int(one.mask_T.sum())
         by_first[first] = total / count
-    return {
-        "by_hand": by_first,
-        "split": reduced(splits_of(learner).before_updates(minibatches)),
-    }
+    return {"by_hand": by_first, "split": reduced(splits_of(learner).before_updates(minibatches))}
 
 
 def imposing_by_hand(experts_TK: Tensor) -> Any:
@@ -399,9 +377,7 @@ def router_shifts(config: RlRunConfig, initial: Tensors) -> dict[str, float]:
             return logits[-1]
 
         router.gating = keep
-        router.register_forward_hook(
-            lambda _, inputs, output: calls.append((logits[-1].detach(), output[1].detach()))
-        )
+        router.register_forward_hook(lambda _, inputs, output: calls.append((logits[-1].detach(), output[1].detach())))
 
     for module in chunk.modules():
         if isinstance(module, TopKRouter) and module.layer_number <= config.model.num_layers:

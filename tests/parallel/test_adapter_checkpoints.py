@@ -111,17 +111,13 @@ def test_a_model_without_adapters_or_with_other_ones_refuses_them(tmp_path: Path
     run(config, 1, [1])
     load = {"load": str(tmp_path / "a"), "load_optimizer": False}
     plain = config_of(tmp_path / "b", SMALL, MESHES["one"], **load)
-    with pytest.raises(
-        AssertionError, match=r'other low-rank adapters:\n(.*\n)*- lora.rank is 4 there, "none" here'
-    ):
+    with pytest.raises(AssertionError, match=r'other low-rank adapters:\n(.*\n)*- lora.rank is 4 there, "none" here'):
         run(plain, 1)
     with pytest.raises(AssertionError, match="has low-rank adapters, and this model has none"):
         run_ranks(weights_loaded, 1, plain)
     other = lora_config(tmp_path / "c", "one", TARGETS["all"], **load)
     other = other.model_copy(update={"lora": other.lora.model_copy(update={"alpha": 16.0})})
-    with pytest.raises(
-        AssertionError, match=r"other low-rank adapters:\n- lora.alpha is 8.0 there, 16.0 here"
-    ):
+    with pytest.raises(AssertionError, match=r"other low-rank adapters:\n- lora.alpha is 8.0 there, 16.0 here"):
         run(other, 1)
     begun = config.lora.model_copy(update={"load": "peft"})
     with pytest.raises(AssertionError, match=r"lora\.load=peft would take their place.*Leave lora\.load out"):
@@ -210,10 +206,7 @@ def test_a_damaged_base_leaves_the_checkpoints_of_adapters_in_their_place(tmp_pa
     file = max(files, key=lambda path: path.stat().st_size)
     whole = file.read_bytes()
     part = slice(len(whole) // 4, 3 * len(whole) // 4)
-    for damaged in (
-        whole[:-10],
-        whole[: part.start] + bytes(255 - byte for byte in whole[part]) + whole[part.stop :],
-    ):
+    for damaged in (whole[:-10], whole[: part.start] + bytes(255 - byte for byte in whole[part]) + whole[part.stop :]):
         file.write_bytes(damaged)
         with pytest.raises(
             AssertionError, match=r"iter_0000002 has low-rank adapters alone, and their base is damaged"

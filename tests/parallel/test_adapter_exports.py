@@ -135,9 +135,7 @@ def test_peft_computes_the_same_logits_and_gradients(case: str, tmp_path: Path) 
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     ours = load_file(adapter_of(run.gradients, tmp_path / "gradients", layout) / "adapter_model.safetensors")
     theirs = {
-        name.replace(".default", ""): param.grad
-        for name, param in model.named_parameters()
-        if param.grad is not None
+        name.replace(".default", ""): param.grad for name, param in model.named_parameters() if param.grad is not None
     }
     if case in ("fused-each", "split", "mixtral"):
         return  # peft fuses what it reads, and has other tensors
@@ -152,9 +150,7 @@ def test_a_merged_export_computes_the_same(case: str, tmp_path: Path) -> None:
     family, lora, _ = CASES[case]
     run = trained(family, tmp_path, lora)
     for mesh_layout in (None, run.base):
-        folder = exported(
-            run.adapters, tmp_path / f"merged-{mesh_layout is None}", reference=mesh_layout, merges=True
-        )
+        folder = exported(run.adapters, tmp_path / f"merged-{mesh_layout is None}", reference=mesh_layout, merges=True)
         logits = logits_of(opened_by_transformers(folder))
         assert (logits - run.logits).abs().max() <= TOLERANCE
     untouched = read_hf(run.base)
@@ -213,9 +209,7 @@ def logits_with(config: PretrainConfig, base: Path, folder: Path) -> Tensor:
         tokens = random_tokens(length=17)[:, :-1].contiguous()
         with torch.no_grad():
             logits = state.chunks[0].eval()(
-                input_ids=tokens,
-                position_ids=torch.arange(16).expand(len(tokens), -1),
-                attention_mask=None,
+                input_ids=tokens, position_ids=torch.arange(16).expand(len(tokens), -1), attention_mask=None
             )
         return logits[..., :VOCAB]
 
@@ -265,30 +259,22 @@ def test_adapters_that_peft_made_compute_the_same(tmp_path: Path) -> None:
 
 def test_what_an_export_cannot_do_is_refused(tmp_path: Path) -> None:
     run = trained("qwen3_moe", tmp_path, LORA.model_copy(update={"expert_gate_up": "split"}))
-    with pytest.raises(
-        CheckpointError, match=r"has low-rank adapters beside its weights\. Export them added"
-    ):
+    with pytest.raises(CheckpointError, match=r"has low-rank adapters beside its weights\. Export them added"):
         exported(run.adapters, tmp_path / "plain")
     with pytest.raises(CheckpointError, match=r"share one\. Write a module for each expert: --adapter each"):
         adapter_of(run.adapters, tmp_path / "fused", "fused")
     base = tmp_path / "base"
     with pytest.raises(CheckpointError, match=r"has no low-rank adapters\. Leave out --merge"):
         exported(base, tmp_path / "merged", merges=True)
-    with pytest.raises(
-        CheckpointError, match=r"has no low-rank adapters\. Export the model, without --adapter"
-    ):
+    with pytest.raises(CheckpointError, match=r"has no low-rank adapters\. Export the model, without --adapter"):
         adapter_of(base, tmp_path / "none", "each")
 
 
 def test_what_rounding_loses_of_an_adapter_is_noted(tmp_path: Path) -> None:
     run = trained("qwen3_moe", tmp_path, LORA)
-    notes = plan_export(
-        run.adapters, tmp_path / "x", ExportOptions(merges=True, dtype="bf16"), ONE_FILE
-    ).notes
+    notes = plan_export(run.adapters, tmp_path / "x", ExportOptions(merges=True, dtype="bf16"), ONE_FILE).notes
     lines = [note for note in notes if "rounding loses" in note]
-    assert len(lines) == 4 and lines[0].startswith(
-        "decoder.layers.mlp.experts.experts.linear_fc1.weight: the adapter"
-    )
+    assert len(lines) == 4 and lines[0].startswith("decoder.layers.mlp.experts.experts.linear_fc1.weight: the adapter")
 
 
 def test_adapters_that_are_not_plain_or_not_whole_are_refused(tmp_path: Path) -> None:
@@ -317,9 +303,7 @@ def test_adapters_that_are_not_plain_or_not_whole_are_refused(tmp_path: Path) ->
     ):
         read_peft(folder, lora, model)
     save_file(tensors | {of_keys: tensors[of_keys] * torch.inf}, folder / "adapter_model.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"infinite or NaN:\n.*k_proj\.lora_B\.weight\nTake another copy"
-    ):
+    with pytest.raises(CheckpointError, match=r"infinite or NaN:\n.*k_proj\.lora_B\.weight\nTake another copy"):
         read_peft(folder, lora, model)
     cut = (folder / "adapter_model.safetensors").read_bytes()[:-100]
     (folder / "adapter_model.safetensors").write_bytes(cut)

@@ -173,9 +173,7 @@ def references(config: RlRunConfig, folder: Path) -> dict[str, Any]:
                 found[f"{name} resumed"] = chunk(**inputs)
         found["again"] = chunk(**inputs)
     found["bytes"] = [kinds[name].waiting_bytes.host for name in ("whole", "shared")]
-    found["saved"] = [
-        sum(file.stat().st_size for file in (folder / name).rglob("*.distcp")) for name in kinds
-    ]
+    found["saved"] = [sum(file.stat().st_size for file in (folder / name).rglob("*.distcp")) for name in kinds]
     found["trained"] = sum(param.nbytes for param in chunk.parameters() if param.requires_grad)
     return found
 
@@ -455,9 +453,7 @@ def base_and_off(config: PretrainConfig) -> list[Tensor]:
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
 def test_new_adapters_and_adapters_that_are_off_leave_the_base_bit_for_bit(model: str) -> None:
-    base, new, trained, off = run_ranks(
-        base_and_off, 1, config_of(shallow(TINY[model]), MeshConfig(), lora=FUSED)
-    )[0]
+    base, new, trained, off = run_ranks(base_and_off, 1, config_of(shallow(TINY[model]), MeshConfig(), lora=FUSED))[0]
     assert torch.equal(base, new) and torch.equal(base, off)
     assert (trained - base).abs().max() > 0.1
 

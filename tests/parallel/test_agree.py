@@ -89,9 +89,7 @@ def steps_until_stopped(file: Path, signals: dict[int, tuple[int, int]]) -> tupl
     ],
     ids=["usr1-on-one", "term-on-rank-0", "term-on-all", "file"],
 )
-def test_all_ranks_stop_after_the_same_step(
-    signals: dict[int, tuple[int, int]], reason: str, tmp_path: Path
-) -> None:
+def test_all_ranks_stop_after_the_same_step(signals: dict[int, tuple[int, int]], reason: str, tmp_path: Path) -> None:
     ranks = run_ranks(steps_until_stopped, 3, tmp_path / "STOP", signals)
     assert {step for step, _ in ranks} == {3}
     assert all(why.endswith(reason) for _, why in ranks)

@@ -200,8 +200,7 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [in_a_weight, in_a_moment, in_the_list_of_parts, in_common_values, in_the_format, of_another_step],
+    "damage", [in_a_weight, in_a_moment, in_the_list_of_parts, in_common_values, in_the_format, of_another_step]
 )
 def test_changed_bytes_are_found_and_the_last_complete_checkpoint_offered(
     damage: Callable[[Path], str], saved: Path, tmp_path: Path

@@ -237,10 +237,7 @@ def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other/model.safetensors").write_bytes(b"")
     message = run_ranks(refusal, 1, config)[0]
     assert message.startswith(f"{tmp_path}/other is a Hugging Face folder, and {tmp_path}/imports/other-")
-    assert (
-        f"has no import of it yet. Make it, on one machine: mcore-rl convert import {tmp_path}/other"
-        in message
-    )
+    assert f"has no import of it yet. Make it, on one machine: mcore-rl convert import {tmp_path}/other" in message
 
 
 def test_checkpoints_of_megatron_itself_are_read_and_ours_by_it(saved: Path, tmp_path: Path) -> None:
@@ -277,9 +274,7 @@ def exchanged_with_megatron(config: PretrainConfig, path: Path) -> tuple[dict[st
     again = weights_of(state.chunks)
 
     (release / "__0_0.distcp").write_bytes(b"short")
-    with pytest.raises(
-        CheckpointError, match=r"release is damaged: __0_0.distcp has 5 bytes, \d+ are in use"
-    ):
+    with pytest.raises(CheckpointError, match=r"release is damaged: __0_0.distcp has 5 bytes, \d+ are in use"):
         load_weights(state.chunks, state.mesh, config.model, release.parent)
     return theirs, ours, again
 

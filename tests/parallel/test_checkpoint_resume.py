@@ -92,12 +92,8 @@ def test_indexers_which_no_optimizer_holds_resume_on_other_meshes(tmp_path: Path
 def test_a_pipeline_stage_without_experts_can_be_left_and_entered(tmp_path: Path) -> None:
     """Its optimizer of the experts is empty, yet rank 0's is the one that Megatron saves as common to all."""
     staged = run(config_of(tmp_path / "a", SMALL_DEEPSEEK, MeshConfig(pp=2)), until=4, save_at=[2])
-    single = run(
-        config_of(tmp_path / "b", SMALL_DEEPSEEK, ONE, load=str(tmp_path / "a")), until=4, save_at=[3]
-    )
-    again = run(
-        config_of(tmp_path / "c", SMALL_DEEPSEEK, MeshConfig(pp=2), load=str(tmp_path / "b")), until=4
-    )
+    single = run(config_of(tmp_path / "b", SMALL_DEEPSEEK, ONE, load=str(tmp_path / "a")), until=4, save_at=[3])
+    again = run(config_of(tmp_path / "c", SMALL_DEEPSEEK, MeshConfig(pp=2), load=str(tmp_path / "b")), until=4)
     assert single.losses[3] == pytest.approx(staged.losses[3], rel=1e-6)
     assert single.losses[4] == pytest.approx(staged.losses[4], rel=1e-6)
     assert again.losses[4] == pytest.approx(staged.losses[4], rel=1e-6)
@@ -125,9 +121,7 @@ def test_a_resumed_run_is_bit_equal(model: ModelConfig, mesh: MeshConfig, tmp_pa
     assert resumed[1].source == tmp_path / "parts/checkpoints/iter_0000002"
 
 
-def test_an_offloaded_optimizer_is_bit_equal_to_that_of_the_device_and_reads_its_checkpoints(
-    tmp_path: Path,
-) -> None:
+def test_an_offloaded_optimizer_is_bit_equal_to_that_of_the_device_and_reads_its_checkpoints(tmp_path: Path) -> None:
     """Half of the state is the processor's, of another Adam; a resume gives each half its count of steps."""
     mesh = MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
     whole = run(config_of(tmp_path / "whole", SMALL, mesh, "bf16"), until=5, save_at=[2])
@@ -148,9 +142,7 @@ def test_an_optimizer_with_moments_and_gradients_in_bf16_resumes_bit_equal_and_r
     def lowered(name: str, **options: str) -> PretrainConfig:
         config = config_of(tmp_path / name, SMALL, mesh, "bf16", **options)
         fields = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
-        return config.model_copy(
-            update={"optim": config.optim.model_copy(update=dict.fromkeys(fields, "bf16"))}
-        )
+        return config.model_copy(update={"optim": config.optim.model_copy(update=dict.fromkeys(fields, "bf16"))})
 
     plain = run(config_of(tmp_path / "plain", SMALL, mesh, "bf16"), until=4, save_at=[2])
     whole = run(lowered("whole"), until=4, save_at=[2])
@@ -160,9 +152,7 @@ def test_an_optimizer_with_moments_and_gradients_in_bf16_resumes_bit_equal_and_r
     from_plain = run(lowered("moved", load=str(tmp_path / "plain/checkpoints/iter_0000002")), until=4)
     assert from_plain.losses[3] == plain.losses[3], "the fp32 copies of the weights came along"
     assert from_plain.losses[4] == pytest.approx(plain.losses[4], rel=2e-3)
-    back = config_of(
-        tmp_path / "back", SMALL, mesh, "bf16", load=str(tmp_path / "whole/checkpoints/iter_0000002")
-    )
+    back = config_of(tmp_path / "back", SMALL, mesh, "bf16", load=str(tmp_path / "whole/checkpoints/iter_0000002"))
     assert run(back, until=3).losses[3] == whole.losses[3]
 
 

@@ -90,10 +90,7 @@ def test_of_another_stages_checkpoint_only_the_weights_are_taken(
     fine_tuning = as_sft(config_of(tmp_path / "sft", SMALL, TP2_EP2, load=str(saved[0])))
     step, moments, lines = run_ranks(state_at_start, 2, fine_tuning)[0]
     assert (step, moments) == (0, 0.0)
-    assert (
-        f"weights of {path}, a checkpoint of pretrain; optimizer, schedule, data and steps start anew"
-        in lines
-    )
+    assert f"weights of {path}, a checkpoint of pretrain; optimizer, schedule, data and steps start anew" in lines
     same = config_of(tmp_path / "more", SMALL, TP2_EP2, load=str(saved[0]))
     step, moments, lines = run_ranks(state_at_start, 2, same)[0]
     assert step == 2 and moments > 0

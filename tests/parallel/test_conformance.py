@@ -66,9 +66,7 @@ def together(ranks: Sequence[dict[str, Any]]) -> ReplayResult:
             for sample, length in enumerate(LENGTHS)
         ),
         routes=tuple(
-            torch.tensor(
-                [[layers[layer][sample * IDS + t] for layer in sorted(layers)] for t in range(length)]
-            )
+            torch.tensor([[layers[layer][sample * IDS + t] for layer in sorted(layers)] for t in range(length)])
             for sample, length in enumerate(LENGTHS)
             if layers
         ),
@@ -121,11 +119,7 @@ def result_of(run: Run, one: ReplayPass) -> dict[str, Any]:
     return found
 
 
-FAULTS = (
-    "layers in reverse in the hook",
-    "gates of the live choice",
-    "routes imposed in the forward pass only",
-)
+FAULTS = ("layers in reverse in the hook", "gates of the live choice", "routes imposed in the forward pass only")
 
 
 @pytest.mark.matrix("one-tp2-ep2")

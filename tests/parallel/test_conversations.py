@@ -51,10 +51,7 @@ def test_conversations_are_those_of_one_rank(mesh: str, folder: Path) -> None:
                 assert (ours.tokens_T, ours.finish) == (one.tokens_T, one.finish)
                 assert ours.logprobs_T == pytest.approx(one.logprobs_T, abs=2e-5)
                 assert ours.episode is not None and one.episode is not None
-                assert (ours.episode.messages, ours.episode.turns) == (
-                    one.episode.messages,
-                    one.episode.turns,
-                )
+                assert (ours.episode.messages, ours.episode.turns) == (one.episode.messages, one.episode.turns)
                 failures = [each.failure and each.failure.text for each in (ours.episode, one.episode)]
                 assert failures[0] == failures[1]
                 assert ours.experts_TLK is not None and one.experts_TLK is not None

@@ -80,9 +80,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Converted:
 
 @pytest.mark.matrix("pp2-vpp2")
 @pytest.mark.parametrize("mesh", MESHES)
-def test_logits_of_imported_checkpoints_equal_those_of_transformers(
-    mesh: str, checkpoints: Converted
-) -> None:
+def test_logits_of_imported_checkpoints_equal_those_of_transformers(mesh: str, checkpoints: Converted) -> None:
     config, tokens_BS = MESHES[mesh], random_tokens()
     wanted = {case: found for case, found in checkpoints.items() if fits(found[0], config)}
     ranks = run_ranks(logits_of_checkpoints, config.smallest_world, config, wanted, tokens_BS)
@@ -145,12 +143,7 @@ def fits(model: ModelConfig, mesh: MeshConfig) -> bool:
 
 def test_every_mesh_of_the_list_is_for_most_families() -> None:
     for config in MESHES.values():
-        assert (
-            sum(
-                fits(oracle(case, vocab_size=1003, **changes).ours, config) for case, changes in CASES.items()
-            )
-            >= 7
-        )
+        assert sum(fits(oracle(case, vocab_size=1003, **changes).ours, config) for case, changes in CASES.items()) >= 7
 
 
 def test_a_run_starts_from_an_import_and_what_it_trains_goes_back(tmp_path: Path) -> None:
@@ -164,13 +157,9 @@ def test_a_run_starts_from_an_import_and_what_it_trains_goes_back(tmp_path: Path
     assert any(str(checkpoint) in line for line in run.lines)
     trained_folder = tmp_path / "run" / "checkpoints" / "iter_0000002"
     back = exported(trained_folder, tmp_path / "back", reference=source)
-    assert_same(
-        to_global(read_hf(back), model), without_optimizer_and_padding(read_dist(trained_folder), model)
-    )
+    assert_same(to_global(read_hf(back), model), without_optimizer_and_padding(read_dist(trained_folder), model))
     assert len(differing(source, back)) > 100
-    again = run_ranks(
-        logits_of_checkpoints, 1, MeshConfig(), {case: (model, trained_folder)}, random_tokens()
-    )
+    again = run_ranks(logits_of_checkpoints, 1, MeshConfig(), {case: (model, trained_folder)}, random_tokens())
     assert torch.cat(again[0][case]).isfinite().all()
 
 

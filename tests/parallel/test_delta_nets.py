@@ -50,9 +50,7 @@ def test_indexed_attention_has_the_gradients_and_steps_of_one_rank(
 
 @pytest.mark.matrix("1-2")
 @pytest.mark.parametrize(("layers", "pp"), [(1, 1), (1, 2), (2, 2)])
-def test_layers_that_are_computed_again_share_the_choice_of_their_own_microbatch(
-    layers: int, pp: int
-) -> None:
+def test_layers_that_are_computed_again_share_the_choice_of_their_own_microbatch(layers: int, pp: int) -> None:
     """With full recomputation: on one stage of several choices, and on two, where microbatches wait for each other."""
     platform = FULL.model_copy(update={"recompute_layers": layers})
     assert_trains_as_one_rank(TINY["glm_moe_dsa"], MeshConfig(pp=pp), platform)

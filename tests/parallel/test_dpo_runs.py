@@ -123,13 +123,7 @@ def logits_of_teachers(config: DPOConfig, paths: list[Path]) -> list[Tensor]:
     for path in paths:
         source = teacher_source(str(path), MODEL, config.mesh, 16, 16, load_tokenizer(config.data.tokenizer))
         teacher = FrozenModel(
-            source.model,
-            source.path,
-            mesh,
-            platform,
-            config.platform,
-            store="host",
-            verify_checksums=True,
+            source.model, source.path, mesh, platform, config.platform, store="host", verify_checksums=True
         )
         with torch.no_grad(), teacher.installed(), evaluating(teacher.chunks):
             found.append(teacher.chunks[0](tokens, tokens, None)[..., : MODEL.vocab_size].clone())
@@ -184,10 +178,6 @@ def test_a_killed_run_without_its_cache_resumes_bit_equal_from_a_fresh_pass_of_t
     assert (ours - of_base).abs().max() > 0.01
     others = LoraConfig(rank=8, alpha=8.0)
     asked = straight.model_copy(
-        update={
-            "lora": others,
-            "run_dir": str(home / "asked"),
-            "dpo": DPOSection(beta=0.5, reference=str(end)),
-        }
+        update={"lora": others, "run_dir": str(home / "asked"), "dpo": DPOSection(beta=0.5, reference=str(end))}
     )
     assert "- lora.alpha is 32.0 there, 8.0 here" in run_ranks(refusal, 1, asked)[0]

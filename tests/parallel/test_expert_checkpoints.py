@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -121,21 +117,14 @@ def wrapped(model: Layers) -> tuple[Any, Any]:
     return parallel, get_megatron_optimizer(adam, [parallel])
 
 
-def shards(
-    model: Any, optimizer: Any, mesh: Mesh, is_singleton: bool
-) -> tuple[list[Any], list[tuple[Any, ...]]]:
+def shards(model: Any, optimizer: Any, mesh: Mesh, is_singleton: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
     metadata = sharding_metadata(mesh) | {"singleton_local_shards": is_singleton}
     weights = model.module.sharded_state_dict(metadata=metadata)
-    state = {
-        "model": weights,
-        "optimizer": optimizer.sharded_state_dict({"model": dict(weights)}, metadata=metadata),
-    }
+    state = {"model": weights, "optimizer": optimizer.sharded_state_dict({"model": dict(weights)}, metadata=metadata)}
     tensors, objects = [], []
     for leaf in leaves(state):
         if isinstance(leaf, ShardedTensor):
-            tensors.append(
-                (leaf.key, leaf.global_slice(), tuple(leaf.global_shape), leaf.data.detach().clone())
-            )
+            tensors.append((leaf.key, leaf.global_slice(), tuple(leaf.global_shape), leaf.data.detach().clone()))
         elif isinstance(leaf, ShardedObject) and "_extra_state" in leaf.key:
             objects.append((leaf.key, tuple(leaf.global_shape), tuple(leaf.global_offset)))
     return tensors, objects

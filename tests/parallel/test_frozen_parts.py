@@ -23,10 +23,7 @@ from tests.parallel.checkpointing import SMALL, SMALL_DEEPSEEK, config_of, opene
 from tests.ranks import run_ranks
 
 PARTS = {"all": "", "experts": ".experts.", "attention": ".self_attention."}
-CELLS = {
-    "tp2-etp2": (SMALL, MeshConfig(tp=2, etp=2)),
-    "frozen-stage": (SMALL_DEEPSEEK, MeshConfig(pp=2)),
-}
+CELLS = {"tp2-etp2": (SMALL, MeshConfig(tp=2, etp=2)), "frozen-stage": (SMALL_DEEPSEEK, MeshConfig(pp=2))}
 
 
 @pytest.mark.matrix("all-tp2-etp2", "attention-frozen-stage")
@@ -40,24 +37,18 @@ def test_a_part_alone_trains_and_resumes_bit_for_bit(part: str, cell: str, tmp_p
     resumed = run_ranks(trained_part, 2, broken, part, cell, 4, ())
     for expected, found in zip(through, resumed, strict=True):
         assert {step: expected["losses"][step] for step in (3, 4)} == found["losses"]
-        assert all(
-            torch.equal(expected["weights"][key], found["weights"][key]) for key in expected["weights"]
-        )
+        assert all(torch.equal(expected["weights"][key], found["weights"][key]) for key in expected["weights"])
         assert all(torch.equal(*pair) for pair in zip(expected["moments"], found["moments"], strict=True))
 
 
 @pytest.mark.parametrize(
-    "recompute",
-    [{"recompute": "full"}, {"recompute": "selective", "recompute_modules": ("moe",)}],
-    ids=["full", "moe"],
+    "recompute", [{"recompute": "full"}, {"recompute": "selective", "recompute_modules": ("moe",)}], ids=["full", "moe"]
 )
 def test_recomputed_layers_learn_over_a_frozen_embedding(recompute: dict[str, Any], tmp_path: Path) -> None:
     """As without recomputation: every layer has its gradient."""
     kept, again = (config_of(tmp_path / name, SMALL, MeshConfig()) for name in ("kept", "again"))
     again = again.model_copy(update={"platform": again.platform.model_copy(update=recompute)})
-    (expected,), (found,) = (
-        run_ranks(trained_part, 1, config, "experts", "1", 2, ()) for config in (kept, again)
-    )
+    (expected,), (found,) = (run_ranks(trained_part, 1, config, "experts", "1", 2, ()) for config in (kept, again))
     assert expected["losses"] == found["losses"]
     assert all(torch.equal(expected["weights"][key], found["weights"][key]) for key in expected["weights"])
 
@@ -105,9 +96,7 @@ def detached_run(config: PretrainConfig) -> str:
     return str(error.value)
 
 
-def trained_part(
-    config: PretrainConfig, part: str, cell: str, until: int, save_at: Collection[int]
-) -> dict[str, Any]:
+def trained_part(config: PretrainConfig, part: str, cell: str, until: int, save_at: Collection[int]) -> dict[str, Any]:
     """On a rank: a run that trains one part of the model; of "frozen-stage", on the last stage alone."""
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)

@@ -76,9 +76,7 @@ def test_context_parallel_attention_is_that_of_the_closed_form(name: str, ranks:
     if ranks == 4 and name == "own kernel":
         case = case | {"length": 512}
     lengths = case.get("lengths") or (case["length"],)
-    query, key, value, weights = tensors(
-        case["length"], 1 if "lengths" in case else 2, case.get("value_width", 8)
-    )
+    query, key, value, weights = tensors(case["length"], 1 if "lengths" in case else 2, case.get("value_width", 8))
     leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
     visible = torch.block_diag(*[oracles.causal(n, n, case.get("window")) for n in lengths]).bool()
     output = oracles.attention(*leaves, visible, 8**-0.5).flatten(2)
@@ -182,9 +180,7 @@ def latent_without_sequence_parallelism() -> str:
     mesh = build_mesh(config)
     seed_ranks(1)
     try:
-        build_model(
-            TINY["deepseek_v3"], mesh, start(PlatformConfig(layers="torch")), PlatformConfig(layers="torch")
-        )
+        build_model(TINY["deepseek_v3"], mesh, start(PlatformConfig(layers="torch")), PlatformConfig(layers="torch"))
     except ConfigError as error:
         return str(error)
     return "nothing"

@@ -72,9 +72,7 @@ def loaded_by_training(config: PretrainConfig, folder: Path) -> int | str:
         return str(error)
 
 
-def checkpoint_of_megatron_lm(
-    case: str, tmp_path: Path, singletons: bool
-) -> tuple[Path, Path, PretrainConfig]:
+def checkpoint_of_megatron_lm(case: str, tmp_path: Path, singletons: bool) -> tuple[Path, Path, PretrainConfig]:
     """A Hugging Face folder, and the folder of Megatron-LM's run on TP2 x EP2 that has the same weights."""
     changes = {"num_key_value_heads": CASES[case], "num_hidden_layers": 4}
     source = saved(case, tmp_path / "hf", **changes)
@@ -87,9 +85,7 @@ def checkpoint_of_megatron_lm(
 
 @pytest.mark.matrix("deepseek_v3")
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_of_megatron_lm_is_exported_with_the_family_of_the_reference(
-    case: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_megatron_lm_is_exported_with_the_family_of_the_reference(case: str, tmp_path: Path) -> None:
     source, theirs, config = checkpoint_of_megatron_lm(case, tmp_path, singletons=False)
     found = open_dist(theirs)
     assert found.marker is None and found.step == 7 and len(found.weights) < len(found.tensors)
@@ -120,9 +116,7 @@ def test_singleton_local_shards_are_read(case: str, tmp_path: Path) -> None:
     assert_same(read_hf(exported(theirs, tmp_path / "back", reference=source)), read_hf(source))
     assert differing(source, theirs) == []
     with (
-        pytest.raises(
-            CheckpointError, match=r"has a tensor an expert \(singleton_local_shards\)\. Export it"
-        ),
+        pytest.raises(CheckpointError, match=r"has a tensor an expert \(singleton_local_shards\)\. Export it"),
         quiet() as p,
     ):
         convert(plan_relayout(theirs, tmp_path / "o", KeyLayout("te", "each"), source, ONE_FILE), ONE_FILE, p)

@@ -74,11 +74,7 @@ def conversations(vocab_size: int) -> Examples:
     assistant_mask[starts[1:] - 1] = True
     ids = generator.integers(0, vocab_size, total, dtype=numpy.int32)
     return Examples(
-        ids_T=ids,
-        assistant_mask_T=assistant_mask,
-        starts_N=starts,
-        source_sizes=(len(starts) - 1,),
-        num_skipped=0,
+        ids_T=ids, assistant_mask_T=assistant_mask, starts_N=starts, source_sizes=(len(starts) - 1,), num_skipped=0
     )
 
 
@@ -110,9 +106,7 @@ def one_by_one(state: TrainState, examples: Examples) -> list[LocalMicrobatch]:
     return microbatches
 
 
-def loss_and_gradients(
-    config: PretrainConfig, initial: Tensors, are_packed: bool
-) -> tuple[dict[str, float], Any]:
+def loss_and_gradients(config: PretrainConfig, initial: Tensors, are_packed: bool) -> tuple[dict[str, float], Any]:
     """On a rank: sums of the loss, and the gradients' pieces."""
     state = set_up_plain(config)
     copy_in(state.chunks, initial)
@@ -124,11 +118,7 @@ def loss_and_gradients(
 
 
 def on(
-    mesh: MeshConfig,
-    model: ModelConfig,
-    initial: Tensors,
-    are_packed: bool,
-    platform: PlatformConfig | None = None,
+    mesh: MeshConfig, model: ModelConfig, initial: Tensors, are_packed: bool, platform: PlatformConfig | None = None
 ) -> tuple[dict[str, float], Tensors]:
     config = config_of(model, mesh, platform)
     ranks = run_ranks(loss_and_gradients, config.mesh.smallest_world, config, initial, are_packed)
@@ -167,13 +157,7 @@ def test_recomputing_packed_mtp_layers_changes_nothing() -> None:
     """Megatron 0.16 saved the lengths of the conversations, which are no tensor, for the backward pass."""
     initial, _, _ = reference("deepseek_v3-mtp")
     stored, recomputed = (
-        on(
-            MeshConfig(),
-            MODELS["deepseek_v3-mtp"],
-            initial,
-            True,
-            PlatformConfig(layers="torch", recompute=recompute),
-        )
+        on(MeshConfig(), MODELS["deepseek_v3-mtp"], initial, True, PlatformConfig(layers="torch", recompute=recompute))
         for recompute in ("none", "full")
     )
     assert recomputed[0] == stored[0]
@@ -190,18 +174,13 @@ def changes_of_logits(config: PretrainConfig) -> list[tuple[int, float]]:
     both = [packed(state, before), packed(state, dataclasses.replace(before, ids_T=ids))]
     with torch.no_grad():
         logits = [
-            torch.cat(
-                [outputs["logits"][0] for outputs in run_pass(state.chunks, inputs, Logits(), backward=False)]
-            )
+            torch.cat([outputs["logits"][0] for outputs in run_pass(state.chunks, inputs, Logits(), backward=False)])
             for inputs in both
         ]
     distances = (logits[0] - logits[1]).abs().amax(-1)
     lengths = [length for inputs in both[0] if inputs.packed for length in inputs.packed.lengths]
     firsts = torch.cat([inputs.tokens_Bs[0] for inputs in both[0]]).split(lengths)
-    return [
-        (int(first[0]), float(span.max()))
-        for first, span in zip(firsts, distances.split(lengths), strict=True)
-    ]
+    return [(int(first[0]), float(span.max())) for first, span in zip(firsts, distances.split(lengths), strict=True)]
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])

@@ -45,9 +45,7 @@ MESHES = {
     "pp2-layout": MeshConfig(pp=2, pp_layout=(4, 0)),
     "pp2-vpp2-balanced": MeshConfig(pp=2, vpp=2, pp_layout="balanced"),  # 1, 2, 1 and no layer
     "tp2-dp2-overlapped": MeshConfig(tp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
-    "pp2-vpp2-dp2-overlapped": MeshConfig(
-        pp=2, vpp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True
-    ),
+    "pp2-vpp2-dp2-overlapped": MeshConfig(pp=2, vpp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
     "tp2-ep2-shared-overlapped": MeshConfig(tp=2, ep=2, overlap_shared_experts=True),
     "ep2-overlapped": MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
 }
@@ -66,9 +64,7 @@ CASES = [("qwen3_moe", mesh) for mesh in MESHES if "shared" not in mesh] + [
     (model, mesh) for model in ("deepseek_v3", "mixtral") for mesh in REPRESENTATIVE
 ]
 CASES += [
-    (model, mesh)
-    for model in ("qwen2_moe", "glm4_moe", "olmoe", "gpt_oss")
-    for mesh in ("tp2-ep2", "pp2-vpp2", "cp2")
+    (model, mesh) for model in ("qwen2_moe", "glm4_moe", "olmoe", "gpt_oss") for mesh in ("tp2-ep2", "pp2-vpp2", "cp2")
 ]
 CASES += [
     (model, mesh)
@@ -181,9 +177,7 @@ def test_recomputing_activations_changes_nothing(recompute: str, mesh: str) -> N
     platform = (
         PlatformConfig(layers="torch", recompute="full")
         if recompute == "full"
-        else PlatformConfig(
-            layers="torch", recompute="selective", recompute_modules=tuple(recompute.split("-"))
-        )  # type: ignore[arg-type]
+        else PlatformConfig(layers="torch", recompute="selective", recompute_modules=tuple(recompute.split("-")))  # type: ignore[arg-type]
     )
     on = MESHES.get(mesh, MeshConfig())
     assert_trains_as_one_rank(shallow(MODELS["qwen3_moe"], on), on, platform)

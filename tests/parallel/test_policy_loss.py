@@ -19,11 +19,7 @@ CONFIGS = [
         **(
             {}
             if mismatch is None
-            else {
-                "importance_sampling": mismatch,
-                "importance_sampling_low": 0.9,
-                "importance_sampling_high": 1.1,
-            }
+            else {"importance_sampling": mismatch, "importance_sampling_low": 0.9, "importance_sampling_high": 1.1}
         ),
     )
     for kind, mismatch in [

@@ -134,11 +134,7 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
         )
         teachers = [of_disk, Reference(state.chunks, mesh, config.model, folder, folder)]
         of_teachers = Teachers(
-            teachers,
-            config.rl.distill,
-            logprobs.head,
-            state,
-            updates_per_rollout=config.updates_per_rollout,
+            teachers, config.rl.distill, logprobs.head, state, updates_per_rollout=config.updates_per_rollout
         )
         parts = replace(parts, teachers=of_teachers)
     if config.rl.ptx.coeff:
@@ -168,9 +164,7 @@ def parameters_of(state: TrainState) -> list[Tensor]:
     return [parameter for chunk in state.chunks for parameter in chunk.parameters()]
 
 
-def scores_of(
-    rollout: Rollout, critic: TrainState, config: RlRunConfig, folder: Path
-) -> dict[int, list[float]]:
+def scores_of(rollout: Rollout, critic: TrainState, config: RlRunConfig, folder: Path) -> dict[int, list[float]]:
     """On a rank: the scores of this replica's groups, by index, by a reward model with the critic's weights: of each
     completion that at its last token, and those at every second token before.
     """
@@ -183,13 +177,7 @@ def scores_of(
         return Reading(tokens_T, tuple(positions), tuple(range(1, len(positions) + 1)))
 
     frozen = FrozenModel(
-        source.model,
-        path,
-        critic.mesh,
-        critic.platform,
-        config.platform,
-        store="host",
-        verify_checksums=True,
+        source.model, path, critic.mesh, critic.platform, config.platform, store="host", verify_checksums=True
     )
     model = RewardModel(
         source,
@@ -241,9 +229,7 @@ def stored_and_not(
     for index, mesh in enumerate(meshes):
         outcomes = []
         for name, section in (("host", waiting), ("device", rl)):
-            one = config.model_copy(
-                update={"mesh": mesh, "rl": section, "run_dir": str(folder / f"{name}{index}")}
-            )
+            one = config.model_copy(update={"mesh": mesh, "rl": section, "run_dir": str(folder / f"{name}{index}")})
             with leaving():
                 outcomes.append(ppo_updates(one, weights, folder / f"{name}{index}"))
             destroy_mesh()
@@ -262,9 +248,7 @@ def are_equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def critic_routed_otherwise(
-    config: RlRunConfig, weights: Sequence[Tensors], folder: Path, how: str
-) -> tuple[str, str]:
+def critic_routed_otherwise(config: RlRunConfig, weights: Sequence[Tensors], folder: Path, how: str) -> tuple[str, str]:
     """On a rank: the errors of updates whose critic routes freely, or is only observed, and of its pass for
     values under routes that an update imposes.
     """
@@ -329,9 +313,7 @@ def config_of(model: ModelConfig, replay: ReplayKind = "none", optim: OptimConfi
         train=TrainConfig(steps=100, global_batch=GROUPS * SIZE // 2),
         rl=RlConfig(
             prompts=PromptConfig(max_tokens=8),
-            rollout=RolloutConfig(
-                prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=TEMPERATURE
-            ),
+            rollout=RolloutConfig(prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=TEMPERATURE),
             advantage=advantage_config(
                 kind="gae",
                 gamma=GAMMA,
@@ -410,10 +392,7 @@ class Theirs:
             value.append(value[-1] if index in TRUNCATED else 0.0)
             differences = [rewards[t] + GAMMA * value[t + 1] - value[t] for t in range(length)]
             advantages[index], returns[index] = (
-                [
-                    sum((GAMMA * lam) ** (k - t) * differences[k] for k in range(t, length))
-                    for t in range(length)
-                ]
+                [sum((GAMMA * lam) ** (k - t) * differences[k] for k in range(t, length)) for t in range(length)]
                 for lam in (LAMBDA, CRITIC_LAMBDA)
             )
             returns[index] = [a + v for a, v in zip(returns[index], value, strict=False)]
@@ -422,8 +401,7 @@ class Theirs:
         adam = {"lr": ADAM.lr, "betas": (ADAM.beta1, ADAM.beta2), "eps": ADAM.eps, "weight_decay": 0.0}
         critic_parameters = [*self.critic.parameters(), *self.score.parameters()]
         optimizers = [
-            torch.optim.AdamW(parameters, **adam)
-            for parameters in (self.policy.parameters(), critic_parameters)
+            torch.optim.AdamW(parameters, **adam) for parameters in (self.policy.parameters(), critic_parameters)
         ]
         losses: dict[str, list[float]] = {"policy": [], "critic": []}
         half = GROUPS * SIZE // 2
@@ -550,9 +528,7 @@ def test_ppo_does_not_depend_on_the_mesh(which: str, replay: ReplayKind, tmp_pat
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_models_that_wait_in_main_memory_between_their_phases_are_bit_equal(
-    num_ranks: int, tmp_path: Path
-) -> None:
+def test_models_that_wait_in_main_memory_between_their_phases_are_bit_equal(num_ranks: int, tmp_path: Path) -> None:
     """On two ranks weights are gathered in the next forward pass, which the critic's must not wait for."""
     mesh = MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
     meshes = [MeshConfig() if num_ranks == 1 else mesh]

@@ -134,9 +134,7 @@ def _steps(
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
     if not loss.uses_reference:
-        source = PreferenceSource(
-            source.preferences, packing_limits(config), seed=config.train.seed, pad_id=0
-        )
+        source = PreferenceSource(source.preferences, packing_limits(config), seed=config.train.seed, pad_id=0)
     head = DPOHead(logprobs, state.mesh, loss)
     found, cursor = [], 0
     for _ in range(2):
@@ -186,9 +184,7 @@ def weights(seed: int) -> Tensors:
 
 def outcome(config: DPOConfig) -> tuple[torch.Tensor, list[list[dict[str, float]]]]:
     """The result of all ranks, which is the same on each."""
-    ranks: list[Any] = run_ranks(
-        dpo_steps, config.mesh.smallest_world, config, weights(1), weights(2), LOSSES
-    )
+    ranks: list[Any] = run_ranks(dpo_steps, config.mesh.smallest_world, config, weights(1), weights(2), LOSSES)
     for reference, steps in ranks:
         assert torch.equal(reference, ranks[0][0]) and steps == ranks[0][1]
     return ranks[0][0], ranks[0][1]
@@ -209,8 +205,7 @@ def alone() -> tuple[torch.Tensor, list[list[dict[str, float]]]]:
 
 
 def assert_same(
-    ours: tuple[torch.Tensor, list[list[dict[str, float]]]],
-    theirs: tuple[torch.Tensor, list[list[dict[str, float]]]],
+    ours: tuple[torch.Tensor, list[list[dict[str, float]]]], theirs: tuple[torch.Tensor, list[list[dict[str, float]]]]
 ) -> None:
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=0)
     for loss, mine, reference in zip(LOSSES, ours[1], theirs[1], strict=True):

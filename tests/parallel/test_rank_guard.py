@@ -76,12 +76,7 @@ def run_bare(tmp_path, body, rank_variable="RANK", world_variable="WORLD_SIZE", 
     errors = [tmp_path / f"stderr_{rank}" for rank in range(2)]
     ranks = [
         begin_main(
-            "tests.script",
-            [program, failed],
-            errors[rank],
-            **{rank_variable: str(rank)},
-            **shared,
-            **environment,
+            "tests.script", [program, failed], errors[rank], **{rank_variable: str(rank)}, **shared, **environment
         )
         for rank in range(2)
     ]
@@ -135,9 +130,7 @@ def test_an_error_of_the_user_comes_without_traceback_once_and_with_status_2(tmp
 
 
 def test_the_reason_is_known_where_the_log_of_the_rank_that_failed_is_on_a_full_disk(tmp_path):
-    lost = RAISE.replace(
-        "        raise", "        os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n        raise"
-    )
+    lost = RAISE.replace("        raise", "        os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n        raise")
     outcome = run_bare(tmp_path, lost.format(failing=1))
     assert outcome.ended_after_s < ENDED_WITHIN_S
     assert outcome.statuses == [1, 1]
@@ -261,8 +254,7 @@ def test_under_our_launcher_the_traceback_comes_first(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    ("failing", "raised"),
-    [(0, "on_rank_zero(action)"), (0, "on_every_rank(action)"), (1, "on_every_rank(action)")],
+    ("failing", "raised"), [(0, "on_rank_zero(action)"), (0, "on_every_rank(action)"), (1, "on_every_rank(action)")]
 )
 def test_the_first_cause_is_of_the_rank_that_met_an_error_which_all_raise(
     tmp_path, monkeypatch, capfd, failing, raised
@@ -288,9 +280,7 @@ def test_the_first_cause_is_of_the_rank_that_met_an_error_which_all_raise(
     assert launch_local(program.stem, [], 2, tmp_path / "logs") == 2
     errors = capfd.readouterr().err
     last = errors.splitlines()[-1]
-    assert last.startswith(
-        f"First cause: rank {failing} on {platform.node()}, by the error above (exit status 2)"
-    )
+    assert last.startswith(f"First cause: rank {failing} on {platform.node()}, by the error above (exit status 2)")
     assert last.endswith(f"logs/rank_{failing}.log") or failing == 0
     assert errors.count("the disk is full") == 1 and "ends because" not in errors, errors
 

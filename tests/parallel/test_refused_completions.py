@@ -100,9 +100,7 @@ class GivenEngine(QuietEngine):
     def update_weights(self, policy_version: int) -> None:
         self.policy_version = policy_version
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
-    ) -> list[Group]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
         return [self._groups[prompt.problem.problem_id] for prompt in prompts]
 
 
@@ -233,11 +231,7 @@ def learn(config: RlRunConfig, batch: Batch, folder: Path) -> Learned:
     return Learned(
         assembled([pieces for pieces, _ in ranks]),
         [
-            {
-                name: one[name]
-                for name in one
-                if name.startswith(("policy/", "values/")) or name in (*NUMBERS, LOAD)
-            }
+            {name: one[name] for name in one if name.startswith(("policy/", "values/")) or name in (*NUMBERS, LOAD)}
             for one in updates
         ],
         [one["rollout_routes/refused_completions"] for one in updates if one["step"] == 1],
@@ -286,9 +280,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.matrix("alone-1", "ep2-2")
-@pytest.mark.parametrize(
-    ("mesh", "num_steps"), [("alone", 1), ("alone", 2), ("tp2-pp2", 2), ("ep2", 2), ("cp2", 1)]
-)
+@pytest.mark.parametrize(("mesh", "num_steps"), [("alone", 1), ("alone", 2), ("tp2-pp2", 2), ("ep2", 2), ("cp2", 1)])
 def test_wrong_routes_leave_an_update_as_it_is_of_the_batch_without_these_completions(
     mesh: str, num_steps: int, folder: Path, tmp_path: Path
 ) -> None:
@@ -310,9 +302,7 @@ def test_wrong_routes_leave_an_update_as_it_is_of_the_batch_without_these_comple
 
 
 @pytest.mark.parametrize("mesh", ["alone", "tp2-pp2"])
-def test_with_refuse_completions_without_all_routes_are_left_out(
-    mesh: str, folder: Path, tmp_path: Path
-) -> None:
+def test_with_refuse_completions_without_all_routes_are_left_out(mesh: str, folder: Path, tmp_path: Path) -> None:
     """The first completion of a group has no routes, and each of the others lacks a row."""
     config = refusing(of_steps(2, MESHES[mesh]), missing="refuse")
     routes = in_groups((4,), lambda n: None if n == 4 * SIZE else left_out(n))
@@ -335,9 +325,7 @@ def test_one_completion_is_left_out_as_if_its_score_had_failed(tmp_path: Path) -
     assert_same(found, failed, biases=False)
 
 
-def test_with_sampled_old_logprobs_the_first_update_is_where_routes_are_compared(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_with_sampled_old_logprobs_the_first_update_is_where_routes_are_compared(folder: Path, tmp_path: Path) -> None:
     config = refusing(of_steps(2, MeshConfig(), old_logprobs="rollout"))
     found = learn(config, Batch(in_groups((1,), wrong), texts(), range(GROUPS)), tmp_path)
     assert found.refused == [SIZE]
@@ -376,9 +364,7 @@ def test_missing_routes_are_known_before_a_critic_learns(tmp_path: Path) -> None
         learn(config, Batch(in_groups((4,), wrong), texts(), range(GROUPS)), tmp_path / "wrong")
 
 
-@pytest.mark.parametrize(
-    ("num_wrong", "num_missing", "fraction"), [(3, 0, 0.1), (1, 0, 0.0), (0, 3, 0.1), (1, 2, 0.1)]
-)
+@pytest.mark.parametrize(("num_wrong", "num_missing", "fraction"), [(3, 0, 0.1), (1, 0, 0.0), (0, 3, 0.1), (1, 2, 0.1)])
 def test_more_than_the_allowed_share_ends_the_run(
     num_wrong: int, num_missing: int, fraction: float, tmp_path: Path
 ) -> None:

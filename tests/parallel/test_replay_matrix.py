@@ -199,8 +199,7 @@ def test_the_dispatcher_does_not_matter() -> None:
 def test_in_bf16_the_same_weights_give_the_same_bits() -> None:
     """The routes of fp32 are then imposed: the accounts hold."""
     cases = [
-        Case(model="qwen3_moe", mesh=MESHES[mesh], recompute="full", precision="bf16")
-        for mesh in ("pp2-vpp2", "tp2")
+        Case(model="qwen3_moe", mesh=MESHES[mesh], recompute="full", precision="bf16") for mesh in ("pp2-vpp2", "tp2")
     ]
     for found in outcomes(cases):
         for outcome in found.values():
@@ -255,9 +254,7 @@ def test_what_one_rank_dropped_is_dropped_on_every_mesh(model: str, mesh: str) -
         ("pp2-vpp2", "none", batched_messages, ""),
     ],
 )
-def test_the_known_mistakes_give_other_gradients(
-    mesh: str, recompute: str, mistake: Any, message: str
-) -> None:
+def test_the_known_mistakes_give_other_gradients(mesh: str, recompute: str, mistake: Any, message: str) -> None:
     """The comparison sees each; the witness sees those that are about routes."""
     model = model_of("qwen3_moe", mesh)
     case = Case(model=model, mesh=MESHES[mesh], recompute=recompute, layouts=("padded",), sabotage=mistake)

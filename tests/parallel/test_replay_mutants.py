@@ -40,12 +40,8 @@ def text_of(rows: list[Row]) -> str:
         f"{'-' if row.effect is None else format(row.effect, '.1e'):8} {row.error[:90]}"
         for row in rows
     ]
-    counts = {
-        verdict: sum(row.verdict == verdict for row in rows) for verdict in sorted({r.verdict for r in rows})
-    }
-    return "\n".join(
-        [*lines, f"{len({row.mutant.name for row in rows})} faults, {len(rows)} runs: {counts}", ""]
-    )
+    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in sorted({r.verdict for r in rows})}
+    return "\n".join([*lines, f"{len({row.mutant.name for row in rows})} faults, {len(rows)} runs: {counts}", ""])
 
 
 def test_every_fault_finds_its_text() -> None:

@@ -204,9 +204,7 @@ def test_a_process_reward_model_learns_from_labels_of_steps(folder: Path) -> Non
     assert_emitted("rm of steps", folder / "steps")
     records = [one for one in read_records(folder / "steps/metrics.jsonl") if "event" not in one]
     wanted = {name: value for one in records for name, value in one.items() if name.startswith("eval/steps/")}
-    assert next(one["steps/loss"] for one in records if "steps/loss" in one) == pytest.approx(
-        0.6931471805599453
-    )
+    assert next(one["steps/loss"] for one in records if "steps/loss" in one) == pytest.approx(0.6931471805599453)
     assert wanted["eval/steps/accuracy"] > 0.9 > 0.6 > wanted["eval/steps/right_fraction"]
     # On another mesh, from the checkpoint; nothing was shifted.
     result = json.loads(run_ranks(evaluated, 1, config.model_copy(update={"mesh": MeshConfig()}))[0])

@@ -82,9 +82,7 @@ def config_of(
         train=TrainConfig(steps=100, global_batch=GROUPS * SIZE // 2),
         rl=RlConfig(
             prompts=PromptConfig(max_tokens=8),
-            rollout=RolloutConfig(
-                prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=0.7
-            ),
+            rollout=RolloutConfig(prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=0.7),
             loss=loss_config(),
             update=UpdateConfig(max_tokens_per_microbatch=max_tokens_per_microbatch, **update),
         ),
@@ -130,9 +128,7 @@ def assert_same(ours: list[list[dict[str, float]]], theirs: list[list[dict[str, 
                 assert one[name] == pytest.approx(value, rel=1e-6, abs=allowed), (change, step, name)
 
 
-@pytest.mark.matrix(
-    "qwen3_moe-tp2-pp2", "qwen3_moe-ep2", "qwen3_moe-cp2-dp2-overlapped", "deepseek_v3-pp2-vpp2"
-)
+@pytest.mark.matrix("qwen3_moe-tp2-pp2", "qwen3_moe-ep2", "qwen3_moe-cp2-dp2-overlapped", "deepseek_v3-pp2-vpp2")
 @pytest.mark.parametrize(("model", "mesh"), [*[("qwen3_moe", mesh) for mesh in MESHES], *REPRESENTATIVE])
 def test_updates_do_not_depend_on_the_mesh(model: str, mesh: str, folder: Path, tmp_path: Path) -> None:
     model = model_of(model, mesh)
@@ -245,9 +241,7 @@ def test_the_part_of_a_layer_is_what_its_live_routes_add_to_those_of_the_layers_
 def test_routes_of_an_engine_that_are_like_none_of_the_trainer_end_the_run(tmp_path: Path) -> None:
     config = config_of("qwen3_moe", MeshConfig(), replay="r3")
     config = config.model_copy(update={"replay": ReplayConfig(kind="r3")})
-    with pytest.raises(
-        AssertionError, match=r"RoutingError: .* no expert in common .* layer 0: \d\d\.\d% of"
-    ):
+    with pytest.raises(AssertionError, match=r"RoutingError: .* no expert in common .* layer 0: \d\d\.\d% of"):
         run_ranks(updates, 1, config, weights("qwen3_moe", 1), {}, tmp_path, [{}])
 
 
@@ -329,9 +323,7 @@ def test_sampled_old_logprobs_need_no_routes(mesh: str, folder: Path, tmp_path: 
     """The KL of the first update is then what a trainer's pass reports as the mismatch with the rollout."""
     config = config_of("qwen3_moe", MESHES.get(mesh, MeshConfig()), old_logprobs="rollout")
     initial, other = weights("qwen3_moe", 1), weights("qwen3_moe", 2)
-    ranks = run_ranks(
-        updates, config.mesh.smallest_world, config, initial, other, tmp_path, [{"kind": "gspo"}]
-    )
+    ranks = run_ranks(updates, config.mesh.smallest_world, config, initial, other, tmp_path, [{"kind": "gspo"}])
     first, second = ranks[0][0]
     trainer = alone("qwen3_moe", folder)[0][0]
     assert first["kl_old"] == pytest.approx(trainer["mismatch_kl"], rel=1e-6)
@@ -367,9 +359,7 @@ def test_frozen_routers_and_their_biases_stay_and_all_else_learns() -> None:
         for kind in ("weight", "expert_bias"):
             # Two steps of a bias, each by a sign, can cancel out in one layer.
             assert any(has_moved for name, has_moved in router.items() if name.endswith(kind)) != frozen
-        assert all(
-            moved[name] for name in trained if name.endswith("linear_fc1.weight") or ".linear_proj." in name
-        )
+        assert all(moved[name] for name in trained if name.endswith("linear_fc1.weight") or ".linear_proj." in name)
 
 
 @pytest.mark.parametrize("replay", ["none", "r2", "r3"])

@@ -45,9 +45,7 @@ class ScriptedEngine(QuietEngine):
     def update_weights(self, policy_version: int) -> None:
         self.policy_version = policy_version
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
-    ) -> list[Group]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
         return [
             Group(prompt=prompt, completions=tuple(self._completion(prompt, seed) for seed in seeds))
             for prompt, seeds in zip(prompts, seeds_PG, strict=True)
@@ -68,9 +66,7 @@ class ScriptedEngine(QuietEngine):
 class SlowEngine(ScriptedEngine):
     """The same, which takes a while."""
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
-    ) -> list[Group]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
         time.sleep(PAUSE_S)
         return super().generate(prompts, sampling, seeds_PG)
 
@@ -129,15 +125,11 @@ def opened(mesh: Mesh, engine: Engine, rollout: dict[str, Any]) -> Iterator[Roll
 def known(rollout: Rollout) -> dict[str, Any]:
     """What a rank knows of a rollout, but for times."""
     metrics = {
-        name: x
-        for name, x in reduced(rollout.metrics).items()
-        if not name.endswith("_s") and "_per_s" not in name
+        name: x for name, x in reduced(rollout.metrics).items() if not name.endswith("_s") and "_per_s" not in name
     }
     return {
         "rewards": rollout.rewards_PG.tolist(),
-        "shapes": {
-            n: (s.num_prompt_tokens, s.num_completion_tokens, s.is_trained) for n, s in rollout.shapes.items()
-        },
+        "shapes": {n: (s.num_prompt_tokens, s.num_completion_tokens, s.is_trained) for n, s in rollout.shapes.items()},
         "prompts": {n: group.prompt.problem.problem_id for n, group in rollout.groups.items()},
         "lengths": {n: len(sample.tokens_T) for n, sample in rollout.samples().items()},
         "taken": rollout.num_prompts,
@@ -236,9 +228,7 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal_and_says_what_it_
 def test_the_time_of_a_batch_has_its_refills() -> None:
     """There is one, as above; the mean is over the two replicas."""
     mesh = MeshConfig(dp=2)
-    plain, refilled = (
-        run_ranks(waited_s, 2, mesh, {"dynamic_sampling": dynamic})[0] for dynamic in (False, True)
-    )
+    plain, refilled = (run_ranks(waited_s, 2, mesh, {"dynamic_sampling": dynamic})[0] for dynamic in (False, True))
     assert plain >= PAUSE_S
     assert refilled >= 2 * PAUSE_S
 
@@ -262,9 +252,7 @@ def test_dynamic_sampling_by_accuracy_replaces_groups_that_differ_in_their_lengt
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(dp=2), MeshConfig(tp=2, pp=2)], ids=["dp2", "tp2-pp2"])
-def test_a_flow_gives_the_groups_of_turns_and_ends_all_ranks_where_one_replica_fails(
-    mesh: MeshConfig,
-) -> None:
+def test_a_flow_gives_the_groups_of_turns_and_ends_all_ranks_where_one_replica_fails(mesh: MeshConfig) -> None:
     """The prompt 13 is of the second of two replicas, and of the fourth rollout batch; it starts with the third."""
     (wanted,) = run_ranks(taken, 1, MeshConfig(), [0, PROMPTS, 2 * PROMPTS], {})
     ranks = run_ranks(taken_from_flow, mesh.smallest_world, mesh, 1, 13)

@@ -102,9 +102,7 @@ MESHES: dict[str, tuple[MeshConfig, PlatformConfig, tuple[Case, ...]]] = {
 """Name -> mesh of four ranks, platform, cases."""
 
 
-def outcomes(
-    state: TrainState, cases: tuple[Case, ...], weights: Tensors
-) -> list[tuple[Any, dict[str, float]]]:
+def outcomes(state: TrainState, cases: tuple[Case, ...], weights: Tensors) -> list[tuple[Any, dict[str, float]]]:
     """On a rank: for each case the pieces of the gradients, and the metrics."""
     copy_in(state.chunks, weights)
     load, found = RouterLoad(state.chunks), []
@@ -124,9 +122,7 @@ def outcomes(
     return found
 
 
-def on_meshes(
-    meshes: list[tuple[MeshConfig, PlatformConfig, tuple[Case, ...]]], weights: Tensors
-) -> list[Any]:
+def on_meshes(meshes: list[tuple[MeshConfig, PlatformConfig, tuple[Case, ...]]], weights: Tensors) -> list[Any]:
     """On a rank: the outcomes on one mesh after another."""
     found = []
     for mesh, platform, cases in meshes:

@@ -120,9 +120,7 @@ def compared(model: ModelConfig) -> list[tuple[str, Any, bool]]:
                 continue
             others = built(other, mesh)
             theirs = {name: t for name, t in others[0].state_dict().items() if isinstance(t, Tensor)}
-            if {name: t.shape for name, t in theirs.items()} == {
-                name: t.shape for name, t in weights.items()
-            }:
+            if {name: t.shape for name, t in theirs.items()} == {name: t.shape for name, t in weights.items()}:
                 others[0].load_state_dict(weights, strict=False)
                 seen.append((key, value, not torch.equal(before, logits(others, mesh))))
     return seen

@@ -22,13 +22,7 @@ STRANGER = 5
 """Sample that the engine gives another request's routes."""
 FIRST_CURRENT = {STRANGER: 6, 2: 9}
 """First position of samples of which older weights sampled the tokens before it."""
-MESHES = [
-    MeshConfig(),
-    MeshConfig(tp=2, ep=2),
-    MeshConfig(cp=2),
-    MeshConfig(pp=2, vpp=2),
-    MeshConfig(dp=2, ep=2),
-]
+MESHES = [MeshConfig(), MeshConfig(tp=2, ep=2), MeshConfig(cp=2), MeshConfig(pp=2, vpp=2), MeshConfig(dp=2, ep=2)]
 
 
 def engine_routes(saved: Mapping[int, SavedRoutes]) -> dict[int, torch.Tensor]:
@@ -39,8 +33,7 @@ def engine_routes(saved: Mapping[int, SavedRoutes]) -> dict[int, torch.Tensor]:
 
 def with_stale_tokens(layout: MicrobatchLayout) -> MicrobatchLayout:
     rows = tuple(
-        tuple(replace(span, first_current=FIRST_CURRENT.get(span.sample, 0)) for span in row)
-        for row in layout.rows
+        tuple(replace(span, first_current=FIRST_CURRENT.get(span.sample, 0)) for span in row) for row in layout.rows
     )
     return replace(layout, rows=rows)
 
@@ -73,9 +66,7 @@ def on_a_rank(
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_strangers_routes_are_counted_for_its_sample_on_every_rank_that_has_a_part(
-    mesh: MeshConfig,
-) -> None:
+def test_a_strangers_routes_are_counted_for_its_sample_on_every_rank_that_has_a_part(mesh: MeshConfig) -> None:
     """Against sets of experts, counted one by one."""
     reference = one_rank(MODEL)
     saved = reference.saved["packed"]
@@ -83,9 +74,7 @@ def test_a_strangers_routes_are_counted_for_its_sample_on_every_rank_that_has_a_
         n: (
             sum(
                 not set(mine_K) & set(given_K)
-                for mine_LK, given_LK in zip(
-                    saved[n].codes_nlK.tolist()[first:], given.tolist()[first:], strict=True
-                )
+                for mine_LK, given_LK in zip(saved[n].codes_nlK.tolist()[first:], given.tolist()[first:], strict=True)
                 for mine_K, given_K in zip(mine_LK, given_LK, strict=True)
             ),
             (LENGTHS[n] - first) * MODELS[MODEL].num_layers,
@@ -107,6 +96,4 @@ def test_a_strangers_routes_are_counted_for_its_sample_on_every_rank_that_has_a_
         assert torch.equal(found_2LE, choices_2LE.double())
         assert totals == tuple(map(sum, zip(*expected.values(), strict=True)))
         assert counted == {n: expected[n] for n in counted}
-        assert [problem.split(":")[0] for problem in problems] == [f"sample {STRANGER}"] * (
-            STRANGER in counted
-        )
+        assert [problem.split(":")[0] for problem in problems] == [f"sample {STRANGER}"] * (STRANGER in counted)

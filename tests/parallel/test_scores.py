@@ -110,10 +110,7 @@ def steps(config: RewardModelConfig, initial: Tensors) -> list[dict[str, float]]
         train_step(state, source.microbatches(groups, state.mesh, device), head)
         for groups in (range(len(LENGTHS)), [2])
     ]
-    return [
-        report.sums | {"loss": report.loss, "grad_norm": report.grad_norm}
-        for report in (value_report, *reports)
-    ]
+    return [report.sums | {"loss": report.loss, "grad_norm": report.grad_norm} for report in (value_report, *reports)]
 
 
 def on_each_mesh(meshes: list[MeshConfig], initial: Tensors, lora: LoraConfig | None) -> list[Any]:
@@ -131,9 +128,7 @@ def initial_weights(config: RewardModelConfig) -> list[Any]:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["whole", "adapters"])
-def test_losses_and_gradients_of_values_and_rewards_do_not_depend_on_the_mesh(
-    lora: LoraConfig | None,
-) -> None:
+def test_losses_and_gradients_of_values_and_rewards_do_not_depend_on_the_mesh(lora: LoraConfig | None) -> None:
     """With adapters the head is trained whole beside them."""
     initial = assembled(run_ranks(initial_weights, 1, config_of(MeshConfig(), lora)))
     # With the head's zeros the layers would have no gradient, and with those of B the adapters' A.

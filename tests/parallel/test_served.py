@@ -69,9 +69,7 @@ def served_completions(
     return replicas.rank, routed_layers(chunks), [one for group in groups for one in group.completions], error
 
 
-def pushed(
-    config: RlRunConfig, tensors: Tensors, message_bytes: int
-) -> tuple[PushReport, int, ProbeReference]:
+def pushed(config: RlRunConfig, tensors: Tensors, message_bytes: int) -> tuple[PushReport, int, ProbeReference]:
     """The outcome of a push of these weights, the most bytes of tensors that this rank had for it at a time, and the
     trainer's side of the probe of servers in bf16.
     """
@@ -108,9 +106,7 @@ def adapters_on_a_full_disk(config: RlRunConfig, tensors: Tensors) -> PushReport
     engine = config.rl.engine
     api: Any = SimpleNamespace(url=engine.urls[0])
     served = ServedAdapters(Path(engine.transport_dir))
-    push = AdapterPush(
-        [api], chunks, mesh, config.model, engine, sampling_in(config), lora=config.lora, served=served
-    )
+    push = AdapterPush([api], chunks, mesh, config.model, engine, sampling_in(config), lora=config.lora, served=served)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     report = push.push(1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -128,9 +124,7 @@ def adapters_pushed_twice(
     is_first = mesh.world.rank == 0
     apis = [server_apis(engine, config.model)(url) for url in engine.urls] if is_first else []
     served = ServedAdapters(Path(engine.transport_dir)) if is_first else None
-    push = AdapterPush(
-        apis, chunks, mesh, config.model, engine, sampling_in(config), lora=config.lora, served=served
-    )
+    push = AdapterPush(apis, chunks, mesh, config.model, engine, sampling_in(config), lora=config.lora, served=served)
     found = []
     for version, size in enumerate(sizes):
         for shard in local_shards(chunks):
@@ -169,12 +163,7 @@ def test_every_rank_of_a_replica_has_its_completions_with_the_routes_of_its_laye
     answers = TableAnswers(VOCAB, layers=4, experts=model.moe.num_experts, top_k=model.moe.top_k)
     with FakeServer(answers) as server:
         # The table is no model's: the probe would find that.
-        engine = {
-            "kind": "vllm",
-            "urls": (server.url,),
-            "probe_tolerance": 1e9,
-            "transport_dir": str(tmp_path),
-        }
+        engine = {"kind": "vllm", "urls": (server.url,), "probe_tolerance": 1e9, "transport_dir": str(tmp_path)}
         config = RlRunConfig.model_validate(
             {
                 "run_dir": str(tmp_path / "run"),
@@ -201,9 +190,7 @@ def test_every_rank_of_a_replica_has_its_completions_with_the_routes_of_its_laye
             tokens = tuple((seed * 7919 + t * 104729 + prompt.tokens_T[0]) % VOCAB for t in range(6))
             assert one.tokens_T == tokens and one.policy_version == 4
             experts = answers.experts_of((*prompt.tokens_T, *tokens)[:-1])[:, list(layers)]
-            assert one.experts_TLK is not None and torch.equal(
-                one.experts_TLK.long(), torch.from_numpy(experts)
-            )
+            assert one.experts_TLK is not None and torch.equal(one.experts_TLK.long(), torch.from_numpy(experts))
         assert "has the id 10000" in error, "all ranks raise what one replica found"
 
 
@@ -259,11 +246,7 @@ def test_a_trainer_that_is_cut_in_every_way_gives_two_servers_its_weights_with_t
     with ExitStack() as stack:
         answers = [TransformersAnswers(theirs.model, tmp_path / name) for name in "ab"]
         servers = [stack.enter_context(FakeServer(one)) for one in answers]
-        engine = {
-            "kind": "vllm",
-            "urls": tuple(server.url for server in servers),
-            "transport_dir": str(tmp_path),
-        }
+        engine = {"kind": "vllm", "urls": tuple(server.url for server in servers), "transport_dir": str(tmp_path)}
         config = RlRunConfig.model_validate({"model": theirs.ours, "mesh": mesh, "rl": {"engine": engine}})
         ranks = run_ranks(pushed, mesh.smallest_world, config, theirs.tensors, MESSAGE_BYTES)
     report = ranks[0][0]
@@ -301,20 +284,14 @@ class DeafAnswers(TransformersAnswers):
         pass
 
 
-def test_servers_get_low_rank_adapters_added_to_the_weights_and_one_without_them_is_found_out(
-    tmp_path: Path,
-) -> None:
+def test_servers_get_low_rank_adapters_added_to_the_weights_and_one_without_them_is_found_out(tmp_path: Path) -> None:
     theirs = oracle("qwen3_moe", num_hidden_layers=2)
     deaf = DeafAnswers(theirs.model, tmp_path / "deaf")
     deaf.model = theirs.model
     with ExitStack() as stack:
         answers = [TransformersAnswers(theirs.model, tmp_path / "heard"), deaf]
         servers = [stack.enter_context(FakeServer(one)) for one in answers]
-        engine = {
-            "kind": "vllm",
-            "urls": tuple(server.url for server in servers),
-            "transport_dir": str(tmp_path),
-        }
+        engine = {"kind": "vllm", "urls": tuple(server.url for server in servers), "transport_dir": str(tmp_path)}
         config = RlRunConfig.model_validate(
             {
                 "model": theirs.ours,

@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.rl_steps import GROUPS, SIZE
-from tests.parallel.test_refused_completions import (
-    MESHES,
-    Batch,
-    N,
-    honest,
-    learn,
-    of_steps,
-    refusing,
-    texts,
-    wrong,
-)
+from tests.parallel.test_refused_completions import MESHES, Batch, N, honest, learn, of_steps, refusing, texts, wrong
 
 ODD = (0, 6)
 """Samples of which one row of routes is of other experts, the last: that of the token before the last."""

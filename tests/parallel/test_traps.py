@@ -9,15 +9,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.model.build import copy_in, local_shards
 from mcore_rl.train.step import NextTokenHead, evaluate, train_step
-from tests.parallel.parity import (
-    Tensors,
-    assembled,
-    batch,
-    config_of,
-    fresh_weights,
-    random_weights,
-    set_up_plain,
-)
+from tests.parallel.parity import Tensors, assembled, batch, config_of, fresh_weights, random_weights, set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -70,12 +62,8 @@ def test_latent_attention_has_the_names_of_transformer_engine() -> None:
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(tp=2, ep=2)], ids=["1", "tp2-ep2"])
-@pytest.mark.parametrize(
-    ("family", "balance"), [("qwen3_moe", "global_aux_loss"), ("deepseek_v3", "seq_aux_loss")]
-)
-def test_a_step_with_an_infinite_gradient_changes_nothing(
-    family: str, balance: str, mesh: MeshConfig
-) -> None:
+@pytest.mark.parametrize(("family", "balance"), [("qwen3_moe", "global_aux_loss"), ("deepseek_v3", "seq_aux_loss")])
+def test_a_step_with_an_infinite_gradient_changes_nothing(family: str, balance: str, mesh: MeshConfig) -> None:
     """Neither weights nor what a model has outside its optimizer: expert biases, counts of the experts' tokens."""
     moe = TINY[family].moe.model_copy(update={"balance": balance})
     config = config_of(TINY[family].model_copy(update={"moe": moe}), mesh)

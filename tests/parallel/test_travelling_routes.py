@@ -134,9 +134,7 @@ def trained_on_rollouts(
     return [one_rollout(mesh, model, weights, recorded) for mesh in meshes]
 
 
-def one_rollout(
-    mesh_config: MeshConfig, model: ModelConfig, weights: Tensors, recorded: Recorded
-) -> dict[str, Any]:
+def one_rollout(mesh_config: MeshConfig, model: ModelConfig, weights: Tensors, recorded: Recorded) -> dict[str, Any]:
     replay = ReplayConfig(kind="r3", missing="live")
     case = Case(model="", mesh=mesh_config, layouts=("packed",), replay=replay)
     (run,) = opened(case, model)
@@ -151,9 +149,7 @@ def one_rollout(
     entries = {n: run.cache.sample(run.version, n) for n in run.cache.samples(run.version)}
     row_bytes = len(run.cache.layers) * model.moe.top_k
     foreign = sum(
-        len(entry.position_n) * row_bytes + 8 * len(run.cache.layers)
-        for n, entry in entries.items()
-        if n not in mine
+        len(entry.position_n) * row_bytes + 8 * len(run.cache.layers) for n, entry in entries.items() if n not in mine
     )
     expected_bytes = sum(len(entry.position_n) for entry in entries.values()) * row_bytes
     cached_bytes = run.cache.num_bytes, expected_bytes
@@ -193,9 +189,7 @@ def other_layouts(dp_rank: int, dp_size: int) -> list[MicrobatchLayout]:
     return layouts
 
 
-def laid_out_otherwise(
-    meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors
-) -> list[dict[str, Any]]:
+def laid_out_otherwise(meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors) -> list[dict[str, Any]]:
     """Record in one layout and replay in another on each mesh; then replay the routes of the mesh before."""
     results = []
     before: dict[int, SavedRoutes] = {}
@@ -342,12 +336,7 @@ def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
     alone = one_rank("qwen3_moe")
     reference = alone.outcomes["packed"]
     ranks = run_ranks(
-        trained_on_rollouts,
-        WORLD,
-        list(MESHES.values()),
-        MODELS["qwen3_moe"],
-        alone.weights,
-        reference.recorded,
+        trained_on_rollouts, WORLD, list(MESHES.values()), MODELS["qwen3_moe"], alone.weights, reference.recorded
     )
     samples = range(len(LENGTHS))
     names = {n: {n * IDS + t for t in positions_left_out(n)} for n in samples}
@@ -391,22 +380,14 @@ def repeated_by_hand(recorded: Recorded, vocab_size: int) -> tuple[int, int]:
 def test_routes_replay_in_other_rows_and_under_other_meshes() -> None:
     alone = one_rank("qwen3_moe")
     reference = alone.outcomes["packed"]
-    ranks = run_ranks(
-        laid_out_otherwise,
-        WORLD,
-        list(MESHES.values()),
-        MODELS["qwen3_moe"],
-        alone.weights,
-    )
+    ranks = run_ranks(laid_out_otherwise, WORLD, list(MESHES.values()), MODELS["qwen3_moe"], alone.weights)
     for index in range(len(MESHES)):
         found = [rank[index] for rank in ranks]
         for replay in range(1 + bool(index)):
             assert_same_training(together([rank["outcome"][replay] for rank in found]), reference)
         messages = {rank["error"] for rank in found}
         assert len(messages) == 1
-        assert "this rank has other positions of it" in min(messages) or "there are no routes" in min(
-            messages
-        )
+        assert "this rank has other positions of it" in min(messages) or "there are no routes" in min(messages)
 
 
 def test_an_error_on_one_rank_is_raised_on_all() -> None:

@@ -7,13 +7,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.megatron.mesh import Axis, build_mesh, destroy_mesh
-from mcore_rl.megatron.vocab import (
-    IGNORED_TARGET,
-    DeferredLogits,
-    cross_entropy,
-    exclude_padding,
-    logprobs_and_entropy,
-)
+from mcore_rl.megatron.vocab import IGNORED_TARGET, DeferredLogits, cross_entropy, exclude_padding, logprobs_and_entropy
 from tests.ranks import run_ranks
 
 TOKENS, PADDED = 9, 16
@@ -31,9 +25,7 @@ def on_a_rank(vocab_size):
     axis = Axis(dist.group.WORLD, dist.get_rank(), 2)
     logits, targets, pull = inputs()
     shard = logits.chunk(2, dim=1)[axis.rank].clone().requires_grad_()
-    values = logprobs_and_entropy(
-        shard, targets, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=4
-    )
+    values = logprobs_and_entropy(shard, targets, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=4)
     (values[0] * pull[0] + values[1] * pull[1]).sum().backward()
     nothing = torch.full_like(targets, IGNORED_TARGET)
     logprobs_and_entropy(shard, nothing, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=4)
@@ -80,9 +72,7 @@ def on_both(*vocab_sizes):
     statistics = [on_a_rank(vocab_size) for vocab_size in vocab_sizes]
     build_mesh(MeshConfig(tp=2))  # Megatron's plain cross entropy asks for the group
     losses = [
-        cross_entropies(vocab_size, dtype)
-        for vocab_size in vocab_sizes
-        for dtype in (torch.float32, torch.bfloat16)
+        cross_entropies(vocab_size, dtype) for vocab_size in vocab_sizes for dtype in (torch.float32, torch.bfloat16)
     ]
     destroy_mesh()
     return statistics, losses
@@ -133,9 +123,7 @@ def assert_cross_entropies(ranks, sizes):
     for index, (vocab_size, dtype) in enumerate(cells):
         logits, targets, _ = inputs()
         leaf = logits.to(dtype).double().requires_grad_()
-        losses = torch.nn.functional.cross_entropy(
-            leaf[:, :vocab_size], targets.clamp(min=0), reduction="none"
-        )
+        losses = torch.nn.functional.cross_entropy(leaf[:, :vocab_size], targets.clamp(min=0), reduction="none")
         losses.sum().backward()
         for plain_or_fused in range(2):
             # The fused function rounds every gradient to bfloat16.

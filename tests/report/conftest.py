@@ -69,9 +69,7 @@ def open_page(browser: Browser, report: Path):
     """Opens the report at a size, light or dark."""
     pages: list[Page] = []
 
-    def opened(
-        size: str = "desktop", scheme: str = "light", path: Path = report, url: str | None = None
-    ) -> Opened:
+    def opened(size: str = "desktop", scheme: str = "light", path: Path = report, url: str | None = None) -> Opened:
         width, height = SIZES[size]
         page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         pages.append(page)

@@ -61,23 +61,17 @@ def test_new_records_are_shown_without_a_reload(open_page, server, run_dir):
     assert set(opened.asked) == {url} and opened.said == []
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0 and process.stderr.read() == ""
-    page.wait_for_function(
-        "() => document.getElementById('live').textContent.startsWith('no longer')", timeout=20_000
-    )
+    page.wait_for_function("() => document.getElementById('live').textContent.startsWith('no longer')", timeout=20_000)
 
 
 def test_a_run_that_cannot_be_read_is_named_and_the_page_stays(open_page, server, run_dir):
     page = open_page(url=server[0]).page
     config = (run_dir / "config.toml").read_text()
     (run_dir / "config.toml").write_text("[model")
-    page.wait_for_function(
-        "() => document.getElementById('live').textContent.includes('config.toml')", timeout=20_000
-    )
+    page.wait_for_function("() => document.getElementById('live').textContent.includes('config.toml')", timeout=20_000)
     assert page.evaluate("PLOTS.size") > 5
     (run_dir / "config.toml").write_text(config)
-    page.wait_for_function(
-        "() => document.getElementById('live').textContent === 'follows the run'", timeout=20_000
-    )
+    page.wait_for_function("() => document.getElementById('live').textContent === 'follows the run'", timeout=20_000)
 
 
 def test_a_page_of_another_host_gets_nothing(server):

@@ -99,9 +99,7 @@ def plot_of(figure, expression):
 def test_a_curve_lies_where_its_numbers_say(open_page):
     figure, chart = figure_of(open_page().page, "Learning rate")
     one = chart["series"][0]
-    assert (
-        plot_of(figure, "[...plot.data[0]]") == one["x"] and plot_of(figure, "[...plot.data[1]]") == one["y"]
-    )
+    assert plot_of(figure, "[...plot.data[0]]") == one["x"] and plot_of(figure, "[...plot.data[1]]") == one["y"]
     # Of the pixels at each number, one at least has the colour of the run.
     found = figure.evaluate("""figure => {
       const plot = PLOTS.get(figure), scale = devicePixelRatio, own = colour('--run0');
@@ -119,9 +117,7 @@ def test_a_curve_lies_where_its_numbers_say(open_page):
     assert len(found) == 60 and all(found)
 
 
-def test_the_drawn_means_of_long_runs_are_the_true_ones_and_their_bands_hold_every_value(
-    open_page, long_report
-):
+def test_the_drawn_means_of_long_runs_are_the_true_ones_and_their_bands_hold_every_value(open_page, long_report):
     """Two runs of 10,000 steps, a metric of rare spikes: a mean of extremes would be drawn at ten times the mean."""
     path, true = long_report
     opened = open_page(path=path)

@@ -17,9 +17,7 @@ def last_line(text: str) -> str:
 
 
 def test_a_program_reads_its_input_and_ends_with_its_own_status(sandbox):
-    result = sandbox.run(
-        "import sys\nprint(input()[::-1])\nprint('é', file=sys.stderr)\nsys.exit(3)", "abc\nrest"
-    )
+    result = sandbox.run("import sys\nprint(input()[::-1])\nprint('é', file=sys.stderr)\nsys.exit(3)", "abc\nrest")
     assert (result.status, result.output, result.errors) == (3, "cba\n", "é\n")
 
 

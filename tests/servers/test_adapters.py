@@ -77,24 +77,12 @@ def api(config: RlRunConfig, trainer: Trainer, tmp_path: Path) -> Iterator[Serve
 
 
 def test_a_server_samples_with_the_adapters_of_each_update_by_name(
-    config: RlRunConfig,
-    trainer: Trainer,
-    api: ServerApi,
-    mesh: Mesh,
-    tmp_path: Path,
-    figures: Figures,
+    config: RlRunConfig, trainer: Trainer, api: ServerApi, mesh: Mesh, tmp_path: Path, figures: Figures
 ) -> None:
     served, engine = ServedAdapters(tmp_path), config.served
     assert engine is not None
     push = AdapterPush(
-        [api],
-        trainer.chunks,
-        mesh,
-        config.model,
-        engine,
-        Sampling(max_new_tokens=1),
-        lora=config.lora,
-        served=served,
+        [api], trainer.chunks, mesh, config.model, engine, Sampling(max_new_tokens=1), lora=config.lora, served=served
     )
     prompts = random_prompts(8, 24, config.model.vocab_size)
     sampling, names, found = Sampling(max_new_tokens=48), list[str](), list[dict[str, float]]()

@@ -57,9 +57,7 @@ def test_a_server_has_the_weights_and_each_kind_of_tensor_that_stays_old_is_foun
     found = trainer.compared(zip(prompts, made, strict=True), 1.0)
     assert found.largest <= 1e-5 and found.compared_fraction > 0.8, found
 
-    broken = OmittingApi(
-        HttpClient(server.url), vocab_size=VOCAB, request_timeout_s=600, update_timeout_s=600
-    )
+    broken = OmittingApi(HttpClient(server.url), vocab_size=VOCAB, request_timeout_s=600, update_timeout_s=600)
     broken.old = old
     least = float("inf")
     kinds = kinds_of(old, is_tied=model.tied_embeddings)

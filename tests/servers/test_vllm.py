@@ -95,9 +95,7 @@ def test_a_completion_that_runs_during_an_update_has_two_spans_each_of_its_own_w
     old = trainer.version
     prompts = random_prompts(4, 3, VOCAB, seed=1)
     with ThreadPoolExecutor(1) as beside:
-        running = beside.submit(
-            generated, [server.api], prompts, max_new=480, temperature=0.7, salt="in flight"
-        )
+        running = beside.submit(generated, [server.api], prompts, max_new=480, temperature=0.7, salt="in flight")
         sleep(1.5)
         trainer.randomize(seed=22)
         assert trainer.push(server.api).living
@@ -147,9 +145,7 @@ def test_the_probe_finds_weights_that_did_not_arrive(
         return
     trainer.randomize(seed=41)
     restored(trainer, server)
-    broken = OmittingApi(
-        HttpClient(server.url), vocab_size=VOCAB, request_timeout_s=600, update_timeout_s=600
-    )
+    broken = OmittingApi(HttpClient(server.url), vocab_size=VOCAB, request_timeout_s=600, update_timeout_s=600)
     broken.omitted = FAULTS[fault]
     trainer.randomize(seed=42)
     report = trainer.push(broken)
@@ -162,9 +158,7 @@ def test_the_probe_finds_weights_that_did_not_arrive(
     restored(trainer, server)
 
 
-def test_the_served_engine_keeps_the_contract_of_engines(
-    server: VllmServer, trainer: Trainer, tmp_path: Path
-) -> None:
+def test_the_served_engine_keeps_the_contract_of_engines(server: VllmServer, trainer: Trainer, tmp_path: Path) -> None:
     engine = served_engine(server, trainer, tmp_path, spelled)
     try:
         trainer.version += 1
@@ -201,9 +195,7 @@ def test_masks_and_logprobs_of_conversations_are_those_of_a_pass_over_the_whole_
                 prompts = [game(8 * batch + index) for index in range(8)]
                 for group in conversations.hold(prompts, rules, [seeds_of(one) for one in prompts]):
                     for one in group.completions:
-                        assert one.episode is not None and {span.version for span in one.versions} == {
-                            trainer.version
-                        }
+                        assert one.episode is not None and {span.version for span in one.versions} == {trainer.version}
                         messages = one.episode.messages
                         said = [message["content"] for message in messages if message["role"] == "assistant"]
                         decoded = [
@@ -243,9 +235,7 @@ def test_masks_and_logprobs_of_conversations_are_those_of_a_pass_over_the_whole_
 def game(seed: int) -> Prompt:
     """A problem of the guessing game, whose prompt the environment makes."""
     fields = {"seed": seed, "size": 2}
-    return Prompt(
-        problem=Problem(problem_id=str(seed), prompt="", answer="", fields=fields), tokens_T=(1, 2, 3)
-    )
+    return Prompt(problem=Problem(problem_id=str(seed), prompt="", answer="", fields=fields), tokens_T=(1, 2, 3))
 
 
 def test_generate_writes_what_the_native_engine_writes(
@@ -262,9 +252,7 @@ def test_generate_writes_what_the_native_engine_writes(
     words = [sys.executable, "-m", "mcore_rl.cli.cli", "generate", "--run", str(tmp_path), "--tokens", "24"]
     for prompt in ("the cat", "7 + 8"):
         native, served = (
-            subprocess.run(
-                [*words, "--prompt", prompt, *more], capture_output=True, text=True, check=True
-            ).stdout
+            subprocess.run([*words, "--prompt", prompt, *more], capture_output=True, text=True, check=True).stdout
             for more in ([], ["--url", server.url])
         )
         assert served == native and native != f"{prompt}\n"

@@ -62,9 +62,7 @@ MODELS = {
     "qwen2_moe, tied": ModelConfig(
         family="qwen2_moe",
         tied_embeddings=True,
-        moe=EXPERTS.model_copy(
-            update={"shared_experts": 1, "shared_ffn_hidden_size": 192, "normalize_top_k": False}
-        ),
+        moe=EXPERTS.model_copy(update={"shared_experts": 1, "shared_ffn_hidden_size": 192, "normalize_top_k": False}),
         **SHAPE,
     ),
 }
@@ -83,12 +81,7 @@ class VllmServer:
     """A server of a model with random weights of vLLM's own; nothing of it outlives `close`."""
 
     def __init__(
-        self,
-        python: str,
-        model: ModelConfig,
-        folder: Path,
-        backend: str = "mcore_files",
-        dtype: str = "float32",
+        self, python: str, model: ModelConfig, folder: Path, backend: str = "mcore_files", dtype: str = "float32"
     ) -> None:
         folder.mkdir(parents=True)
         config = hf_config(model) | {"dtype": dtype, "torch_dtype": dtype}
@@ -208,11 +201,7 @@ class Trainer:
 
     @torch.no_grad()
     def logprobs(
-        self,
-        prompt_T: Sequence[int],
-        tokens_T: Sequence[int],
-        temperature: float = 1.0,
-        vocab_size: int | None = None,
+        self, prompt_T: Sequence[int], tokens_T: Sequence[int], temperature: float = 1.0, vocab_size: int | None = None
     ) -> tuple[list[float], int]:
         """Return the logprobs of a completion by one teacher-forced pass of the modules that train, and how many of its
         tokens are sure to take the same routes in a server; ids from `vocab_size` on cannot be drawn.
@@ -236,9 +225,7 @@ class Trainer:
             if isinstance(module, Router):
                 module.register_forward_hook(measure)
             elif "inv_freq" in vars(module):
-                module.inv_freq = (
-                    module.inv_freq.float()
-                )  # angles as servers have them: rounded at late positions
+                module.inv_freq = module.inv_freq.float()  # angles as servers have them: rounded at late positions
         with in_double():
             logits_SV: Tensor = model(ids_1S, positions_1S, attention_mask=None)[0]
         first = len(prompt_T) - 1
@@ -318,9 +305,7 @@ def generated(
 
     def one(index: int) -> ServedCompletion:
         api = apis[index % len(apis)]
-        return api.generate(
-            prompts[index], sampling, seed + index, salt=salt, request_id=f"{salt}-{seed}-{index}"
-        )
+        return api.generate(prompts[index], sampling, seed + index, salt=salt, request_id=f"{salt}-{seed}-{index}")
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(one, range(len(prompts))))

@@ -207,11 +207,7 @@ class Cluster:
         with (etc / "group").open("a") as file_:
             file_.write(f"trainer:x:{USER}:\n")
         text = (SCRIPTS / "slurm.conf").read_text()
-        values = {
-            "folder": str(self.folder),
-            "nodes": f"n[1-{last}]",
-            "addresses": f"10.77.0.[11-{10 + last}]",
-        }
+        values = {"folder": str(self.folder), "nodes": f"n[1-{last}]", "addresses": f"10.77.0.[11-{10 + last}]"}
         for name, value in values.items():
             text = text.replace("{" + name + "}", value)
         (etc / "slurm/slurm.conf").write_text(text)

@@ -100,9 +100,7 @@ def test_a_heterogeneous_job_tells_the_program_its_servers_and_ends_them_with_it
     for host in hosts:
         look = f"import urllib.request; print(urllib.request.urlopen('http://{host}:8123').status)"
         cluster.until(
-            lambda look=look: cluster.attempt(cluster.python, "-c", look).stdout == "200\n",
-            f"{host} serves",
-            30,
+            lambda look=look: cluster.attempt(cluster.python, "-c", look).stdout == "200\n", f"{host} serves", 30
         )
     assert cluster.until_state(id_, ENDED, BEGIN_S) == "COMPLETED"
     assert cluster.until_state(f"{id_}+1", ENDED, 60) == "COMPLETED"

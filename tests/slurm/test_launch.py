@@ -98,14 +98,7 @@ def test_a_pipeline_is_shown_submitted_attached_to_and_goes_on_when_its_failed_s
 ) -> None:
     good = (cluster.shared / "data/chat.jsonl").read_text()
     (folder / "answers.jsonl").write_text(good.replace('"line 6"', '"line 6', 1))
-    words = (
-        "launch",
-        "pipeline.toml",
-        "--cluster",
-        "cluster.toml",
-        "--allow-dirty",
-        "--allow-tp-across-nodes",
-    )
+    words = ("launch", "pipeline.toml", "--cluster", "cluster.toml", "--allow-dirty", "--allow-tp-across-nodes")
     shown = mcore_rl(cluster, *words, "--dry-run")
     assert shown.returncode == 0 and "to start at" in shown.stderr, shown.stderr
     assert not (folder / "launched").exists()
@@ -134,9 +127,7 @@ def test_a_pipeline_is_shown_submitted_attached_to_and_goes_on_when_its_failed_s
     log = (folder / f"tuned/logs/{sft}.log").read_text().splitlines()
     assert "first cause: rank " in log[1] and cause in log[1], log
     lines = mcore_rl(cluster, "jobs", "tuned", "runs/pipeline/convert").stdout.splitlines()
-    assert cause in lines[1] and f"not started: both-sft (job {sft}, " in lines[2] and cause in lines[2], (
-        lines
-    )
+    assert cause in lines[1] and f"not started: both-sft (job {sft}, " in lines[2] and cause in lines[2], lines
     (folder / "answers.jsonl").write_text(good)
     trained = (folder / "launched/metrics.jsonl").read_bytes()
     mended = mcore_rl(cluster, *words)
@@ -163,16 +154,7 @@ def test_a_check_runs_doctor_on_every_node_and_names_what_differs(cluster: Clust
     differs = 'setup = ["export OMP_NUM_THREADS=$((SLURM_NODEID + 1))"]'
     text = CLUSTER.format(python=cluster.python).replace("[checks]", f"{differs}\n[checks]")
     (folder / "differing.toml").write_text(text)
-    words = (
-        "launch",
-        "data/pretrain.toml",
-        "--nodes",
-        "2",
-        "--nodelist",
-        "n4,n5",
-        "--allow-dirty",
-        "--check",
-    )
+    words = ("launch", "data/pretrain.toml", "--nodes", "2", "--nodelist", "n4,n5", "--allow-dirty", "--check")
     done = mcore_rl(cluster, *words, "--cluster", "differing.toml", "run_dir=checked", within_s=600)
     assert done.returncode == 1, done.stdout + done.stderr
     job, *lines = done.stdout.splitlines()
@@ -198,7 +180,6 @@ def test_a_node_that_fails_three_times_is_left_out_and_is_the_first_cause_each_t
         said = [line.partition(f"[{failing.id}.{attempt}] ")[2] for line in lines]
         first, second = [line for line in said if line][:2]
         assert (
-            first.startswith("on n[1-2], from step 0")
-            and second == "first cause: rank 1 on n2 was killed by SIGKILL"
+            first.startswith("on n[1-2], from step 0") and second == "first cause: rank 1 on n2 was killed by SIGKILL"
         )
     assert any("n2 crashed in 3 of the last 10 attempts: it is excluded" in line for line in lines)

@@ -94,9 +94,7 @@ def crashing(cluster: Cluster, pipeline: Pipeline) -> Crashing:
     return Crashing(first, (second, third), Path(script.run_dir))
 
 
-def test_a_run_that_hangs_is_killed_and_is_asked_to_save_ends_bit_equal(
-    cluster: Cluster, pipeline: Pipeline
-) -> None:
+def test_a_run_that_hangs_is_killed_and_is_asked_to_save_ends_bit_equal(cluster: Cluster, pipeline: Pipeline) -> None:
     script = uninterrupted(cluster, "interrupted", hang_s=20, nodelist="n4,n5")
     run_dir = Path(script.run_dir)
     id_ = submit(cluster, script)
@@ -122,9 +120,7 @@ def test_a_run_that_hangs_is_killed_and_is_asked_to_save_ends_bit_equal(
     assert crash["headline"] == headline and f"[{id_}.1] first cause: {headline}\n" in log
 
 
-def test_each_job_of_a_pipeline_starts_when_the_one_before_has_succeeded(
-    cluster: Cluster, pipeline: Pipeline
-) -> None:
+def test_each_job_of_a_pipeline_starts_when_the_one_before_has_succeeded(cluster: Cluster, pipeline: Pipeline) -> None:
     cluster.until_state(pipeline.rl, ENDED, 600)
     jobs = [cluster.job(job) for job in (pipeline.pretrain, pipeline.convert, pipeline.rl)]
     assert [job["JobState"] for job in jobs] == ["COMPLETED"] * 3
@@ -133,9 +129,7 @@ def test_each_job_of_a_pipeline_starts_when_the_one_before_has_succeeded(
     assert len([record for record in records if "policy/loss" in record]) == 10
 
 
-def test_an_unfit_node_is_named_and_excluded_and_the_job_runs_without_it(
-    cluster: Cluster, pipeline: Pipeline
-) -> None:
+def test_an_unfit_node_is_named_and_excluded_and_the_job_runs_without_it(cluster: Cluster, pipeline: Pipeline) -> None:
     cluster.until_state(pipeline.pretrain, ENDED, 600)
     assert ends(pipeline.run_dir) == [("unfit", "requeue"), ("finished", "0")]
     ended = cluster.job(pipeline.pretrain)

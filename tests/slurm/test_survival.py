@@ -85,14 +85,10 @@ def test_a_run_whose_folder_cannot_be_written_for_a_while_waits_and_ends_bit_equ
     log = run_dir / f"logs/{id_}.log"
 
     def lock_for_a_while() -> None:
-        modes = {
-            path: path.stat().st_mode for path in (run_dir, *run_dir.rglob("*")) if not path.is_symlink()
-        }
+        modes = {path: path.stat().st_mode for path in (run_dir, *run_dir.rglob("*")) if not path.is_symlink()}
         for path, mode in modes.items():
             path.chmod(mode & ~0o222)
-        cluster.until(
-            lambda: "cannot be written: waiting up to 900 s" in log.read_text(), "the job waits", 120
-        )
+        cluster.until(lambda: "cannot be written: waiting up to 900 s" in log.read_text(), "the job waits", 120)
         for path, mode in modes.items():
             path.chmod(mode)
 
@@ -116,9 +112,7 @@ def test_a_job_that_slurm_cannot_start_because_its_log_is_locked_says_so(cluster
     cluster.run("scontrol", "release", id_)
     assert cluster.until_state(id_, ENDED, 60) == "FAILED"
     words = ("env", f"PYTHONPATH={cluster.code}", cluster.python, "-m", "mcore_rl.cli.cli", "jobs", "locked")
-    assert "Slurm could not open the job's log, whose folder was gone or could not be written" in cluster.run(
-        *words
-    )
+    assert "Slurm could not open the job's log, whose folder was gone or could not be written" in cluster.run(*words)
 
 
 def test_a_spare_replaces_the_node_of_a_killed_rank_within_the_allocation(

@@ -149,9 +149,7 @@ def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
         if asks and str(source.path) != "mcore_rl/megatron/mesh.py":
             yield f"{source.path}:{line}: imports {name}"
     # A patch stands in Megatron's place and has nobody to hand it a group.
-    if str(source.path) == "mcore_rl/megatron/mesh.py" or source.path.is_relative_to(
-        "mcore_rl/megatron/patches"
-    ):
+    if str(source.path) == "mcore_rl/megatron/mesh.py" or source.path.is_relative_to("mcore_rl/megatron/patches"):
         return
     for node in source.nodes:
         if isinstance(node, ast.Attribute) and node.attr == "use_mpu_process_groups":

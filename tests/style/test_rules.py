@@ -20,25 +20,10 @@ from tests.style.rules import parse
             "tp = ProcessGroupCollection.use_mpu_process_groups(['tp']).tp",
             1,
         ),
-        (
-            rules.only_the_mesh_asks_parallel_state,
-            "train/a.py",
-            "from megatron.core import parallel_state",
-            1,
-        ),
-        (
-            rules.only_the_mesh_asks_parallel_state,
-            "train/a.py",
-            "from megatron.core.parallel_state import get_x",
-            1,
-        ),
+        (rules.only_the_mesh_asks_parallel_state, "train/a.py", "from megatron.core import parallel_state", 1),
+        (rules.only_the_mesh_asks_parallel_state, "train/a.py", "from megatron.core.parallel_state import get_x", 1),
         (rules.compiled_layers_have_one_door, "rl/a.py", "from mcore_rl.megatron.cpu import compiled", 1),
-        (
-            rules.compiled_layers_have_one_door,
-            "model/build.py",
-            "x = 1\nimport mcore_rl.model.layers.cpu.experts",
-            2,
-        ),
+        (rules.compiled_layers_have_one_door, "model/build.py", "x = 1\nimport mcore_rl.model.layers.cpu.experts", 2),
         (rules.engines_are_one_protocol, "rl/trainer.py", "if isinstance(engine, ServedEngine):\n    x()", 1),
         (rules.engines_are_one_protocol, "cli/a.py", "x = 1\nisinstance(x.y, base.AskingEngine | None)", 2),
         (rules.megatron_stays_in_its_packages, "cli/a.py", "import megatron.core", 1),
@@ -63,20 +48,10 @@ from tests.style.rules import parse
         (rules.module_globals_do_not_change, "train/a.py", "x = 1\ndef f():\n    global x\n    x = 2", 3),
         (rules.module_globals_do_not_change, "train/a.py", "X = {}\ndef f():\n    X['a'] = 2", 3),
         (rules.module_globals_do_not_change, "train/a.py", "X: list[int] = []\ndef f():\n    X.append(2)", 3),
-        (
-            rules.module_globals_do_not_change,
-            "train/a.py",
-            "X = defaultdict(int)\ndef f():\n    X[1] += 2",
-            3,
-        ),
+        (rules.module_globals_do_not_change, "train/a.py", "X = defaultdict(int)\ndef f():\n    X[1] += 2", 3),
         (rules.public_things_are_documented, "train/a.py", "x = 1", 1),
         (rules.public_things_are_documented, "train/a.py", '"""A."""\ndef f(): ...', 2),
-        (
-            rules.public_things_are_documented,
-            "train/a.py",
-            '"""A."""\nclass A:\n    """B."""\n    def f(): ...',
-            4,
-        ),
+        (rules.public_things_are_documented, "train/a.py", '"""A."""\nclass A:\n    """B."""\n    def f(): ...', 4),
         (rules.docstrings_have_a_subject, "train/a.py", '"""A."""\nx = 1\n"""Of each rank."""', 3),
     ],
 )
@@ -91,32 +66,16 @@ def test_an_offence_is_seen_at_its_line(rule, path, text, line):
         (rules.imports_point_down, "train/a.py", "import mcore_rl.train.b, mcore_rl.errors\nimport torch"),
         (rules.imports_point_down, "cli/a.py", "from mcore_rl import __version__"),
         (rules.packages_are_floors, "errors.py", ""),
-        (
-            rules.only_the_mesh_asks_parallel_state,
-            "megatron/mesh.py",
-            "from megatron.core import parallel_state",
-        ),
+        (rules.only_the_mesh_asks_parallel_state, "megatron/mesh.py", "from megatron.core import parallel_state"),
         (rules.megatron_stays_in_its_packages, "model/a.py", "import megatron.core"),
-        (
-            rules.errors_are_caught_by_name,
-            "train/a.py",
-            "try:\n    f()\nexcept BaseException:\n    g()\n    raise",
-        ),
-        (
-            rules.errors_are_caught_by_name,
-            "train/a.py",
-            "try:\n    f()\nexcept (OSError, KeyError):\n    pass",
-        ),
+        (rules.errors_are_caught_by_name, "train/a.py", "try:\n    f()\nexcept BaseException:\n    g()\n    raise"),
+        (rules.errors_are_caught_by_name, "train/a.py", "try:\n    f()\nexcept (OSError, KeyError):\n    pass"),
         (rules.the_environment_is_read_in_its_rooms, "megatron/a.py", "import os\nos.environ['A']"),
         (rules.only_files_renames, "train/a.py", "'a b'.replace(' ', '')\nreplace(x)\nself.replace(f)"),
         (rules.only_files_renames, "storage/files.py", "import os\nos.replace(a, b)"),
         (rules.engines_are_one_protocol, "rl/engines/base.py", "isinstance(engine, AskingEngine)"),
         (rules.engines_are_one_protocol, "rl/a.py", "isinstance(error, EngineError)"),
-        (
-            rules.module_globals_do_not_change,
-            "train/a.py",
-            "X = {}\ndef f():\n    x = {}\n    x['a'] = X['a']",
-        ),
+        (rules.module_globals_do_not_change, "train/a.py", "X = {}\ndef f():\n    x = {}\n    x['a'] = X['a']"),
         (rules.public_things_are_documented, "train/a.py", '"""A."""\ndef _f(): ...'),
         (rules.docstrings_have_a_subject, "train/a.py", '"""A."""\nx = 1\n"""Ranks of the group."""'),
     ],
@@ -161,9 +120,7 @@ def test_light_packages_stay_light_also_by_way_of_others():
     page = parse("mcore_rl/planning/page.py", "import mcore_rl.metrics.table")
     table = parse("mcore_rl/metrics/table.py", "import torch")
     assert len(list(rules.light_packages_stay_light([page, table]))) == 1
-    assert (
-        list(rules.light_packages_stay_light([page, parse("mcore_rl/metrics/table.py", "import json")])) == []
-    )
+    assert list(rules.light_packages_stay_light([page, parse("mcore_rl/metrics/table.py", "import json")])) == []
     assert list(rules.light_packages_stay_light([table])) == []
 
 

@@ -71,9 +71,7 @@ def described(models: Mapping[str, ModelConfig]) -> dict[str, dict[Layers, Any]]
 
 
 def exchanged(
-    mesh_config: MeshConfig,
-    models: Mapping[str, tuple[ModelConfig, PlatformConfig, Tensors]],
-    folder: Path,
+    mesh_config: MeshConfig, models: Mapping[str, tuple[ModelConfig, PlatformConfig, Tensors]], folder: Path
 ) -> dict[str, int]:
     """On a rank: save each model by one kind of layers and load it by the other, both ways; return the number of
     shards of this rank that were compared with the global tensors that the first kind was given.

@@ -23,28 +23,15 @@ from tests.ranks import run_ranks
 from tests.te.layers import described, exchanged, passed_on, resaved, settings_of
 from tests.tiny_models import TINY
 
-MESHES = {
-    "1": MeshConfig(),
-    "tp2": MeshConfig(tp=2),
-    "ep2": MeshConfig(ep=2, dp=2),
-    "pp2": MeshConfig(pp=2),
-}
-REFUSED = {
-    name: f"{name} norms the queries and the keys of all heads at once" for name in ("minimax_m2", "olmoe")
-}
-REFUSED |= {
-    name: f"{name} has gated delta nets" for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")
-}
-REFUSED |= {
-    name: f"{name} attends to keys that an indexer chooses" for name in ("deepseek_v32", "glm_moe_dsa")
-}
+MESHES = {"1": MeshConfig(), "tp2": MeshConfig(tp=2), "ep2": MeshConfig(ep=2, dp=2), "pp2": MeshConfig(pp=2)}
+REFUSED = {name: f"{name} norms the queries and the keys of all heads at once" for name in ("minimax_m2", "olmoe")}
+REFUSED |= {name: f"{name} has gated delta nets" for name in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")}
+REFUSED |= {name: f"{name} attends to keys that an indexer chooses" for name in ("deepseek_v32", "glm_moe_dsa")}
 """Families that TransformerEngine's layers cannot compute, and the message."""
 MODELS = TINY | {
     "deepseek_v3 with MTP": TINY["deepseek_v3"].model_copy(update={"mtp_layers": 1}),
     "qwen3_moe with scores": TINY["qwen3_moe"].scored,
-    "deepseek_v3 with another epsilon of the latents": TINY["deepseek_v3"].model_copy(
-        update={"norm_eps": 1e-5}
-    ),
+    "deepseek_v3 with another epsilon of the latents": TINY["deepseek_v3"].model_copy(update={"norm_eps": 1e-5}),
 }
 """Models by name; the last one is refused."""
 BUILT = [name for name in MODELS if name not in REFUSED and "epsilon" not in name]
@@ -73,22 +60,15 @@ def test_weights_of_both_kinds_of_layers_have_the_names_and_shapes_of_the_family
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        *REFUSED.items(),
-        (list(MODELS)[-1], "model.mla.norm_eps=1e-06 and model.norm_eps=1e-05 differ"),
-    ],
+    [*REFUSED.items(), (list(MODELS)[-1], "model.mla.norm_eps=1e-06 and model.norm_eps=1e-05 differ")],
 )
-def test_what_its_layers_cannot_compute_is_refused(
-    name: str, message: str, layers: dict[str, dict[str, Any]]
-) -> None:
+def test_what_its_layers_cannot_compute_is_refused(name: str, message: str, layers: dict[str, dict[str, Any]]) -> None:
     assert message in layers[name]["te"] and 'Set platform.layers="torch"' in layers[name]["te"]
     assert layers[name]["torch"]["shards"]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_checkpoints_of_either_kind_of_layers_are_loaded_by_the_other_bit_for_bit(
-    mesh: str, tmp_path: Path
-) -> None:
+def test_checkpoints_of_either_kind_of_layers_are_loaded_by_the_other_bit_for_bit(mesh: str, tmp_path: Path) -> None:
     config = MESHES[mesh]
     cases = {
         name: (MODELS[name], settings_of("te"), random_tensors(MODELS[name]))
@@ -134,9 +114,7 @@ def test_a_conversion_passes_through_its_layers_bit_for_bit(mesh: str, tmp_path:
     assert len(checkpoints) >= (7 if config.ep > 1 else 10)
     ranks = run_ranks(passed_on, config.smallest_world, config, checkpoints, tmp_path / "passed on")
     for case, source in sources.items():
-        assert_same(
-            read_dist(tmp_path / "passed on" / case / "iter_0000000"), read_dist(checkpoints[case][1])
-        )
+        assert_same(read_dist(tmp_path / "passed on" / case / "iter_0000000"), read_dist(checkpoints[case][1]))
         wanted = read_hf(source)
         back = exported(tmp_path / "passed on" / case / "iter_0000000", tmp_path / case / "back")
         assert_same(read_hf(back), wanted)
@@ -147,9 +125,7 @@ def test_a_conversion_passes_through_its_layers_bit_for_bit(mesh: str, tmp_path:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_run_goes_on_bit_equal_from_a_state_that_its_layers_have_loaded_and_saved(
-    mesh: str, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_bit_equal_from_a_state_that_its_layers_have_loaded_and_saved(mesh: str, tmp_path: Path) -> None:
     """Weights, main weights and moments of the optimizer: a run of ours stops, and resumes from the other's save."""
     model = TINY["deepseek_v3"] if mesh != "tp2" else TINY["qwen3_moe"]
     model = model.model_copy(update={"norm_eps": 1e-6})
@@ -165,9 +141,7 @@ def test_a_run_goes_on_bit_equal_from_a_state_that_its_layers_have_loaded_and_sa
         return made.model_copy(update=changes)
 
     whole = run(config("ours", "torch", None), until=4, save_at=[2])
-    loaded = run_ranks(resaved, MESHES[mesh].smallest_world, config("theirs", "te", str(tmp_path / "ours")))[
-        0
-    ]
+    loaded = run_ranks(resaved, MESHES[mesh].smallest_world, config("theirs", "te", str(tmp_path / "ours")))[0]
     assert Path(loaded).name == "iter_0000002"
     resumed = run(config("back", "torch", str(tmp_path / "theirs")), until=4)
     assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}

@@ -27,9 +27,7 @@ def test_errors_of_a_config_come_before_ranks(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match=r"Did you mean mesh\.tp"):
         load_config("rl", "tiny_moe/grpo", {"mesh.tpp": 2})
-    with pytest.raises(
-        ConfigError, match=r"There is no program 'grpo'\. Name one of pretrain, sft, rm, dpo, rl"
-    ):
+    with pytest.raises(ConfigError, match=r"There is no program 'grpo'\. Name one of pretrain, sft, rm, dpo, rl"):
         load_config("grpo", "tiny_moe/grpo")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="The world has 3 ranks"):
         train("pretrain", "tiny_moe/pretrain", {"run_dir": tmp_path / "run"}, ranks=3)

@@ -123,25 +123,13 @@ def test_plain(): pass
     ("arguments", "run", "left_out"),
     [([], 3, 3), (["--all"], 6, 0), (["{file}::test_costly"], 1, 0), (["{file}::test_cell[a]"], 1, 0)],
 )
-def test_only_the_cells_that_a_mark_names_run_by_default_and_the_others_are_counted(
-    arguments, run, left_out, tmp_path
-):
+def test_only_the_cells_that_a_mark_names_run_by_default_and_the_others_are_counted(arguments, run, left_out, tmp_path):
     file = tmp_path / "test_matrix.py"
     file.write_text(MATRIX)
     words = [word.format(file=os.path.relpath(file, ROOT)) for word in arguments]
     words += [] if any("::" in word for word in words) else [str(file)]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.conftest",
-            "-c",
-            str(ROOT / "pyproject.toml"),
-            "-v",
-            *words,
-        ],
+        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), "-v", *words],
         cwd=ROOT,
         env=ENVIRONMENT,
         capture_output=True,
@@ -184,9 +172,7 @@ def test_tests_that_hang_are_named_with_their_stacks(tmp_path):
     until_s = time.monotonic() + 120
     while not (tmp_path / "began").exists() and process.poll() is None and time.monotonic() < until_s:
         time.sleep(0.05)
-    time.sleep(
-        4
-    )  # the process that leads hears of a test's beginning a moment later, on a busy machine seconds
+    time.sleep(4)  # the process that leads hears of a test's beginning a moment later, on a busy machine seconds
     os.killpg(process.pid, signal.SIGUSR2)
     output, _ = process.communicate(timeout=60)
     assert re.search(r"Tests that were running:\n +\d+ s  .*::test_waits\n", output), output

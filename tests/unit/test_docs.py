@@ -83,12 +83,7 @@ def test_a_command_is_one_and_its_config_can_run(command):
             kind = kind_of(config_file(Path(args.config)), args.overrides, ("rl", "rm"))
             checked(kind, args.config, args.overrides, args.ranks)
         elif command_name in PROGRAM_OF:
-            checked(
-                PROGRAM_OF[command_name] or args.program,
-                args.config,
-                args.overrides,
-                getattr(args, "ranks", None),
-            )
+            checked(PROGRAM_OF[command_name] or args.program, args.config, args.overrides, getattr(args, "ranks", None))
     elif "-m" in rest:
         module, *words = rest[rest.index("-m") + 1 :]
         if module.startswith("mcore_rl.cli."):
@@ -113,9 +108,7 @@ def test_what_this_machine_cannot_run_is_marked(command):
     of_cluster = [["mcore-rl", name] for name in ("launch", "jobs", "attach")]
     wants_cluster = words[0] in NEEDS_MORE or words[:2] in of_cluster
     trains = words[0] == "mcore-rl" and words[1] in ("pretrain", "sft", "rm", "dpo", "rl", "eval")
-    is_of_any_model = words[2:3] == ["--model"] or any(
-        word in written_on(command.page) for word in words[2:3]
-    )
+    is_of_any_model = words[2:3] == ["--model"] or any(word in written_on(command.page) for word in words[2:3])
     is_of_run = words[1:2] == ["eval"] and words[2].startswith("runs/")
     is_large = trains and "tiny_moe" not in words[2] and not is_of_any_model and not is_of_run
     wants_gpu = "platform.precision=bf16" in words or words == ["make", "gpu"]
@@ -131,9 +124,7 @@ def templates():
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield node.value
                 elif isinstance(node, ast.JoinedStr):
-                    yield "".join(
-                        str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
-                    )
+                    yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
 
 
 def test_every_message_of_troubleshooting_is_one_of_the_code():
@@ -185,9 +176,7 @@ def test_paths_and_fields_and_metrics_on_the_pages_exist():
         text = page.read_text(encoding="utf-8")
         for path in re.findall(r"`((?:mcore_rl|launch|tools|tests|bench)/[\w/.]+\.\w+)`", text):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
-        for name in re.findall(
-            r"`((?:train|moe|policy|rollout|routes|rollout_routes|reward|time)/[a-z_/]+)`", text
-        ):
+        for name in re.findall(r"`((?:train|moe|policy|rollout|routes|rollout_routes|reward|time)/[a-z_/]+)`", text):
             assert f"`{name}`" in fields or f"`{name}_" in fields, f"{page.name}: {name}"
         for name in re.findall(
             r"`((?:mesh|platform|train|optim|checkpoint|log|replay|rl\.\w+|model\.moe)\.(?!py\b)[a-z_0-9]+(?:\.[a-z_0-9]+)*)",
@@ -199,9 +188,7 @@ def test_paths_and_fields_and_metrics_on_the_pages_exist():
 def test_the_way_to_read_one_step_is_short():
     text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
     way = text[text.index("Begin with [`examples") : text.index("The parts of a step, in order")]
-    names = [
-        name for name in re.findall(r"`([\w/]+\.py)`", way) if not name.startswith(("examples/", "tests/"))
-    ]
+    names = [name for name in re.findall(r"`([\w/]+\.py)`", way) if not name.startswith(("examples/", "tests/"))]
     assert len(names) == 8
     files = [ROOT / "mcore_rl" / name for name in names]
     assert sum(file.read_text(encoding="utf-8").count("\n") for file in files) <= 2350

@@ -40,17 +40,12 @@ time.sleep(600)
 
 @pytest.mark.parametrize(
     ("number", "goes_to_group", "status"),
-    [
-        (signal.SIGTERM, False, -signal.SIGTERM),
-        (signal.SIGINT, True, 130),
-    ],  # a terminal's Ctrl-C is the group's
+    [(signal.SIGTERM, False, -signal.SIGTERM), (signal.SIGINT, True, 130)],  # a terminal's Ctrl-C is the group's
 )
 def test_a_pipeline_that_is_ended_waits_for_its_stage_to_save(
     tmp_path: Path, number: signal.Signals, goes_to_group: bool, status: int
 ) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PIPELINE, tmp_path, STAGE], cwd=ROOT, start_new_session=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", PIPELINE, tmp_path, STAGE], cwd=ROOT, start_new_session=True)
     until_s = time.monotonic() + 60
     while not (tmp_path / "began").exists():
         assert time.monotonic() < until_s and process.poll() is None
@@ -70,14 +65,7 @@ def test_a_stage_is_done_again_after_the_stage_that_it_reads(tmp_path: Path) -> 
     write = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
     chosen = [
         Stage(name="a", title="a", arguments=("-c", write, source, "new"), result=source, seconds=1),
-        Stage(
-            name="b",
-            title="b",
-            arguments=("-c", write, page, "new"),
-            result=page,
-            seconds=1,
-            sources=(source,),
-        ),
+        Stage(name="b", title="b", arguments=("-c", write, page, "new"), result=page, seconds=1, sources=(source,)),
     ]
     assert run_to_status(chosen, Console(), 1.0) == 0
     assert page.read_text() == "new"

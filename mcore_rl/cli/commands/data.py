@@ -24,9 +24,7 @@ def tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-mb", type=int, default=512, help="train on at most this much of the corpus (default 512)"
     )
-    parser.add_argument(
-        "--threads", type=int, default=4, help="default 4; the digest of the file depends on it"
-    )
+    parser.add_argument("--threads", type=int, default=4, help="default 4; the digest of the file depends on it")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
 
 
@@ -44,9 +42,7 @@ def preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=int, default=1, help="processes (default 1)")
     cuts = parser.add_mutually_exclusive_group()
-    cuts.add_argument(
-        "--split-blank-lines", action="store_true", help="plain text: blank lines separate documents"
-    )
+    cuts.add_argument("--split-blank-lines", action="store_true", help="plain text: blank lines separate documents")
     cuts.add_argument(
         "--document-separator",
         metavar="LINE",
@@ -75,16 +71,12 @@ def show_data_arguments(parser: argparse.ArgumentParser) -> None:
 def problems_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare an RL config, a count, and an output file."""
     parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        help="an RL config, a file or the name of a recipe, whose rl.prompts.task is used",
+        "config", metavar="CONFIG", help="an RL config, a file or the name of a recipe, whose rl.prompts.task is used"
     )
     add_overrides(parser)
     parser.add_argument("--count", type=positive, default=10000, help="number of problems (default 10000)")
     parser.add_argument(
-        "--preferences",
-        action="store_true",
-        help="write pairs for a reward model: the right answer and a wrong one",
+        "--preferences", action="store_true", help="write pairs for a reward model: the right answer and a wrong one"
     )
     parser.add_argument(
         "--faults",

@@ -41,9 +41,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt, in a terminal, chat turn by turn",
     )
     parser.add_argument("--system", metavar="TEXT", help="--chat: the system's turn before the user's")
-    parser.add_argument(
-        "--answer", metavar="TEXT", help="--chat: beginning of the answer, which goes on from there"
-    )
+    parser.add_argument("--answer", metavar="TEXT", help="--chat: beginning of the answer, which goes on from there")
     parser.add_argument("--tokens", type=positive, default=64, help="new tokens at most (default 64)")
     parser.add_argument("--n", type=positive, default=1, help="number of continuations (default 1)")
     parser.add_argument("--stream", action="store_true", help="show the text as it grows")
@@ -52,18 +50,12 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="ask this inference server, as http://node7:8000, which has weights of its own (mcore-rl probe); --run "
         "names the model and its tokenizer",
     )
-    parser.add_argument(
-        "--kind", choices=["vllm", "sglang"], default="vllm", help="--url: its software (default vllm)"
-    )
+    parser.add_argument("--kind", choices=["vllm", "sglang"], default="vllm", help="--url: its software (default vllm)")
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="--url: environment variable with the key that it asks for"
     )
-    parser.add_argument(
-        "--ca-file", metavar="FILE", help="--url: certificates by which an https server is known"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0: always the most likely token (default)"
-    )
+    parser.add_argument("--ca-file", metavar="FILE", help="--url: certificates by which an https server is known")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token (default)")
     parser.add_argument(
         "--top-k", type=int, default=0, help="sample among this many most likely tokens; 0: all (default)"
     )
@@ -90,9 +82,7 @@ def probe_arguments(parser: argparse.ArgumentParser) -> None:
         "run", metavar="RUN", type=Path, help="the run_dir of a training; its newest checkpoint is used"
     )
     parser.add_argument("--url", required=True, help="the server's address, as http://node7:8000")
-    parser.add_argument(
-        "--kind", choices=["vllm", "sglang"], default="vllm", help="its software (default vllm)"
-    )
+    parser.add_argument("--kind", choices=["vllm", "sglang"], default="vllm", help="its software (default vllm)")
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="this checkpoint of the run instead")
     parser.add_argument(
         "--older",
@@ -123,10 +113,7 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     parser.add_argument("--count", type=positive, default=1, help="servers on this machine (default 1)")
     parser.add_argument(
-        "--port",
-        type=positive,
-        default=8000,
-        help="port of the first server; each next one adds 1 (default 8000)",
+        "--port", type=positive, default=8000, help="port of the first server; each next one adds 1 (default 8000)"
     )
 
 
@@ -163,16 +150,12 @@ def eval_config(args: argparse.Namespace) -> tuple[str, list[str]]:
     config, words = args.config, list(args.overrides)
     if args.model is None:
         if config is None or args.data or args.reward:
-            raise ConfigError(
-                "Give CONFIG, the folder of a run, or --model FOLDER with --data FILE and --reward PART."
-            )
+            raise ConfigError("Give CONFIG, the folder of a run, or --model FOLDER with --data FILE and --reward PART.")
         if (Path(config) / "config.toml").is_file():
             return f"{config}/config.toml", [f"run_dir={config}", *words]
         return config, words
     if config is not None and "=" not in config:
-        raise ConfigError(
-            f"--model is given in the place of CONFIG. Leave {config} out, or set model.path in it."
-        )
+        raise ConfigError(f"--model is given in the place of CONFIG. Leave {config} out, or set model.path in it.")
     if not args.data:
         raise ConfigError("--model needs questions. Give --data FILE, JSON lines with question and answer.")
     if config is not None:
@@ -253,9 +236,7 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         help="export: a tokenizer's folder or .model file, or none (default: that of the run, else of --reference)",
     )
     what.add_argument(
-        "--merge",
-        action="store_true",
-        help="export: add low-rank adapters to the weights; says what rounding loses",
+        "--merge", action="store_true", help="export: add low-rank adapters to the weights; says what rounding loses"
     )
     what.add_argument(
         "--adapter",
@@ -311,17 +292,13 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--log", type=Path, metavar="FILE", help="append progress as lines of JSON")
     how.add_argument(
-        "--logits",
-        action="store_true",
-        help="verify: also run both models, a layer at a time, on random tokens",
+        "--logits", action="store_true", help="verify: also run both models, a layer at a time, on random tokens"
     )
 
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a checkpoint, and another to compare it with."""
-    parser.add_argument(
-        "path", type=Path, help="a Hugging Face folder, a safetensors file, a checkpoint or a run"
-    )
+    parser.add_argument("path", type=Path, help="a Hugging Face folder, a safetensors file, a checkpoint or a run")
     parser.add_argument(
         "--diff",
         type=Path,
@@ -339,9 +316,7 @@ def check_arguments(parser: argparse.ArgumentParser) -> None:
         help="a checkpoint, or a run (its newest checkpoint), a Hugging Face folder that was exported, or the prefix "
         "of a .bin/.idx pair",
     )
-    parser.add_argument(
-        "--workers", type=positive, default=4, metavar="N", help="files read at a time (default 4)"
-    )
+    parser.add_argument("--workers", type=positive, default=4, metavar="N", help="files read at a time (default 4)")
 
 
 def num_bytes(text: str) -> int:

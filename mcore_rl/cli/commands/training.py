@@ -46,9 +46,7 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
         "rest",
     )
     parser.add_argument(
-        "--gpus",
-        metavar="NxKIND",
-        help="GPUs that it is for, as 8xH100; default: those of this machine, or its CPU",
+        "--gpus", metavar="NxKIND", help="GPUs that it is for, as 8xH100; default: those of this machine, or its CPU"
     )
     add_program(parser)
 
@@ -70,16 +68,11 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CLUSTER",
         help="where it would run: a .toml file, or an example of launch/clusters by its name (example_h100)",
     )
-    place.add_argument(
-        "--gpus", metavar="NxKIND", help="instead of a cluster and a number of nodes: GPUs, as 8xH100"
-    )
+    place.add_argument("--gpus", metavar="NxKIND", help="instead of a cluster and a number of nodes: GPUs, as 8xH100")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--nodes", type=positive, metavar="N", help="number of nodes")
     size.add_argument(
-        "--world",
-        type=world_sizes,
-        metavar="A..B",
-        help="a line for each doubling of the number of GPUs from A to B",
+        "--world", type=world_sizes, metavar="A..B", help="a line for each doubling of the number of GPUs from A to B"
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -101,11 +94,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean length of a completion, for the time of rollouts; default: half of the longest",
     )
     parser.add_argument(
-        "--server-nodes",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="nodes of inference servers beside the trainer's",
+        "--server-nodes", type=positive, default=0, metavar="N", help="nodes of inference servers beside the trainer's"
     )
     parser.add_argument(
         "--imbalance",
@@ -121,10 +110,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="without CONFIG: fit the rates of the cluster to this finished run on it, and print them for its file",
     )
     parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="with --calibrate: also write the cluster's file with the rates",
+        "--output", type=Path, metavar="FILE", help="with --calibrate: also write the cluster's file with the rates"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan as JSON")
     add_program(parser)
@@ -170,9 +156,7 @@ def study_arguments(parser: argparse.ArgumentParser) -> None:
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the form of the output."""
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, with every patch and its reason"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every patch and its reason")
     parser.add_argument(
         "--nodes",
         type=Path,
@@ -199,9 +183,7 @@ def report_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare runs, and the page to write or to serve."""
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the run_dir of a training")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--output", type=Path, default=Path("report.html"), help="the page (default report.html)"
-    )
+    kind.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default report.html)")
     kind.add_argument(
         "--serve",
         action="store_true",

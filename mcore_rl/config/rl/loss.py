@@ -218,9 +218,7 @@ class GaeAdvantage(SteppedAdvantage):
     critic: CriticConfig = CriticConfig()
 
 
-AnyAdvantage = (
-    ZscoreAdvantage | PlainAdvantage | GaeAdvantage | ReturnAdvantage | BaselineAdvantage | OwnAdvantage
-)
+AnyAdvantage = ZscoreAdvantage | PlainAdvantage | GaeAdvantage | ReturnAdvantage | BaselineAdvantage | OwnAdvantage
 
 
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
@@ -374,9 +372,7 @@ class Corrected(LossConfig):
         """Correction of the rollout-training mismatch; None without a correction."""
         if self.importance_sampling == "none":
             return None
-        return Correction(
-            self.importance_sampling, self.importance_sampling_low, self.importance_sampling_high
-        )
+        return Correction(self.importance_sampling, self.importance_sampling_low, self.importance_sampling_high)
 
 
 class Shifted(LossConfig):

@@ -16,9 +16,7 @@ from mcore_rl.config.section import Gibibytes, Probability, Seconds, Section, St
 class PromptConfig(Section):
     """Prompts and their reference answers."""
 
-    task: (
-        Literal["file", "arithmetic", "sorting", "copying", "reversing", "countdown", "seeds"] | Extension
-    ) = "file"
+    task: Literal["file", "arithmetic", "sorting", "copying", "reversing", "countdown", "seeds"] | Extension = "file"
     """Source of prompts; `file`: read `files`; `arithmetic`, `sorting`, `copying`, `reversing`, `countdown`: problems
     without end, each determined by the seed and its index; `seeds`: numbers, from which rl.environment makes its own
     problems; `module:name`: problems without end, from a function of your own (random generator, size ->

@@ -227,11 +227,7 @@ def import_behind(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_manifest(
-    folder: Path,
-    plan: str,
-    description: Mapping[str, Any],
-    sources: Mapping[str, Any],
-    done: Sequence[RecordedTask],
+    folder: Path, plan: str, description: Mapping[str, Any], sources: Mapping[str, Any], done: Sequence[RecordedTask]
 ) -> None:
     """Write the manifest into the output.
 
@@ -268,9 +264,7 @@ def file_checksums(folder: Path, done: Iterable[RecordedTask]) -> dict[str, dict
         size, known = file.stat().st_size, parts.get(name, [])
         header_bytes = min((part.start for part in known), default=0)
         with file.open("rb") as opened:
-            header = PartChecksum(
-                0, header_bytes, FilePart(opened.fileno(), 0, header_bytes).crc32(0, header_bytes)
-            )
+            header = PartChecksum(0, header_bytes, FilePart(opened.fileno(), 0, header_bytes).crc32(0, header_bytes))
         crc = joined([header, *known], size) if known else None
         checksums[name] = {"bytes": size, "crc32": crc32_of(file) if crc is None else as_hex(crc)}
     return checksums
@@ -283,9 +277,7 @@ def _tensor_checksums(done: Iterable[RecordedTask]) -> dict[str, Any]:
     for task, records in done:
         for chunk, record in zip(task.chunks, records, strict=True):
             targets[chunk.target.name] = chunk.target
-            parts.setdefault(chunk.target.name, []).append(
-                PartChecksum(chunk.start, chunk.num_bytes, record.crc)
-            )
+            parts.setdefault(chunk.target.name, []).append(PartChecksum(chunk.start, chunk.num_bytes, record.crc))
     checksums = {}
     for name, target in targets.items():
         crc = joined(parts[name], target.num_bytes)

@@ -87,9 +87,7 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
         replace_folder(job.out, conversion.final, work / REPLACED, replaced)
         conversion.named(conversion.final)
         _tidy(work)
-    progress.event(
-        "end", output=str(conversion.final), bytes=conversion.num_bytes, seconds=round(progress.seconds, 3)
-    )
+    progress.event("end", output=str(conversion.final), bytes=conversion.num_bytes, seconds=round(progress.seconds, 3))
     size = f"{len(conversion.targets)} tensors, {readable_bytes(conversion.num_bytes)}"
     progress.message(f"{conversion.final}: {size}, {progress.seconds:.1f} s")
     return conversion.final
@@ -253,9 +251,7 @@ class CopyJob:
                 task,
                 [
                     ChunkRecord(
-                        WrittenRange(*written),
-                        crc,
-                        tuple((name, PartChecksum(*part)) for name, part in sources),
+                        WrittenRange(*written), crc, tuple((name, PartChecksum(*part)) for name, part in sources)
                     )
                     for written, crc, sources in entries
                 ],
@@ -393,18 +389,13 @@ def _write(job: CopyJob, task: CopyTask, source: TensorSource, parent: int) -> l
                 job.settings.chunk_done(chunk.num_bytes)
 
     ranges = job.conversion.writer.write(job.out, task, contents())
-    return [
-        ChunkRecord(range_, content.crc, content.sources)
-        for range_, content in zip(ranges, written, strict=True)
-    ]
+    return [ChunkRecord(range_, content.crc, content.sources) for range_, content in zip(ranges, written, strict=True)]
 
 
 def _record(job: CopyJob, task: CopyTask, records: Sequence[ChunkRecord]) -> CopyTask:
     """Record a task as done, once its bytes are on disk: if only the record survived a crash, data would be missing."""
     flush_to_disk(job.out / task.file)
-    entries = [
-        [[record.written.offset, record.written.length], record.crc, record.sources] for record in records
-    ]
+    entries = [[[record.written.offset, record.written.length], record.crc, record.sources] for record in records]
     write_atomically(job.record_file(task), json.dumps(entries))
     return task
 

@@ -19,17 +19,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families.weight_map import (
-    AxisRange,
-    Region,
-    RegionCopy,
-    Shape,
-    cut,
-    listed,
-    overlap,
-    sizes,
-    whole,
-)
+from mcore_rl.families.weight_map import AxisRange, Region, RegionCopy, Shape, cut, listed, overlap, sizes, whole
 from mcore_rl.storage.checksums import PartChecksum, crc32, joined
 from mcore_rl.storage.foreign import FilePart
 
@@ -104,17 +94,13 @@ def chunks_of(target: TargetTensor, limit: int = CHUNK_BYTES) -> Iterator[Chunk]
         for rows in _runs_of_rows(target, num_lead, limit):
             where = (*front, *rows)
             yield Chunk(
-                target,
-                where,
-                tuple(cut(copy, where) for copy in at.get(index, ()) if overlap(copy.into, where)),
+                target, where, tuple(cut(copy, where) for copy in at.get(index, ()) if overlap(copy.into, where))
             )
 
 
 def chunk_at(target: TargetTensor, where: Region) -> Chunk:
     """Return any region of a target as a chunk."""
-    return Chunk(
-        target, where, tuple(cut(copy, where) for copy in target.copies if overlap(copy.into, where))
-    )
+    return Chunk(target, where, tuple(cut(copy, where) for copy in target.copies if overlap(copy.into, where)))
 
 
 def tasks_of(files: Mapping[str, Iterable[TargetTensor]], max_bytes: int) -> list[CopyTask]:
@@ -176,9 +162,7 @@ def digest(tasks: Sequence[CopyTask]) -> str:
             target = chunk.target
             state.update(f"{target.name} {target.shape} {target.dtype} {_plain(chunk.where)}\n".encode())
             for copy in chunk.copies:
-                state.update(
-                    f" {_plain(copy.into)} {copy.source} {_plain(copy.where)} {copy.transposed}\n".encode()
-                )
+                state.update(f" {_plain(copy.into)} {copy.source} {_plain(copy.where)} {copy.transposed}\n".encode())
     return state.hexdigest()
 
 

@@ -167,15 +167,10 @@ def _files(folder: Path) -> list[str]:
     # Without an index, the numbers in the names are the only sign of a missing shard.
     for name in found:
         match = SHARD.fullmatch(name)
-        wanted = (
-            [f"{match[1]}-{i:05d}-of-{match[3]}.safetensors" for i in range(1, int(match[3]) + 1)]
-            if match
-            else []
-        )
+        wanted = [f"{match[1]}-{i:05d}-of-{match[3]}.safetensors" for i in range(1, int(match[3]) + 1)] if match else []
         if missing := sorted(set(wanted) - set(found)):
             raise CheckpointError(
-                f"{folder} lacks shards:\n{listed(missing)}\nDownload or copy them again."
-                f"{unfinished_download(folder)}"
+                f"{folder} lacks shards:\n{listed(missing)}\nDownload or copy them again.{unfinished_download(folder)}"
             )
     return found
 
@@ -195,8 +190,7 @@ def _check_index(folder: Path, tensors: Mapping[str, HfTensor]) -> None:
     names = _weight_map(folder)
     faults = [f"{name} is not in {names[name]}" for name in sorted(names.keys() - tensors.keys())]
     faults += [
-        f"{name}, in {tensors[name].file}, is not in the index"
-        for name in sorted(tensors.keys() - names.keys())
+        f"{name}, in {tensors[name].file}, is not in the index" for name in sorted(tensors.keys() - names.keys())
     ]
     faults += [
         f"{name} is in {tensors[name].file}, not in {names[name]}"
@@ -233,9 +227,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
     return header, 8 + length, size, sha256(raw).hexdigest()
 
 
-def _entries(
-    file: Path, header: Mapping[str, Any], data_start: int, size: int
-) -> Iterator[tuple[str, HfTensor]]:
+def _entries(file: Path, header: Mapping[str, Any], data_start: int, size: int) -> Iterator[tuple[str, HfTensor]]:
     """Yield a file's tensors; CheckpointError unless they fill its data without gaps, as the format demands."""
     position = 0
     try:
@@ -267,18 +259,7 @@ QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_con
 """Files of ModelOpt, GPTQ and AWQ by which engines read the weights as quantized."""
 NOT_COPIED = (MANIFEST, MARKER, FORMAT_FILE, CARD, *ADAPTER_FILES, *QUANTIZATION_FILES)
 """Files that belong to the weights of their folder: a copy has its own, or has them merged."""
-WEIGHT_FILES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".distcp",
-    ".gguf",
-    ".onnx",
-    ".h5",
-    ".msgpack",
-    ".index.json",
-)
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 """Endings of files that are not copied."""
 
 

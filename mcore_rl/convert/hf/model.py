@@ -79,9 +79,7 @@ class HfSource:
                 self.fill(scales, name + FP8_SCALE, whole(scales.shape))
                 rows = dequantize_fp8(rows, scales, where[0].start, self._fp8_block, out.dtype)
             # `rows` begins with the region's first row, so the first axis counts from 0.
-            inside = (
-                tuple(slice(*axis) for axis in ((0, shape[0], where[0].step), *where[1:])) if where else ()
-            )
+            inside = tuple(slice(*axis) for axis in ((0, shape[0], where[0].step), *where[1:])) if where else ()
             out.copy_(rows[inside].view(out.shape))
             # No view of the mapped file may outlive the block.
             del rows, raw
@@ -159,9 +157,7 @@ def source_checksums(folder: HfFolder, done: Iterable[RecordedTask]) -> dict[str
     for name, tensor in sorted(folder.tensors.items()):
         crc = joined(parts.get(name, ()), tensor.num_bytes)
         checksums[name] = as_hex(source.checksum(name) if crc is None else crc)
-    files = {
-        name: {"bytes": size, "header_sha256": folder.headers[name]} for name, size in folder.files.items()
-    }
+    files = {name: {"bytes": size, "header_sha256": folder.headers[name]} for name, size in folder.files.items()}
     layouts = {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in sorted(folder.tensors.items())}
     return {"files": files, "config": folder.config, "tensors": checksums, "layouts": layouts}
 
@@ -225,9 +221,7 @@ def open_hf_model(
     """
     folder = open_hf(path)
     if folder.config is None:
-        raise CheckpointError(
-            f"{path} has no config.json: what model is it? Take the one that belongs to the weights."
-        )
+        raise CheckpointError(f"{path} has no config.json: what model is it? Take the one that belongs to the weights.")
     _refuse_consolidated(folder)
     config = folder.config
     quantized = with_quantization(config)
@@ -343,8 +337,7 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
     shapes = {
         name: shape
         for name, shape in found.folder.shapes.items()
-        if name not in left
-        and not (name.endswith(FP8_SCALE) and name.removesuffix(FP8_SCALE) in found.folder.tensors)
+        if name not in left and not (name.endswith(FP8_SCALE) and name.removesuffix(FP8_SCALE) in found.folder.tensors)
     }
     for name, shape in mxfp4_shapes(found.folder.tensors).items():
         shapes.pop(name + MXFP4_BLOCKS)
@@ -373,9 +366,7 @@ def _check_types(found: HfModel) -> None:
         if dtype not in (*FLOATS, *FP8):
             faults.append(f"{name} is {dtype}, wanted fp64, fp32, bf16, fp16, or fp8 with scales")
     if faults:
-        raise CheckpointError(
-            f"{found.folder.path} has tensors of types that cannot be converted:\n{listed(faults)}"
-        )
+        raise CheckpointError(f"{found.folder.path} has tensors of types that cannot be converted:\n{listed(faults)}")
 
 
 def _equal(found: HfModel, one: str, other: str) -> bool:
@@ -385,10 +376,7 @@ def _equal(found: HfModel, one: str, other: str) -> bool:
     sides = [
         chunks_of(
             TargetTensor(
-                name=name,
-                shape=shape,
-                dtype=found.dtype(name),
-                copies=(RegionCopy(whole(shape), name, whole(shape)),),
+                name=name, shape=shape, dtype=found.dtype(name), copies=(RegionCopy(whole(shape), name, whole(shape)),)
             )
         )
         for name in (one, other)

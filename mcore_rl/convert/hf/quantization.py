@@ -166,18 +166,14 @@ def quantize_fp8(
     """
     rows, columns = weights.shape
     padded = pad(weights.float(), (0, -columns % block, 0, -rows % block))
-    blocks = padded.unflatten(1, (-1, block)).unflatten(
-        0, (-1, block)
-    )  # [row blocks, block, column blocks, block]
+    blocks = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))  # [row blocks, block, column blocks, block]
     known_back = _fp8_numbers(blocks, known).float().mul_(_each(known)).to(weights.dtype)
     is_kept = (known_back.float() == blocks).all(3).all(1)
     # The smallest normal number: a block of zeros would have no scale.
     made = (blocks.abs().amax((1, 3)) / FP8_LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
     if in_powers:
         mantissa, exponent = torch.frexp(made)  # made = mantissa x 2^exponent, 0.5 <= mantissa < 1
-        made = torch.where(
-            made.isfinite(), torch.ldexp(torch.ones(()), exponent - (mantissa == 0.5).int()), made
-        )
+        made = torch.where(made.isfinite(), torch.ldexp(torch.ones(()), exponent - (mantissa == 0.5).int()), made)
     scales = torch.where(is_kept, known, made.to(scale_dtype).float())
     return _fp8_numbers(blocks, scales).flatten(2).flatten(0, 1)[:rows, :columns], scales
 
@@ -211,9 +207,7 @@ def mxfp4_faults(tensors: Mapping[str, HfTensor]) -> Iterator[str]:
         if scales is None:
             yield (f"{name + MXFP4_BLOCKS} has no {name + MXFP4_SCALES}: without its scales it means nothing")
         elif scales.dtype != torch.uint8 or scales.shape != blocks.shape[:3]:
-            yield (
-                f"{name + MXFP4_SCALES} is {scales.dtype} {scales.shape}, wanted torch.uint8 {blocks.shape[:3]}"
-            )
+            yield (f"{name + MXFP4_SCALES} is {scales.dtype} {scales.shape}, wanted torch.uint8 {blocks.shape[:3]}")
         if name in tensors:
             yield f"{name} is there, and as {name + MXFP4_BLOCKS} too"
 

@@ -73,9 +73,7 @@ def is_of_tokenizer(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
 
 
-def text_files(
-    text: ModelText, model: ModelConfig, reference: Path | None
-) -> tuple[dict[str, bytes], dict[str, Any]]:
+def text_files(text: ModelText, model: ModelConfig, reference: Path | None) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return the files of tokenizer, chat template and generation, by name, and the special tokens for config.json.
 
     Args:
@@ -105,15 +103,9 @@ def text_files(
     if text.chat_template not in (None, "tokenizer"):
         # The run's template was that of conversations with tools, too.
         files.pop(f"{MORE_TEMPLATES}/{TOOL_USE}.jinja", None)
-    special = {
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
-        "pad_token_id": tokenizer.pad_id,
-    }
+    special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     generation = _generation_config(text, tokenizer, reference, path)
-    files[GENERATION_CONFIG] = _json(
-        {name: token for name, token in special.items() if token is not None} | generation
-    )
+    files[GENERATION_CONFIG] = _json({name: token for name, token in special.items() if token is not None} | generation)
     return files, special
 
 
@@ -163,10 +155,7 @@ def model_card(model: ModelConfig, step: int, run: Path | None, reference: Path 
     """
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     lines += ["---", "", f"# {run.resolve().name if run else model.family}", ""]
-    lines += [
-        f"A {model.family} model, exported by mcore_rl {__version__} from step {step} of its training.",
-        "",
-    ]
+    lines += [f"A {model.family} model, exported by mcore_rl {__version__} from step {step} of its training.", ""]
     lines += [f"It was exported beside the files of `{reference.resolve().name}`.", ""] if reference else []
     attempts = [attempt for attempt in read_attempts(run) if attempt.step <= step] if run else []
     if attempts:
@@ -188,9 +177,7 @@ def model_card(model: ModelConfig, step: int, run: Path | None, reference: Path 
     return "\n".join(lines).encode()
 
 
-def _generation_config(
-    text: ModelText, tokenizer: Tokenizer, reference: Path | None, path: Path
-) -> dict[str, Any]:
+def _generation_config(text: ModelText, tokenizer: Tokenizer, reference: Path | None, path: Path) -> dict[str, Any]:
     """Return generation_config.json of the reference or of the tokenizer's folder, with the tokens that end a text."""
     template = text.chat_template
     if template is None and text.tokenizer.kind == "huggingface" and has_template(path):
@@ -227,11 +214,7 @@ def _translations(processor: sentencepiece.SentencePieceProcessor) -> Iterator[t
     # Sentencepiece puts a space before a text when it was trained so.
     has_prefix = processor.encode("a", out_type=str)[:1] not in ([], ["a"])
     spaces = tokenizers.normalizers.Replace(" ", SPACE)
-    decoders = [
-        tokenizers.decoders.Replace(SPACE, " "),
-        tokenizers.decoders.ByteFallback(),
-        tokenizers.decoders.Fuse(),
-    ]
+    decoders = [tokenizers.decoders.Replace(SPACE, " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
     for model in (
         tokenizers.models.BPE(
             pieces,

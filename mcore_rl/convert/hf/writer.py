@@ -136,10 +136,7 @@ BlockKind = Literal["int4", "fp8"]
 Quantization = Literal["none", BlockKind]
 METHODS: dict[BlockKind, str] = {"int4": "compressed-tensors", "fp8": "fp8"}
 """`quant_method` in config.json."""
-PARTS: dict[BlockKind, tuple[str, ...]] = {
-    "int4": (INT4_PACKED, INT4_SCALE, INT4_SHAPE),
-    "fp8": ("", FP8_SCALE),
-}
+PARTS: dict[BlockKind, tuple[str, ...]] = {"int4": (INT4_PACKED, INT4_SCALE, INT4_SHAPE), "fp8": ("", FP8_SCALE)}
 """Suffixes of the names of the tensors that a weight is stored as."""
 COMPUTED: dict[BlockKind, tuple[str, ...]] = {"int4": (INT4_PACKED,), "fp8": PARTS["fp8"]}
 """The parts that follow from the checkpoint's weights; all others are the reference's."""
@@ -181,9 +178,7 @@ class Blocks:
 
     def source(self, checkpoint: TensorSource) -> TensorSource:
         """Return a source of all tensors of the export."""
-        computed = {
-            name + part: target for name, target in self.weights.items() for part in COMPUTED[self.kind]
-        }
+        computed = {name + part: target for name, target in self.weights.items() for part in COMPUTED[self.kind]}
         if self.kind == "int4":
             return WithInt4(checkpoint, self.reference, computed)
         return WithFp8(checkpoint, self.reference, computed)
@@ -235,9 +230,7 @@ def blocks_like(
     if kind == "fp8":
         faults += _exceptions(weights, quantization.get("modules_to_not_convert") or ())
     if faults:
-        raise CheckpointError(
-            f"--quantize {kind} cannot follow the blocks of --reference {path}:\n{listed(faults)}"
-        )
+        raise CheckpointError(f"--quantize {kind} cannot follow the blocks of --reference {path}:\n{listed(faults)}")
     return Blocks(kind=kind, reference=reference, weights=weights)
 
 

@@ -21,13 +21,7 @@ from mcore_rl.storage.checkpoint import (
     find_checkpoint,
     step_of,
 )
-from mcore_rl.storage.checkpoints.read import (
-    CRITIC,
-    check_descriptions,
-    check_identity,
-    file_sizes,
-    held_by_base,
-)
+from mcore_rl.storage.checkpoints.read import CRITIC, check_descriptions, check_identity, file_sizes, held_by_base
 from mcore_rl.storage.files import sizes_and_times
 from mcore_rl.storage.folders import read_json, refuse_special_file
 from mcore_rl.storage.foreign import FileRange, load_common, load_metadata
@@ -91,9 +85,7 @@ class DistFolder:
     @property
     def weights(self) -> dict[str, DistTensor]:
         """The tensors without the optimizer's state and a critic, by key."""
-        return {
-            key: tensor for key, tensor in self.tensors.items() if not key.startswith((*OPTIMIZER, CRITIC))
-        }
+        return {key: tensor for key, tensor in self.tensors.items() if not key.startswith((*OPTIMIZER, CRITIC))}
 
 
 def open_dist(path: Path) -> DistFolder:
@@ -115,15 +107,11 @@ def open_dist(path: Path) -> DistFolder:
     tensors, objects = _entries(path, metadata)
     files = file_sizes(path, metadata)
     digest = sha256((path / METADATA).read_bytes()).hexdigest()
-    stamps = {
-        file: stamp for file, stamp in stamps.items() if file.name in (*files, METADATA, COMMON, FORMAT_FILE)
-    }
+    stamps = {file: stamp for file, stamp in stamps.items() if file.name in (*files, METADATA, COMMON, FORMAT_FILE)}
     base_path = None if marker is None else base_of(path, marker)
     base = None if base_path is None else open_dist(base_path)
     if base is not None:
-        tensors |= {
-            key: _in_folder(base.tensors[key], base.path) for key in held_by_base(base.tensors, tensors)
-        }
+        tensors |= {key: _in_folder(base.tensors[key], base.path) for key in held_by_base(base.tensors, tensors)}
         digest, stamps = f"{digest} {base.digest}", stamps | base.stamps
     return DistFolder(
         path=path,
@@ -158,27 +146,19 @@ def check_files(folder: DistFolder) -> None:
 def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dict[str, FileRange]]:
     """Return tensors and objects by key; CheckpointError unless the parts of each tensor make it up exactly once."""
     tensors, objects = {}, {}
-    places = {
-        (index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()
-    }
+    places = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
     for key, entry in sorted(metadata.state_dict_metadata.items()):
         if isinstance(entry, TensorStorageMetadata):
             parts = []
             for chunk in entry.chunks:
                 info = places.get((key, tuple(chunk.offsets)))
                 if info is None:
-                    raise CheckpointError(
-                        f"{path}: {key} at {tuple(chunk.offsets)} is in no file. Take another copy."
-                    )
-                spans = (
-                    AxisRange(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)
-                )
+                    raise CheckpointError(f"{path}: {key} at {tuple(chunk.offsets)} is in no file. Take another copy.")
+                spans = (AxisRange(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 parts.append(DistPart(tuple(spans), _file_range(path, key, info)))
             shape = tuple(entry.size)
             if any(True for _ in covered_otherwise_than_once(shape, [part.where for part in parts])):
-                raise CheckpointError(
-                    f"{path}: the parts of {key} {shape} do not make it up. Take another copy."
-                )
+                raise CheckpointError(f"{path}: the parts of {key} {shape} do not make it up. Take another copy.")
             tensors[key] = DistTensor(shape, entry.properties.dtype, tuple(parts))
         elif (info := (metadata.storage_data or {}).get(MetadataIndex(key))) is not None:
             objects[key] = _file_range(path, key, info)
@@ -187,9 +167,7 @@ def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dic
 
 def _in_folder(tensor: DistTensor, folder: Path) -> DistTensor:
     """Return a tensor of the checkpoint in `folder` for use in another folder: its parts get absolute paths."""
-    parts = (
-        replace(part, saved=part.saved._replace(file=str(folder / part.saved.file))) for part in tensor.parts
-    )
+    parts = (replace(part, saved=part.saved._replace(file=str(folder / part.saved.file))) for part in tensor.parts)
     return replace(tensor, parts=tuple(parts))
 
 

@@ -15,13 +15,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.convert.hf.model import FLOATS, MtpLayers
 from mcore_rl.convert.megatron.folder import DistFolder, check_files, open_dist
-from mcore_rl.convert.megatron.tensors import (
-    DistSource,
-    MergedSource,
-    StoredAdapter,
-    stored_adapters,
-    stored_lora,
-)
+from mcore_rl.convert.megatron.tensors import DistSource, MergedSource, StoredAdapter, stored_adapters, stored_lora
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.rules import ExpertLayout
@@ -105,9 +99,7 @@ class KeyTranslation:
             if self.layout.layers == "singletons":
                 key, where = _single(key, where, canonical.mcore_shapes[block.mcore_key])
             blocks.append(replace(block, mcore_key=key, mcore_where=where))
-        fp32 = {
-            self._key(key, layer) for key in canonical.fp32_keys for layer in self._layers(key, canonical)
-        }
+        fp32 = {self._key(key, layer) for key in canonical.fp32_keys for layer in self._layers(key, canonical)}
         return replace(
             canonical,
             blocks=tuple(blocks),
@@ -351,9 +343,7 @@ def open_dist_model(
     translation = detect(model, canonical, stored)
     weights = translation.weights(canonical)
     weights.prove()
-    odd = [
-        f"{key} is {folder.tensors[key].dtype}" for key in stored if folder.tensors[key].dtype not in FLOATS
-    ]
+    odd = [f"{key} is {folder.tensors[key].dtype}" for key in stored if folder.tensors[key].dtype not in FLOATS]
     if odd:
         raise CheckpointError(f"{folder.path} has tensors that are no plain weights:\n{listed(odd)}")
     return DistModel(

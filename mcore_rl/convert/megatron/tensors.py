@@ -149,9 +149,7 @@ def _find(data: SliceableBytes, start: int) -> SavedTensor:
 class _RebuildArguments:
     """The arguments with which torch would rebuild a tensor."""
 
-    def __init__(
-        self, storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any
-    ) -> None:
+    def __init__(self, storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> None:
         self.storage, self.storage_offset = storage, int(offset)
         self.shape, self.stride = tuple(map(int, shape)), tuple(map(int, stride))
 
@@ -181,14 +179,7 @@ class _RecordHeader:
     def directory_entry(self) -> bytes:
         """Return the entry in the directory at the archive's end."""
         place = struct.pack("<3H2L", 0, 0, 0, 0, self.offset)
-        return (
-            b"PK\1\2"
-            + struct.pack("<H", ZIP_VERSION)
-            + self._common_fields()
-            + place
-            + self.name
-            + self.extra
-        )
+        return b"PK\1\2" + struct.pack("<H", ZIP_VERSION) + self._common_fields() + place + self.name + self.extra
 
     def _common_fields(self) -> bytes:
         """Return the fields that both headers share. The size appears twice, because nothing is compressed."""
@@ -200,9 +191,7 @@ def _directory(records: Sequence[_RecordHeader], position: int) -> bytes:
     """Return the directory of an archive's records, which begins at byte `position`, and the archive's end."""
     assert position <= MAX_ARCHIVE_BYTES, f"{position} bytes of one chunk"
     entries = b"".join(record.directory_entry() for record in records)
-    return entries + struct.pack(
-        "<4s4H2LH", b"PK\5\6", 0, 0, len(records), len(records), len(entries), position, 0
-    )
+    return entries + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, len(records), len(records), len(entries), position, 0)
 
 
 def _pickled(shape: Shape, dtype: torch.dtype) -> bytes:
@@ -299,8 +288,7 @@ class DistSource:
     def _overlapping(self, name: str, where: Region) -> Iterator[tuple[DistPart, Region]]:
         for part in self._parts_near(name, where):
             common = tuple(
-                AxisRange(max(a.start, b.start), min(a.stop, b.stop))
-                for a, b in zip(where, part.where, strict=True)
+                AxisRange(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(where, part.where, strict=True)
             )
             if all(axis.start < axis.stop for axis in common):
                 yield part, common
@@ -360,9 +348,7 @@ class DistSource:
 
 def _region_of(tensor: Tensor, where: Region, origin: Region) -> Tensor:
     """Return the region `where` of a whole tensor; `tensor` is the whole tensor's region `origin`."""
-    return tensor[
-        tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(where, origin, strict=True))
-    ]
+    return tensor[tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(where, origin, strict=True))]
 
 
 WEIGHT = "weight"

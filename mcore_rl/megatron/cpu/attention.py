@@ -47,9 +47,7 @@ def causal_attention(
     return _forward(query, key, value, scale, bounds)[0]
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: BoundArrays
-) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: BoundArrays) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp `[B, N, s]` of each query's scores."""
     length, batch, heads, width = query.shape
     output, lse = query.new_empty(length, batch, heads, value.shape[3]), query.new_empty(batch, heads, length)
@@ -65,9 +63,7 @@ class _CausalAttention(torch.autograd.Function):
     """`causal_attention` with its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: BoundArrays
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: BoundArrays) -> Tensor:
         ctx.scale, ctx.bounds = scale, bounds
         query, key, value = _dense(query, key, value)
         output, lse = _forward(query, key, value, scale, bounds)

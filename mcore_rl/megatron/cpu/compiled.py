@@ -172,8 +172,7 @@ def _is_private(folder: Path) -> bool:
     folder = folder.resolve()
     # In a parent folder with the sticky bit, such as /tmp, other users may write, but not rename foreign files.
     return _is_own(folder.stat()) and all(
-        _is_own(status, writable=bool(status.st_mode & stat.S_ISVTX))
-        for status in map(Path.stat, folder.parents)
+        _is_own(status, writable=bool(status.st_mode & stat.S_ISVTX)) for status in map(Path.stat, folder.parents)
     )
 
 

@@ -81,9 +81,7 @@ def find_packages() -> Found:
             unusable[package] = reason
             _hide(package)
     usable = {name: importlib.util.find_spec(name) is not None for name in PACKAGES}
-    return Found(
-        has_cuda=has_cuda, has_te=usable["transformer_engine"], has_apex=usable["apex"], unusable=unusable
-    )
+    return Found(has_cuda=has_cuda, has_te=usable["transformer_engine"], has_apex=usable["apex"], unusable=unusable)
 
 
 def _import_error(package: str) -> str:

@@ -50,11 +50,7 @@ def _is_whole(entry: Any) -> bool:
     size = tuple(chunks[0].sizes)
     return (
         _is_grid(places, [tuple(chunk.sizes) for chunk in chunks])
-        and all(
-            offset + n <= end
-            for place in places
-            for offset, n, end in zip(place, size, entry.size, strict=True)
-        )
+        and all(offset + n <= end for place in places for offset, n, end in zip(place, size, entry.size, strict=True))
         and len(set(places)) == len(places)
         and len(places) * math.prod(size) == math.prod(entry.size)
     )
@@ -107,10 +103,7 @@ def _whole_states(optimizer: Any, is_loading: bool) -> Iterator[tuple[Tensor, di
                 own = optimizer._get_main_param_and_optimizer_states(param)
                 yield param, {name: own[name].detach() for name in STATES}
             elif is_loading:
-                yield (
-                    param,
-                    {name: torch.empty(end - start, dtype=torch.float32, device="cpu") for name in STATES},
-                )
+                yield (param, {name: torch.empty(end - start, dtype=torch.float32, device="cpu") for name in STATES})
             else:
                 # Counted from the bucket's start: Megatron counts from the buffer's start without the padding between
                 # buckets, and so saves a neighbour's values for a parameter.
@@ -127,9 +120,7 @@ def _gathered(optimizer: Any, bucket: Any, own: dict[str, Any]) -> dict[str, Ten
         shard = torch.zeros(whole.numel() // group.size(), dtype=torch.float32, device=whole.device)
         for param, where in own["param_map"].items():
             local = where["gbuf_local"]
-            shard[local.start : local.end].copy_(
-                optimizer._get_main_param_and_optimizer_states(param)[name].detach()
-            )
+            shard[local.start : local.end].copy_(optimizer._get_main_param_and_optimizer_states(param)[name].detach())
         dist.all_gather_into_tensor(whole, shard, group=group)
         states[name] = whole.to("cpu", copy=True)
     return states
@@ -137,10 +128,7 @@ def _gathered(optimizer: Any, bucket: Any, own: dict[str, Any]) -> dict[str, Ten
 
 def _sharded_like(shard: Any, name: str, state: Tensor) -> Any:
     """Return `state` as a shard of its own tensor; a factory (for weights stored in parts) takes its dtype."""
-    changes: dict[str, Any] = {
-        "key": f"optimizer.state.{name}.{shard.key}",
-        "data": state.reshape(shard.data.shape),
-    }
+    changes: dict[str, Any] = {"key": f"optimizer.state.{name}.{shard.key}", "data": state.reshape(shard.data.shape)}
     if hasattr(shard, "dtype"):
         changes["dtype"] = state.dtype
     return replace(shard, **changes)
@@ -276,9 +264,7 @@ def rotated_without_waiting(rotate: Callable[..., torch.Tensor]) -> Callable[...
         group = options.pop("cp_group")
         position_t = packed_positions(cu_seqlens, len(t), group.rank(), group.size(), len(freqs))
         embeddings = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-        rotated: torch.Tensor = embeddings._apply_rotary_pos_emb_bshd(
-            t.unsqueeze(1), freqs[position_t], **options
-        )
+        rotated: torch.Tensor = embeddings._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[position_t], **options)
         return rotated.squeeze(1)
 
     return wrapped
@@ -311,10 +297,7 @@ def scaled_in_place(scale_tensors: Callable[..., None]) -> Callable[..., None]:
     """`local_multi_tensor_scale`, which makes a copy of every gradient that it clips."""
 
     def scale(
-        chunk_size: int,
-        noop_flag: torch.Tensor,
-        tensor_lists: Sequence[list[torch.Tensor]],
-        factor: float,
+        chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Sequence[list[torch.Tensor]], factor: float
     ) -> None:
         sources, targets = tensor_lists
         if all(source is target for source, target in zip(sources, targets, strict=True)):

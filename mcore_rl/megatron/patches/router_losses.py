@@ -134,9 +134,7 @@ def _with_z_loss(router: Any, logits: Tensor, is_token_T: Tensor | None) -> Tens
     return _with_gradient_of(router, router.config.moe_z_loss_coeff * total, logits)
 
 
-def _with_balance_loss(
-    router: Any, kind: str, gates_TE: Tensor, logits: Tensor, is_token_T: Tensor | None
-) -> Tensor:
+def _with_balance_loss(router: Any, kind: str, gates_TE: Tensor, logits: Tensor, is_token_T: Tensor | None) -> Tensor:
     """Collective over the ranks of the group: return the gates; their gradient includes the gradient of this rank's T
     L.
     """

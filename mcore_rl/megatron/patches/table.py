@@ -91,13 +91,9 @@ PATCHES_WITHOUT_CUDA: tuple[Patch, ...] = (
         reason="without CUDA it is queued and never runs: expert-parallel ranks then start with equal experts",
     ),
     Patch(symbol="torch.cuda:get_rng_state", replace=lambda _: lambda *args, **kwargs: torch.get_rng_state()),
+    Patch(symbol="torch.cuda.random:get_rng_state", replace=lambda _: lambda *args, **kwargs: torch.get_rng_state()),
     Patch(
-        symbol="torch.cuda.random:get_rng_state",
-        replace=lambda _: lambda *args, **kwargs: torch.get_rng_state(),
-    ),
-    Patch(
-        symbol="torch.cuda:set_rng_state",
-        replace=lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state),
+        symbol="torch.cuda:set_rng_state", replace=lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state)
     ),
     Patch(symbol="torch:Tensor.cuda", replace=cpu.same_tensor),
     Patch(symbol="torch.nn:Module.cuda", replace=cpu.same_tensor),
@@ -284,9 +280,7 @@ WAITING_PATCHES: tuple[Patch, ...] = (
     ),
 )
 
-RUNS_PROGRAMS = (
-    "it unpickles whatever the file asks for: a checkpoint from elsewhere could run any program here"
-)
+RUNS_PROGRAMS = "it unpickles whatever the file asks for: a checkpoint from elsewhere could run any program here"
 FOREIGN_FILE_PATCHES: tuple[Patch, ...] = (
     Patch(
         symbol="torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
@@ -442,9 +436,7 @@ def _install() -> tuple[Found, tuple[Patch, ...]]:
         # starts, which the first package that asks a GPU for something makes it do.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     found = find_packages()
-    patches = patches_for(
-        megatron_version(), has_cuda=found.has_cuda, has_te=found.has_te, has_apex=found.has_apex
-    )
+    patches = patches_for(megatron_version(), has_cuda=found.has_cuda, has_te=found.has_te, has_apex=found.has_apex)
     # `with torch.device(...)` knows the factories by identity, from the first time it is asked: it must know torch's.
     importlib.import_module("torch.utils._device")._device_constructors()
     for patch in patches:

@@ -142,9 +142,7 @@ def listed_splits(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
         input_split_sizes: Any = None,
         **kwargs: Any,
     ) -> Any:
-        return all_to_all_single(
-            output, input, listed(output_split_sizes), listed(input_split_sizes), **kwargs
-        )
+        return all_to_all_single(output, input, listed(output_split_sizes), listed(input_split_sizes), **kwargs)
 
     return exchange
 
@@ -156,9 +154,7 @@ def on_one_device(gloo: Any) -> Any:
     def devices() -> list[Any]:
         names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
         before = _threads()
-        found = [
-            gloo.create_device(interface=name) if name else gloo.create_default_device() for name in names
-        ]
+        found = [gloo.create_device(interface=name) if name else gloo.create_default_device() for name in names]
         for thread in _threads() - before:
             _let_others_finish(thread)
         return found

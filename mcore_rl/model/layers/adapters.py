@@ -61,9 +61,7 @@ def expanded(low: Tensor, weight_b: Tensor, rows: Rows) -> Tensor:
         return linear(low, weight_b)
     blocks = low.split(rank, -1)
     parts = weight_b.view(rows.groups, sum(rows.sizes), rank).split(rows.sizes, 1)
-    products = [
-        torch.einsum("...r,gor->...go", block, part) for block, part in zip(blocks, parts, strict=True)
-    ]
+    products = [torch.einsum("...r,gor->...go", block, part) for block, part in zip(blocks, parts, strict=True)]
     return torch.cat(products, -1).flatten(-2)
 
 

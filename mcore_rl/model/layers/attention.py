@@ -214,9 +214,7 @@ class SDPAttention(MegatronModule):
         self.scale = 1.0 / math.sqrt(width) if softmax_scale is None else softmax_scale
         dropout = options.get("attention_dropout")
         self.dropout = config.attention_dropout if dropout is None else dropout
-        windowed = is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, max(1, layer_number)
-        )
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, max(1, layer_number))
         self.window: int | None = config.window_size[0] if windowed else None
         self._is_invariant = batch_invariant.is_on()
         self._has_packed_kernel = has_kernel()
@@ -224,12 +222,7 @@ class SDPAttention(MegatronModule):
         """Cache of earlier positions, set only while generating."""
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **options: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Tensor:
         """Return the output `[s, B, N * Dv]`; with packed sequences, inputs and output have no axis B.
 
@@ -293,10 +286,7 @@ class SDPAttention(MegatronModule):
         elif batches := packed.batches(key.device):
             return self._side_by_side(query, key, value, batches)
         parts = zip(
-            query.split([length // ranks for length in lengths]),
-            key.split(lengths),
-            value.split(lengths),
-            strict=True,
+            query.split([length // ranks for length in lengths]), key.split(lengths), value.split(lengths), strict=True
         )
         mixed = []
         for one_query, one_key, one_value in parts:
@@ -322,14 +312,7 @@ class SDPAttention(MegatronModule):
             bounds, key_bounds = chunks.queries, chunks.keys
             key, value = self._gathered(key, value, chunks.order_U)
         mixed = attend_packed(
-            query,
-            key,
-            value,
-            bounds,
-            self.scale,
-            self.window,
-            key_bounds=key_bounds,
-            sinks_N=self.softmax_offset,
+            query, key, value, bounds, self.scale, self.window, key_bounds=key_bounds, sinks_N=self.softmax_offset
         )
         return mixed.flatten(1)
 
@@ -369,9 +352,7 @@ class SDPAttention(MegatronModule):
 
     def _invariant(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         """Return the output of batch-invariant attention: a query's result depends only on its visible keys."""
-        assert self.softmax_offset is None and (self.dropout == 0.0 or not self.training), (
-            "checks refuse these"
-        )
+        assert self.softmax_offset is None and (self.dropout == 0.0 or not self.training), "checks refuse these"
         return batch_invariant.attention(query, key, value, visible, self.scale)
 
     def _visible(self, query: Tensor, key: Tensor) -> Tensor:

@@ -187,9 +187,7 @@ def causal_conv(
     (num_tokens, channels), back = inputs_TC.shape, weight_CW.shape[1] - 1
     # Put W - 1 rows before each sequence.
     places_T = torch.arange(num_tokens, device=inputs_TC.device) + back * (grid.rows_T + 1)
-    wide = inputs_TC.new_zeros(num_tokens + back * len(grid.lengths), channels).index_copy(
-        0, places_T, inputs_TC
-    )
+    wide = inputs_TC.new_zeros(num_tokens + back * len(grid.lengths), channels).index_copy(0, places_T, inputs_TC)
     ends_R = torch.tensor(grid.lengths, device=wide.device).cumsum(0) + back * torch.arange(
         1, len(grid.lengths) + 1, device=wide.device
     )
@@ -282,10 +280,7 @@ class GatedDeltaNet(MegatronModule):
         """Cache of earlier positions, set only while generating."""
         tp = self.tp_group.size()
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        query, value = (
-            config.linear_num_key_heads // tp * key_dim,
-            config.linear_num_value_heads // tp * value_dim,
-        )
+        query, value = (config.linear_num_key_heads // tp * key_dim, config.linear_num_value_heads // tp * value_dim)
         self.num_heads = config.linear_num_value_heads // tp
         self.sizes = (query, query, value, value, self.num_heads, self.num_heads)
         """Rows of `PARTS` on this rank."""
@@ -408,21 +403,12 @@ class GatedDeltaNet(MegatronModule):
 
     def _heads(self, mixed_TC: Tensor) -> list[Tensor]:
         """Return queries, keys and values `[T, heads, width]`."""
-        share = [
-            size * mixed_TC.shape[-1] // sum(self.sizes[:NUM_CONVOLVED])
-            for size in self.sizes[:NUM_CONVOLVED]
-        ]
+        share = [size * mixed_TC.shape[-1] // sum(self.sizes[:NUM_CONVOLVED]) for size in self.sizes[:NUM_CONVOLVED]]
         parts = zip(mixed_TC.split(share, -1), self.widths, strict=True)
         return [part.unflatten(-1, (-1, width)) for part, width in parts]
 
     def _rule(
-        self,
-        mixed_TC: Tensor,
-        beta: Tensor,
-        alpha: Tensor,
-        heads: HeadWeights,
-        grid: ChunkGrid,
-        states: Tensor | None,
+        self, mixed_TC: Tensor, beta: Tensor, alpha: Tensor, heads: HeadWeights, grid: ChunkGrid, states: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         query, key, value = self._heads(mixed_TC)
         decay_TH, beta_TH = gates(alpha, beta, heads)
@@ -523,24 +509,15 @@ class GatedDeltaNet(MegatronModule):
             sharded[prefix + key] = self._in_parts(whole, self.sizes[:count], tuple(sharded_offsets))
         return sharded
 
-    def _in_parts(
-        self, whole: ShardedTensor, sizes: Sequence[int], offsets: tuple[Any, ...]
-    ) -> ShardedTensorFactory:
+    def _in_parts(self, whole: ShardedTensor, sizes: Sequence[int], offsets: tuple[Any, ...]) -> ShardedTensorFactory:
         """Return a factory of this rank's parts: the optimizer identifies the parameter by its whole tensor."""
 
-        def build(
-            key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None
-        ) -> list[ShardedTensor]:
+        def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
             assert flattened_range is None, "optimizers save whole tensors"
             cut = len(offsets), self.tp_group.rank(), self.tp_group.size()
             return [
                 ShardedTensor.from_rank_offsets(
-                    f"{key}.{name}",
-                    part,
-                    *offsets,
-                    cut,
-                    replica_id=replica_id,
-                    prepend_axis_num=len(offsets),
+                    f"{key}.{name}", part, *offsets, cut, replica_id=replica_id, prepend_axis_num=len(offsets)
                 )
                 for name, part in zip(PARTS, tensor.split(list(sizes)), strict=False)
             ]

@@ -155,12 +155,7 @@ HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 
 
 def grouped_experts(
-    rows_ND: Tensor,
-    gates_N: Tensor,
-    fc1: Linear,
-    fc2: Linear,
-    counts_E: Tensor,
-    config: TransformerConfig,
+    rows_ND: Tensor, gates_N: Tensor, fc1: Linear, fc2: Linear, counts_E: Tensor, config: TransformerConfig
 ) -> Tensor:
     """Return gate * fc2(activation(fc1(x))) of each row, `[N, D]`.
 
@@ -283,9 +278,7 @@ class ExpertShards:
         return "experts.", (*outer, (len(outer), global_index, self.ep_group.size() * self.num_local))
 
 
-def sharded_experts(
-    weights: Mapping[str, Tensor], shards: ExpertShards, prefix: str, outer: Offsets
-) -> dict[str, Any]:
+def sharded_experts(weights: Mapping[str, Tensor], shards: ExpertShards, prefix: str, outer: Offsets) -> dict[str, Any]:
     """Return, for each stacked parameter `[e, ...]`, a factory of one sharded tensor per expert.
 
     The result also has the empty extra states that Megatron writes for its own experts.
@@ -297,11 +290,7 @@ def sharded_experts(
         halves = 2 if is_split and "linear_fc1" in name else 1
         stack = _Stack(shards=shards, name=name, outer=outer, halves=halves)
         state[f"{prefix}{name}"] = ShardedTensorFactory(
-            f"{prefix}{stack.suffix}",
-            weight,
-            stack.build,
-            stack.merge,
-            (0, 0 if is_split else tp_rank, dp_rank),
+            f"{prefix}{stack.suffix}", weight, stack.build, stack.merge, (0, 0 if is_split else tp_rank, dp_rank)
         )
     for layer in dict.fromkeys(name.partition(".")[0] for name in weights):
         for expert in range(shards.num_local):
@@ -328,9 +317,7 @@ class _Stack:
     def suffix(self) -> str:
         return f"experts.{self.name}"
 
-    def build(
-        self, key: str, stacked: Tensor, replica_id: Any, flattened_range: slice | None
-    ) -> list[ShardedTensor]:
+    def build(self, key: str, stacked: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
         """Return the sharded tensors of `stacked` under `key`, which includes the prefixes of layers and optimizer."""
         assert flattened_range is None, "optimizer state is saved in whole tensors"
         tp_rank, tp_size = self.shards.tp_group.rank(), self.shards.tp_group.size()
@@ -350,12 +337,7 @@ class _Stack:
                     split = ((len(offsets) + axis, tp_rank + half * tp_size, self.halves * tp_size),)
                 parts.append(
                     ShardedTensor.from_rank_offsets(
-                        expert_key,
-                        part,
-                        *offsets,
-                        *split,
-                        replica_id=replica_id,
-                        prepend_axis_num=len(offsets),
+                        expert_key, part, *offsets, *split, replica_id=replica_id, prepend_axis_num=len(offsets)
                     )
                 )
         return parts
@@ -467,17 +449,13 @@ class GroupedExperts(MegatronModule):
     def _weight(self, num_out: int, num_in: int, split_axis: int) -> StackedLinear:
         config = self.config
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        stacked = torch.empty(
-            self.num_local_experts, num_out, num_in, dtype=config.params_dtype, device=device
-        )
+        stacked = torch.empty(self.num_local_experts, num_out, num_in, dtype=config.params_dtype, device=device)
         if config.perform_initialization:
             init = config.init_method if split_axis == 1 else config.output_layer_init_method
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 for weight in stacked:
                     init(weight)
-        owner = StackedLinear(
-            stacked, stacked.new_zeros(stacked.shape[:2]) if config.add_bias_linear else None
-        )
+        owner = StackedLinear(stacked, stacked.new_zeros(stacked.shape[:2]) if config.add_bias_linear else None)
         for param in owner.parameters():
             # Makes Megatron sum the gradients over the expert-data-parallel ranks, on every mesh.
             param.allreduce = False  # type: ignore[attr-defined]

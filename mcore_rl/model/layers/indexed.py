@@ -19,13 +19,7 @@ from torch import Tensor, nn
 
 from mcore_rl.config.model import IndexerConfig
 from mcore_rl.megatron.transfer import to_device
-from mcore_rl.model.layers.attention import (
-    KeyValueCache,
-    PackedParams,
-    SDPAttention,
-    gathered_order,
-    visible_keys,
-)
+from mcore_rl.model.layers.attention import KeyValueCache, PackedParams, SDPAttention, gathered_order, visible_keys
 from mcore_rl.model.layers.cache import StepTokens
 from mcore_rl.model.layers.linear import LatentAttention, ReplicatedLinear
 
@@ -83,9 +77,7 @@ class Indexer(nn.Module):
         hidden, rank = config.hidden_size, config.q_lora_rank
 
         def linear(inputs: int, outputs: int) -> ReplicatedLinear:
-            return ReplicatedLinear(
-                inputs, outputs, config=config, init_method=config.init_method, tp_group=tp_group
-            )
+            return ReplicatedLinear(inputs, outputs, config=config, init_method=config.init_method, tp_group=tp_group)
 
         self.linear_wq_b = linear(rank, shape.heads * shape.width)
         self.linear_wk = linear(hidden, shape.width)
@@ -102,9 +94,7 @@ class Indexer(nn.Module):
         weights = nn.functional.linear(hidden.float(), self.linear_weights_proj.weight.float())
         return self.k_norm(self.linear_wk(hidden)[0]), weights
 
-    def forward(
-        self, latent: Tensor, keys: Tensor, weights: Tensor, angles: Tensor, factor: float
-    ) -> Indexed:
+    def forward(self, latent: Tensor, keys: Tensor, weights: Tensor, angles: Tensor, factor: float) -> Indexed:
         """Return queries, keys and weights of tokens.
 
         Args:
@@ -115,9 +105,7 @@ class Indexer(nn.Module):
             factor: Factor on the turned numbers, of YaRN.
         """
         query = self.linear_wq_b(latent)[0].unflatten(-1, (self._heads, -1))
-        query, key = (
-            _turned(part, angles, factor, in_pairs=self._in_pairs) for part in (query, keys[:, :, None])
-        )
+        query, key = (_turned(part, angles, factor, in_pairs=self._in_pairs) for part in (query, keys[:, :, None]))
         return Indexed(query, key[:, :, 0], weights)
 
 
@@ -246,12 +234,7 @@ class IndexedAttention(SDPAttention):
     topk: int
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **options: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Tensor:
         """Return what `SDPAttention` does; `attention_mask` is the choice `[s, B, topk]`, or None to attend to all."""
         if attention_mask is None:
@@ -276,18 +259,11 @@ class IndexedAttention(SDPAttention):
         """Return the index of each position in the ranks' parts laid end to end."""
         return _order(lengths, self.cp_group.size(), device)
 
-    def _chosen(
-        self, query: Tensor, key: Tensor, value: Tensor, choice: Tensor, parts: list[Segment]
-    ) -> Tensor:
+    def _chosen(self, query: Tensor, key: Tensor, value: Tensor, choice: Tensor, parts: list[Segment]) -> Tensor:
         """Return the output `[s, B, N, Dv]` of queries of these segments."""
         mixed = []
         for begin, end, first, stop in parts:
-            queries, keys, values, chosen = (
-                query[begin:end],
-                key[first:stop],
-                value[first:stop],
-                choice[begin:end],
-            )
+            queries, keys, values, chosen = (query[begin:end], key[first:stop], value[first:stop], choice[begin:end])
             cut = list(blocks(end - begin, stop - first, self.topk))
             num_all = cut[0].begin if cut else end - begin
             if num_all:
@@ -302,18 +278,14 @@ class IndexedAttention(SDPAttention):
                 )
                 # The mask of a block would be kept for the backward pass: more than indices for most lengths.
                 is_trained = torch.is_grad_enabled()
-                mixed.append(
-                    checkpoint(self._block, False, *operands) if is_trained else self._block(*operands)
-                )
+                mixed.append(checkpoint(self._block, False, *operands) if is_trained else self._block(*operands))
         return torch.cat(mixed)
 
     def _block(self, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
         visible = causal(len(query), len(key), key.device)
         return self._attend(query, key, value, chosen_mask(chosen, visible[:, None]))
 
-    def _cached_chosen(
-        self, query: Tensor, key: Tensor, value: Tensor, choice: Tensor, cache: KeyValueCache
-    ) -> Tensor:
+    def _cached_chosen(self, query: Tensor, key: Tensor, value: Tensor, choice: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the output `[T, 1, N * Dv]` of a step's tokens, zeros for padding."""
         step, num_decode = cache.step, cache.step.num_decode
         where = step.slots_T, step.positions_T
@@ -322,9 +294,7 @@ class IndexedAttention(SDPAttention):
         if num_decode and step.longest <= self.topk:
             mixed[:num_decode, 0] = self._newest(query[:num_decode, 0], cache)
         elif num_decode:
-            keys, values = (
-                kv[:num_decode, : step.longest].transpose(0, 1) for kv in (cache.keys, cache.values)
-            )
+            keys, values = (kv[:num_decode, : step.longest].transpose(0, 1) for kv in (cache.keys, cache.values))
             mask = chosen_mask(choice[:num_decode].transpose(0, 1), _seen(step))
             mixed[:num_decode, 0] = self._attend(query[:num_decode].transpose(0, 1), keys, values, mask)[0]
         for begin, end, slot, stop in step.spans:
@@ -400,8 +370,7 @@ class IndexedLatentAttention(LatentAttention):
         keys, weights = core.indexer.keys_and_weights(hidden)
         if tp > 1:
             latent, keys, weights = (
-                gather_from_sequence_parallel_region(part, group=self.tp_group)
-                for part in (latent, keys, weights)
+                gather_from_sequence_parallel_region(part, group=self.tp_group) for part in (latent, keys, weights)
             )
         if core.cache is not None:
             return self._cached_choice(core.indexer(latent, keys, weights, *self._table(0)), core.cache)
@@ -471,9 +440,7 @@ class IndexedBlock(TransformerBlock):
             has_choice = max(core.lengths(packed, num_tokens)) > topk
         if not has_choice:
             return None
-        return torch.empty(
-            num_slots, num_tokens, tokens.shape[1], topk, dtype=torch.int32, device=tokens.device
-        )
+        return torch.empty(num_slots, num_tokens, tokens.shape[1], topk, dtype=torch.int32, device=tokens.device)
 
 
 def is_choosing(step: StepTokens, topk: int) -> bool:

@@ -13,10 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
@@ -151,9 +148,7 @@ class ReplicatedLinear(nn.Module):
         assert not options.get("bias") and not options.get("is_expert"), "no bias, not inside an expert"
         self.tp_group = options.get("tp_group")
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(
-            torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
-        )
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
         if config.perform_initialization:
             # Megatron's data-parallel random state is equal on all ranks of a TP group.
             with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):

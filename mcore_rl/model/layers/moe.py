@@ -53,18 +53,12 @@ class GroupChoice:
         """Return the scores and the indices `[T, K]` of the chosen experts; Megatron's router calls this by name."""
         if self._hook is None:
             return self._choice(scores, topk, num_groups, group_topk)
-        replayed: tuple[Tensor, Tensor] = self._hook.get_replay_topk(
-            scores, topk, num_groups, group_topk, self._choice
-        )
+        replayed: tuple[Tensor, Tensor] = self._hook.get_replay_topk(scores, topk, num_groups, group_topk, self._choice)
         return replayed
 
     def _choice(self, scores: Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:
         return best_in_groups(
-            scores,
-            topk,
-            num_groups=num_groups,
-            top_groups=group_topk,
-            experts_in_score=self._experts_in_score,
+            scores, topk, num_groups=num_groups, top_groups=group_topk, experts_in_score=self._experts_in_score
         )
 
 

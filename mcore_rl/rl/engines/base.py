@@ -45,15 +45,11 @@ class StopStrings:
         return any(string in self._tail for string in self._strings)
 
 
-def sampling_of(
-    config: RolloutConfig, end_ids: Iterable[int], *, vocab_size: int, with_routes: bool
-) -> Sampling:
+def sampling_of(config: RolloutConfig, end_ids: Iterable[int], *, vocab_size: int, with_routes: bool) -> Sampling:
     """Return the sampling of a config. Completions end at the tokens `end_ids` and have ids below `vocab_size`."""
     return Sampling(
         max_new_tokens=config.max_new_tokens,
-        cut=Cut(
-            temperature=config.temperature, top_k=config.top_k or 0, top_p=config.top_p, min_p=config.min_p
-        ),
+        cut=Cut(temperature=config.temperature, top_k=config.top_k or 0, top_p=config.top_p, min_p=config.min_p),
         stop_tokens=frozenset(end_ids),
         stop_strings=config.stop_strings,
         vocab_size=vocab_size,
@@ -90,9 +86,7 @@ class Engine(Protocol):
     def update_weights(self, policy_version: int) -> None:
         """Collective over the engine's ranks: switch to the policy's current weights."""
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
-    ) -> list[Group]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
         """Collective over the engine's ranks: return a group for each prompt, with a completion for each of its seeds,
         both in order. Raises EngineError before any work if a request cannot be served.
         """
@@ -168,17 +162,12 @@ def asking(engine: Engine) -> AskingEngine:
 
 
 def check_request(
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    seeds_PG: Sequence[Sequence[int]],
-    capabilities: Capabilities,
+    prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]], capabilities: Capabilities
 ) -> None:
     """Raise EngineError if an engine with these capabilities cannot serve the request."""
     assert len(prompts) == len(seeds_PG), (len(prompts), len(seeds_PG))
     if sampling.with_routes and not capabilities.routes:
-        raise EngineError(
-            "routes were asked for, and this model or engine has none. Ask for completions only."
-        )
+        raise EngineError("routes were asked for, and this model or engine has none. Ask for completions only.")
     for prompt in prompts:
         longest = len(prompt.tokens_T) + sampling.max_new_tokens
         if not prompt.tokens_T:

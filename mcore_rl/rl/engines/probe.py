@@ -120,9 +120,7 @@ def probe_limit(rounding_nats: float | None, tolerance: float | None = None) -> 
     """
     if rounding_nats is None:
         return ProbeLimit("largest", FP32_LIMIT if tolerance is None else tolerance)
-    return ProbeLimit(
-        "mean", min(MOST_MEAN, ROUNDING_FACTOR * rounding_nats) if tolerance is None else tolerance
-    )
+    return ProbeLimit("mean", min(MOST_MEAN, ROUNDING_FACTOR * rounding_nats) if tolerance is None else tolerance)
 
 
 def difference_of(
@@ -146,9 +144,7 @@ def tokens_of_experts(experts_MLK: Tensor, num_experts: int) -> Tensor:
     """Return how many of M tokens have chosen each expert, int64 `[L, E]`; -1 means no choice."""
     chosen_LM = experts_MLK.transpose(0, 1).flatten(1)
     counts_LE = torch.zeros(len(chosen_LM), num_experts + 1, dtype=torch.int64)
-    return counts_LE.scatter_add_(1, (chosen_LM + 1).long(), torch.ones_like(chosen_LM, dtype=torch.int64))[
-        :, 1:
-    ]
+    return counts_LE.scatter_add_(1, (chosen_LM + 1).long(), torch.ones_like(chosen_LM, dtype=torch.int64))[:, 1:]
 
 
 def _most_apart(apart_M: Tensor, experts_MLK: Tensor) -> ExpertDifference | None:
@@ -169,9 +165,7 @@ def _most_apart(apart_M: Tensor, experts_MLK: Tensor) -> ExpertDifference | None
     errors_LE = logs_LE / (logs_M.std() * (1 / counts_LE + 1 / others_LE).sqrt())
     best = int(errors_LE.where(has_enough_LE, -math.inf).argmax())
     layer, expert = divmod(best, num_experts)
-    return ExpertDifference(
-        layer, expert, math.exp(float(logs_LE[layer, expert])), float(errors_LE[layer, expert])
-    )
+    return ExpertDifference(layer, expert, math.exp(float(logs_LE[layer, expert])), float(errors_LE[layer, expert]))
 
 
 SEQUENCE_TOKENS = 24
@@ -211,9 +205,7 @@ def probe_sequences(count: int, vocab_size: int) -> list[tuple[int, ...]]:
 class Probe:
     """Probe sequences, and the trainer's logprobs of them."""
 
-    def __init__(
-        self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, served_dtype: str = "auto"
-    ) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, served_dtype: str = "auto") -> None:
         """Create the probe.
 
         Args:
@@ -247,9 +239,7 @@ class Probe:
                 break
             self.sequences = probe_sequences(min(MOST, 2 * len(self.sequences)), self._model.vocab_size)
         if self._rounded_to is None:
-            return ProbeReference(
-                logprobs_NT=logprobs_NT, experts_NTLK=None, limit=probe_limit(None, tolerance)
-            )
+            return ProbeReference(logprobs_NT=logprobs_NT, experts_NTLK=None, limit=probe_limit(None, tolerance))
         with _rounding(self._chunks, self._rounded_to):
             rounded_NT, _ = self._pass(self.sequences)
         rounding_nats = float((rounded_NT - logprobs_NT).abs().mean())
@@ -355,9 +345,7 @@ def _lower_precision(chunks: Sequence[nn.Module], served_dtype: str) -> torch.dt
 
 
 @contextmanager
-def _recorded(
-    chunks: Sequence[nn.Module], tokens: Sequence[LocalTokens], experts_NTLK: Tensor
-) -> Iterator[Routing]:
+def _recorded(chunks: Sequence[nn.Module], tokens: Sequence[LocalTokens], experts_NTLK: Tensor) -> Iterator[Routing]:
     """Context that yields a routing for `run_pass`, which writes this rank's choices into `experts_NTLK`.
 
     Args:
@@ -388,9 +376,7 @@ def _recorded(
             current.pop()
 
     hooks = [
-        router.register_forward_hook(writer(layer))
-        for chunk in chunks
-        for layer, router in replayed_routers(chunk)
+        router.register_forward_hook(writer(layer)) for chunk in chunks for layer, router in replayed_routers(chunk)
     ]
     try:
         yield routing

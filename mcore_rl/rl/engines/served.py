@@ -28,15 +28,7 @@ from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, on_rank_
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.routers import routed_layers
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.rl.engines.base import (
-    Capabilities,
-    Decode,
-    Engine,
-    Sampling,
-    StopStrings,
-    check_request,
-    sampling_of,
-)
+from mcore_rl.rl.engines.base import Capabilities, Decode, Engine, Sampling, StopStrings, check_request, sampling_of
 from mcore_rl.rl.engines.server_api import (
     ServedCompletion,
     ServerApi,
@@ -148,9 +140,7 @@ class ServedEngine:
         """Whether this rank, the replica's first, sends the requests of its replica."""
         return self._mesh.tp.rank == 0 and self._mesh.pp.rank == 0
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
-    ) -> list[Group]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
         """Collective over the world: return a group for each prompt of this replica, with a completion for each seed.
 
         Completions carry the routes of this pipeline stage's layers, which are the layers that this rank trains.
@@ -161,8 +151,7 @@ class ServedEngine:
 
         def ask() -> list[Group]:
             futures_PG = [
-                self._submit(prompt, sampling, seeds_G)
-                for prompt, seeds_G in zip(prompts, seeds_PG, strict=True)
+                self._submit(prompt, sampling, seeds_G) for prompt, seeds_G in zip(prompts, seeds_PG, strict=True)
             ]
             return [_group(*pair) for pair in zip(prompts, futures_PG, strict=True)]
 
@@ -187,9 +176,7 @@ class ServedEngine:
     def of_this_stage(self, group: Group) -> Group:
         """Return the group with only the routes of this pipeline stage's layers."""
         moe_layers = [layer for layer, has_router in enumerate(self._model.moe_layers) if has_router]
-        if self._layers == moe_layers or all(
-            completion.experts_TLK is None for completion in group.completions
-        ):
+        if self._layers == moe_layers or all(completion.experts_TLK is None for completion in group.completions):
             return group
         columns = torch.tensor([moe_layers.index(layer) for layer in self._layers])
         return replace(
@@ -297,9 +284,7 @@ class ServedEngine:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _check(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
-    ) -> None:
+    def _check(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> None:
         """Raise EngineError for a request that a server would answer wrongly or crash on."""
         check_request(prompts, sampling, seeds_PG, self.capabilities)
         if reason := self._refusal(sampling):
@@ -312,9 +297,7 @@ class ServedEngine:
                     f"{self._model.vocab_size - 1}: a server would end by it. Use the model's tokenizer."
                 )
 
-    def _submit(
-        self, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]
-    ) -> "list[Future[Completion]]":
+    def _submit(self, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> "list[Future[Completion]]":
         """Request a prompt's completions, all from the same server, so that it computes the prompt once."""
         assert self._pool is not None, "only the first rank of a model asks"
         try:
@@ -421,25 +404,17 @@ class ServedEngine:
             state.lock.wait_for(lambda: not state.is_updating or state.is_closed)
             return server in state.living
 
-    def _completion(
-        self, prompt: Prompt, sampling: Sampling, served: ServedCompletion, server: str
-    ) -> Completion:
+    def _completion(self, prompt: Prompt, sampling: Sampling, served: ServedCompletion, server: str) -> Completion:
         """Convert a server's answer to a completion, cut at the first stop string."""
         num_prompt = len(prompt.tokens_T)
         experts_TLK = None
         if sampling.with_routes:
             num_tokens = num_prompt + len(served.tokens_T) - 1
             picked = pick_layers(
-                server,
-                served.experts_TLK,
-                self._model,
-                num_tokens=num_tokens,
-                may_miss=self._may_miss_routes,
+                server, served.experts_TLK, self._model, num_tokens=num_tokens, may_miss=self._may_miss_routes
             )
             if self._imposes_routes:
-                picked = without_recomputed(
-                    server, picked, served.versions, num_prompt, may_miss=self._may_miss_routes
-                )
+                picked = without_recomputed(server, picked, served.versions, num_prompt, may_miss=self._may_miss_routes)
             few = self._model.moe.num_experts <= BYTE_EXPERTS and picked.min() >= 0
             experts_TLK = torch.from_numpy(picked.astype(np.uint8 if few else np.int16))
         tokens_T, is_stopped = served.tokens_T, served.finish == "stop"
@@ -516,12 +491,7 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
         if engine.transport_dir is not None:
             Path(engine.transport_dir).mkdir(parents=True, exist_ok=True)
         start = (
-            partial(
-                start_server_of,
-                engine,
-                partial(server_command, config, folder, on_gpu=on_gpu),
-                folder,
-            )
+            partial(start_server_of, engine, partial(server_command, config, folder, on_gpu=on_gpu), folder)
             if engine.count
             else None
         )

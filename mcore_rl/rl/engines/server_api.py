@@ -50,9 +50,7 @@ class HttpClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def post(
-        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, is_json: bool = True
-    ) -> Any:
+    def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, is_json: bool = True) -> Any:
         """Send a POST request. Returns the answer's JSON, or its text unless `is_json`; None for an empty JSON answer.
 
         Raises:
@@ -414,12 +412,7 @@ FEW_TOKENS = 8
 
 
 def pick_layers(
-    url: str,
-    experts_TLK: NDArray[np.int32] | None,
-    model: ModelConfig,
-    *,
-    num_tokens: int,
-    may_miss: bool = False,
+    url: str, experts_TLK: NDArray[np.int32] | None, model: ModelConfig, *, num_tokens: int, may_miss: bool = False
 ) -> NDArray[np.int32]:
     """Return the experts `[num_tokens, MoE layers, K]` of a completion.
 
@@ -460,12 +453,7 @@ def pick_layers(
 
 
 def without_recomputed(
-    url: str,
-    experts_TLK: NDArray[np.int32],
-    versions: Sequence[VersionSpan],
-    num_prompt: int,
-    *,
-    may_miss: bool,
+    url: str, experts_TLK: NDArray[np.int32], versions: Sequence[VersionSpan], num_prompt: int, *, may_miss: bool
 ) -> NDArray[np.int32]:
     """Set rows that were recomputed under newer weights to -1, and return the experts.
 
@@ -498,9 +486,7 @@ def without_recomputed(
     return kept_TLK
 
 
-def _check_routes(
-    url: str, picked_TLK: NDArray[np.int32], model: ModelConfig, moe_layers: Sequence[int]
-) -> None:
+def _check_routes(url: str, picked_TLK: NDArray[np.int32], model: ModelConfig, moe_layers: Sequence[int]) -> None:
     """Raise a ServerError if these are not valid routes of the MoE layers."""
     if picked_TLK.size and (picked_TLK.min() < 0 or picked_TLK.max() >= model.moe.num_experts):
         raise ServerError(

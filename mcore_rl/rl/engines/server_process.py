@@ -72,10 +72,7 @@ def model_folder(model: ModelConfig, dtype: str, folder: Path) -> Path:
     """Write the model folder of a server. It has only config.json, because the weights come with the first update."""
     path = folder / "model"
     path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(
-        checked_hf_config(model) | {"torch_dtype": dtype},
-        indent=1,
-    )
+    text = json.dumps(checked_hf_config(model) | {"torch_dtype": dtype}, indent=1)
     (path / "config.json").write_text(text, encoding="utf-8")
     return path
 
@@ -127,11 +124,7 @@ def server_command(
             defaults={},
         )
     is_cut = bool(config.rl.rollout.cuts)
-    defaults = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
+    defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
     return ServerCommand(
         command=(*start, *_vllm_arguments(engine, served, is_cut=is_cut, on_gpu=on_gpu), *engine.args),
         settings={
@@ -297,9 +290,7 @@ def start_server_of(
     """Start server `index` of rl.engine.count; its log is `server_<index>.log` in `folder`."""
     size = engine.tensor_parallel
     return ServerProcess(
-        command,
-        folder / f"server_{index}.log",
-        devices=engine.devices[index * size : (index + 1) * size],
+        command, folder / f"server_{index}.log", devices=engine.devices[index * size : (index + 1) * size]
     )
 
 
@@ -385,10 +376,7 @@ class ServerFleet:
     def write_status(self, living: Sequence[str], version: int) -> None:
         """Write the status file for `mcore-rl jobs`: the servers that have the weights of `version`."""
         urls = [process.url for process in self.processes] or list(self.config.urls)
-        status = {
-            "version": version,
-            "servers": [{"url": url, "is_serving": url in living} for url in urls],
-        }
+        status = {"version": version, "servers": [{"url": url, "is_serving": url in living} for url in urls]}
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / STATUS_FILE, json.dumps(status, indent=1) + "\n")
 
@@ -414,8 +402,7 @@ class ServerFleet:
             return
         process.restart()
         self.lines.append(
-            f"{old} failed and is started again as {process.url}, which gets the weights with the next update: "
-            f"{reason}"
+            f"{old} failed and is started again as {process.url}, which gets the weights with the next update: {reason}"
         )
 
     def _accept(self, url: str) -> None:

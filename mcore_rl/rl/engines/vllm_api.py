@@ -140,9 +140,7 @@ class VllmApi(ServerApi):
         answer = self._http.post("/inference/v1/generate", body, timeout_s=self._update_s)
         with self._reading("prompt logprobs"):
             entries = answer["prompt_logprobs"][1:]
-            logprobs = [
-                entry[str(token)]["logprob"] for token, entry in zip(tokens_T[1:], entries, strict=True)
-            ]
+            logprobs = [entry[str(token)]["logprob"] for token, entry in zip(tokens_T[1:], entries, strict=True)]
         return finite_logprobs(self.url, logprobs)
 
     def version(self) -> str:

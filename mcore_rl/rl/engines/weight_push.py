@@ -234,9 +234,7 @@ class WeightPush:
         """Let each living server load a bucket; `update_of` returns its description for the server at an address."""
         sender.everywhere(f"update of {bucket}", lambda server: server.load(update_of(server.url)))
 
-    def _compare(
-        self, server: ServerApi, ours: ProbeReference, differences: dict[str, ProbeDifference]
-    ) -> None:
+    def _compare(self, server: ServerApi, ours: ProbeReference, differences: dict[str, ProbeDifference]) -> None:
         """Probe a server. Raises ServerError if it does not have the trainer's weights."""
         theirs = [server.prompt_logprobs(tokens) for tokens in self._probe.sequences]
         difference = differences[server.url] = ours.difference(theirs)
@@ -332,9 +330,7 @@ class AdapterPush(WeightPush):
 
     def __init__(
         self,
-        *of_policy: *tuple[
-            Sequence[ServerApi], Sequence[nn.Module], Mesh, ModelConfig, ServedConfig, Sampling
-        ],
+        *of_policy: *tuple[Sequence[ServerApi], Sequence[nn.Module], Mesh, ModelConfig, ServedConfig, Sampling],
         lora: LoraConfig,
         served: ServedAdapters | None,
     ) -> None:

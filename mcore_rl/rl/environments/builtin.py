@@ -149,9 +149,7 @@ class Guessing:
     """
 
     def __init__(
-        self,
-        guesses: int = 8,
-        prompt: str = "I have a number from 0 to {largest}. Guess it: write a number alone.",
+        self, guesses: int = 8, prompt: str = "I have a number from 0 to {largest}. Guess it: write a number alone."
     ) -> None:
         """Create the game.
 
@@ -220,9 +218,7 @@ class ReasoningGym:
 
 
 def _reasoning_gym(part: str = "") -> Any:
-    return optional_package(
-        f"reasoning_gym{part}", 'rl.environment.name="reasoning_gym"', "'mcore-rl[environments]'"
-    )
+    return optional_package(f"reasoning_gym{part}", 'rl.environment.name="reasoning_gym"', "'mcore-rl[environments]'")
 
 
 class TextArena:

@@ -31,16 +31,7 @@ from mcore_rl.rl.environments.interface import (
 )
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.score import NO_ANSWER, FailedPart, failing_part
-from mcore_rl.rl.types import (
-    Completion,
-    Episode,
-    EpisodeEnd,
-    Group,
-    Prompt,
-    Turn,
-    VersionSpan,
-    grown_routes,
-)
+from mcore_rl.rl.types import Completion, Episode, EpisodeEnd, Group, Prompt, Turn, VersionSpan, grown_routes
 from mcore_rl.rl.workers import FailedScore
 
 T = TypeVar("T")
@@ -131,12 +122,7 @@ class Conversations:
     """
 
     def __init__(
-        self,
-        rl: RlConfig,
-        engine: Engine,
-        chat: Chat,
-        mesh: Mesh,
-        workers: EnvironmentWorkers | None,
+        self, rl: RlConfig, engine: Engine, chat: Chat, mesh: Mesh, workers: EnvironmentWorkers | None
     ) -> None:
         """Create the conversations of an engine with environments.
 
@@ -147,19 +133,11 @@ class Conversations:
             mesh: the mesh.
             workers: worker processes of the environments on the first rank of each replica; None on all other ranks.
         """
-        self._rl, self._engine, self._chat, self._mesh, self._workers = (
-            rl,
-            engine,
-            chat,
-            mesh,
-            workers,
-        )
+        self._rl, self._engine, self._chat, self._mesh, self._workers = (rl, engine, chat, mesh, workers)
         self.environment_s = 0.0
         """Seconds that the last `hold` spent in environments."""
 
-    def hold(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
-    ) -> list[Group]:
+    def hold(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
         """Collective over the world: hold a conversation for each seed of each prompt.
 
         Each turn continues the tokens so far by at most `sampling.max_new_tokens` tokens. The first turn uses the
@@ -174,9 +152,7 @@ class Conversations:
             A group for each prompt, in order, with a completion for each seed, in order.
         """
         self.environment_s = 0.0
-        return self._hold(
-            prompts, sampling, seeds_PG, self._engine.generate, self._by_environments, world_max
-        )
+        return self._hold(prompts, sampling, seeds_PG, self._engine.generate, self._by_environments, world_max)
 
     def hold_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
         """Hold the conversations of prompt `index` as `hold` would. Returns the group.
@@ -230,9 +206,7 @@ class Conversations:
                 together, given this replica's number.
         """
         drafts = [
-            _Draft(group=p, index=g, seed=seed)
-            for p, seeds in enumerate(seeds_PG)
-            for g, seed in enumerate(seeds)
+            _Draft(group=p, index=g, seed=seed) for p, seeds in enumerate(seeds_PG) for g, seed in enumerate(seeds)
         ]
         records = [_Record() for _ in drafts]
         tokens_of_prompts = by_environments(lambda workers: self._begin(workers, prompts, drafts, records))
@@ -297,9 +271,7 @@ class Conversations:
             messages, _ = starts[draft.group]
             if outcome.messages != messages:
                 record.fail(
-                    FailedScore(
-                        "bad_reply", "start returned other messages than for another completion of the prompt"
-                    )
+                    FailedScore("bad_reply", "start returned other messages than for another completion of the prompt")
                 )
                 continue
             record.messages, record.state = list(messages), outcome.state
@@ -321,9 +293,7 @@ class Conversations:
                 records[index].rewards.append(0.0)
                 records[index].messages.append({"role": "assistant", "content": records[index].text})
         living = [index for index in indices if records[index].failure is None]
-        outcomes = workers.run(
-            [EnvironmentCall(records[index].state, records[index].text) for index in living]
-        )
+        outcomes = workers.run([EnvironmentCall(records[index].state, records[index].text) for index in living])
         requests = {}
         for index, outcome in zip(living, outcomes, strict=True):
             tokens = self._next(drafts[index], records[index], outcome, sampling)
@@ -383,9 +353,7 @@ class Conversations:
         return draft.newest.text
 
 
-def _generate(
-    generate: Generate, prompts: Sequence[Prompt], sampling: Sampling, drafts: Sequence[_Draft]
-) -> None:
+def _generate(generate: Generate, prompts: Sequence[Prompt], sampling: Sampling, drafts: Sequence[_Draft]) -> None:
     """Sample the next turn of each draft; drafts with the same tokens so far are completions of the same prompt."""
     by_prompt: dict[tuple[int, tuple[int, ...]], list[_Draft]] = {}
     for draft in drafts:
@@ -493,9 +461,7 @@ def try_environment(rl: RlConfig, prompts: Sequence[Prompt], chat: Chat) -> tupl
                 fields=problem.fields,
             )
             failures.append(
-                FailedPart(
-                    part=ENVIRONMENT_PART, problem_id=problem.problem_id, failure=failure, scored=scored
-                )
+                FailedPart(part=ENVIRONMENT_PART, problem_id=problem.problem_id, failure=failure, scored=scored)
             )
     if len(failures) == len(prompts) and rl.reward.max_failed_fraction < 1:
         counts = {ENVIRONMENT_PART: len(failures)}
@@ -504,11 +470,7 @@ def try_environment(rl: RlConfig, prompts: Sequence[Prompt], chat: Chat) -> tupl
 
 
 def _trial_failure(
-    prompts: PromptConfig,
-    chat: Chat,
-    start: EnvironmentAnswer,
-    text: str,
-    answer: EnvironmentAnswer | FailedScore,
+    prompts: PromptConfig, chat: Chat, start: EnvironmentAnswer, text: str, answer: EnvironmentAnswer | FailedScore
 ) -> FailedScore | None:
     """Return the failure of a start or of the answer to one turn; None if both are valid."""
     if isinstance(answer, FailedScore):

@@ -122,9 +122,7 @@ class EnvironmentWorkers(WorkerPool):
         )
 
 
-def _answer(
-    make: MakeEnvironment, max_characters: int, call: EnvironmentCall
-) -> EnvironmentAnswer | FailedScore:
+def _answer(make: MakeEnvironment, max_characters: int, call: EnvironmentCall) -> EnvironmentAnswer | FailedScore:
     """Run a call of an environment."""
     with CaughtException() as guard:
         reward, is_done = 0.0, False

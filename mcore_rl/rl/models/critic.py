@@ -121,9 +121,7 @@ class Critic:
                         self._recording(minibatch.microbatches) as routing,
                         self._proving(is_imposed=False),
                     ):
-                        outputs = run_pass(
-                            chunks, minibatch.microbatches, self._head, backward=False, routing=routing
-                        )
+                        outputs = run_pass(chunks, minibatch.microbatches, self._head, backward=False, routing=routing)
                     minibatch = minibatch.with_numbers("values_T", [output["values"] for output in outputs])
                 valued.append(minibatch)
         return valued
@@ -189,9 +187,7 @@ class Critic:
         return self._routes.update(microbatches, is_old_policy=False)
 
 
-def critic_routes(
-    state: TrainState, rl: RlConfig, replay: ReplayConfig, critic: CriticConfig
-) -> PolicyRoutes | None:
+def critic_routes(state: TrainState, rl: RlConfig, replay: ReplayConfig, critic: CriticConfig) -> PolicyRoutes | None:
     """Return the routes of the critic `state` for rl.advantage.critic.replay="r2"; None if routes are not replayed.
 
     The critic's pass for values records routes, as the pass for old logprobs does for the policy.

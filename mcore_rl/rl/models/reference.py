@@ -199,10 +199,7 @@ class ReferencePass:
         """
         metrics = self._control(minibatches, policy_has_learned=policy_has_learned)
         refresh_when_due(
-            self._reference,
-            self._loss.reference_refresh_rollouts,
-            self._state.progress.step,
-            self._updates_per_rollout,
+            self._reference, self._loss.reference_refresh_rollouts, self._state.progress.step, self._updates_per_rollout
         )
         return metrics
 
@@ -216,20 +213,14 @@ class ReferencePass:
         metrics = [Metric("kl/coeff", self.coeff), Metric("kl/completion", kl_nats)]
         if num_completions and policy_has_learned:
             self._state.progress.kl_coeff = next_kl_coeff(
-                self.coeff,
-                kl_nats,
-                target=loss.kl_target,
-                horizon=loss.kl_horizon,
-                num_completions=num_completions,
+                self.coeff, kl_nats, target=loss.kl_target, horizon=loss.kl_horizon, num_completions=num_completions
             )
         return metrics
 
     def of_tokens(self, microbatch: PolicyMicrobatch) -> Tensor:
         """Return KL(old policy || reference) at each position `[T]` of a microbatch, on the last stage."""
         assert microbatch.old_logprobs_T is not None and microbatch.reference_logprobs_T is not None
-        return kl_estimate(
-            microbatch.old_logprobs_T, microbatch.reference_logprobs_T, self._loss.kl_estimator
-        )
+        return kl_estimate(microbatch.old_logprobs_T, microbatch.reference_logprobs_T, self._loss.kl_estimator)
 
     def sums(self, num_samples: int, minibatches: Sequence[Minibatch]) -> Tensor:
         """Collective over the world: return the KL of the old policy to the reference, summed over each completion,

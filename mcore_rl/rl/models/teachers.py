@@ -83,16 +83,11 @@ class Teachers:
         for teacher in self._teachers:
             if isinstance(teacher, Reference):
                 refresh_when_due(
-                    teacher,
-                    self._distill.self_refresh_rollouts,
-                    self._state.progress.step,
-                    self._updates_per_rollout,
+                    teacher, self._distill.self_refresh_rollouts, self._state.progress.step, self._updates_per_rollout
                 )
 
     @torch.no_grad()
-    def _with_logprobs(
-        self, minibatches: Sequence[Minibatch], shapes: Mapping[int, SampleShape]
-    ) -> list[Minibatch]:
+    def _with_logprobs(self, minibatches: Sequence[Minibatch], shapes: Mapping[int, SampleShape]) -> list[Minibatch]:
         """Return the minibatches with teacher logprobs; `shapes` covers all samples and is the same on all ranks."""
         head, found = self._head, list(minibatches)
         # All ranks run a pass over all microbatches for each teacher that any sample has.
@@ -114,10 +109,7 @@ class Teachers:
 
 
 def with_outputs_of_teacher(
-    microbatch: PolicyMicrobatch,
-    output: Mapping[str, torch.Tensor],
-    shapes: Mapping[int, SampleShape],
-    index: int,
+    microbatch: PolicyMicrobatch, output: Mapping[str, torch.Tensor], shapes: Mapping[int, SampleShape], index: int
 ) -> PolicyMicrobatch:
     """Return the microbatch with the outputs of teacher `index` at positions of samples that this teacher has."""
     is_own_N = torch.tensor([shapes[sample].teacher == index for sample in microbatch.samples] or [False])

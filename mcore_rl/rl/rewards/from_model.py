@@ -89,9 +89,7 @@ def step_reader(separator: str, decode: Callable[[Sequence[int]], str]) -> Reade
         tokens = step_tokens(tokens_T, completion.text, ends, decode)
         # If two steps end in the same token, only the later step is scored.
         positions = {first + token: end for token, end in zip(tokens, ends, strict=True)}
-        return Reading(
-            (*group.prompt.tokens_T, *completion.tokens_T), tuple(positions), tuple(positions.values())
-        )
+        return Reading((*group.prompt.tokens_T, *completion.tokens_T), tuple(positions), tuple(positions.values()))
 
     return read
 
@@ -106,9 +104,7 @@ def text_reader(chat: Chat, separator: str | None) -> Reader:
 
     def read(group: Group, completion: Completion) -> Reading | None:
         problem, text = group.prompt.problem, completion.text
-        prompt = Conversation(
-            messages=tuple(problem.messages) or ({"role": "user", "content": problem.prompt},)
-        )
+        prompt = Conversation(messages=tuple(problem.messages) or ({"role": "user", "content": problem.prompt},))
         ends = [len(text)] if separator is None else step_ends(text, separator)
         if separator is None:
             ids_T = chat.encode(answered(prompt, text)).ids_T
@@ -172,8 +168,7 @@ class RewardModel:
         read = [reading for reading in readings if isinstance(reading, Reading)]
         scores = iter(self._scores(read))
         return [
-            self._outcome(reading, next(scores)) if isinstance(reading, Reading) else reading
-            for reading in readings
+            self._outcome(reading, next(scores)) if isinstance(reading, Reading) else reading for reading in readings
         ]
 
     def _reading(self, group: Group, completion: Completion) -> Reading | FailedScore:
@@ -181,9 +176,7 @@ class RewardModel:
         try:
             reading = self._read(group, completion)
         except DataError as error:
-            return FailedScore(
-                "raised", f"the reward model's template or tokenizer: {error}", error="DataError"
-            )
+            return FailedScore("raised", f"the reward model's template or tokenizer: {error}", error="DataError")
         if reading is None:
             return FailedScore("bad_steps", "the completion has no step")
         if len(reading.tokens_T) > (limit := self.source.model.max_position):
@@ -193,9 +186,7 @@ class RewardModel:
 
     def _outcome(self, reading: Reading, scores: Sequence[float]) -> Outcome:
         if not all(map(math.isfinite, scores)):
-            return FailedScore(
-                "not_finite", f"the reward model gave {scores[-1] if len(scores) == 1 else scores}"
-            )
+            return FailedScore("not_finite", f"the reward model gave {scores[-1] if len(scores) == 1 else scores}")
         if not reading.ends:
             return Score(scores[0])
         steps = tuple(TextStep(end, score) for end, score in zip(reading.ends, scores, strict=True))
@@ -207,16 +198,12 @@ class RewardModel:
         mesh, device = self._mesh, self._device
         # Scores are read from the first position up to the last token. The last token must enter the layers, so a
         # token is appended that serves only as its label, and the "prompt" ends with the first position.
-        own = [
-            (reading.positions[0] + 1, len(reading.tokens_T) - reading.positions[0]) for reading in readings
-        ]
+        own = [(reading.positions[0] + 1, len(reading.tokens_T) - reading.positions[0]) for reading in readings]
         of_ranks: list[list[tuple[int, int]]] = [[]] * mesh.dp_cp.size
         dist.all_gather_object(of_ranks, own, group=mesh.dp_cp.group)
         shapes = dict(
             enumerate(
-                SampleShape(
-                    replica_rank=rank, num_prompt_tokens=begin, num_completion_tokens=count, is_trained=True
-                )
+                SampleShape(replica_rank=rank, num_prompt_tokens=begin, num_completion_tokens=count, is_trained=True)
                 for rank, lengths in enumerate(of_ranks)
                 for begin, count in lengths
             )
@@ -239,8 +226,7 @@ class RewardModel:
         wanted = [plan.samples_of(rank) for rank in self._dp_ranks]
         here = exchange_samples(samples, shapes, wanted, mesh.dp_cp, device)
         microbatches = [
-            make_microbatch(here, indices, limits, mesh.cp, device)
-            for indices in plan.microbatches[mesh.dp.rank]
+            make_microbatch(here, indices, limits, mesh.cp, device) for indices in plan.microbatches[mesh.dp.rank]
         ]
         with self._frozen.installed(), evaluating(self._frozen.chunks):
             outputs = run_pass(self._frozen.chunks, microbatches, self._head, backward=False)
@@ -262,9 +248,7 @@ class RewardModel:
             dist.broadcast(scores_C, group=mesh.pp.group, group_src=mesh.pp.size - 1)
         scores_C = scores_C.cpu()
         return [
-            scores_C[
-                [int(begins_N[first + index]) + p - reading.positions[0] for p in reading.positions]
-            ].tolist()
+            scores_C[[int(begins_N[first + index]) + p - reading.positions[0] for p in reading.positions]].tolist()
             for index, reading in enumerate(readings)
         ]
 

@@ -39,8 +39,7 @@ class TextStep(NamedTuple):
 
 
 RewardFunction = Callable[
-    [RewardInput],
-    float | tuple[float | None, str | None] | Mapping[str, Any] | Sequence[tuple[int, float]] | None,
+    [RewardInput], float | tuple[float | None, str | None] | Mapping[str, Any] | Sequence[tuple[int, float]] | None
 ]
 """A reward function, which runs in a separate process. It may return:
 
@@ -164,9 +163,7 @@ def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...]
                 return FailedScore("bad_steps", f"{cut(repr(entry), MAX_TEXT // 2)} is no (end, value)")
     for before, step in zip((TextStep(0, 0.0), *steps), steps, strict=False):
         if not before.end < step.end <= num_characters:
-            return FailedScore(
-                "bad_steps", f"end {step.end} after {before.end} of {num_characters} characters"
-            )
+            return FailedScore("bad_steps", f"end {step.end} after {before.end} of {num_characters} characters")
         if not math.isfinite(step.value):
             return FailedScore("not_finite", str(step))
     return tuple(steps)

@@ -32,15 +32,7 @@ MIB = 2**20
 TRIAL_S = 30.0
 """Time limit of a sandbox's trial, in seconds: the first start reads the interpreter from the disk."""
 DENIED_CALLS: dict[str, dict[str, int]] = {
-    "x86_64": {
-        "fork": 57,
-        "vfork": 58,
-        "ptrace": 101,
-        "keyctl": 250,
-        "unshare": 272,
-        "setns": 308,
-        "bpf": 321,
-    },
+    "x86_64": {"fork": 57, "vfork": 58, "ptrace": 101, "keyctl": 250, "unshare": 272, "setns": 308, "bpf": 321},
     "aarch64": {"ptrace": 117, "keyctl": 219, "unshare": 97, "setns": 268, "bpf": 280},
 }
 """System calls denied to a program (EPERM), by machine: they create processes or namespaces, or reach into other
@@ -149,15 +141,7 @@ class Sandbox:
                 "not run without a sandbox. Install the package bubblewrap."
             )
         interpreter, prefixes = _interpreter(python)
-        self._command = [
-            *_bubblewrap(executable, prefixes, limits),
-            interpreter,
-            "-I",
-            "-X",
-            "utf8",
-            "-c",
-            BOOTSTRAP,
-        ]
+        self._command = [*_bubblewrap(executable, prefixes, limits), interpreter, "-I", "-X", "utf8", "-c", BOOTSTRAP]
         trial = self._run("print(6 * 7)", "", limits._replace(time_s=TRIAL_S))
         if trial.status != 0 or trial.output != "42\n":
             how = f"status {trial.status}" if trial.status is not None else f"no answer within {TRIAL_S:g} s"
@@ -197,12 +181,7 @@ class Sandbox:
             given.write(header + source + stdin.encode("utf-8", "replace"))
             given.seek(0)
             process = subprocess.Popen(
-                self._command,
-                stdin=given,
-                stdout=output,
-                stderr=errors,
-                cwd="/",
-                env={"PATH": "/usr/bin:/bin"},
+                self._command, stdin=given, stdout=output, stderr=errors, cwd="/", env={"PATH": "/usr/bin:/bin"}
             )
             try:
                 status: int | None = process.wait(limits.time_s)
@@ -224,9 +203,7 @@ def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
         return sys._base_executable, (sys.base_prefix,)  # type: ignore[attr-defined]
     ask = "import sys; print(sys.executable, sys.prefix, sys.base_prefix, sep='\\n')"
     try:
-        found = subprocess.run(
-            [python, "-I", "-c", ask], capture_output=True, text=True, check=True, timeout=TRIAL_S
-        )
+        found = subprocess.run([python, "-I", "-c", ask], capture_output=True, text=True, check=True, timeout=TRIAL_S)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
             f'rl.reward.code.python="{python}" is no Python interpreter: {error}. Correct its path.'
@@ -251,11 +228,7 @@ def _bubblewrap(executable: str, prefixes: Sequence[str], limits: SandboxLimits)
     """Return bubblewrap's part of the command line."""
     binds: list[str] = []
     for folder, target in _folders(prefixes):
-        binds += (
-            ["--ro-bind", str(folder), str(folder)]
-            if target is None
-            else ["--symlink", str(target), str(folder)]
-        )
+        binds += ["--ro-bind", str(folder), str(folder)] if target is None else ["--symlink", str(target), str(folder)]
     return [
         executable,
         *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),

@@ -97,9 +97,7 @@ class FailureReport:
             self._reported.add(failed.kind)
             if self._folder is not None:
                 self._append(failed, self._folder / FILE_NAME)
-            self._message(
-                f"warning: reward {failed.describe()}\n  (later failures of this kind are only counted)"
-            )
+            self._message(f"warning: reward {failed.describe()}\n  (later failures of this kind are only counted)")
 
     def _append(self, failed: FailedPart, path: Path) -> None:
         failure = failed.failure
@@ -118,10 +116,7 @@ class FailureReport:
 
 
 def refuse_failing_parts(
-    num_failed: Mapping[str, int],
-    num_scores: int,
-    failures: Sequence[FailedPart],
-    max_failed_fraction: float,
+    num_failed: Mapping[str, int], num_scores: int, failures: Sequence[FailedPart], max_failed_fraction: float
 ) -> None:
     """Raise a TrainingError for the part that fails most often, if it exceeds the allowed fraction of failures.
 
@@ -234,10 +229,7 @@ class Reward:
         # Modules are imported before the processes are forked, so that an import error is raised in this process.
         functions = [part_function(name, config) for name in self._functions]
         self._workers = RewardWorkers(
-            functions,
-            workers=config.workers,
-            timeout_s=config.timeout_s,
-            max_memory_gib=config.max_memory_gib,
+            functions, workers=config.workers, timeout_s=config.timeout_s, max_memory_gib=config.max_memory_gib
         )
 
     def __enter__(self) -> Self:
@@ -250,9 +242,7 @@ class Reward:
         """End the worker processes."""
         self._workers.close()
 
-    def __call__(
-        self, groups: Sequence[Group], of_models: Mapping[str, Sequence[Outcome]] | None = None
-    ) -> Scores:
+    def __call__(self, groups: Sequence[Group], of_models: Mapping[str, Sequence[Outcome]] | None = None) -> Scores:
         """Return the rewards of all completions.
 
         Args:
@@ -287,9 +277,7 @@ class Reward:
                 problem = pairs[index // len(names)][0]
                 part = names[index % len(names)]
                 scored = inputs[index // len(names)]
-                failures.append(
-                    FailedPart(part=part, problem_id=problem.problem_id, failure=outcome, scored=scored)
-                )
+                failures.append(FailedPart(part=part, problem_id=problem.problem_id, failure=outcome, scored=scored))
             scores.append(Score(value) if isinstance(outcome, FailedScore) else outcome)
         values = [score.value for score in scores]
         values_PGR = torch.tensor(values, dtype=torch.float64).view(len(groups), -1, len(names))
@@ -359,9 +347,7 @@ def _with_an_applying_part(outcomes: Sequence[Outcome], weights: Sequence[float]
     """
     found = list(outcomes)
     weighted = [index for index, weight in enumerate(weights) if weight]
-    if weighted and not any(
-        isinstance(outcome := found[r], FailedScore) or outcome.applies for r in weighted
-    ):
+    if weighted and not any(isinstance(outcome := found[r], FailedScore) or outcome.applies for r in weighted):
         text = f"returned None (does not apply), as did every other part with a weight; {SCORE_FORMS}"
         found[weighted[0]] = FailedScore("bad_reply", text)
     return found
@@ -382,15 +368,10 @@ def part_function(name: str, config: RewardConfig) -> RewardFunction:
     return made
 
 
-def _reasons(
-    groups: Sequence[Group], names: Sequence[str], scores: Sequence[Score]
-) -> list[list[dict[str, str]]]:
+def _reasons(groups: Sequence[Group], names: Sequence[str], scores: Sequence[Score]) -> list[list[dict[str, str]]]:
     of_parts = iter(scores)
     return [
-        [
-            {name: score.reason for name in names if (score := next(of_parts)).reason}
-            for _ in group.completions
-        ]
+        [{name: score.reason for name in names if (score := next(of_parts)).reason} for _ in group.completions]
         for group in groups
     ]
 
@@ -415,9 +396,7 @@ TRIED_AT_START = 2
 """Number of prompts in the trial before a training run starts."""
 
 
-def trial_groups(
-    prompts: Sequence[Prompt], encode: Callable[[str], list[int]], template: str = ANSWER
-) -> list[Group]:
+def trial_groups(prompts: Sequence[Prompt], encode: Callable[[str], list[int]], template: str = ANSWER) -> list[Group]:
     """Return two completions per prompt: `template` with its own reference answer, and with the next prompt's."""
     groups = []
     for index, prompt in enumerate(prompts):
@@ -467,9 +446,7 @@ def refuse_failing_trial(scores: Scores, config: RewardConfig) -> None:
                 f"{first.failure.text}. Start the server, or correct the address, the key or the template."
             )
     if config.max_failed_fraction < 1 and max(num_failed.values(), default=0) == num_scores:
-        raise failing_part(
-            num_failed, num_scores, scores.failures, "of a trial on reference answers, before the start"
-        )
+        raise failing_part(num_failed, num_scores, scores.failures, "of a trial on reference answers, before the start")
 
 
 def _trial_completion(text: str, tokens_T: tuple[int, ...]) -> Completion:

@@ -38,9 +38,7 @@ def served_parts(config: RewardConfig) -> dict[str, "Judge | RewardServer"]:
             is_judge = name.startswith(JUDGE_PART)
             url = config.judge.url or "" if is_judge else server_url(name)
             client = RetryingClient(url, config.server)
-            parts[name] = (
-                Judge(name, config.judge, client) if is_judge else RewardServer(client, config.server)
-            )
+            parts[name] = Judge(name, config.judge, client) if is_judge else RewardServer(client, config.server)
     return parts
 
 
@@ -82,9 +80,7 @@ class RetryingClient:
                         is_down = is_down or not error.is_refusal
                         return FailedScore("raised", cut(str(error), MAX_TEXT), error="ServerError")
                 except (TypeError, ValueError) as error:  # a prompt's field cannot be encoded as JSON
-                    return FailedScore(
-                        "raised", cut(f"not sent: {error}", MAX_TEXT), error=type(error).__name__
-                    )
+                    return FailedScore("raised", cut(f"not sent: {error}", MAX_TEXT), error=type(error).__name__)
                 time.sleep(wait_s)
                 wait_s *= 2
             raise AssertionError("the last try returns")
@@ -102,18 +98,14 @@ class RewardServer:
 
     def outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         """Return the outcome of each completion. If a batch has no answer, all its scores have failed."""
-        batches = [
-            inputs[begin : begin + self._batch_size] for begin in range(0, len(inputs), self._batch_size)
-        ]
+        batches = [inputs[begin : begin + self._batch_size] for begin in range(0, len(inputs), self._batch_size)]
         bodies = [{"samples": [asdict(scored) for scored in batch]} for batch in batches]
 
         def read(answer: Any, index: int) -> list[Outcome]:
             scores = answer.get("scores") if isinstance(answer, Mapping) else None
             if not isinstance(scores, list) or len(scores) != len(batches[index]):
                 shown = f"{len(scores)} scores" if isinstance(scores, list) else cut(repr(answer), 200)
-                raise ServerError(
-                    f'the answer to {len(batches[index])} samples is {shown}, wanted {{"scores": [...]}}'
-                )
+                raise ServerError(f'the answer to {len(batches[index])} samples is {shown}, wanted {{"scores": [...]}}')
             return [_outcome(score, scored) for score, scored in zip(scores, batches[index], strict=True)]
 
         outcomes: list[Outcome] = []
@@ -143,9 +135,7 @@ class Judge:
         try:
             self._template = environment.from_string(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, TemplateError) as error:
-            raise ConfigError(
-                f'rl.reward.parts="{part}": the template cannot be read: {error}. Correct it.'
-            ) from error
+            raise ConfigError(f'rl.reward.parts="{part}": the template cannot be read: {error}. Correct it.') from error
         self._pattern = re.compile(config.score_pattern, re.DOTALL)
 
     def outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:

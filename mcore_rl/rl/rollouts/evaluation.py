@@ -34,8 +34,7 @@ def evaluate_policy(
     """
     sampling = replace(rollouts.sampling, cut=Cut(temperature=config.temperature), with_routes=False)
     seeds_PG = [
-        [sample_seed(rollouts.seed, HELD_OUT_SEED + p, g) for g in range(config.samples)]
-        for p in range(len(prompts))
+        [sample_seed(rollouts.seed, HELD_OUT_SEED + p, g) for g in range(config.samples)] for p in range(len(prompts))
     ]
     groups, summaries, _ = rollouts.generate_and_score(prompts, sampling, seeds_PG)
     return groups, summaries
@@ -47,9 +46,7 @@ def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
     Accuracy, reward and pass@k leave out answers with a failed score.
     """
     rewards = [reward for summary in summaries for reward in summary.rewards_G if not math.isnan(reward)]
-    scored_PG = [
-        [is_correct for is_correct in summary.correct_G if is_correct is not None] for summary in summaries
-    ]
+    scored_PG = [[is_correct for is_correct in summary.correct_G if is_correct is not None] for summary in summaries]
     num_answers = sum(len(summary.lengths_G) for summary in summaries)
     num_scored = sum(map(len, scored_PG))
     if num_scored:
@@ -148,9 +145,7 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
     }
     dp_cp = mesh.dp_cp
     gathered: list[Mapping[int, list[dict[str, Any]]] | None] = [None] * dp_cp.size
-    dist.gather_object(
-        samples_of_groups, gathered if dp_cp.rank == 0 else None, group=dp_cp.group, group_dst=0
-    )
+    dist.gather_object(samples_of_groups, gathered if dp_cp.rank == 0 else None, group=dp_cp.group, group_dst=0)
     groups = {index: samples for part in gathered if part for index, samples in part.items()}
     return [sample for index in sorted(groups) for sample in groups[index]]
 

@@ -120,9 +120,7 @@ class GroupFlow:
             McoreRlError: on all ranks, if any group of any replica has failed, including groups of later batches.
         """
         indices = [cursor + p for p in self.own_positions]
-        groups = from_first_of_model(
-            on_every_rank(lambda: self._finished(indices) if self._asks else []), self._mesh
-        )
+        groups = from_first_of_model(on_every_rank(lambda: self._finished(indices) if self._asks else []), self._mesh)
         before_s, self._taken_s = self._taken_s, time.perf_counter()
         return groups, self._taken_s - before_s
 

@@ -55,16 +55,11 @@ def make_problem(config: PromptConfig, seed: int, index: int) -> Problem:
     make = TASKS.get(config.task) or load_extension("rl.prompts.task", config.task)
     problem: TaskProblem = make(generator, size)
     return Problem(
-        problem_id=f"{config.task}/{seed}/{index}",
-        prompt=problem.prompt,
-        answer=problem.answer,
-        fields=problem.fields,
+        problem_id=f"{config.task}/{seed}/{index}", prompt=problem.prompt, answer=problem.answer, fields=problem.fields
     )
 
 
-def read_problems(
-    config: PromptConfig, *, needs_answer: bool = False, most_lines: int | None = None
-) -> ProblemFile:
+def read_problems(config: PromptConfig, *, needs_answer: bool = False, most_lines: int | None = None) -> ProblemFile:
     """Read the lines of `config.files`, in order.
 
     Args:
@@ -147,15 +142,11 @@ def _read_record(record: Record, config: PromptConfig, needs_answer: bool) -> tu
         raise DataError(f"no text in {config.prompt_field!r} (other keys: {', '.join(entry) or 'none'})")
     if needs_answer and (answer is None or not str(answer).strip()):
         keys = ", ".join(entry) or "none"
-        raise DataError(
-            f"no answer in {config.answer_field!r}, with which the reward compares (other keys: {keys})"
-        )
+        raise DataError(f"no answer in {config.answer_field!r}, with which the reward compares (other keys: {keys})")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise DataError(f"{config.answer_field!r} holds {json.dumps(answer)[:40]}, neither text nor a number")
     problem_id = f"{Path(record.file).name}:{record.line}"
-    return Problem(
-        problem_id=problem_id, prompt=prompt, answer=str(answer), messages=messages, fields=entry
-    ), shape
+    return Problem(problem_id=problem_id, prompt=prompt, answer=str(answer), messages=messages, fields=entry), shape
 
 
 def _arithmetic(generator: random.Random, size: int) -> TaskProblem:
@@ -190,12 +181,7 @@ def _countdown(generator: random.Random, size: int) -> TaskProblem:
     expression, value = str(numbers[0]), numbers[0]
     for number in numbers[1:]:
         sign = generator.choice([sign for sign in "+-*/" if sign != "/" or value % number == 0])
-        value = {
-            "+": value + number,
-            "-": value - number,
-            "*": value * number,
-            "/": value // number,
-        }[sign]
+        value = {"+": value + number, "-": value - number, "*": value * number, "/": value // number}[sign]
         expression = f"({expression} {sign} {number})"
     shown = generator.sample(numbers, size)
     return TaskProblem(
@@ -352,9 +338,7 @@ class PromptEncoder:
         except DataError as error:
             raise DataError(f"prompt {problem.problem_id}: {error}") from error
         if not tokens_T:
-            raise DataError(
-                f"prompt {problem.problem_id} has no tokens. Take it out, or use another template."
-            )
+            raise DataError(f"prompt {problem.problem_id} has no tokens. Take it out, or use another template.")
         if len(tokens_T) > self._max_tokens:
             raise PromptTooLongError(
                 f"prompt {problem.problem_id} has {len(tokens_T)} tokens, more than rl.prompts.max_tokens="
@@ -368,12 +352,7 @@ class PromptTooLongError(DataError):
 
 
 def train_prompts(
-    config: PromptConfig,
-    held_out: Sequence[Prompt],
-    encode: PromptEncoder,
-    seed: int,
-    *,
-    needs_answer: bool = False,
+    config: PromptConfig, held_out: Sequence[Prompt], encode: PromptEncoder, seed: int, *, needs_answer: bool = False
 ) -> PromptSource:
     """Return the training prompts. Raises DataError if there are none, or none with an answer if `needs_answer`."""
     if config.task == "file":
@@ -388,9 +367,7 @@ def refuse_prompts_without_teacher(source: PromptSource, distill: DistillConfig)
         return
     prompts = source.prompts if isinstance(source, FilePrompts) else source.take(0, 1)
     lacking = [
-        prompt.problem
-        for prompt in prompts
-        if distill.index_of(prompt.problem.fields.get(distill.tag_field)) is None
+        prompt.problem for prompt in prompts if distill.index_of(prompt.problem.fields.get(distill.tag_field)) is None
     ]
     if lacking:
         shown = ", ".join(
@@ -426,9 +403,7 @@ def held_out_prompts(
     return _file_prompts(of_files, encode, seed, needs_answer=needs_answer).prompts[: config.num_prompts]
 
 
-def _file_prompts(
-    config: PromptConfig, encode: PromptEncoder, seed: int, *, needs_answer: bool
-) -> FilePrompts:
+def _file_prompts(config: PromptConfig, encode: PromptEncoder, seed: int, *, needs_answer: bool) -> FilePrompts:
     read = read_problems(config, needs_answer=needs_answer)
     prompts, sizes, num_too_long = [], [0] * len(config.files), 0
     files = (file for file, count in enumerate(read.num_per_file) for _ in range(count))

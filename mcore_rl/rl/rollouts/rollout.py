@@ -248,15 +248,11 @@ class Rollouts:
             metrics=metrics,
             steps_PGI=[summary.steps_GI for summary in chosen if summary.steps_GI],
             truncation_warning=self.truncation_warning(groups, summaries),
-            signal=signal_of(
-                scores_PG, [is_correct for summary in summaries for is_correct in summary.correct_G]
-            ),
+            signal=signal_of(scores_PG, [is_correct for summary in summaries for is_correct in summary.correct_G]),
             baseline_P=baseline_P,
         )
 
-    def truncation_warning(
-        self, groups: Mapping[int, Group], summaries: Sequence[GroupSummary]
-    ) -> str | None:
+    def truncation_warning(self, groups: Mapping[int, Group], summaries: Sequence[GroupSummary]) -> str | None:
         """Return the likely reason why all completions of `summaries` are truncated; None if some are not.
 
         Args:
@@ -318,9 +314,7 @@ class Rollouts:
             self.engine.update_weights(step)
         self.flow.admit(step // self.updates_per_rollout)
 
-    def _take_from(
-        self, flow: GroupFlow, cursor: int
-    ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
+    def _take_from(self, flow: GroupFlow, cursor: int) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
         """Take the rollout batch that begins with prompt `cursor` from `flow`, and score it."""
         start_s = time.perf_counter()
         taken_groups, period_s = flow.take(cursor)
@@ -386,15 +380,10 @@ class Rollouts:
         gathered = [local] * self.mesh.world.size
         dist.all_gather_object(gathered, local)
         all_summaries = sorted(
-            (summary for replica in gathered for summary in replica.summaries),
-            key=lambda summary: summary.index,
+            (summary for replica in gathered for summary in replica.summaries), key=lambda summary: summary.index
         )
         self._report_failures(gathered, sum(len(summary.rewards_G) for summary in all_summaries))
-        return (
-            by_index,
-            all_summaries,
-            [Metric(*numbers) for replica in gathered for numbers in replica.metrics],
-        )
+        return (by_index, all_summaries, [Metric(*numbers) for replica in gathered for numbers in replica.metrics])
 
     def _report_failures(self, gathered: "Sequence[_ReplicaScores]", num_completions: int) -> None:
         """Report failures on rank 0. Raises TrainingError on all ranks if too many scores of a part have failed."""
@@ -415,8 +404,7 @@ class Rollouts:
         if correctness_PG is None:
             correctness_PG = torch.full_like(scores.rewards_PG, torch.nan)
         correct_PG = [
-            [None if math.isnan(value) else value == 1 for value in row_G]
-            for row_G in correctness_PG.tolist()
+            [None if math.isnan(value) else value == 1 for value in row_G] for row_G in correctness_PG.tolist()
         ]
         rewards_PG = scores.rewards_PG.tolist()
         has_steps, distill = self.rl.advantage.uses_steps, self.rl.distill
@@ -429,8 +417,7 @@ class Rollouts:
                 lengths_G=[len(completion.tokens_T) for completion in group.completions],
                 num_sampled_G=[completion.num_sampled for completion in group.completions],
                 spans_G=[
-                    None if completion.episode is None else completion.episode.spans
-                    for completion in group.completions
+                    None if completion.episode is None else completion.episode.spans for completion in group.completions
                 ],
                 truncated_G=[completion.is_truncated for completion in group.completions],
                 rewards_G=rewards_PG[p],
@@ -458,9 +445,7 @@ class Rollouts:
         """
         now, updates = self.engine.policy_version, self.updates_per_rollout
         completions = (
-            [completion for group in groups for completion in group.completions]
-            if runs_rewards(self.mesh)
-            else []
+            [completion for group in groups for completion in group.completions] if runs_rewards(self.mesh) else []
         )
         ages = [(now - completion.policy_version) / updates for completion in completions]
         local = (flow.started, ages, sum(len(completion.versions) > 1 for completion in completions))
@@ -495,10 +480,7 @@ def sample_seed(seed: int, prompt_index: int, index: int) -> int:
 
 
 def token_steps(
-    completion: Completion,
-    steps: Sequence[TextStep],
-    decode: Callable[[Sequence[int]], str],
-    environment_weight: float,
+    completion: Completion, steps: Sequence[TextStep], decode: Callable[[Sequence[int]], str], environment_weight: float
 ) -> list[StepReward]:
     """Map the steps of a completion's text, which is the last turn's, to their last tokens. In a conversation with an
     environment each turn is a step too, with its reward multiplied by `environment_weight`.

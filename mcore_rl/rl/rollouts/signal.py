@@ -15,9 +15,7 @@ NUM_BATCHES = 10
 """Number of rollout batches over which groups are counted, and of calls after which a warning may be repeated."""
 MOST_WITHOUT_SIGNAL = 0.8
 """Fraction of groups without a signal above which a warning is given."""
-REPLACING = (
-    "Replace such groups (rl.rollout.dynamic_sampling=true; where it is, by more rl.rollout.max_refills)"
-)
+REPLACING = "Replace such groups (rl.rollout.dynamic_sampling=true; where it is, by more rl.rollout.max_refills)"
 FEW, MOST = 0.1, 0.9
 """Accuracy below which a task is probably too hard, and accuracy above which it is probably too easy."""
 
@@ -188,10 +186,7 @@ def _reason(signals: Sequence[Signal]) -> str:
 def episodes_reason(groups: Collection[Group], sampling: Sampling) -> str:
     """Return a warning that counts which limits ended the conversations, for use if all of them ended at a limit."""
     ends = Counter(
-        completion.episode.end
-        for group in groups
-        for completion in group.completions
-        if completion.episode is not None
+        completion.episode.end for group in groups for completion in group.completions if completion.episode is not None
     )
     limits: dict[EpisodeEnd, str] = {
         "length": f"rl.rollout.max_new_tokens={sampling.max_new_tokens} within a turn",
@@ -206,10 +201,7 @@ def episodes_reason(groups: Collection[Group], sampling: Sampling) -> str:
 
 
 def truncation_reason(
-    groups: Collection[Group],
-    sampling: Sampling,
-    special_ids: frozenset[int],
-    decode: Callable[[Sequence[int]], str],
+    groups: Collection[Group], sampling: Sampling, special_ids: frozenset[int], decode: Callable[[Sequence[int]], str]
 ) -> str:
     """Return a warning with the likely reason and a remedy, for use if all completions are truncated.
 
@@ -228,9 +220,7 @@ def truncation_reason(
         for completion in completions
         for token in special_ids.intersection(completion.tokens_T) - sampling.stop_tokens
     )
-    what = (
-        f"warning: all completions reached rl.rollout.max_new_tokens={sampling.max_new_tokens} without an end"
-    )
+    what = f"warning: all completions reached rl.rollout.max_new_tokens={sampling.max_new_tokens} without an end"
     token, count = holders.most_common(1)[0] if holders else (-1, 0)
     if 2 * count >= max(1, len(completions)):
         return (

@@ -211,13 +211,7 @@ def token_rewards(
 
 
 def generalized_advantages(
-    rewards_NC: Tensor,
-    values_NC: Tensor,
-    lengths_N: Tensor,
-    *,
-    gamma: float,
-    lambda_N: Tensor,
-    ends_N: Tensor,
+    rewards_NC: Tensor, values_NC: Tensor, lengths_N: Tensor, *, gamma: float, lambda_N: Tensor, ends_N: Tensor
 ) -> Tensor:
     """Return the advantages `[N, C]`, A_t = d_t + gamma lambda A_{t+1} with d_t = R_t + gamma V_{t+1} - V_t; zeros in
     padding (arXiv 1506.02438, equation 16).
@@ -296,9 +290,7 @@ def whitened(advantages_NC: Tensor, lengths_N: Tensor, moments: Moments, *, ddof
     return torch.zeros_like(advantages_NC) if moments.are_equal(moments.size) else centred_NC / deviation
 
 
-def clipped_value_loss(
-    values_T: Tensor, old_T: Tensor, returns_T: Tensor, clip: float | None
-) -> tuple[Tensor, Tensor]:
+def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """Return the clipped squared error of each token (arXiv 1707.06347), and a mask of tokens without a gradient: True
     where the clipped term is larger.
 

@@ -66,9 +66,7 @@ class SampleShape:
         spans = ((0, self.num_completion_tokens),) if self.sampled_spans is None else self.sampled_spans
         # The first token of the completion is predicted at the last position of the prompt.
         first = self.num_prompt_tokens - 1
-        return torch.cat(
-            [torch.zeros(0, dtype=torch.int64), *(torch.arange(first + a, first + b) for a, b in spans)]
-        )
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(first + a, first + b) for a, b in spans)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,21 +226,12 @@ def at_positions(numbers_C: Tensor, shape: SampleShape) -> Tensor:
 def samples_of(minibatches: Sequence[Minibatch]) -> list[int]:
     """Return the indices of all samples that this rank trains on, in order."""
     return sorted(
-        {
-            index
-            for minibatch in minibatches
-            for microbatch in minibatch.microbatches
-            for index in microbatch.samples
-        }
+        {index for minibatch in minibatches for microbatch in minibatch.microbatches for index in microbatch.samples}
     )
 
 
 def make_microbatch(
-    samples: Mapping[int, TrainedSample],
-    indices: Sequence[int],
-    limits: PackingLimits,
-    cp: Axis,
-    device: torch.device,
+    samples: Mapping[int, TrainedSample], indices: Sequence[int], limits: PackingLimits, cp: Axis, device: torch.device
 ) -> PolicyMicrobatch:
     """Pack the samples with these indices end to end; without indices, return a microbatch of padding only."""
     chosen = [samples[index] for index in indices]
@@ -269,23 +258,17 @@ def make_microbatch(
     is_padding_S = torch.ones(length, dtype=torch.bool)
     is_padding_S[here_t] = False
     # The first token of the completion is predicted at the last position of the prompt.
-    columns = [
-        (sample.num_prompt_tokens - 1, sample.is_trained, sample.num_stale_tokens) for sample in chosen
-    ]
+    columns = [(sample.num_prompt_tokens - 1, sample.is_trained, sample.num_stale_tokens) for sample in chosen]
     first_N, is_trained_N, num_stale_N = torch.tensor(columns, dtype=torch.int64).view(-1, 3).unbind(1)
     which_c, offset_c = _groups(size_N - first_N)
     completion_c = (begin_N + first_N)[which_c] + offset_c
     sampled_c = torch.cat([torch.zeros(0, dtype=torch.bool), *(sample.sampled_C for sample in chosen)])
     mask_S, completion_mask_S, stale_S, rollout_logprobs_S = torch.zeros(4, length)
     in_loss_c = sampled_c & (is_trained_N[which_c] > 0)
-    num_trained_N = torch.zeros(max(len(chosen), 1), dtype=torch.int64).index_add_(
-        0, which_c, in_loss_c.long()
-    )
+    num_trained_N = torch.zeros(max(len(chosen), 1), dtype=torch.int64).index_add_(0, which_c, in_loss_c.long())
     mask_S[completion_c], completion_mask_S[completion_c] = in_loss_c.float(), sampled_c.float()
     stale_S[completion_c] = (offset_c < num_stale_N[which_c]).float()
-    rollout_logprobs_S[completion_c] = torch.cat(
-        [torch.zeros(0), *(sample.rollout_logprobs_C for sample in chosen)]
-    )
+    rollout_logprobs_S[completion_c] = torch.cat([torch.zeros(0), *(sample.rollout_logprobs_C for sample in chosen)])
     inputs = localize(
         Microbatch(
             tokens_BS=tokens_S[None],
@@ -347,8 +330,7 @@ def exchange_samples(
         return {index: generated[index] for index in wanted[0]}
     outgoing = [[index for index in indices if index in generated] for indices in wanted]
     incoming = [
-        [index for index in wanted[dp_cp.rank] if shapes[index].replica_rank == rank]
-        for rank in range(dp_cp.size)
+        [index for index in wanted[dp_cp.rank] if shapes[index].replica_rank == rank] for rank in range(dp_cp.size)
     ]
 
     def num_words(index: int) -> int:

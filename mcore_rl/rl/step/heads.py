@@ -35,9 +35,7 @@ class LogprobHead(ReadsDeferredLogits):
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
 
-    def logprobs_and_entropy(
-        self, microbatch: PolicyMicrobatch, output: Logits, mask_T: Tensor
-    ) -> TokenStatistics:
+    def logprobs_and_entropy(self, microbatch: PolicyMicrobatch, output: Logits, mask_T: Tensor) -> TokenStatistics:
         """Collective over the tensor-parallel ranks: compute logprobs and entropy `[T]` from logits `[1, T, v]` where
         the mask is True; zeros elsewhere.
         """
@@ -88,9 +86,7 @@ class LogprobHead(ReadsDeferredLogits):
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
         """Return the logprobs of one microbatch; there is no loss."""
-        logprobs_T = self.logprobs_and_entropy(
-            microbatch, output, microbatch.completion_mask_T
-        ).logprobs_T.detach()
+        logprobs_T = self.logprobs_and_entropy(microbatch, output, microbatch.completion_mask_T).logprobs_T.detach()
         zero = logprobs_T.new_zeros((), dtype=torch.float32)
         return HeadOutput(loss=zero, count=zero.int(), outputs={"logprobs": logprobs_T})
 
@@ -192,13 +188,7 @@ class MixedHead(ReadsDeferredLogits):
     wants_losses = False
 
     def __init__(
-        self,
-        policy: Head[PolicyMicrobatch],
-        mesh: Mesh,
-        *,
-        vocab_size: int,
-        chunk_tokens: int,
-        weight: float,
+        self, policy: Head[PolicyMicrobatch], mesh: Mesh, *, vocab_size: int, chunk_tokens: int, weight: float
     ) -> None:
         """Prepare one optimizer step.
 
@@ -280,9 +270,7 @@ class ValueLossHead:
         """Return the loss of one microbatch from scores `[1, T, 1]`, with the loss and clipped tokens as outputs."""
         assert microbatch.values_T is not None and microbatch.returns_T is not None
         values_T = output[0, :, 0].float()
-        loss_T, is_clipped_T = clipped_value_loss(
-            values_T, microbatch.values_T, microbatch.returns_T, self._clip
-        )
+        loss_T, is_clipped_T = clipped_value_loss(values_T, microbatch.values_T, microbatch.returns_T, self._clip)
         loss = loss_T.where(microbatch.mask_T, 0.0).sum()
         count = self.count(microbatch)
         clipped = (is_clipped_T & microbatch.mask_T).sum()

@@ -16,13 +16,7 @@ from mcore_rl.megatron.schedule import Head
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.step.batch import (
-    Advantages,
-    Minibatch,
-    PolicyMicrobatch,
-    exchange_samples,
-    make_microbatch,
-)
+from mcore_rl.rl.step.batch import Advantages, Minibatch, PolicyMicrobatch, exchange_samples, make_microbatch
 from mcore_rl.rl.step.heads import LogprobHead, PolicyHead
 from mcore_rl.rl.step.losses import BatchTotals, loss_weights
 from mcore_rl.rl.step.objective import estimator_of, policy_objective
@@ -67,9 +61,7 @@ class Learner:
         self.advantages = estimator_of(config.rl.advantage, self.parts.reward_kl, mesh, state.platform.device)
         self._limits = PackingLimits(
             max_tokens=config.packed_length,
-            multiple=lcm(
-                config.packed_multiple, LENGTH_MULTIPLE if state.platform.is_cuda else CPU_LENGTH_MULTIPLE
-            ),
+            multiple=lcm(config.packed_multiple, LENGTH_MULTIPLE if state.platform.is_cuda else CPU_LENGTH_MULTIPLE),
             sample_multiple=config.mesh.zigzag,
             microbatch_multiple=mesh.pp.size if config.mesh.vpp > 1 else 1,
             is_fixed=mesh.pp.size > 1,
@@ -96,9 +88,7 @@ class Learner:
         for plan in plans:
             indices = [index for rank in range(mesh.dp.size) for index in plan.samples_of(rank)]
             num_trained_N = torch.zeros(len(shapes), dtype=torch.int64)
-            num_trained_N[indices] = torch.tensor(
-                [shapes[index].num_trained for index in indices], dtype=torch.int64
-            )
+            num_trained_N[indices] = torch.tensor([shapes[index].num_trained for index in indices], dtype=torch.int64)
             totals = BatchTotals(int(num_trained_N.sum()), int((num_trained_N > 0).sum()))
             lengths = [shapes[index].num_positions for index in indices]
             minibatches.append(
@@ -137,9 +127,7 @@ class Learner:
         on_policy = [replace(minibatch, is_on_policy=True) for minibatch in minibatches[:num_on_policy]]
         with self.state.timers.phase("old_logprobs"):
             passed = [
-                self._logprobs.added(
-                    minibatch, "old_logprobs_T", self.routes.old_policy, is_imposed=is_imposed
-                )
+                self._logprobs.added(minibatch, "old_logprobs_T", self.routes.old_policy, is_imposed=is_imposed)
                 for minibatch in minibatches[num_on_policy:]
             ]
         self.routes.settle()
@@ -149,9 +137,7 @@ class Learner:
         """Return the minibatches of a rollout batch, with the outputs of all passes without gradient."""
         self.held = None if self.parts.critic is None else self.parts.critic.holds_policy()
         minibatches = self.minibatches(rollout)
-        self.routes.begin(
-            rollout, [microbatch for minibatch in minibatches for microbatch in minibatch.microbatches]
-        )
+        self.routes.begin(rollout, [microbatch for minibatch in minibatches for microbatch in minibatch.microbatches])
         minibatches = self.with_old_logprobs(minibatches)
         for part in self.parts.with_passes:
             minibatches = part.add(rollout, minibatches)
@@ -256,9 +242,6 @@ class Learner:
 def policy_logprobs(state: TrainState, rl: RlConfig, vocab_size: int) -> PolicyLogprobs:
     """Return the pass over the policy's modules; ids from `vocab_size` on have no probability, as in the rollout."""
     head = LogprobHead(
-        state.mesh,
-        vocab_size,
-        temperature=rl.rollout.temperature,
-        chunk_tokens=rl.loss.logprob_chunk_tokens,
+        state.mesh, vocab_size, temperature=rl.rollout.temperature, chunk_tokens=rl.loss.logprob_chunk_tokens
     )
     return PolicyLogprobs(state.chunks, head, is_moe=state.config.model.is_moe)

@@ -111,9 +111,7 @@ class BatchTotals(NamedTuple):
     """Sequences with at least one trained token."""
 
 
-def loss_weights(
-    lengths_N: Tensor, totals: BatchTotals, aggregation: Aggregation, *, norm_tokens: int
-) -> Tensor:
+def loss_weights(lengths_N: Tensor, totals: BatchTotals, aggregation: Aggregation, *, norm_tokens: int) -> Tensor:
     """Return the loss weight of each sequence's tokens, float64 `[N]`; 0 for sequences without a trained token.
 
     The world's sum of weighted losses divided by `totals.num_tokens` is then the mean that `aggregation` names.
@@ -160,9 +158,7 @@ LARGEST_ERROR = 0.2
 """Largest relative error of the KL that the controller responds to."""
 
 
-def next_kl_coeff(
-    coeff: float, kl_nats: float, *, target: float, horizon: int, num_completions: int
-) -> float:
+def next_kl_coeff(coeff: float, kl_nats: float, *, target: float, horizon: int, num_completions: int) -> float:
     """Return the coefficient of the next rollout batch: larger where the KL is above its target, smaller below it.
 
     The paper multiplies by 1 + error x completions / horizon, which is negative for batches of more than five horizons;
@@ -235,9 +231,7 @@ def policy_loss(tokens: PolicyTokens, objective: Objective, cp: Axis) -> PolicyL
     if objective.kl is not None:
         assert tokens.reference_logprobs_T is not None, "rl.loss.kl_coeff needs the reference's logprobs"
         coeff, estimator, gradient = objective.kl
-        loss_T = loss_T + coeff * kl_penalty(
-            tokens.logprobs_T, tokens.reference_logprobs_T, estimator, gradient
-        )
+        loss_T = loss_T + coeff * kl_penalty(tokens.logprobs_T, tokens.reference_logprobs_T, estimator, gradient)
     if objective.teacher_coeff is not None and tokens.teacher_logprobs_T is not None:
         teacher_kl_T = tokens.teacher_kl_T
         if teacher_kl_T is None:
@@ -258,9 +252,7 @@ def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip, *, dual_clip:
     (arXiv 1912.09729).
     """
     ratio_T = bounded_exp(log_ratio_T)
-    objective_T = torch.minimum(
-        ratio_T * advantages_T, ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T
-    )
+    objective_T = torch.minimum(ratio_T * advantages_T, ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T)
     # The minimum picks the clipped side, which has no gradient, only if the ratio moved with the advantage.
     low_T = (ratio_T < 1 - clip.low) & (advantages_T < 0)
     high_T = (ratio_T > 1 + clip.high) & (advantages_T > 0)
@@ -278,9 +270,7 @@ def weighted_logprob(log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tens
     loss_T = -ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T * finite_T
     # A token with zero advantage has no gradient for the clip to change.
     has_signal_T = advantages_T != 0
-    return TokenLoss(
-        loss_T, (ratio_T < 1 - clip.low) & has_signal_T, (ratio_T > 1 + clip.high) & has_signal_T
-    )
+    return TokenLoss(loss_T, (ratio_T < 1 - clip.low) & has_signal_T, (ratio_T > 1 + clip.high) & has_signal_T)
 
 
 def squared_error(log_ratio_of_sequence_T: Tensor, advantages_T: Tensor, *, tau: float) -> TokenLoss:
@@ -326,18 +316,14 @@ def gspo_token(
 
     With a single advantage per sequence this equals GSPO, in value and gradient.
     """
-    log_ratio_T = anchored_means(
-        log_ratio_in_use(tokens, shift_floor), tokens.sequence_T, tokens.lengths_N, cp
-    )
+    log_ratio_T = anchored_means(log_ratio_in_use(tokens, shift_floor), tokens.sequence_T, tokens.lengths_N, cp)
     return clipped(log_ratio_T, tokens.advantages_T, clip, dual_clip=dual_clip)
 
 
 def rspo(tokens: PolicyTokens, cp: Axis, *, clip: Clip, shift_floor: float | None) -> TokenLoss:
     """RSPO: GMPO with ratios multiplied by the router-shift ratio before the clip."""
     log_ratio_T = log_ratio_in_use(tokens, shift_floor)
-    return clipped_geometric_mean(
-        log_ratio_T, tokens.sequence_T, tokens.lengths_N, tokens.advantages_T, clip, cp
-    )
+    return clipped_geometric_mean(log_ratio_T, tokens.sequence_T, tokens.lengths_N, tokens.advantages_T, clip, cp)
 
 
 def kimi_k2(tokens: PolicyTokens, cp: Axis, *, tau: float) -> TokenLoss:

@@ -48,14 +48,7 @@ from mcore_rl.rl.step.advantages import (
     whitened,
     world_moments,
 )
-from mcore_rl.rl.step.batch import (
-    Advantages,
-    Minibatch,
-    PolicyMicrobatch,
-    SampleShape,
-    at_positions,
-    samples_of,
-)
+from mcore_rl.rl.step.batch import Advantages, Minibatch, PolicyMicrobatch, SampleShape, at_positions, samples_of
 from mcore_rl.rl.step.losses import (
     KlTerm,
     Objective,
@@ -262,9 +255,7 @@ def _tables_of_completions(
         microbatches = (each for minibatch in minibatches for each in minibatch.microbatches if each.samples)
         for microbatch in microbatches:
             rows_N = torch.tensor([row_of[index] for index in microbatch.samples], device=device)
-            column_NP = pad_sequence(
-                [_columns(shapes[index]) for index in microbatch.samples], batch_first=True
-            )
+            column_NP = pad_sequence([_columns(shapes[index]) for index in microbatch.samples], batch_first=True)
             here_T = microbatch.completion_mask_T
             sequence_T = microbatch.sequence_T[here_T]
             columns_T = column_NP.to(device)[sequence_T, microbatch.inputs.position_ids_Bs[0][here_T]]
@@ -330,18 +321,13 @@ def _of_completions(
         advantages_PG = above_baseline(penalised_PG, rollout.baseline_P)
     elif kl_PG is not None:
         advantages_PG = kl_penalised_advantages(
-            rewards_PG,
-            kl_PG,
-            estimate,
-            coeff=coeff,
-            spares_equal_others=spares_equal_others,
+            rewards_PG, kl_PG, estimate, coeff=coeff, spares_equal_others=spares_equal_others
         )
     else:
         advantages_PG = group_advantages(rewards_PG, estimate)
     advantages_N = advantages_PG.flatten()
     return Advantages(
         of_samples={
-            index: advantages_N[index].expand(rollout.shapes[index].num_positions)
-            for index in samples_of(minibatches)
+            index: advantages_N[index].expand(rollout.shapes[index].num_positions) for index in samples_of(minibatches)
         }
     )

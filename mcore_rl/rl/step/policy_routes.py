@@ -241,9 +241,7 @@ class PolicyRoutes:
             if self._shift is not None and not is_old_policy:
                 # Texts come after the completions and have no old scores.
                 layouts = [
-                    layout_of(microbatch)
-                    for microbatch in microbatches
-                    if isinstance(microbatch, PolicyMicrobatch)
+                    layout_of(microbatch) for microbatch in microbatches if isinstance(microbatch, PolicyMicrobatch)
                 ]
                 compared, plain = stack.enter_context(self._shift.comparing(layouts, routing)), routing
 

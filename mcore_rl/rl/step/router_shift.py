@@ -64,13 +64,7 @@ class RouterShift:
     the loss.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        mesh: Mesh,
-        model: ModelConfig,
-        config: ReplayConfig,
-    ) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, config: ReplayConfig) -> None:
         """Prepare an empty record.
 
         Args:

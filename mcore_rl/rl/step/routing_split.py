@@ -203,19 +203,14 @@ def _given(logprobs_T: Tensor | None, otherwise_T: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _sums(
-    mesh: Mesh, minibatch: Minibatch, before: list[Tensor], after: list[Tensor]
-) -> dict[Age, RatioSums]:
+def _sums(mesh: Mesh, minibatch: Minibatch, before: list[Tensor], after: list[Tensor]) -> dict[Age, RatioSums]:
     """Collective over the world: compare logprobs of trained tokens, by the tokens' age."""
     device = minibatch.microbatches[0].mask_T.device
     sums_24 = torch.zeros(2, 4, dtype=torch.float64, device=device)
     # Tensor-parallel ranks have the same logprobs, and stages before the last have none.
     if mesh.is_last_stage and mesh.tp.rank == 0:
         for microbatch, before_T, after_T in zip(minibatch.microbatches, before, after, strict=True):
-            masks = (
-                microbatch.mask_T & ~microbatch.is_stale_T,
-                microbatch.mask_T & microbatch.is_stale_T,
-            )
+            masks = (microbatch.mask_T & ~microbatch.is_stale_T, microbatch.mask_T & microbatch.is_stale_T)
             sums_24 += torch.stack([ratio_sums(before_T, after_T, mask_T) for mask_T in masks])
     dist.all_reduce(sums_24, group=mesh.world.group)
     current_4, stale_4 = sums_24

@@ -19,13 +19,7 @@ class Texts:
     """Adds texts to each update. They depend only on the optimizer step, so a resumed run continues where it was."""
 
     def __init__(
-        self,
-        dataset: SampleDataset,
-        ptx: PtxConfig,
-        state: TrainState,
-        *,
-        vocab_size: int,
-        chunk_tokens: int,
+        self, dataset: SampleDataset, ptx: PtxConfig, state: TrainState, *, vocab_size: int, chunk_tokens: int
     ) -> None:
         """Prepare this rank.
 
@@ -37,16 +31,11 @@ class Texts:
             chunk_tokens: number of positions with logits in fp32 at a time.
         """
         self._state, self._mesh, self._device = state, state.mesh, state.platform.device
-        self._source = BatchSource(
-            dataset, micro_batch=1, dp_rank=self._mesh.dp.rank, dp_size=self._mesh.dp.size
-        )
+        self._source = BatchSource(dataset, micro_batch=1, dp_rank=self._mesh.dp.rank, dp_size=self._mesh.dp.size)
         self._ptx, self._vocab_size, self._chunk_tokens = ptx, vocab_size, chunk_tokens
 
     def in_update(
-        self,
-        head: Head[Any],
-        microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch],
-        num_tokens: int,
+        self, head: Head[Any], microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch], num_tokens: int
     ) -> tuple[Head[Any], Sequence[PolicyMicrobatch | LocalMicrobatch]]:
         """Return a head that computes both losses, and the microbatches followed by the texts' microbatches."""
         texts = self.microbatches(self._state.progress.step)

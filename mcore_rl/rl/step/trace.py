@@ -70,9 +70,7 @@ class TokenTrace:
         }
         own = (pieces, self._learned, dict(self._changed))
         gathered: list[Any] = [None] * mesh.world.size
-        dist.gather_object(
-            own, gathered if mesh.world.rank == 0 else None, group=mesh.world.group, group_dst=0
-        )
+        dist.gather_object(own, gathered if mesh.world.rank == 0 else None, group=mesh.world.group, group_dst=0)
         if mesh.world.rank:
             return {}
         learned = {token: numbers for _, part, _ in gathered for token, numbers in part.items()}

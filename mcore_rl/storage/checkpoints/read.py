@@ -168,12 +168,7 @@ def inspect(path: Path, *, verify_checksums: bool = True) -> StoredCheckpoint:
 
 
 def read(
-    state: dict[str, Any],
-    stored: StoredCheckpoint,
-    mesh: Mesh,
-    model: ModelConfig,
-    *,
-    allowed: tuple[str, ...] | None,
+    state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh, model: ModelConfig, *, allowed: tuple[str, ...] | None
 ) -> dict[str, Any]:
     """Collective over the world: return `state` with its shards filled, and the entries common to all ranks.
 
@@ -362,15 +357,9 @@ def file_sizes(path: Path, metadata: Metadata) -> dict[str, int]:
     return sizes
 
 
-def _compare(
-    stored: StoredCheckpoint, wanted: dict[str, Any], model: ModelConfig
-) -> dict[str, tuple[int, ...]]:
+def _compare(stored: StoredCheckpoint, wanted: dict[str, Any], model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Collective over the world: return the global shapes of all ranks' tensors; CheckpointError unless stored so."""
-    shapes = {
-        leaf.key: tuple(leaf.global_shape)
-        for leaf in nested_values(wanted)
-        if isinstance(leaf, ShardedTensor)
-    }
+    shapes = {leaf.key: tuple(leaf.global_shape) for leaf in nested_values(wanted) if isinstance(leaf, ShardedTensor)}
     every_rank: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(every_rank, shapes)
     all_shapes = {name: shape for rank in every_rank for name, shape in rank.items()}
@@ -404,9 +393,7 @@ def _compare(
     )
 
 
-def _refuse_other_model(
-    stored: StoredCheckpoint, model: ModelConfig, allowed: tuple[str, ...] | None
-) -> None:
+def _refuse_other_model(stored: StoredCheckpoint, model: ModelConfig, allowed: tuple[str, ...] | None) -> None:
     changes = model_changes(stored.marker.model, model) if stored.marker else args_changes(stored.args, model)
     refused = [change for change in changes if not change.is_allowed(allowed or ())]
     if not refused:

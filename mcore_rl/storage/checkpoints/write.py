@@ -124,9 +124,7 @@ class ShardPlanner:
 
     def __init__(self, mesh: Mesh) -> None:
         self._strategy = _PlanOnly(FORMAT.sharded_backend, FORMAT.sharded_backend_version, thread_count=1)
-        self._shares = FullyParallelSaveStrategyWrapper(
-            self._strategy, mesh.dp_cp.group, do_cache_distribution=True
-        )
+        self._shares = FullyParallelSaveStrategyWrapper(self._strategy, mesh.dp_cp.group, do_cache_distribution=True)
         self._is_checked = False
 
     def plan(self, state: dict[str, Any], path: Path) -> SavePlan:

@@ -40,9 +40,7 @@ def main() -> None:
         use_cpu_initialization=True,
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    model = GPTModel(
-        config, spec, 32, 64, share_embeddings_and_output_weights=False, position_embedding_type="rope"
-    )
+    model = GPTModel(config, spec, 32, 64, share_embeddings_and_output_weights=False, position_embedding_type="rope")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Small whole numbers, which a test computes by the name.

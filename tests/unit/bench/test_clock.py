@@ -32,9 +32,7 @@ def test_contention_is_wall_over_cpu_seconds_of_all_clocks():
     assert contention(clocks) == 8.0 / 4.0
 
 
-def test_contention_beside_a_disk_is_the_part_of_the_machine_that_others_took(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_contention_beside_a_disk_is_the_part_of_the_machine_that_others_took(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
     others = Others()
     others.add(own_cpu_s=3.0, machine_cpu_s=5.0, wall_s=2.0)  # one of four CPUs is others'

@@ -22,17 +22,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 def test_a_rehearsal_keeps_its_results_with_versions(tmp_path: Path) -> None:
     output = tmp_path / "rehearsal.json"
-    command = [
-        sys.executable,
-        "-m",
-        "bench.gpu",
-        "--device",
-        "cpu",
-        "--steps",
-        "training",
-        "--output",
-        output,
-    ]
+    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--steps", "training", "--output", output]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(output.read_text())
@@ -62,9 +52,7 @@ def test_figures_are_printed_as_they_are_found(capsys: pytest.CaptureFixture[str
     on.keep("second", [2])
     last = capsys.readouterr().out.splitlines()[-1]
     found = json.loads(last.removeprefix("RESULT "))
-    assert (
-        found["figures"] == {"first": 1.5, "second": [2]} and found["versions"]["torch"] == torch.__version__
-    )
+    assert found["figures"] == {"first": 1.5, "second": [2]} and found["versions"]["torch"] == torch.__version__
 
 
 PROGRAM = """
@@ -111,9 +99,7 @@ def test_without_a_gpu_the_reason_is_given_before_a_step(tmp_path: Path) -> None
     output = tmp_path / "results.json"
     command = [sys.executable, "-m", "bench.gpu", "--output", str(output)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=environment
-    )
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 1
     document = json.loads(output.read_text())
     # In torch's words: "not compiled with CUDA enabled", "no NVIDIA driver", "driver ... is too old".

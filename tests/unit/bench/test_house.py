@@ -23,17 +23,10 @@ def test_a_closure_has_the_packages_above_and_nothing_for_types_alone(tmp_path):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
-    assert import_closure(tmp_path, "mcore_rl.a").keys() == {
-        "mcore_rl",
-        "mcore_rl.a",
-        "mcore_rl.p",
-        "mcore_rl.p.b",
-    }
+    assert import_closure(tmp_path, "mcore_rl.a").keys() == {"mcore_rl", "mcore_rl.a", "mcore_rl.p", "mcore_rl.p.b"}
 
 
-@pytest.mark.parametrize(
-    "feature", ["convert", "report", "launch", "families.deepseek_v32", "rl.engines.served"]
-)
+@pytest.mark.parametrize("feature", ["convert", "report", "launch", "families.deepseek_v32", "rl.engines.served"])
 def test_reinforcement_learning_imports_nothing_of_what_a_run_need_not_have(feature):
     closure = import_closure(ROOT, RL_PROGRAMS[0])
     assert [name for name in closure if f"{name}.".startswith(f"mcore_rl.{feature}.")] == []

@@ -12,10 +12,7 @@ from bench import quickstart
 
 def rows(seed: int, sft: float, after: float) -> list[dict[str, object]]:
     shared = {"layers": "torch", "seed": seed, "temperature": 0.0}
-    return [
-        {**shared, "model": "sft", "eval/accuracy": sft},
-        {**shared, "model": "gspo", "eval/accuracy": after},
-    ]
+    return [{**shared, "model": "sft", "eval/accuracy": sft}, {**shared, "model": "gspo", "eval/accuracy": after}]
 
 
 def test_a_gain_is_the_difference_on_the_same_prompts_with_its_interval_over_seeds() -> None:
@@ -45,16 +42,7 @@ def test_what_has_its_row_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_
     output = tmp_path / "rows.json"
 
     def run(folder: str) -> None:
-        words = [
-            "--folder",
-            str(tmp_path / folder),
-            "--output",
-            str(output),
-            "--seeds",
-            "3",
-            "--layers",
-            "torch",
-        ]
+        words = ["--folder", str(tmp_path / folder), "--output", str(output), "--seeds", "3", "--layers", "torch"]
         monkeypatch.setattr(sys, "argv", ["bench.quickstart", *words])
         quickstart.main()
 
@@ -88,9 +76,7 @@ def test_the_picture_has_every_result() -> None:
 def test_a_line_goes_through_the_evaluations_on_the_way() -> None:
     """Accuracies of .25, .5, .75 at batches 0, 30 and 60, in a panel of 280 x 144."""
     (sft, arm) = rows(1, 0.25, 0.75)
-    assert 'points="0.0,108.0 140.0,72.0 280.0,36.0"' in quickstart.chart(
-        [sft, {**arm, "curve": [[30, 0.5]]}]
-    )
+    assert 'points="0.0,108.0 140.0,72.0 280.0,36.0"' in quickstart.chart([sft, {**arm, "curve": [[30, 0.5]]}])
 
 
 def test_readme_quotes_the_range_over_all_starts() -> None:
@@ -100,9 +86,7 @@ def test_readme_quotes_the_range_over_all_starts() -> None:
         cells = []
         for model in quickstart.NAMES:
             found = [
-                100 * row["eval/accuracy"]
-                for row in rows
-                if (row["model"], row["temperature"]) == (model, temperature)
+                100 * row["eval/accuracy"] for row in rows if (row["model"], row["temperature"]) == (model, temperature)
             ]
             cells.append(f"{min(found):.0f} to {max(found):.0f} %")
         assert f"| {name} | {' | '.join(cells)} |" in readme

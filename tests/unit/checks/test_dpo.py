@@ -20,10 +20,7 @@ def config_of(*overrides: str) -> DPOConfig:
     [
         (["dpo.loss=robust"], 'dpo.loss="robust" with dpo.label_smoothing=0'),
         (["dpo.loss=simpo", "dpo.reference=a"], 'dpo.reference="a" is not used with dpo.loss="simpo"'),
-        (
-            ["dpo.loss=orpo", "dpo.length_normalised=false"],
-            'dpo.length_normalised=false with dpo.loss="orpo"',
-        ),
+        (["dpo.loss=orpo", "dpo.length_normalised=false"], 'dpo.length_normalised=false with dpo.loss="orpo"'),
         (["dpo.loss=ipo", "dpo.target_margin=0.5"], 'dpo.target_margin=0.5 with dpo.loss="ipo"'),
         (["dpo.loss=orpo", "dpo.margin_coeff=1.0"], 'dpo.margin_coeff=1.0 with dpo.loss="orpo"'),
         (["dpo.margin_coeff=1.0", "data.margin_field=none"], 'with data.margin_field="none"'),

@@ -37,18 +37,12 @@ def test_servers_that_are_started_or_there_already_pass_and_training_takes_any_l
         (["rl.engine.count=0"], r"are either started by the run or there already"),
         (["rl.engine.urls=['http://n1:80']"], r"are either started by the run or there already"),
         (["rl.engine.min_servers=3"], r"rl\.engine\.min_servers=3 of 2 servers"),
-        (
-            ["rl.engine.count=0", "rl.engine.urls=['n1:80']"],
-            r'"n1:80", wanted an address as http://node7:8000',
-        ),
+        (["rl.engine.count=0", "rl.engine.urls=['n1:80']"], r'"n1:80", wanted an address as http://node7:8000'),
         (["rl.engine.count=0", "rl.engine.urls=['http://n1']"], r'"http://n1", wanted an address'),
         (["rl.engine.count=0", "rl.engine.urls=['http://n1:1','http://n1:1']"], r"names a server twice"),
         (["rl.engine.api_key_env=KEY"], r"ask for no key"),
         (["rl.engine.ca_file=x"], r"no server of rl\.engine\.urls is https"),
-        (
-            ["rl.engine.args=['--max-num-seqs=3']"],
-            r"rl\.engine\.args names --max-num-seqs=3, which the run sets",
-        ),
+        (["rl.engine.args=['--max-num-seqs=3']"], r"rl\.engine\.args names --max-num-seqs=3, which the run sets"),
         (["rl.engine.base_model=base"], r'rl\.engine\.lora="merged": servers get all weights'),
         (["rl.engine.lora=adapter"], r"the policy has no adapters"),
         ([*ADAPTERS], r"no rl\.engine\.base_model: the servers have to load the base by themselves"),
@@ -75,10 +69,7 @@ def test_servers_that_are_started_or_there_already_pass_and_training_takes_any_l
             ["model.family=minimax_m2"],
             r"have not been proved on a server yet; they have of dots1, glm4_moe, .*, qwen3_moe, seed_oss, ",
         ),
-        (
-            ["rl.engine.max_model_len=20"],
-            r"rl\.engine\.max_model_len=20; wanted at least 32, .*without a word",
-        ),
+        (["rl.engine.max_model_len=20"], r"rl\.engine\.max_model_len=20; wanted at least 32, .*without a word"),
         (["replay.kind=r3", "platform.device=cpu"], r"vLLM records no routes on CPUs"),
     ],
 )

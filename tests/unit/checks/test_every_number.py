@@ -42,20 +42,13 @@ FEW = settings(
     suppress_health_check=list(HealthCheck),
 )
 """Examples of each test, each of which sets all fields, one after the other."""
-MORE_RANKS_OR_SAMPLES = (
-    "mesh.cp",
-    "mesh.dp",
-    "mesh.etp",
-    "rl.rollout.prompts_per_step",
-    "rl.rollout.group_size",
-)
+MORE_RANKS_OR_SAMPLES = ("mesh.cp", "mesh.dp", "mesh.etp", "rl.rollout.prompts_per_step", "rl.rollout.group_size")
 """Fields whose error may name the product that they are a factor of: data-parallel ranks, completions."""
 
 
 def is_number(annotation: object) -> bool:
     return any(
-        member in (int, float) or any(map(is_number, typing.get_args(member)))
-        for member in alternatives(annotation)
+        member in (int, float) or any(map(is_number, typing.get_args(member))) for member in alternatives(annotation)
     )
 
 
@@ -132,12 +125,7 @@ def test_nonsense_that_was_accepted_or_raised_is_refused(program, word, reason):
 @pytest.mark.parametrize(("layers", "fits"), [(1, True), (2, True), (4, True), (3, False), (5, False)])
 def test_full_recomputation_cuts_every_chunk_into_whole_groups(layers, fits):
     """8 layers in two stages: Megatron 0.16 reads layers 3 to 6 of a stage that has 4."""
-    words = [
-        "platform.recompute=full",
-        f"platform.recompute_layers={layers}",
-        "model.num_layers=8",
-        "mesh.pp=2",
-    ]
+    words = ["platform.recompute=full", f"platform.recompute_layers={layers}", "model.num_layers=8", "mesh.pp=2"]
     if fits:
         planned("pretrain", words)
     else:
@@ -154,16 +142,7 @@ def test_layers_of_multi_token_prediction_are_recomputed_one_at_a_time():
 
 
 def test_two_uneven_stages_and_none_between_them_are_refused_where_megatron_divides_by_zero():
-    mesh = [
-        "model.num_layers=6",
-        "mesh.tp=1",
-        "mesh.ep=1",
-        "mesh.pp=2",
-        "mesh.vpp=2",
-        "mesh.last_stage_layers=4",
-    ]
+    mesh = ["model.num_layers=6", "mesh.tp=1", "mesh.ep=1", "mesh.pp=2", "mesh.vpp=2", "mesh.last_stage_layers=4"]
     planned("pretrain", mesh)
-    with pytest.raises(
-        ConfigError, match=r"mesh\.first_stage_layers=2 and mesh\.last_stage_layers=4 with mesh\.pp=2"
-    ):
+    with pytest.raises(ConfigError, match=r"mesh\.first_stage_layers=2 and mesh\.last_stage_layers=4 with mesh\.pp=2"):
         planned("pretrain", [*mesh, "mesh.first_stage_layers=2"])

@@ -80,17 +80,13 @@ def test_layers_of_transformer_engine_are_refused_by_every_program_before_it_beg
     program = PROGRAMS[kind]
     overrides = ["lora.rank=4", "platform.layers=te"]
     config = load_config(program.config, None, overrides)
-    with pytest.raises(
-        ConfigError, match=r'"te": TransformerEngine has norms .* Set platform\.layers="torch"'
-    ):
+    with pytest.raises(ConfigError, match=r'"te": TransformerEngine has norms .* Set platform\.layers="torch"'):
         program.check(config, config.mesh.smallest_world)
     assert not load_config(program.config, None, overrides[:1]).allows_te
 
 
 def test_adapters_in_8_bits_are_refused() -> None:
-    assert any(
-        "products in 8 bits need" in line for line in violations("platform.layers=auto platform.fp8=hybrid")
-    )
+    assert any("products in 8 bits need" in line for line in violations("platform.layers=auto platform.fp8=hybrid"))
 
 
 def test_another_kind_of_layers_is_chosen_only_where_it_has_adapters() -> None:
@@ -118,7 +114,7 @@ RL = "rl.engine.kind=native model.moe.balance=none platform.layers=torch lora.ra
         (
             "model.moe.balance=aux_loss",
             "lora.rank=8 with model.moe.aux_loss_coeff=0.01: a loss on routers that do not learn",
-        ),
+        )
     ],
 )
 def test_reinforcement_learning_refuses_what_adapters_would_make_wrong(overrides: str, expected: str) -> None:

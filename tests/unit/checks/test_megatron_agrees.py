@@ -111,9 +111,7 @@ def test_heads_are_cut_where_megatron_can_cut_them(tp):
 def test_groups_that_megatron_refuses_are_refused(groups, chosen):
     model = ModelConfig(
         family="deepseek_v3",
-        moe=MoEConfig(
-            num_experts=8, top_k=2 * (chosen or 1), ffn_hidden_size=8, num_groups=groups, top_groups=chosen
-        ),
+        moe=MoEConfig(num_experts=8, top_k=2 * (chosen or 1), ffn_hidden_size=8, num_groups=groups, top_groups=chosen),
     )
     megatrons = megatron_takes(
         num_layers=4,

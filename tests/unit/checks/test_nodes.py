@@ -10,9 +10,7 @@ from mcore_rl.checks.cluster import FAULTY, SOUND, answer, answers, differences,
 
 NODE: dict[str, Any] = {
     "versions": {"torch": "2.11.0", "NVIDIA driver": "590.1"},
-    "devices": [
-        {"name": "H100", "capability": "9.0", "memory_gib": 79.6, "free_gib": free} for free in (79.0, 78.5)
-    ],
+    "devices": [{"name": "H100", "capability": "9.0", "memory_gib": 79.6, "free_gib": free} for free in (79.0, 78.5)],
     "layers": "te",
     "adam": "te",
     "kernels": {"DeepEP dispatcher": True},
@@ -73,10 +71,7 @@ def test_a_node_that_is_broken_or_does_not_answer_is_a_fault() -> None:
     found = {"n1": node(), "n2": node(faults=["torch sees no GPU"])}
     assert report(found, lines(found), 2)[-2:] == ["FAULT      n2: torch sees no GPU", FAULTY]
     silent = report({"n1": node()}, lines({"n1": node()}), 2)
-    assert silent[-2:] == [
-        "FAULT      1 of 2 nodes have answered: n1; the job's log says why",
-        FAULTY,
-    ]
+    assert silent[-2:] == ["FAULT      1 of 2 nodes have answered: n1; the job's log says why", FAULTY]
 
 
 def test_the_first_node_waits_for_the_answers_of_the_others(tmp_path: Path) -> None:
@@ -93,6 +88,4 @@ def test_a_build_of_the_cpus_layers_must_be_alike() -> None:
     built = {"a": node(cpu={"build": "0a", "reason": ""}), "b": node(cpu={"build": "0a", "reason": ""})}
     assert not list(differences(built))
     without = {"build": "", "reason": "there is no compiler"}
-    assert list(differences(built | {"c": node(cpu=without)})) == [
-        "compiled layers of the CPU: 0a on a, b; none on c"
-    ]
+    assert list(differences(built | {"c": node(cpu=without)})) == ["compiled layers of the CPU: 0a on a, b; none on c"]

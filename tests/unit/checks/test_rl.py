@@ -87,14 +87,8 @@ def test_these_settings_are_fine(words):
         ("prompts.task=file", "files is empty"),
         ("rollout.max_staleness=1 loss.importance_sampling=mask", "train or generate"),
         ("rollout.max_staleness=1 engine.kind=my.module:engine", "whose ratio starts at the sampler"),
-        (
-            "rollout.max_staleness=2 engine.kind=my.module:engine loss.kind=gspo",
-            'sampling="sequence_truncate".',
-        ),
-        (
-            "rollout.max_staleness=2 engine.kind=my.module:engine update.old_logprobs=rollout",
-            "or max_staleness=1",
-        ),
+        ("rollout.max_staleness=2 engine.kind=my.module:engine loss.kind=gspo", 'sampling="sequence_truncate".'),
+        ("rollout.max_staleness=2 engine.kind=my.module:engine update.old_logprobs=rollout", "or max_staleness=1"),
         (
             "rollout.max_staleness=2 engine.kind=my.module:engine loss.importance_sampling=mask "
             "rollout.dynamic_sampling=true",
@@ -114,14 +108,8 @@ def test_these_settings_are_fine(words):
             "environment.name=calculator reward.parts=[exact,environment] environment.max_tokens=1023",
             "no room for one turn",
         ),
-        (
-            "prompts.task=seeds environment.name=python reward.parts=[environment]",
-            "a tool that makes no problems",
-        ),
-        (
-            "prompts.task=sorting environment.name=guessing reward.parts=[environment]",
-            'Set rl.prompts.task="seeds"',
-        ),
+        ("prompts.task=seeds environment.name=python reward.parts=[environment]", "a tool that makes no problems"),
+        ("prompts.task=sorting environment.name=guessing reward.parts=[environment]", 'Set rl.prompts.task="seeds"'),
         ("prompts.task=countdown prompts.smallest=1", "2 to 6 numbers"),
         ("rollout.temperature=0", "the same"),
         ("rollout.temperature=1e-300", "is below 1e-06"),
@@ -182,10 +170,7 @@ def test_these_settings_are_fine(words):
             "has no group",
         ),
         ("reward.judge.model=m", "rl.reward.judge.model: not used, because rl.reward.parts names no judge"),
-        (
-            "reward.server.retries=1",
-            "rl.reward.server.retries: not used, because rl.reward.parts names no server",
-        ),
+        ("reward.server.retries=1", "rl.reward.server.retries: not used, because rl.reward.parts names no server"),
         ("reward.step_value=score", "rl.reward.step_value is not used"),
         ("reward.model_chat_template=raw", "rl.reward.model_chat_template is not used"),
         ("reward.normalize_models=true", "has none"),
@@ -196,10 +181,7 @@ def test_these_settings_are_fine(words):
         ("reward.parts=[]", "is empty"),
         ("loss.reference_store=device", "there is no reference"),
         ("reward.correct=code", 'rl.reward.correct="code" is not among rl.reward.parts'),
-        (
-            "reward.code.partial=true",
-            'rl.reward.code.partial: not used, because rl.reward.parts lacks "code"',
-        ),
+        ("reward.code.partial=true", 'rl.reward.code.partial: not used, because rl.reward.parts lacks "code"'),
         ("reward.parts=[code] reward.code.timeout_s=10", "is not below rl.reward.timeout_s=10"),
         ("reward.parts=[exact,exact]", "twice"),
         ("reward.parts=[exactly]", 'names "exactly"'),
@@ -234,11 +216,7 @@ def test_paper_values_follow_the_kind_of_loss():
 
 def test_dapo_and_cispo_are_their_papers():
     dapo, cispo = (load_config(RlRunConfig, Path(f"tiny_moe/{name}")).rl for name in ("dapo", "cispo"))
-    assert (dapo.loss.clip, dapo.loss.aggregation_in_use, dapo.loss.kl_coeff) == (
-        (0.2, 0.28),
-        "token_mean",
-        0,
-    )
+    assert (dapo.loss.clip, dapo.loss.aggregation_in_use, dapo.loss.kl_coeff) == ((0.2, 0.28), "token_mean", 0)
     assert dapo.rollout.dynamic_sampling and dapo.reward.overlong_buffer_tokens
     assert (cispo.loss.kind, cispo.loss.aggregation_in_use) == ("cispo", "token_mean")
 

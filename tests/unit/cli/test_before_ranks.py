@@ -73,9 +73,7 @@ def test_prompts_and_functions_that_are_not_there_are_refused(file: Callable[...
         refuse_first_records(load_config(RlRunConfig, None, reward))
 
 
-def test_a_reward_of_the_users_that_always_fails_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_of_the_users_that_always_fails_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_rewards.py").write_text("def fails(scored):\n    return scored.price\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     write_tokenizer(tmp_path)
@@ -110,17 +108,12 @@ def test_a_run_with_bad_lines_is_refused_once_and_has_no_log_of_a_rank(
 
 
 def test_an_evaluation_without_prompts_is_refused_before_ranks(
-    file: Callable[..., str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    file: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "tokenizer.model").write_text("")
     words = [f"rl.prompts.files={file(PROMPT)}", f"data.tokenizer.path={tmp_path}/tokenizer.model"]
-    assert (
-        main(["eval", "tiny_moe/own_prompts", *words, "checkpoint.load=none", f"run_dir={tmp_path}/run"]) == 2
-    )
+    assert main(["eval", "tiny_moe/own_prompts", *words, "checkpoint.load=none", f"run_dir={tmp_path}/run"]) == 2
     assert "rl.eval.files is empty" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

@@ -27,9 +27,7 @@ TINY = str(ROOT / "launch/recipes/tiny_moe/pretrain.toml")
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["--help"], ["data"], ["data", "--help"], *([*name.split(), "--help"] for name in COMMANDS)],
-    ids=" ".join,
+    "words", [["--help"], ["data"], ["data", "--help"], *([*name.split(), "--help"] for name in COMMANDS)], ids=" ".join
 )
 def test_help_has_an_example(words, capsys):
     with contextlib.suppress(SystemExit):
@@ -132,10 +130,7 @@ def test_quiet_and_verbose_are_fields():
 def test_eval_takes_the_folder_of_a_run(tmp_path):
     (tmp_path / "config.toml").write_text("")
     args = parser_of("eval").parse_intermixed_args([str(tmp_path), "rl.eval.samples=4"])
-    assert COMMANDS["eval"].given(args) == (
-        f"{tmp_path}/config.toml",
-        [f"run_dir={tmp_path}", "rl.eval.samples=4"],
-    )
+    assert COMMANDS["eval"].given(args) == (f"{tmp_path}/config.toml", [f"run_dir={tmp_path}", "rl.eval.samples=4"])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -172,14 +167,8 @@ def test_config_prints_what_loads_back_equal(tmp_path, capsys):
         (["pretrain", TINY, "mesh.tp=two"], 'mesh.tp = "two"'),
         (["pretrain", TINY, "mesh.ep=3", "mesh.dp=auto"], "is not a multiple of mesh.ep=3"),
         (["pretrain", TINY, "--ranks", "3"], "The world has 3 ranks"),
-        (
-            ["pretrain", TINY, f"data.train={__file__}"],
-            f"data.train names the file {__file__}.bin, which does not",
-        ),
-        (
-            ["rl", "tiny_moe/grpo", "checkpoint.load=gone"],
-            "checkpoint.load names the checkpoint gone, which does not",
-        ),
+        (["pretrain", TINY, f"data.train={__file__}"], f"data.train names the file {__file__}.bin, which does not"),
+        (["rl", "tiny_moe/grpo", "checkpoint.load=gone"], "checkpoint.load names the checkpoint gone, which does not"),
         (["config", TINY, "--mesh.tp=two"], 'mesh.tp = "two"'),
         (["sft", "tiny_moe/grpo"], "tiny_moe/grpo is a config of rl, not of sft"),
     ],
@@ -220,17 +209,13 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_by_its_code(monkeypatch):
     assert 'run_dir = "\\xfc"' in terminal.buffer.getvalue().decode()
 
 
-def test_config_finds_the_program_of_a_recipe_and_warns_of_files_that_are_not_there(
-    capsys, monkeypatch, tmp_path
-):
+def test_config_finds_the_program_of_a_recipe_and_warns_of_files_that_are_not_there(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["config", "tiny_moe/grpo", "--rl.loss.kind=gspo"]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("# mcore-rl rl; passes all checks on 2 ranks\n")
     assert 'kind = "gspo"' in shown.out
-    assert (
-        "warning: checkpoint.load names the checkpoint runs/quickstart/sft, which does not exist" in shown.err
-    )
+    assert "warning: checkpoint.load names the checkpoint runs/quickstart/sft, which does not exist" in shown.err
 
 
 def test_config_warns_of_a_setting_that_means_something_else_on_another_mesh(capsys, monkeypatch, tmp_path):

@@ -19,10 +19,7 @@ from mcore_rl.megatron.patches.found import Found
 from mcore_rl.megatron.patches.table import INSTALLED
 from mcore_rl.workers.launcher import free_port
 
-KERNELS = [
-    "grouped products of experts (torch)",
-    "DeepEP dispatcher",
-]
+KERNELS = ["grouped products of experts (torch)", "DeepEP dispatcher"]
 
 
 def found(**changes: object) -> Found:
@@ -80,16 +77,11 @@ def test_a_cpu_names_the_build_of_its_compiled_layers() -> None:
         torch.set_num_threads(threads)
     assert found["cpu"]["build"] == build_id() and library_path().is_file()
     (line,) = [line for line in doctor.lines_of(found) if line.startswith("CPU ")]
-    assert line.startswith(
-        f"CPU        compiled layers, build {build_id()} (a run of one rank has 2 threads here"
-    )
+    assert line.startswith(f"CPU        compiled layers, build {build_id()} (a run of one rank has 2 threads here")
 
 
 def test_the_first_node_of_a_job_reports_on_all(
-    findings: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    findings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told(monkeypatch, findings, tmp_path) == 0
     text = (tmp_path / "report.txt").read_text()
@@ -143,9 +135,7 @@ def test_a_node_alone_has_no_neighbour():
 def test_a_node_is_unfit_when_no_all_reduce_is_good_and_the_neighbour_of_a_broken_one_is_not():
     good, slow, broken = Outcome("a", 90.0, ""), Outcome("b", 10.0, ""), Outcome("c", 0.0, "refused")
     assert unfit_links([good, broken], 50.0) == unfit_links([slow, good], 50.0) == unfit_links([], 50.0) == []
-    assert unfit_links([slow, broken], 50.0) == [
-        "no all-reduce was as it should be: 10.00 Gbit/s, 50 wanted; refused"
-    ]
+    assert unfit_links([slow, broken], 50.0) == ["no all-reduce was as it should be: 10.00 Gbit/s, 50 wanted; refused"]
     assert unfit_links([slow], 0.0) == []
 
 
@@ -159,21 +149,12 @@ def test_gpus_that_are_not_there_and_shared_memory_that_is_too_small_are_faults(
 def test_two_nodes_are_fit_and_told_at_what_speed_unless_more_is_wanted(ranks):
     def node(index: int, port: int, wanted: float) -> "subprocess.Popen[str]":
         words = ["--hosts", "localhost,127.0.0.1", "--node", index, "--port", port, "--ranks", ranks]
-        command = [
-            sys.executable,
-            "-m",
-            "mcore_rl.cli.node_check",
-            *words,
-            "--min-bandwidth-gbps",
-            wanted,
-        ]
+        command = [sys.executable, "-m", "mcore_rl.cli.node_check", *words, "--min-bandwidth-gbps", wanted]
         return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
 
     port = free_port()
     nodes = node(0, port, 0.0), node(1, port, 1e9)
     outputs = [process.communicate(timeout=100)[0] for process in nodes]
     assert [process.returncode for process in nodes] == [0, UNFIT], outputs
-    assert "localhost: with 127.0.0.1: all-reduce at " in outputs[0] and outputs[0].endswith(
-        "localhost: fit\n"
-    )
+    assert "localhost: with 127.0.0.1: all-reduce at " in outputs[0] and outputs[0].endswith("localhost: fit\n")
     assert "UNFIT: no all-reduce was as it should be" in outputs[1]

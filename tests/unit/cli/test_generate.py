@@ -51,9 +51,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sample.write_text(json.dumps({"text": TEXT * 20}) + "\n")
     path = folder / "tokens.model"
     train_tokenizer(
-        TokenizerTraining(
-            inputs=(sample,), output=path, document_format=DocumentFormat(kind="jsonl"), vocab_size=300
-        )
+        TokenizerTraining(inputs=(sample,), output=path, document_format=DocumentFormat(kind="jsonl"), vocab_size=300)
     )
     tokenizer = TokenizerConfig(kind="sentencepiece", path=str(path))
     config = PretrainConfig(model=MODEL, data=DataConfig(tokenizer=tokenizer))
@@ -88,9 +86,7 @@ def test_streamed_it_is_the_same_text_in_pieces(run_dir: Path, monkeypatch: pyte
         file_slices: list[str] = []
         with monkeypatch.context() as patch:
             patch.setattr("sys.stdout.write", file_slices.append)
-            status = main(
-                ["generate", "--run", str(run_dir), "--prompt", "the cat", "--tokens", "24", *words]
-            )
+            status = main(["generate", "--run", str(run_dir), "--prompt", "the cat", "--tokens", "24", *words])
         destroy_mesh()
         assert status == 0
         return file_slices
@@ -130,10 +126,7 @@ def test_it_writes_the_likeliest_continuation(run_dir: Path, capsys: pytest.Capt
 def test_a_continuation_keeps_the_space_of_its_first_piece_and_has_no_end_token(tmp_path: Path) -> None:
     """As in Llama's tokenizer, the library puts a space before a text, and takes it off the decoded one."""
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT] * 20),
-        model_prefix=str(tmp_path / "t"),
-        vocab_size=60,
-        hard_vocab_limit=False,
+        sentence_iterator=iter([TEXT] * 20), model_prefix=str(tmp_path / "t"), vocab_size=60, hard_vocab_limit=False
     )
     tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(tmp_path / "t.model")))
     assert tokenizer.decode(tokenizer.encode("sat")) == "sat"
@@ -161,10 +154,7 @@ def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFix
     [
         ([], "give FOLDER"),
         (["--run", "RUN", "--n", "2"], "at temperature 0 is 2 times the same text"),
-        (
-            ["--run", "RUN", "--temperature", "inf"],
-            "--temperature inf, wanted 0 (always the likeliest token)",
-        ),
+        (["--run", "RUN", "--temperature", "inf"], "--temperature inf, wanted 0 (always the likeliest token)"),
         (["--run", "RUN", "--temperature", "1e-300"], "--temperature 1e-300, wanted 0"),
         (["--run", "RUN", "--top-p", "0"], "--top-p 0.0, wanted above 0"),
         (["--run", "RUN", "--stream", "--n", "2"], "--stream shows one text"),
@@ -198,9 +188,7 @@ CHATML = (
 @pytest.fixture
 def chat_model(tmp_path: Path) -> ModelFolder:
     """As a run of fine-tuning on conversations leaves it, with a tokenizer whose documents end otherwise than turns."""
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"?": 0} | {c: i for i, c in enumerate(TEXT, 1)}, "?")
-    )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0} | {c: i for i, c in enumerate(TEXT, 1)}, "?"))
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = tokenizers.decoders.Fuse()
@@ -245,18 +233,14 @@ def test_an_answer_goes_on_from_its_beginning(chat_model: ModelFolder) -> None:
     assert request.text_of(theirs.encode(" sat")) == " sat"
 
 
-def test_a_server_is_asked_for_the_text_of_its_own_weights(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_is_asked_for_the_text_of_its_own_weights(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The server's tokens come from a table, by the seed of each continuation and the prompt's first token."""
     tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(run_dir / "tokens.model")))
     prompt_T = tokenizer.encode_marked("the cat")
     with FakeServer(TableAnswers(300)) as server:
         words = ("--run", run_dir, "--prompt", "the cat", "--tokens", 6, "--n", 2, "--seed", 4)
         shown = generate(capsys, *words, "--temperature", 1, "--url", server.url)
-        (first, second) = sorted(
-            server.bodies("/inference/v1/generate"), key=lambda b: b["sampling_params"]["seed"]
-        )
+        (first, second) = sorted(server.bodies("/inference/v1/generate"), key=lambda b: b["sampling_params"]["seed"])
     assert first["token_ids"] == second["token_ids"] == prompt_T
     assert [body["sampling_params"]["seed"] for body in (first, second)] == [4, 5]
     for seed in (4, 5):

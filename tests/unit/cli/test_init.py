@@ -44,9 +44,7 @@ def test_the_answer_is_one_line_and_its_command_passes_the_checks(
     assert run(["plan", str(qwen), "--gpus", "8xH100"]) == 0
     answer, command, *_ = capsys.readouterr().out.splitlines()
     # The card of the model: 30.5 B parameters, 3.3 B activated.
-    assert answer.startswith(
-        "Qwen3-30B-A3B, 30.5 B parameters, 3.35 B at work for a token: yes, sft in bf16 with "
-    )
+    assert answer.startswith("Qwen3-30B-A3B, 30.5 B parameters, 3.35 B at work for a token: yes, sft in bf16 with ")
     used, free = map(float, re.findall(r"([\d.]+) (?:GiB|free)", answer)[:2])
     assert used + free == pytest.approx(80 - 6, abs=0.2) and used > 16 * 30.5 / 8 * 0.9
     fields = shlex.split(command.split(" CONFIG ")[1])
@@ -76,15 +74,11 @@ def test_a_model_of_the_hub_is_asked_about_by_its_name(
     # The folder's path has a blank, for which the shell's word is quoted.
     named = by_folder.replace(f"'model.path={qwen}'", "model.path=Qwen/Qwen3-30B-A3B")
     assert named != by_folder and capsys.readouterr().out == named
-    with pytest.raises(
-        ConfigError, match=r"no file Qwen/Other, and no recipe .*`hf download Qwen/Other config\.json`"
-    ):
+    with pytest.raises(ConfigError, match=r"no file Qwen/Other, and no recipe .*`hf download Qwen/Other config\.json`"):
         run(["plan", "Qwen/Other", "--gpus", "8xH100"])
 
 
-def test_adapters_fit_on_fewer_gpus_and_the_command_has_them(
-    qwen: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_fit_on_fewer_gpus_and_the_command_has_them(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(qwen), "--gpus", "1xH100", "--lora-rank", "16"]) == 0
     answer, command, *_ = capsys.readouterr().out.splitlines()
     # All 30.5 B weights in 16 bits lie on the GPU.
@@ -97,9 +91,7 @@ def test_the_size_is_that_of_the_weights(tmp_path: Path) -> None:
     total = 0
     for file in folder.glob("*.safetensors"):
         total += sum(tensor.numel() for tensor in load_file(file).values())
-    config = load_run_config(
-        PROGRAMS["pretrain"].config, None, [f"model.path={folder}", "model.vocab_multiple=1"]
-    )
+    config = load_run_config(PROGRAMS["pretrain"].config, None, [f"model.path={folder}", "model.vocab_multiple=1"])
     assert size_of(config.model).startswith(f"{total / 1e9:.3g} B parameters")
 
 
@@ -115,9 +107,7 @@ def test_a_config_is_written_that_passes_all_checks(
     file = tmp_path / "my.toml"
     file.write_text(text)
     ranks = 1 if gpus == "none" else 8
-    assert (
-        f"mcore-rl {kind} THIS_FILE --ranks {ranks}" in text.splitlines()[0] and len(text.splitlines()) < 30
-    )
+    assert f"mcore-rl {kind} THIS_FILE --ranks {ranks}" in text.splitlines()[0] and len(text.splitlines()) < 30
     config, _ = PROGRAMS[kind].checked_config(file, [], ranks)
     assert config.model.num_layers == 48 and config.platform.precision == ("fp32" if ranks == 1 else "bf16")
 
@@ -250,10 +240,7 @@ def written(
     file.write_text(text)
     load_config(KINDS[kind], file)
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    values = {
-        line.partition(" = ")[0]: tomllib.loads(f"value = {line.partition(' = ')[2]}")["value"]
-        for line in lines
-    }
+    values = {line.partition(" = ")[0]: tomllib.loads(f"value = {line.partition(' = ')[2]}")["value"] for line in lines}
     return values, "\n".join(line for line in text.splitlines() if line.startswith("#"))
 
 
@@ -266,12 +253,7 @@ def written(
     ],
 )
 def test_settings_of_the_same_value_are_set_and_all_others_listed(
-    name: str,
-    text: str,
-    system: str,
-    wanted: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, text: str, system: str, wanted: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_text(text)
     values, comments = written(capsys, tmp_path / name)
@@ -283,17 +265,7 @@ def test_settings_of_the_same_value_are_set_and_all_others_listed(
     keys = set(re.findall(r'[\w"]+(?=:)', text.replace('"', "")))
     named = {key.rpartition(".")[2] for key in (*origins, *listed)}
     assert {key for key in keys if key not in named} <= {
-        *(
-            "data",
-            "actor_rollout_ref",
-            "model",
-            "actor",
-            "optim",
-            "megatron",
-            "rollout",
-            "val_kwargs",
-            "critic",
-        ),
+        *("data", "actor_rollout_ref", "model", "actor", "optim", "megatron", "rollout", "val_kwargs", "critic"),
         *("trainer", "experiment_name", "grpo", "loss_fn", "policy", "generation", "megatron_cfg"),
     }
 
@@ -303,10 +275,7 @@ def test_what_counts_otherwise_names_our_field_and_the_difference(
 ) -> None:
     (tmp_path / "a.yaml").write_text(VERL)
     _, comments = written(capsys, tmp_path / "a.yaml")
-    assert (
-        "ppo_mini_batch_size = 256: here train.global_batch. It counts the completions of one update"
-        in comments
-    )
+    assert "ppo_mini_batch_size = 256: here train.global_batch. It counts the completions of one update" in comments
     assert "rollout.top_k = -1: rl.rollout.top_k = -1: expected an integer > 0" in comments
     assert "#   trainer.save_freq = 20: here checkpoint.interval" in comments
     unknown = comments.partition("# No field is known to stand for:\n")[2].splitlines()
@@ -330,17 +299,12 @@ def test_references_to_other_settings_are_listed_and_not_set(
     (tmp_path / "a.yaml").write_text(text)
     values, comments = written(capsys, tmp_path / "a.yaml")
     assert values == {"rl.rollout.prompts_per_step": 64, "log.project": "math"}
-    for setting in (
-        "trainer.default_local_dir = checkpoints/${trainer",
-        "actor_rollout_ref.model.path = ???",
-    ):
+    for setting in ("trainer.default_local_dir = checkpoints/${trainer", "actor_rollout_ref.model.path = ???"):
         assert f"#   {setting}" in comments
     assert comments.count("to be written out") == 2
 
 
-def test_a_folder_and_a_training_on_the_command_line_decide(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_and_a_training_on_the_command_line_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text(json.dumps({**TRL, "num_generations": None}))
     assert main(["init", "--from", str(tmp_path / "a.json")]) == 2
     assert "does not say which training it is of. Give --program" in capsys.readouterr().err
@@ -350,11 +314,7 @@ def test_a_folder_and_a_training_on_the_command_line_decide(
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("a: [1", "is neither YAML nor JSON"),
-        ("- 1\n", "is a list, wanted settings"),
-        (None, "cannot be read"),
-    ],
+    [("a: [1", "is neither YAML nor JSON"), ("- 1\n", "is a list, wanted settings"), (None, "cannot be read")],
 )
 def test_what_is_no_config_is_refused(
     text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

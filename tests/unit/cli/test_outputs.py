@@ -89,20 +89,11 @@ def test_its_own_file_is_replaced_until_somebody_changes_it(name: str, home: Pat
         (["problems", "grpo.toml", "--output", "grpo.toml"], "output grpo.toml is CONFIG (grpo.toml)"),
         ([*TOKENIZER, "books/a.txt"], "output books/a.txt is an input (books/a.txt)"),
         ([*PREPROCESS, "tok"], "tok.json are no dataset that"),
-        (
-            ["data", "preprocess", "tok.json", *PREPROCESS[3:], "tok"],
-            "output tok.json is an input (tok.json)",
-        ),
-        (
-            ["data", "preprocess", "books", *PREPROCESS[3:], "books/all"],
-            "output books/all.bin lies in an input",
-        ),
+        (["data", "preprocess", "tok.json", *PREPROCESS[3:], "tok"], "output tok.json is an input (tok.json)"),
+        (["data", "preprocess", "books", *PREPROCESS[3:], "books/all"], "output books/all.bin lies in an input"),
         (["data", "preprocess", "books/a.txt", *PREPROCESS[3:], "links/tokens"], "no dataset that"),
         ([*PLAN, "--json", "runs/x/run.json"], "lies in the folder of a run"),
-        (
-            [*PLAN[:2], "--cluster", "mine.toml", *PLAN[4:], "--json", "mine.toml"],
-            "output mine.toml is --cluster",
-        ),
+        ([*PLAN[:2], "--cluster", "mine.toml", *PLAN[4:], "--json", "mine.toml"], "output mine.toml is --cluster"),
         ([*STUDY, "run_dir=runs/x"], "output runs/x/study.md lies in the folder of a run"),
         ([*STUDY, "run_dir=."], "study.md was not written by `mcore-rl study`"),
         ([*PREPROCESS, "busy"], "busy.partial is in the way"),

@@ -99,8 +99,6 @@ def test_wrong_answers_of_any_kind_are_wrong_and_of_each_kind_as_often(tmp_path:
         (["--preferences", "--cut-fraction", "0.5", "--output", "x.jsonl"], "Leave one of both out"),
     ],
 )
-def test_what_it_cannot_write_is_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_cannot_write_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["problems", str(RECIPE), *words]) == 2
     assert message in capsys.readouterr().err

@@ -121,9 +121,7 @@ def test_a_server_that_lacks_one_group_is_shown_to_lack_it(
     assert marked == ["experts"]
 
 
-def test_what_rounding_hides_of_a_server_in_bf16_is_said(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_rounding_hides_of_a_server_in_bf16_is_said(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights that are 1 % larger change logprobs by less than bf16 does."""
     assert probed(run, "", "--dtype", "bf16") == 0
     shown = capsys.readouterr().out
@@ -132,9 +130,7 @@ def test_what_rounding_hides_of_a_server_in_bf16_is_said(
     limit = float(shown.split("the limit is ")[1].split()[0])
     assert len(rows) == 6
     for row in rows:
-        assert (float(row.split()[1]) < limit) == row.endswith(
-            "less than the limit: such a change is not seen"
-        )
+        assert (float(row.split()[1]) < limit) == row.endswith("less than the limit: such a change is not seen")
     assert any("not seen" in row for row in rows)
 
 
@@ -183,9 +179,7 @@ def test_servers_that_end_or_lack_the_weights_are_started_anew_and_all_end_with_
     process = RunningCommand(["serve", config_file(tmp_path), "--port", port], tmp_path / "output")
     try:
         wait_for(answers)
-        fake = next(
-            p for p in psutil.Process(process.pid).children(recursive=True) if p.cmdline()[1:2] == [FAKE]
-        )
+        fake = next(p for p in psutil.Process(process.pid).children(recursive=True) if p.cmdline()[1:2] == [FAKE])
         fake.kill()
         wait_for(lambda: "started anew, as it has ended" in process.text)
         wait_for(answers)
@@ -198,9 +192,7 @@ def test_servers_that_end_or_lack_the_weights_are_started_anew_and_all_end_with_
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
         assert not psutil.wait_procs(children, timeout=120)[1]
-        assert (
-            "started with --served-model-name policy" in next(tmp_path.glob("run/servers/*.log")).read_text()
-        )
+        assert "started with --served-model-name policy" in next(tmp_path.glob("run/servers/*.log")).read_text()
     finally:
         process.kill()
 

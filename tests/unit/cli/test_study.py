@@ -53,9 +53,7 @@ def test_every_arm_is_run_with_one_seed_before_any_with_the_next_in_a_folder_of_
 
 def test_adapters_are_studied_from_the_start_and_on_the_mesh_of_whole_models() -> None:
     path = RECIPE.with_name("lora_study.toml")
-    runs = list(
-        plan(load_config(StudyConfig, path, [f"base={RECIPE.with_name('grpo.toml')}", "seeds=[1,2,3]"]))
-    )
+    runs = list(plan(load_config(StudyConfig, path, [f"base={RECIPE.with_name('grpo.toml')}", "seeds=[1,2,3]"])))
     assert len(runs) == 12 and {run.ranks for run in runs} == {2}
     (adapters,) = {run.arm for run in runs if "lora.rank=16" in run.arguments}
     assert adapters == "LoRA, 2e-4"
@@ -99,13 +97,7 @@ def two_batches(kl: float, accuracy: float) -> list[dict[str, object]]:
             "policy/clip_ratio_high": 0.2,
             "routes/layer_00/changed_fraction": 0.3,
         },
-        {
-            "step": 4,
-            "reward/mean": 0.2,
-            "policy/kl_old_nats": "inf",
-            "rl/rollouts": 2,
-            "moe/expert_load": [[1]],
-        },
+        {"step": 4, "reward/mean": 0.2, "policy/kl_old_nats": "inf", "rl/rollouts": 2, "moe/expert_load": [[1]]},
         {"step": 4, "eval/accuracy": 0.3},
         {"step": 4, "eval/accuracy": accuracy},
     ]
@@ -123,9 +115,7 @@ def test_raw_rows_are_the_means_over_the_updates_of_a_rollout_batch(tmp_path: Pa
     assert written["runs"][0]["series"]["policy/clip_ratio_high"] == [None, 0.2]
 
 
-def test_the_table_has_means_over_the_run_and_95_percent_intervals_over_the_seeds_that_are_done(
-    tmp_path: Path,
-) -> None:
+def test_the_table_has_means_over_the_run_and_95_percent_intervals_over_the_seeds_that_are_done(tmp_path: Path) -> None:
     one = read_run("GRPO", 7, write(tmp_path / "1", *two_batches(kl=2.0, accuracy=0.4)))
     two = read_run("GRPO", 8, write(tmp_path / "2", *two_batches(kl=8.0, accuracy=0.6)))
     late = read_run("GRPO", 9, write(tmp_path / "3", *two_batches(kl=99.0, accuracy=0.9), done=False))
@@ -172,9 +162,7 @@ def test_the_picture_has_a_line_for_each_arm_and_a_band_where_there_are_several_
     def run(arm: str, seed: int, rewards: list[float | None]) -> StudyRun:
         return StudyRun(arm=arm, seed=seed, is_done=True, series={"reward/mean": rewards})
 
-    rows = rows_of(
-        [run("A & B", 1, [0.0, 1.0]), run("A & B", 2, [0.0, 1.0, 7.0]), run("C", 1, [0.5, None])], 0.5
-    )
+    rows = rows_of([run("A & B", 1, [0.0, 1.0]), run("A & B", 2, [0.0, 1.0, 7.0]), run("C", 1, [0.5, None])], 0.5)
     svg = as_svg(rows)
     ElementTree.fromstring(svg)
     assert len(re.findall("<polyline", svg)) == 2 and len(re.findall("<polygon", svg)) == 1
@@ -199,9 +187,7 @@ def test_a_study_stops_when_its_minutes_are_over_and_writes_what_there_is(
     assert study_command.main(argparse.Namespace(config=RECIPE, overrides=overrides)) == 0
     shown = capsys.readouterr().out
     assert "the same command resumes the study" in shown
-    assert (
-        "Not in the table, because not done: CISPO, seed 1 (2 rollout batches); 1 of 3 runs, which" in shown
-    )
+    assert "Not in the table, because not done: CISPO, seed 1 (2 rollout batches); 1 of 3 runs, which" in shown
     assert not (tmp_path / "grpo-1" / "DONE").exists() and done.is_dir()
     written = json.loads((tmp_path / "study.json").read_text())
     assert [run["arm"] for run in written["runs"]] == ["GSPO", "CISPO"] and "budget_minutes" not in written
@@ -216,7 +202,5 @@ def test_a_finished_arm_of_other_settings_is_refused_and_one_of_another_mesh_is_
     (run.folder / "DONE").touch()
     assert next(plan(study(*words))).is_done
     assert next(plan(study(*words, "arms={ one = ['rl.loss.kind=grpo','mesh.tp=1'] }"))).is_done
-    with pytest.raises(
-        ConfigError, match=r"arm 'one': .* other settings:\n- optim.lr is 5e-05 there, 1.0 here"
-    ):
+    with pytest.raises(ConfigError, match=r"arm 'one': .* other settings:\n- optim.lr is 5e-05 there, 1.0 here"):
         list(plan(study(*words, "arms={ one = ['rl.loss.kind=grpo','optim.lr=1'] }")))

@@ -24,9 +24,7 @@ from mcore_rl.config.sft import SFTConfig
         ({"coeff": 0.2}, set()),
     ],
 )
-def test_other_texts_beside_the_policys_updates_are_other_data(
-    ptx: dict[str, Any], refused: set[str]
-) -> None:
+def test_other_texts_beside_the_policys_updates_are_other_data(ptx: dict[str, Any], refused: set[str]) -> None:
     texts = {"coeff": 0.1, "files": ("chat.jsonl",)}
     before, now = (RlRunConfig.model_validate({"rl": {"ptx": one}}) for one in (texts, texts | ptx))
     changes = config_changes(before.model_dump(mode="json"), now)
@@ -80,11 +78,7 @@ def pretraining(*prefixes: str, **data: Any) -> PretrainConfig:
 
 def fine_tuning(place: str = "here", **data: Any) -> SFTConfig:
     tokenizer = {"kind": "huggingface", "path": f"{place}/tokenizer"}
-    fields = {
-        "train": (f"{place}/chats",),
-        "tokenizer": tokenizer,
-        "chat_template": f"{place}/template.jinja",
-    }
+    fields = {"train": (f"{place}/chats",), "tokenizer": tokenizer, "chat_template": f"{place}/template.jinja"}
     return SFTConfig.model_validate({"data": fields | data})
 
 
@@ -128,13 +122,7 @@ CASES: dict[str, tuple[RunConfig, Callable[[], object], RunConfig, set[str], set
         {"data.train"},
         set(),
     ),
-    "no checksum any more": (
-        pretraining(),
-        lambda: Path("here/a.json").unlink(),
-        pretraining(),
-        {"data.train"},
-        set(),
-    ),
+    "no checksum any more": (pretraining(), lambda: Path("here/a.json").unlink(), pretraining(), {"data.train"}, set()),
     "a sidecar that is not JSON": (
         pretraining(),
         lambda: Path("here/a.json").write_text("{"),
@@ -149,20 +137,8 @@ CASES: dict[str, tuple[RunConfig, Callable[[], object], RunConfig, set[str], set
         set(),
         {"data.valid"},
     ),
-    "data that moved": (
-        pretraining(),
-        moved(*PAIRS),
-        pretraining("there/a", "there/b"),
-        set(),
-        {"data.train"},
-    ),
-    "one pair that moved": (
-        pretraining(),
-        moved(*PAIRS[:3]),
-        pretraining("there/a", "here/b"),
-        set(),
-        {"data.train"},
-    ),
+    "data that moved": (pretraining(), moved(*PAIRS), pretraining("there/a", "there/b"), set(), {"data.train"}),
+    "one pair that moved": (pretraining(), moved(*PAIRS[:3]), pretraining("there/a", "here/b"), set(), {"data.train"}),
     "data that moved to another name": (
         pretraining("here/a"),
         lambda: write_pair(Path("there/new"), b"tokens of a"),

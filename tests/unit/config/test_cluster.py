@@ -42,14 +42,8 @@ def test_what_no_cluster_has_is_told_with_what_was_meant(override, message):
         (["node.ranks=4"], "node.gpus=8 and node.ranks=4"),
         (["node.gpus=0"], "no rank would be started"),
         (["node.reserved_gib=90"], "leaves nothing of node.gpu_memory_gib=79.6"),
-        (
-            ["container.kind=none"],
-            'container.kind="none" has no such field, which is of "pyxis", "apptainer"',
-        ),
-        (
-            ["container.image=none"],
-            'container.image = "none" on the command line: expected text that is not empty',
-        ),
+        (["container.kind=none"], 'container.kind="none" has no such field, which is of "pyxis", "apptainer"'),
+        (["container.image=none"], 'container.image = "none" on the command line: expected text that is not empty'),
         (['container.mounts=["data"]'], 'container.mounts names "data"'),
         (["slurm.time=tomorrow"], 'slurm.time="tomorrow" is no duration'),
         (["slurm.time=10:00"], "survival.signal_s=600 is not ahead of a limit of 600 s"),
@@ -101,6 +95,4 @@ def test_tensor_parallel_groups_stay_inside_a_node_and_others_are_warned_of(
 ):
     placed = placement(MOE, mesh, ranks_per_node, world)
     for found, wanted in ((placed.refused, refused), (placed.warnings, warned)):
-        assert [any(sentence.startswith(start) for start in wanted) for sentence in found] == [True] * len(
-            wanted
-        )
+        assert [any(sentence.startswith(start) for start in wanted) for sentence in found] == [True] * len(wanted)

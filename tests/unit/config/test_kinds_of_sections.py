@@ -83,9 +83,7 @@ def test_the_kind_chooses_the_section() -> None:
         (["shape=3"], r"shape is a section; set its fields, as shape\.kind"),
     ],
 )
-def test_a_field_of_another_kind_is_refused_with_the_kinds_that_have_it(
-    overrides: list[str], message: str
-) -> None:
+def test_a_field_of_another_kind_is_refused_with_the_kinds_that_have_it(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         drawing(*overrides)
 
@@ -111,9 +109,7 @@ def test_each_field_is_described_with_its_kinds() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "kind", ["grpo", "ppo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo", "own.module:loss"]
-)
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo", "own.module:loss"])
 def test_a_loss_of_each_kind_is_written_and_read_back_equal(kind: str, tmp_path: Path) -> None:
     config = load_config(RlRunConfig, None, [f"rl.loss.kind={kind}", "rl.advantage.kind=gae"])
     (tmp_path / "written.toml").write_text(dump_config(config))

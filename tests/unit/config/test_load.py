@@ -160,26 +160,18 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, nearest):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [
-        ("sft", "one pass over a batch"),
-        ("rm", "one pass over a batch"),
-        ("dpo", "one update of a batch. The ref"),
-    ],
+    [("sft", "one pass over a batch"), ("rm", "one pass over a batch"), ("dpo", "one update of a batch. The ref")],
 )
 def test_replay_where_no_two_passes_of_a_batch_are_compared_is_refused_with_the_reason(kind, reason):
     with pytest.raises(ConfigError) as refused:
         load_config(KINDS[kind], None, ["replay.kind=r2"])
-    assert str(refused.value).startswith(
-        'replay.kind = "r2" on the command line: routing replay is of `mcore-rl rl`.'
-    )
+    assert str(refused.value).startswith('replay.kind = "r2" on the command line: routing replay is of `mcore-rl rl`.')
     assert f"`mcore-rl {kind}` has none: it makes {reason}" in str(refused.value)
 
 
 def test_an_unknown_key_in_a_file_names_the_file_and_so_does_an_unknown_empty_section(tmp_path):
     message = complaint(path=write(tmp_path, "run.toml", "[mesh]\ntq = 2\n[mess]\n"))
-    assert (
-        message.count("run.toml") == 2 and "Unknown key mesh.tq" in message and "Unknown key mess " in message
-    )
+    assert message.count("run.toml") == 2 and "Unknown key mesh.tq" in message and "Unknown key mess " in message
 
 
 @pytest.mark.parametrize(
@@ -191,20 +183,14 @@ def test_an_unknown_key_in_a_file_names_the_file_and_so_does_an_unknown_empty_se
         ("mesh.tp=true", "mesh.tp = true on the command line: expected an integer > 0."),
         ("optim.lr='1e-3'", 'optim.lr = "1e-3" on the command line: expected a number > 0.'),
         ("optim.beta1=1", "optim.beta1 = 1 on the command line: expected a number >= 0 and < 1."),
-        (
-            "mesh.sequence_parallel=1",
-            "mesh.sequence_parallel = 1 on the command line: expected true or false.",
-        ),
+        ("mesh.sequence_parallel=1", "mesh.sequence_parallel = 1 on the command line: expected true or false."),
         ("platform.device=tpu", 'expected one of "auto", "cpu", "cuda".'),
         ("data.train=", 'data.train = "" on the command line: expected a list, each item text.'),
         ("data.split=[1, 2]", "expected a list of 3, each item a number."),
         ("mesh=2", "mesh is a section; set its fields, as mesh.tp."),
         ("mesh.tp=1\nevil=2", "expected an integer > 0."),
         ("train.steps=1979-05-27", "train.steps = 1979-05-27 on the command line: expected an integer > 0."),
-        (
-            "data.split=[98, 1979-05-27, 1]",
-            "data.split = [98, 1979-05-27, 1] on the command line: expected a",
-        ),
+        ("data.split=[98, 1979-05-27, 1]", "data.split = [98, 1979-05-27, 1] on the command line: expected a"),
         ("mesh.tp", "not of the form key=value"),
         ("run_dir=runs/\udcff", "has bytes that are not UTF-8"),
     ],
@@ -215,11 +201,7 @@ def test_a_wrong_value_is_shown_with_what_was_expected(override, expected):
 
 def test_all_wrong_values_are_told_at_once_each_once():
     lines = complaint("mesh.tp=a", "platform.recompute_modules=[x, y]", "train.steps=no").splitlines()
-    assert sorted(line.split(" = ")[0] for line in lines) == [
-        "mesh.tp",
-        "platform.recompute_modules",
-        "train.steps",
-    ]
+    assert sorted(line.split(" = ")[0] for line in lines) == ["mesh.tp", "platform.recompute_modules", "train.steps"]
 
 
 def test_a_wrong_value_that_is_overridden_does_no_harm(tmp_path):
@@ -281,9 +263,7 @@ def test_a_list_of_fixed_length_takes_no_single_value():
         ("rl.toml", "train.stepz = 8", (), "rl"),  # misspelt: of no kind, and the name is left
     ],
 )
-def test_the_kind_of_a_config_is_found_by_its_fields_and_then_by_its_name(
-    name, text, overrides, kind, tmp_path
-):
+def test_the_kind_of_a_config_is_found_by_its_fields_and_then_by_its_name(name, text, overrides, kind, tmp_path):
     assert kind_of(write(tmp_path, name, text + "\n"), overrides) == kind
 
 
@@ -305,9 +285,7 @@ def test_overrides_of_a_section_that_may_be_none_add_up(tmp_path):
     for given in (words, words[::-1]):
         found = load_config(RlRunConfig, path, given).rl.reward.model_tokenizer
         assert found is not None and (found.kind, found.path) == ("sentencepiece", "c")
-    assert (
-        load_config(RlRunConfig, path, ["rl.reward.model_tokenizer=none"]).rl.reward.model_tokenizer is None
-    )
+    assert load_config(RlRunConfig, path, ["rl.reward.model_tokenizer=none"]).rl.reward.model_tokenizer is None
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,8 @@ def test_each_field_that_is_answered_is_one_of_a_training():
 )
 def test_a_key_of_another_system_is_answered_with_ours(kind, key, system, ours):
     stands = "stand" if " and " in ours else "stands"
-    assert (
-        f"Unknown key {key} on the command line. It is a setting of {system}: here {ours} {stands} for it."
-        in (complaint(kind, f"{key}=1"))
+    assert f"Unknown key {key} on the command line. It is a setting of {system}: here {ours} {stands} for it." in (
+        complaint(kind, f"{key}=1")
     )
 
 
@@ -133,9 +132,7 @@ def test_a_config_in_yaml_or_json_is_recognised(tmp_path, name, text, whose):
     path = tmp_path / name
     path.write_text(text)
     message = complaint("rl", path=path)
-    assert message.startswith(
-        f"{path} is {whose}; configs here are TOML. `mcore-rl init --from {path}` writes"
-    )
+    assert message.startswith(f"{path} is {whose}; configs here are TOML. `mcore-rl init --from {path}` writes")
     assert "not valid TOML" not in message
 
 

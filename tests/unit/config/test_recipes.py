@@ -55,9 +55,7 @@ def test_a_file_extends_a_recipe_by_its_name(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "mine.toml"
     mine.write_text(f'extends = "{base}"\nrun_dir = "runs/mine"\n')
-    assert load_config(RlRunConfig, mine) == load_config(
-        RlRunConfig, Path("tiny_moe/grpo"), ["run_dir=runs/mine"]
-    )
+    assert load_config(RlRunConfig, mine) == load_config(RlRunConfig, Path("tiny_moe/grpo"), ["run_dir=runs/mine"])
     # A file next to it comes first.
     (tmp_path / "tiny_moe").mkdir()
     (tmp_path / base).parent.mkdir(parents=True, exist_ok=True)
@@ -75,19 +73,13 @@ def test_a_cluster_extends_an_example_by_its_name(tmp_path):
 def test_a_base_that_is_no_recipe_is_named_with_the_file_that_wants_it(tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text('extends = "tiny_moe/grp"\n')
-    with pytest.raises(
-        ConfigError, match=r'extends = "tiny_moe/grp" in \S*mine.toml: .*Did you mean tiny_moe/grpo'
-    ):
+    with pytest.raises(ConfigError, match=r'extends = "tiny_moe/grp" in \S*mine.toml: .*Did you mean tiny_moe/grpo'):
         load_config(RlRunConfig, mine)
 
 
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
-    [
-        ("grpo", "large/grpo or small/grpo"),
-        ("smal/grpo", "small/grpo or large/grpo or small/model"),
-        ("xyz", ""),
-    ],
+    [("grpo", "large/grpo or small/grpo"), ("smal/grpo", "small/grpo or large/grpo or small/model"), ("xyz", "")],
 )
 def test_a_wrong_name_lists_the_nearest_ones(wrong, nearest, folder):
     with pytest.raises(ConfigError) as raised:

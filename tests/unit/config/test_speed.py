@@ -72,18 +72,14 @@ def test_a_flag_that_is_set_decides_on_the_other(reduce, gather, machine, found)
 
 
 @pytest.mark.parametrize(("stages", "overlaps"), [(1, True), (2, False)])
-def test_no_reduction_waits_for_the_embedding_of_layers_that_reinforcement_learning_does_not_train(
-    stages, overlaps
-):
+def test_no_reduction_waits_for_the_embedding_of_layers_that_reinforcement_learning_does_not_train(stages, overlaps):
     model = TINY["deepseek_v3"].model_copy(update={"mtp_layers": 1})
     settings = {"model": model, "mesh": MeshConfig(pp=stages, dp="auto")}
     assert run_flags(RlRunConfig(**settings), TORCH).overlap_grad_reduce == overlaps
     assert run_flags(PretrainConfig(**settings), TORCH).overlap_grad_reduce
 
 
-@pytest.mark.parametrize(
-    ("capability", "recipe"), [(8, "tensorwise"), (9, "blockwise"), (10, "mxfp8"), (12, "mxfp8")]
-)
+@pytest.mark.parametrize(("capability", "recipe"), [(8, "tensorwise"), (9, "blockwise"), (10, "mxfp8"), (12, "mxfp8")])
 def test_the_recipe_of_8_bits_is_that_of_the_gpu(capability, recipe):
     machine = Machine(is_cuda=True, has_te_layers=True, world_size=1, capability=capability)
     fp8 = PlatformConfig(precision="bf16", fp8="hybrid")

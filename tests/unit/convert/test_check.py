@@ -123,6 +123,4 @@ def test_a_downloaded_folder_has_nothing_recorded_and_it_says_so(
 ) -> None:
     source = saved("llama", tmp_path / "hf")
     status, output = check(source, capsys)
-    assert (
-        status == 0 and "no manifest.json" in output and "nothing was recorded when it was written" in output
-    )
+    assert status == 0 and "no manifest.json" in output and "nothing was recorded when it was written" in output

@@ -89,23 +89,14 @@ def test_weights_that_compute_nothing_finite_are_not_taken_for_another_model(
     assert main(["convert", "verify", str(source), str(tmp_path / "ckpt")]) == 0
 
 
-def test_the_text_model_in_a_model_of_images_is_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_text_model_in_a_model_of_images_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = images_and_text("qwen3_vl_moe")
     source = write_hf(tmp_path / "hf", theirs.config, as_published(theirs.tensors))
     assert main(["convert", "import", str(source), str(tmp_path / "ckpt"), "--workers", "1"]) == 0
     printed = capsys.readouterr().out
     assert "logits differ from transformers' by at most" in printed
     assert "tensors are not of the text model (model.visual.*)" in printed
-    arguments = [
-        str(tmp_path / "ckpt"),
-        str(tmp_path / "again"),
-        "--reference",
-        str(source),
-        "--workers",
-        "1",
-    ]
+    arguments = [str(tmp_path / "ckpt"), str(tmp_path / "again"), "--reference", str(source), "--workers", "1"]
     assert main(["convert", "export", *arguments]) == 0
     assert_same(read_hf(tmp_path / "again"), read_hf(source))
     assert main(["convert", "plan", str(source)]) == 0
@@ -118,11 +109,7 @@ def test_a_model_of_images_without_theta_is_compared_as_a_whole(
 ) -> None:
     """transformers makes the model from the folder alone: a default that is wrong here shows."""
     theirs = images_and_text(name)
-    rope = {
-        key: value
-        for key, value in theirs.config["text_config"]["rope_parameters"].items()
-        if key != "rope_theta"
-    }
+    rope = {key: value for key, value in theirs.config["text_config"]["rope_parameters"].items() if key != "rope_theta"}
     text = theirs.config["text_config"] | {"rope_parameters": rope}
     source = write_hf(tmp_path / "hf", theirs.config | {"text_config": text}, theirs.tensors)
     arguments = ["convert", "import", str(source), "--workers", "1"]
@@ -134,17 +121,13 @@ def test_a_model_of_images_without_theta_is_compared_as_a_whole(
     assert "is another model: logits differ" in capsys.readouterr().err
 
 
-def test_a_folder_that_transformers_cannot_run_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_transformers_cannot_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, types = oracle("gpt_oss"), ["full_attention"] * 3
     config = theirs.config | {"layer_types": types, "sliding_window": None}
     source = write_hf(tmp_path / "hf", config, theirs.tensors)
     arguments = ["convert", "import", str(source), str(tmp_path / "ckpt"), "--workers", "1"]
     assert main(arguments) == 2
-    assert (
-        f"transformers cannot run {source}: ValueError: Could not find a `sliding" in capsys.readouterr().err
-    )
+    assert f"transformers cannot run {source}: ValueError: Could not find a `sliding" in capsys.readouterr().err
     assert main([*arguments, "--no-check-logits"]) == 0
 
 

@@ -20,9 +20,7 @@ def test_plan_import_verify_relayout_export(tmp_path: Path, capsys: pytest.Captu
     assert "decoder.layers.mlp.router.weight" in output and "memory: at most" in output
     assert main(["convert", "import", str(source), str(checkpoint), "--log", str(log), "--workers", "1"]) == 0
     assert main(["convert", "verify", str(source), str(checkpoint)]) == 0
-    assert (
-        main(["convert", "relayout", str(checkpoint), str(other), "--keys", "local", "--layers", "each"]) == 0
-    )
+    assert main(["convert", "relayout", str(checkpoint), str(other), "--keys", "local", "--layers", "each"]) == 0
     assert main(["convert", "plan", str(other)]) == 0
     assert main(["convert", "export", str(other), str(back), "--reference", str(source)]) == 0
     assert_same(read_hf(back), read_hf(source))
@@ -79,10 +77,4 @@ def test_no_command_that_compares_no_logits_imports_transformers(tmp_path: Path)
 
 
 def test_sizes_are_read_as_they_are_written() -> None:
-    assert [num_bytes(text) for text in ("8G", "500M", "1.5K", "7", "2GiB")] == [
-        2**33,
-        500 << 20,
-        1536,
-        7,
-        2**31,
-    ]
+    assert [num_bytes(text) for text in ("8G", "500M", "1.5K", "7", "2GiB")] == [2**33, 500 << 20, 1536, 7, 2**31]

@@ -66,17 +66,13 @@ def test_a_file_of_another_checkpoint_of_the_same_size_is_not_exported(tmp_path:
         exported(paths[0], tmp_path / "out")
 
 
-def test_inspect_says_that_it_reads_headers_alone(
-    converted: Converted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_says_that_it_reads_headers_alone(converted: Converted, capsys: pytest.CaptureFixture[str]) -> None:
     for path in converted("qwen3_moe"):
         assert main(["inspect", str(path)]) == 0
         assert "the tensors are not read (mcore-rl check" in capsys.readouterr().out
 
 
-def test_a_tied_output_that_differs_is_found_in_any_pair_of_formats(
-    tmp_path: Path, converted: Converted
-) -> None:
+def test_a_tied_output_that_differs_is_found_in_any_pair_of_formats(tmp_path: Path, converted: Converted) -> None:
     theirs = oracle("qwen3")
     source, checkpoint = converted("qwen3")
     output = theirs.tensors["model.embed_tokens.weight"].clone()

@@ -83,9 +83,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizers.trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet),
     )
     folder = tmp_path_factory.mktemp("chat")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>").save_pretrained(
-        folder
-    )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>").save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -130,10 +128,7 @@ def test_transformers_makes_text_of_text_with_an_export(
 ) -> None:
     plain = run_of(tmp_path / "a", "llama", f'kind = "sentencepiece"\npath = "{sentencepiece_model}"')
     chat = run_of(
-        tmp_path / "b",
-        "qwen3_moe",
-        f'kind = "huggingface"\npath = "{chat_folder}"',
-        'chat_template = "tokenizer"',
+        tmp_path / "b", "qwen3_moe", f'kind = "huggingface"\npath = "{chat_folder}"', 'chat_template = "tokenizer"'
     )
     folders = [tmp_path / "out_a", tmp_path / "out_b"]
     for run, out in zip((plain, chat), folders, strict=True):
@@ -144,9 +139,7 @@ def test_transformers_makes_text_of_text_with_an_export(
     assert first["size"] == VOCAB and first["ends"] == ours.eod_id and first["eos"] == "</s>"
     # transformers reads the name of a control token in a text as that token, sentencepiece as text.
     without_names = [index for index, text in enumerate(TEXTS) if "<s>" not in text]
-    assert [first["ids"][index] for index in without_names] == [
-        ours.encode(TEXTS[index]) for index in without_names
-    ]
+    assert [first["ids"][index] for index in without_names] == [ours.encode(TEXTS[index]) for index in without_names]
     assert first["again"] == second["again"] == TEXTS
     assert first["tokens"] == continued("llama", ours.encode("def f"), ours.eod_id)
     assert first["text"].startswith("def f") and len(first["text"]) > len("def f")
@@ -182,17 +175,13 @@ def test_an_export_has_the_chat_templates_of_its_run_and_none_of_its_reference(
         settings = json.loads((mine / "tokenizer_config.json").read_text())
         shutil.rmtree(mine / "additional_chat_templates")
         (mine / "chat_template.jinja").unlink()
-        (mine / "tokenizer_config.json").write_text(
-            json.dumps({**settings, "chat_template": "own {{ tools }}"})
-        )
+        (mine / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "own {{ tools }}"}))
         config = (run / "config.toml").read_text()
         (run / "config.toml").write_text(config.replace('"plain"', '"tokenizer"'))
     assert shown == ["user:\na\n\n", f"own {tools}"]
 
 
-def test_the_model_card_names_run_commit_and_metrics_of_the_step(
-    tmp_path: Path, sentencepiece_model: Path
-) -> None:
+def test_the_model_card_names_run_commit_and_metrics_of_the_step(tmp_path: Path, sentencepiece_model: Path) -> None:
     data = f'kind = "sentencepiece"\npath = "{sentencepiece_model}"'
     run = run_of(tmp_path, "llama", data, 'chat_template = "plain"')
     assert main(["convert", "export", str(run), str(tmp_path / "out"), "--workers", "1"]) == 0

@@ -54,9 +54,7 @@ def test_an_import_is_loaded_with_megatrons_default_strictness(
 ) -> None:
     _, checkpoint = converted(case)
     home = KeyLayout("te", "each" if case == "deepseek_v3" else "stacked")
-    again = relaid(
-        relaid(checkpoint, tmp_path / "other", KeyLayout("local", "each")), tmp_path / "home", home
-    )
+    again = relaid(relaid(checkpoint, tmp_path / "other", KeyLayout("local", "each")), tmp_path / "home", home)
     for path in (checkpoint, again):
         loaded = dist_checkpointing.load(state_of(case, one_rank), str(path), strict=STRICT)
         extra = {key: value for key, value in loaded["model"].items() if key.endswith("_extra_state")}

@@ -140,9 +140,7 @@ QKV = "decoder.layers.self_attention.linear_qkv.weight"
 def test_an_export_names_the_tensor_of_the_checkpoint(value: float, key: str, tmp_path: Path) -> None:
     config, tensors = plain(case="qwen3_moe")
     source = write_hf(tmp_path / "hf", config, tensors)
-    broken = resaved(
-        imported(source, tmp_path / "ckpt"), tmp_path / "broken", lambda t: {key: edited(t[key], value)}
-    )
+    broken = resaved(imported(source, tmp_path / "ckpt"), tmp_path / "broken", lambda t: {key: edited(t[key], value)})
     options: dict[str, Any] = {"reference": source, "dtype": "bf16" if value == 3.4e38 else "keep"}
     with pytest.raises(CheckpointError, match=rf"{re.escape(key)} has 1 values that are infinite or NaN as"):
         exported(broken, tmp_path / "out", **options)
@@ -161,9 +159,7 @@ def test_blocks_are_not_made_of_weights_that_are_not_finite(
     source = write_hf(tmp_path / "hf", config, stored)
     key = "decoder.layers.1.mlp.experts.experts.linear_fc2.weight"
     broken = resaved(
-        imported(source, tmp_path / "ckpt"),
-        tmp_path / "broken",
-        lambda t: {key: edited(t[key], float("nan"))},
+        imported(source, tmp_path / "ckpt"), tmp_path / "broken", lambda t: {key: edited(t[key], float("nan"))}
     )
     with pytest.raises(CheckpointError, match=rf"{re.escape(key)} has 1 values"):
         exported(broken, tmp_path / "out", reference=source, quantize=kind)
@@ -184,9 +180,7 @@ def test_large_values_whose_sum_is_infinite_pass(tmp_path: Path) -> None:
     tensors = {name: torch.full_like(tensor, 60000.0) for name, tensor in tensors.items()}
     tensors |= {name: tensor.float() for name, tensor in tensors.items() if name.endswith("correction_bias")}
     source = write_hf(tmp_path / "hf", config, tensors)
-    assert_same(
-        read_hf(exported(imported(source, tmp_path / "ckpt"), tmp_path / "out", reference=source)), tensors
-    )
+    assert_same(read_hf(exported(imported(source, tmp_path / "ckpt"), tmp_path / "out", reference=source)), tensors)
 
 
 def test_the_type_that_the_message_advises_holds_the_values(tmp_path: Path) -> None:

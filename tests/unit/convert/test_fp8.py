@@ -12,13 +12,7 @@ from mcore_rl.errors import CheckpointError
 from tests.conversion import assert_same, differing, exported, imported, read_hf, write_hf
 from tests.hf_models import Tensors, oracle
 
-WIDE = {
-    "hidden_size": 200,
-    "moe_intermediate_size": 136,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_hidden_layers": 2,
-}
+WIDE = {"hidden_size": 200, "moe_intermediate_size": 136, "n_group": 1, "topk_group": 1, "num_hidden_layers": 2}
 """So that blocks are cut at both edges, and an expert has more than one."""
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 UNCONVERTED = ["gate", "e_score_correction_bias", "lm_head"]
@@ -114,19 +108,14 @@ def test_ignored_scales_are_found(tmp_path: Path) -> None:
     config, stored, meant = model()
     source = write_hf(tmp_path / "hf", config, stored)
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
-    cast = write_hf(
-        tmp_path / "cast", config | {"quantization_config": None}, meant | {name: stored[name].bfloat16()}
-    )
+    cast = write_hf(tmp_path / "cast", config | {"quantization_config": None}, meant | {name: stored[name].bfloat16()})
     found = differing(source, imported(cast, tmp_path / "ckpt"))
     assert [difference.name for difference in found] == [name]
 
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 FAULTS = {
-    "no scales": (
-        lambda t: {k: v for k, v in t.items() if k != NAME + "_scale_inv"},
-        "_scale_inv is missing",
-    ),
+    "no scales": (lambda t: {k: v for k, v in t.items() if k != NAME + "_scale_inv"}, "_scale_inv is missing"),
     "scales of another shape": (
         lambda t: t | {NAME + "_scale_inv": torch.ones(2, 2)},
         r"up_proj.weight_scale_inv is torch.float32 \(2, 2\), wanted \(1, 2\)",

@@ -42,9 +42,7 @@ def test_scales_of_other_types_come_back_as_they_were_stored(kind: str, tmp_path
     config, stored, _ = model()
     stored |= {name: store(scales) for name, scales in stored.items() if name.endswith("_scale_inv")}
     source = write_hf(tmp_path / "hf", config | {"quantization_config": FP8 | settings}, stored)
-    again = exported(
-        imported(source, tmp_path / "ckpt"), tmp_path / "again", reference=source, quantize="fp8"
-    )
+    again = exported(imported(source, tmp_path / "ckpt"), tmp_path / "again", reference=source, quantize="fp8")
     assert_same(read_hf(again), stored)
 
 
@@ -56,17 +54,12 @@ def half_units(values: Tensor) -> Tensor:
 
 def largest_of_blocks(weight: Tensor) -> Tensor:
     """The largest magnitude of each block, block by block."""
-    rows = [
-        torch.stack([part.double().abs().max() for part in band.split(128, dim=1)])
-        for band in weight.split(128)
-    ]
+    rows = [torch.stack([part.double().abs().max() for part in band.split(128, dim=1)]) for band in weight.split(128)]
     return torch.stack(rows)
 
 
 @pytest.mark.parametrize("kind", ["fp32", *SCALE_TYPES, "fp32 in powers"])
-def test_moved_weights_are_the_nearest_numbers_of_scales_made_of_their_blocks(
-    kind: str, tmp_path: Path
-) -> None:
+def test_moved_weights_are_the_nearest_numbers_of_scales_made_of_their_blocks(kind: str, tmp_path: Path) -> None:
     config, stored, meant = model()
     store, read, settings = SCALE_TYPES.get(kind, (lambda scales: scales, lambda scales: scales, {}))
     if kind == "fp32 in powers":
@@ -75,9 +68,7 @@ def test_moved_weights_are_the_nearest_numbers_of_scales_made_of_their_blocks(
     source = write_hf(tmp_path / "hf", config | {"quantization_config": FP8 | settings}, reference)
     generator = torch.Generator().manual_seed(3)
     moved = {
-        name: tensor
-        if name.endswith("bias")
-        else tensor * (1 + torch.rand(tensor.shape, generator=generator))
+        name: tensor if name.endswith("bias") else tensor * (1 + torch.rand(tensor.shape, generator=generator))
         for name, tensor in meant.items()
     }
     moved = {name: tensor.to(meant[name].dtype) for name, tensor in moved.items()}

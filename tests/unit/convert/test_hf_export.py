@@ -35,9 +35,7 @@ def test_transformers_opens_exports_without_reference(converted: Converted, tmp_
         opened = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
         with torch.no_grad():
             logits_BSV = opened(tokens_BS).logits
-        torch.testing.assert_close(
-            logits_BSV, oracle(case, **AWKWARD).logits(tokens_BS), rtol=0, atol=1e-6, msg=case
-        )
+        torch.testing.assert_close(logits_BSV, oracle(case, **AWKWARD).logits(tokens_BS), rtol=0, atol=1e-6, msg=case)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -59,9 +57,7 @@ def test_a_model_opens_in_the_type_of_its_weights_whatever_the_reference_has(
         if written == "fp32":
             with torch.no_grad():
                 logits_BSV = opened(tokens_BS).logits
-            torch.testing.assert_close(
-                logits_BSV, oracle(case, **AWKWARD).logits(tokens_BS), rtol=0, atol=1e-6
-            )
+            torch.testing.assert_close(logits_BSV, oracle(case, **AWKWARD).logits(tokens_BS), rtol=0, atol=1e-6)
         assert json.loads((folder / "config.json").read_text()).keys() == (config | {key: named}).keys()
     assert (exported(checkpoint, tmp_path / "same", reference=source) / "config.json").read_bytes() == (
         source / "config.json"

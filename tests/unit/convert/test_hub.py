@@ -63,13 +63,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         siblings = [{"rfilename": name} for name in self.server.there]
-        known = {
-            "id": "me/tiny",
-            "name": "me",
-            "private": self.server.is_private,
-            "siblings": siblings,
-            "tags": [],
-        }
+        known = {"id": "me/tiny", "name": "me", "private": self.server.is_private, "siblings": siblings, "tags": []}
         self.answer(
             [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in self.server.there]
             if "/tree/" in self.path
@@ -115,12 +109,8 @@ def is_private(created: dict[str, Any]) -> bool:
 def test_an_export_is_pushed_into_a_private_repository(hub, checkpoint, tmp_path, capfd):
     out = tmp_path / "out"
     assert main(words(checkpoint, out, "--push-to-hub", "me/tiny")) == 0
-    assert [(one["name"], one["organization"], is_private(one)) for one in hub.created] == [
-        ("tiny", "me", True)
-    ]
-    assert hub.files == {
-        str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()
-    }
+    assert [(one["name"], one["organization"], is_private(one)) for one in hub.created] == [("tiny", "me", True)]
+    assert hub.files == {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert {"config.json", "model.safetensors"} <= {name.replace("-00001-of-00001", "") for name in hub.files}
     assert hub.tokens == {f"Bearer {TOKEN}"}
     shown = capfd.readouterr()
@@ -171,9 +161,7 @@ def test_an_export_that_the_hub_refuses_stays_and_can_be_pushed_later(hub, check
 
 
 @pytest.mark.parametrize("status", [401, 403, 500])
-def test_a_hub_that_refuses_the_token_or_fails_is_known_before_the_export(
-    hub, checkpoint, tmp_path, status, capfd
-):
+def test_a_hub_that_refuses_the_token_or_fails_is_known_before_the_export(hub, checkpoint, tmp_path, status, capfd):
     hub.status = status
     assert main(words(checkpoint, tmp_path / "out", "--push-to-hub", "tiny")) == 2
     error = capfd.readouterr().err
@@ -191,9 +179,7 @@ def test_a_hub_that_refuses_the_token_or_fails_is_known_before_the_export(
         (("--dry-run",), "--dry-run means nothing without --push-to-hub NAME"),
     ],
 )
-def test_what_cannot_be_pushed_is_refused_before_the_export(
-    more, message, checkpoint, tmp_path, monkeypatch, capfd
-):
+def test_what_cannot_be_pushed_is_refused_before_the_export(more, message, checkpoint, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     assert main(words(checkpoint, tmp_path / "out", *more)) == 2

@@ -14,17 +14,7 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_uninitialized
 from mcore_rl.storage.checkpoints.write import load_weights
-from tests.conversion import (
-    assert_same,
-    differing,
-    exported,
-    imported,
-    read_dist,
-    read_hf,
-    saved,
-    with_mtp,
-    write_hf,
-)
+from tests.conversion import assert_same, differing, exported, imported, read_dist, read_hf, saved, with_mtp, write_hf
 from tests.hf_models import oracle
 from tests.unit.convert.conftest import Converted
 from tests.unit.convert.test_layouts import relaid
@@ -39,14 +29,10 @@ def args_of(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("case", "keys"), [(case, "te") for case in NATIVE] + [("qwen3_moe", "local")])
-def test_hybrid_layers_lead_back_to_the_same_bytes(
-    case: str, keys: Any, converted: Converted, tmp_path: Path
-) -> None:
+def test_hybrid_layers_lead_back_to_the_same_bytes(case: str, keys: Any, converted: Converted, tmp_path: Path) -> None:
     source, checkpoint = converted(case)
     hybrid = imported(source, tmp_path / "hybrid", keys=keys, layers="hybrid")
-    assert_same(
-        read_dist(relaid(checkpoint, tmp_path / "other", KeyLayout(keys, "hybrid"))), read_dist(hybrid)
-    )
+    assert_same(read_dist(relaid(checkpoint, tmp_path / "other", KeyLayout(keys, "hybrid"))), read_dist(hybrid))
     assert open_dist_model(hybrid).layout == KeyLayout(keys, "hybrid")
     assert_same(read_hf(exported(hybrid, tmp_path / "back")), read_hf(source))
     home = relaid(hybrid, tmp_path / "home", KeyLayout("te", NATIVE[case]))  # type: ignore[arg-type]
@@ -66,9 +52,7 @@ def test_attention_of_layer_i_is_layer_2i_and_its_mlp_layer_2i_plus_1(tmp_path: 
         "decoder.layers.4.self_attention.q_layernorm.weight": layer.format(2, "self_attn.q_norm"),
         "decoder.layers.5.pre_mlp_layernorm.weight": layer.format(2, "post_attention_layernorm"),
         "decoder.layers.5.mlp.router.weight": layer.format(2, "mlp.gate"),
-        "decoder.layers.5.mlp.shared_experts.linear_fc2.weight": layer.format(
-            2, "mlp.shared_experts.down_proj"
-        ),
+        "decoder.layers.5.mlp.shared_experts.linear_fc2.weight": layer.format(2, "mlp.shared_experts.down_proj"),
         "decoder.final_norm.weight": "model.norm.weight",
     }.items():
         assert torch.equal(found[key], theirs[name]), key
@@ -77,9 +61,7 @@ def test_attention_of_layer_i_is_layer_2i_and_its_mlp_layer_2i_plus_1(tmp_path: 
 
 
 @pytest.mark.parametrize("case", PATTERNS)
-def test_the_arguments_of_megatron_lm_have_the_pattern(
-    case: str, converted: Converted, tmp_path: Path
-) -> None:
+def test_the_arguments_of_megatron_lm_have_the_pattern(case: str, converted: Converted, tmp_path: Path) -> None:
     """Without it Megatron-LM 0.19 takes a checkpoint for GPTModel's, and with it for HybridModel's."""
     source, checkpoint = converted(case)
     native = args_of(checkpoint)

@@ -13,13 +13,7 @@ from mcore_rl.errors import CheckpointError
 from tests.conversion import assert_same, differing, exported, imported, read_hf, write_hf
 from tests.hf_models import Tensors, oracle
 
-WIDE = {
-    "hidden_size": 96,
-    "moe_intermediate_size": 64,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_hidden_layers": 2,
-}
+WIDE = {"hidden_size": 96, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1, "num_hidden_layers": 2}
 """Whole blocks, three and two of them."""
 WEIGHTS = {
     "actorder": None,
@@ -34,12 +28,7 @@ INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "quantization_status": "compressed",
-    "ignore": [
-        "lm_head",
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-    ],
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
 }
 
@@ -86,14 +75,9 @@ def model() -> tuple[dict[str, Any], Tensors, Tensors]:
 
 def test_every_number_in_every_place_of_a_word() -> None:
     words = [value << 4 * place for place in range(8) for value in range(16)]
-    packed = (
-        torch.tensor(words, dtype=torch.int64).sub(2**32 * torch.tensor([w >= 2**31 for w in words])).int()
-    )
+    packed = torch.tensor(words, dtype=torch.int64).sub(2**32 * torch.tensor([w >= 2**31 for w in words])).int()
     packed = packed.view(-1, 4)  # a block a row
-    out, scales = (
-        torch.empty(len(packed), 32, dtype=torch.bfloat16),
-        torch.full((len(packed), 1), 0.25).bfloat16(),
-    )
+    out, scales = (torch.empty(len(packed), 32, dtype=torch.bfloat16), torch.full((len(packed), 1), 0.25).bfloat16())
     unpack_int4(out, packed, scales)
     assert torch.equal(out, unpacked(packed, scales))
     assert out.min() == -2.0 and out.max() == 1.75
@@ -114,11 +98,7 @@ def test_weights_that_no_step_has_moved_give_back_every_word(tmp_path: Path) -> 
     source = write_hf(tmp_path / "hf", config, stored, shards=3)
     checkpoint = imported(source, tmp_path / "ckpt")
     again = exported(
-        checkpoint,
-        tmp_path / "again",
-        CopySettings(workers=2, task_bytes=5_000),
-        reference=source,
-        quantize="int4",
+        checkpoint, tmp_path / "again", CopySettings(workers=2, task_bytes=5_000), reference=source, quantize="int4"
     )
     assert_same(read_hf(again), stored)
     assert differing(source, again) == []
@@ -136,9 +116,7 @@ def test_moved_weights_are_the_nearest_numbers_of_the_references_scales(tmp_path
         for name, tensor in meant.items()
     }
     plain = write_hf(tmp_path / "plain", config | {"quantization_config": None}, moved)
-    again = exported(
-        imported(plain, tmp_path / "ckpt"), tmp_path / "again", reference=source, quantize="int4"
-    )
+    again = exported(imported(plain, tmp_path / "ckpt"), tmp_path / "again", reference=source, quantize="int4")
     found = read_hf(again)
     for name, tensor in moved.items():
         if ".mlp.experts." not in name:
@@ -172,10 +150,7 @@ def test_a_changed_scale_is_found(tmp_path: Path) -> None:
 
 NAME = "model.layers.1.mlp.experts.3.down_proj.weight"
 FAULTS = {
-    "no scales": (
-        lambda t: {k: v for k, v in t.items() if k != NAME + "_scale"},
-        "has no .*down_proj.weight_scale",
-    ),
+    "no scales": (lambda t: {k: v for k, v in t.items() if k != NAME + "_scale"}, "has no .*down_proj.weight_scale"),
     "scales of another shape": (
         lambda t: t | {NAME + "_scale": t[NAME + "_scale"][:, :1]},
         r"down_proj.weight_scale is torch.bfloat16 \(96, 1\), wanted \(96, 2\)",
@@ -207,8 +182,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "eight bits": INT4 | {"config_groups": {"group_0": {"weights": WEIGHTS | {"num_bits": 8}}}},
     "groups of 128": INT4 | {"config_groups": {"group_0": {"weights": WEIGHTS | {"group_size": 128}}}},
     "zero points": INT4 | {"config_groups": {"group_0": {"weights": WEIGHTS | {"symmetric": False}}}},
-    "columns in another order": INT4
-    | {"config_groups": {"group_0": {"weights": WEIGHTS | {"actorder": "group"}}}},
+    "columns in another order": INT4 | {"config_groups": {"group_0": {"weights": WEIGHTS | {"actorder": "group"}}}},
     "no groups": INT4 | {"config_groups": {}},
 }
 
@@ -217,7 +191,5 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_other_settings_of_compressed_tensors_are_refused(other: str, tmp_path: Path) -> None:
     config, stored, _ = model()
     source = write_hf(tmp_path / "hf", config | {"quantization_config": OTHERS[other]}, stored)
-    with pytest.raises(
-        CheckpointError, match=r"int4 in blocks of 32 \(pack-quantized, symmetric\) are read here"
-    ):
+    with pytest.raises(CheckpointError, match=r"int4 in blocks of 32 \(pack-quantized, symmetric\) are read here"):
         imported(source, tmp_path / "ckpt")

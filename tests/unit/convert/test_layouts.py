@@ -13,17 +13,7 @@ from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.convert.megatron.model import KeyLayout
 from mcore_rl.errors import CheckpointError
 from mcore_rl.storage.checkpoint import read_marker, write_marker
-from tests.conversion import (
-    ONE_FILE,
-    assert_same,
-    differing,
-    exported,
-    imported,
-    quiet,
-    read_dist,
-    read_hf,
-    saved,
-)
+from tests.conversion import ONE_FILE, assert_same, differing, exported, imported, quiet, read_dist, read_hf, saved
 from tests.hf_models import oracle
 from tests.unit.convert.conftest import Converted
 
@@ -72,9 +62,7 @@ def test_a_trained_checkpoint_stays_one_of_its_run(converted: Converted, tmp_pat
 
 def test_the_keys_of_local_layers_are_megatrons(tmp_path: Path) -> None:
     """Megatron's local layers have other names for the norms before MLPs and for those of latents."""
-    qwen = read_dist(
-        imported(saved("qwen3_moe", tmp_path / "a"), tmp_path / "b", keys="local", layers="each")
-    )
+    qwen = read_dist(imported(saved("qwen3_moe", tmp_path / "a"), tmp_path / "b", keys="local", layers="each"))
     norm = oracle("qwen3_moe").tensors["model.layers.1.post_attention_layernorm.weight"]
     assert torch.equal(qwen["decoder.layers.1.mlp.linear_fc1.layer_norm_weight"], norm)
     assert "decoder.layers.1.pre_mlp_layernorm.weight" not in qwen

@@ -34,9 +34,7 @@ def layer(index: int) -> dict[str, Tensor]:
         f"{theirs}.self_attn.q_proj.weight": qkv[: 2 * WIDTH],
         f"{theirs}.self_attn.k_proj.weight": qkv[2 * WIDTH : 3 * WIDTH],
         f"{theirs}.self_attn.v_proj.weight": qkv[3 * WIDTH :],
-        f"{theirs}.self_attn.o_proj.weight": weight(
-            f"{ours}.self_attention.linear_proj.weight", HIDDEN, 2 * WIDTH
-        ),
+        f"{theirs}.self_attn.o_proj.weight": weight(f"{ours}.self_attention.linear_proj.weight", HIDDEN, 2 * WIDTH),
         f"{theirs}.post_attention_layernorm.weight": weight(f"{ours}.pre_mlp_layernorm.weight", HIDDEN),
         f"{theirs}.mlp.gate_proj.weight": gate,
         f"{theirs}.mlp.up_proj.weight": up,

@@ -29,10 +29,7 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "a flipped bit": (flipped, "1 of 1152 values differ"),
     "another type": (lambda t: t | {ROUTER: t[ROUTER].bfloat16()}, "torch.float32 and torch.bfloat16"),
     "minus zero": (lambda t: t | {NORM: -torch.zeros(48)}, "48 of 48 values differ"),
-    "two experts swapped": (
-        lambda t: swap(t, "1.mlp.experts.2.", "1.mlp.experts.5."),
-        "1152 of 1152 values differ",
-    ),
+    "two experts swapped": (lambda t: swap(t, "1.mlp.experts.2.", "1.mlp.experts.5."), "1152 of 1152 values differ"),
 }
 
 

@@ -33,12 +33,7 @@ def fused() -> tuple[Tensor, Tensor, list[RegionCopy]]:
     ours = torch.stack([torch.cat([expert[:, 0::2].T, expert[:, 1::2].T]) for expert in theirs])[None]
     copies = [
         RegionCopy(
-            (
-                AxisRange(0, 1),
-                AxisRange(e, e + 1),
-                AxisRange(half * WIDTH, (half + 1) * WIDTH),
-                AxisRange(0, HIDDEN),
-            ),
+            (AxisRange(0, 1), AxisRange(e, e + 1), AxisRange(half * WIDTH, (half + 1) * WIDTH), AxisRange(0, HIDDEN)),
             "theirs",
             (AxisRange(e, e + 1), AxisRange(0, HIDDEN), AxisRange(half, 2 * WIDTH, 2)),
             transposed=True,
@@ -67,9 +62,4 @@ def test_chunks_of_any_size_make_the_tensor_in_both_directions(limit: int) -> No
 def test_what_no_copy_covers_is_zeros() -> None:
     copy = RegionCopy((AxisRange(1, 3), AxisRange(0, 2)), "theirs", (AxisRange(0, 2), AxisRange(0, 2)))
     source = Memory({"theirs": torch.ones(2, 2)})
-    assert assembled("ours", torch.empty(4, 2), [copy], source, 8).tolist() == [
-        [0, 0],
-        [1, 1],
-        [1, 1],
-        [0, 0],
-    ]
+    assert assembled("ours", torch.empty(4, 2), [copy], source, 8).tolist() == [[0, 0], [1, 1], [1, 1], [0, 0]]

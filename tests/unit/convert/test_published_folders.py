@@ -25,10 +25,7 @@ PUBLISHED = {
     "Qwen2-57B-A14B": ("qwen2_moe", QWEN),
     "Qwen3-4B": ("qwen3", QWEN),
     "Qwen3-30B-A3B": ("qwen3_moe", QWEN),
-    "OLMoE-1B-7B-0924": (
-        "olmoe",
-        ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"),
-    ),
+    "OLMoE-1B-7B-0924": ("olmoe", ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")),
     "DeepSeek-V2": (
         "deepseek_v2",
         (*CODE, "LICENSE", "tokenization_deepseek_fast.py", "tokenizer.json", "tokenizer_config.json"),
@@ -93,9 +90,7 @@ def test_an_export_has_every_small_file_of_the_published_folder(name: str, tmp_p
     kept = {*PUBLISHED[name][1], "config.json", "generation_config.json"}
     weights = {"model.safetensors", MANIFEST}
     assert {file.name for file in out.iterdir()} == kept | weights | {"README.md"}
-    assert {file: (out / file).read_bytes() for file in kept} == {
-        file: (source / file).read_bytes() for file in kept
-    }
+    assert {file: (out / file).read_bytes() for file in kept} == {file: (source / file).read_bytes() for file in kept}
     assert "exported by mcore_rl" in (out / "README.md").read_text()
 
 

@@ -218,9 +218,7 @@ def test_logits_and_gradients_are_those_of_transformers(case: str, one_rank: Mes
 
 @pytest.mark.matrix("Qwen3.5-0.8B", "GLM-5.2")
 @pytest.mark.parametrize("case", CASES)
-def test_import_and_export_give_back_every_bit_of_as_many_weights_as_are_planned(
-    case: str, tmp_path: Path
-) -> None:
+def test_import_and_export_give_back_every_bit_of_as_many_weights_as_are_planned(case: str, tmp_path: Path) -> None:
     """With the tensors of MTP layers, which transformers does not save."""
     config, oracle = theirs(case)
     model = checked_model_from_hf(config).model_copy(update={"vocab_multiple": 16})

@@ -20,16 +20,7 @@ from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import weight_map
 from mcore_rl.storage.checkpoint import check
-from tests.conversion import (
-    assert_same,
-    differing,
-    exported,
-    imported,
-    read_hf,
-    saved,
-    with_mtp,
-    write_hf,
-)
+from tests.conversion import assert_same, differing, exported, imported, read_hf, saved, with_mtp, write_hf
 from tests.hf_models import Tensors, oracle
 from tests.unit.convert.conftest import Converted
 
@@ -60,10 +51,7 @@ def first(header: dict) -> dict:
 
 BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-3]), "it is cut off"),
-    "cut off in the header": (
-        lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:30]),
-        "does not begin as",
-    ),
+    "cut off in the header": (lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:30]), "does not begin as"),
     "empty": (lambda f: (f / SECOND).write_bytes(b""), "does not begin as"),
     "too long": (lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes() + b"x"), "it is too long"),
     "missing shard": (lambda f: (f / SECOND).unlink(), f"names files that are not there:\n  {SECOND}"),
@@ -87,27 +75,17 @@ BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit_header(f / SECOND, lambda h: first(h).update(dtype="BF16")),
         "its range is",
     ),
-    "unknown type": (
-        lambda f: edit_header(f / SECOND, lambda h: first(h).update(dtype="F4")),
-        "a type that is not",
-    ),
+    "unknown type": (lambda f: edit_header(f / SECOND, lambda h: first(h).update(dtype="F4")), "a type that is not"),
     "nested without end": (lambda f: nested_header(f / SECOND), "does not begin as safetensors do"),
     "a pipe": (lambda f: as_pipe(f / SECOND), "names files that are not there"),
-    "a pipe without an index": (
-        lambda f: ((f / INDEX).unlink(), as_pipe(f / SECOND)),
-        f"{SECOND} is no regular file",
-    ),
+    "a pipe without an index": (lambda f: ((f / INDEX).unlink(), as_pipe(f / SECOND)), f"{SECOND} is no regular file"),
     "a config nested without end": (lambda f: (f / "config.json").write_text("[" * 10**6), "is not JSON"),
     "an adapter": (
-        lambda f: (f / "adapter_config.json").write_text(
-            '{"peft_type": "LORA", "base_model_name_or_path": "wolf"}'
-        ),
+        lambda f: (f / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "wolf"}'),
         r"has an adapter \(adapter_config.json: LORA on wolf\)",
     ),
     "a pointer of Git LFS": (
-        lambda f: (f / SECOND).write_text(
-            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-        ),
+        lambda f: (f / SECOND).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
         "pointer of Git LFS, without the content",
     ),
     "a config that is a pointer of Git LFS": (
@@ -130,10 +108,7 @@ BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         "hf is a folder of the Hugging Face cache.* name .*hf/snapshots/0a1b2c",
     ),
     "Mistral's own files beside those of the hub": (
-        lambda f: (
-            (f / INDEX).unlink(),
-            save_file({"norm.weight": torch.ones(48)}, f / "consolidated.safetensors"),
-        ),
+        lambda f: ((f / INDEX).unlink(), save_file({"norm.weight": torch.ones(48)}, f / "consolidated.safetensors")),
         "consolidated.safetensors has weights under the names of Mistral's own programs.* Move it away",
     ),
     "Mistral's own files alone": (
@@ -145,10 +120,7 @@ BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no folder": (lambda f: f.rename(f.with_name("moved")), "hf is no folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
-    "unknown family": (
-        lambda f: edit_json(f / "config.json", lambda c: c.update(model_type="x")),
-        "model_type='x'",
-    ),
+    "unknown family": (lambda f: edit_json(f / "config.json", lambda c: c.update(model_type="x")), "model_type='x'"),
 }
 
 
@@ -183,22 +155,10 @@ def test_broken_files_are_refused_before_anything_is_written(fault: str, tmp_pat
 
 
 WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
-    "dropped": (
-        "qwen3_moe",
-        lambda t: {k: v for k, v in t.items() if k != NORM},
-        rf"{NORM} \(48,\) is missing",
-    ),
-    "left over": (
-        "qwen3_moe",
-        lambda t: t | {"model.mystery": torch.ones(3)},
-        "model.mystery .* belongs to nothing",
-    ),
+    "dropped": ("qwen3_moe", lambda t: {k: v for k, v in t.items() if k != NORM}, rf"{NORM} \(48,\) is missing"),
+    "left over": ("qwen3_moe", lambda t: t | {"model.mystery": torch.ones(3)}, "model.mystery .* belongs to nothing"),
     "another shape": ("qwen3_moe", lambda t: t | {UP: torch.ones(24, 47)}, rf"{UP} has shape \(24, 47\)"),
-    "another type": (
-        "qwen3_moe",
-        lambda t: t | {UP: t[UP].bfloat16()},
-        r"of the types torch.bfloat16, torch.float32",
-    ),
+    "another type": ("qwen3_moe", lambda t: t | {UP: t[UP].bfloat16()}, r"of the types torch.bfloat16, torch.float32"),
     "integers": ("llama", lambda t: t | {NORM: t[NORM].int()}, f"{NORM} is torch.int32, wanted fp64"),
     "no output": (
         "llama",
@@ -253,9 +213,7 @@ def test_the_mtp_layer_of_qwen3_next_is_kept_or_dropped_whether_config_json_coun
     shapes = weight_map(theirs.ours.model_copy(update={"mtp_layers": 1})).hf_shapes
     mtp = {name: torch.rand(shape) for name, shape in shapes.items() if name.startswith("mtp.")}
     assert len(mtp) == 4 + 2 + 6 + 3 * 8 + 5  # around, norms, attention, experts, router and shared expert
-    each = read_hf(
-        exported(imported(saved("qwen3_next", tmp_path / "plain"), tmp_path / "one"), tmp_path / "each")
-    )
+    each = read_hf(exported(imported(saved("qwen3_next", tmp_path / "plain"), tmp_path / "one"), tmp_path / "each"))
     source = write_hf(tmp_path / "hf", theirs.config | counts, each | mtp)
     kept = imported(source, tmp_path / "kept")
     assert check(kept).model["mtp_layers"] == 1
@@ -269,9 +227,7 @@ def test_the_mtp_layer_of_qwen3_next_is_kept_or_dropped_whether_config_json_coun
     assert json.loads((thin / "config.json").read_text()).get("mtp_num_hidden_layers", 0) == 0
 
 
-def test_a_full_disk_is_reported_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved("llama", tmp_path / "hf")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -356,15 +312,8 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 CRAFTED = {
-    "a length beyond all memory": pickle.PROTO
-    + b"\x04"
-    + pickle.BINUNICODE8
-    + struct.pack("<Q", 2**62)
-    + b"x",
-    "an index beyond all memory": pickle.EMPTY_LIST
-    + pickle.LONG_BINPUT
-    + struct.pack("<I", 2**32 - 1)
-    + pickle.STOP,
+    "a length beyond all memory": pickle.PROTO + b"\x04" + pickle.BINUNICODE8 + struct.pack("<Q", 2**62) + b"x",
+    "an index beyond all memory": pickle.EMPTY_LIST + pickle.LONG_BINPUT + struct.pack("<I", 2**32 - 1) + pickle.STOP,
 }
 
 

@@ -32,9 +32,7 @@ def home(template: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("first", range(0, 72, 18))
 def test_no_random_output_or_kill_costs_a_file(first: int, template: Path, tmp_path: Path) -> None:
-    ends = [
-        check(seed, template, tmp_path, kills=seed % KILL_EVERY == 0) for seed in range(first, first + 18)
-    ]
+    ends = [check(seed, template, tmp_path, kills=seed % KILL_EVERY == 0) for seed in range(first, first + 18)]
     assert {"done", "refused"} <= set(ends)
 
 
@@ -132,10 +130,7 @@ def test_an_output_that_somebody_changes_meanwhile_is_not_replaced(home: Path) -
     case = Case(kind="export", source="ckpt", output="out/own", reference=None, overwrite=True)
     conversion = planned(case, home, OVERWRITE)
     object.__setattr__(conversion, "check", note)
-    with (
-        quiet() as progress,
-        pytest.raises(ConfigError, match=r"own was changed meanwhile, and is not replaced"),
-    ):
+    with quiet() as progress, pytest.raises(ConfigError, match=r"own was changed meanwhile, and is not replaced"):
         copier.convert(conversion, OVERWRITE, progress)
     assert (home / "out/own/notes.txt").read_text() == "written while the conversion ran"
 

@@ -111,15 +111,10 @@ def test_an_output_that_exists_is_kept_until_its_successor_is_complete(tmp_path:
     assert bytes_of(first) == before
     second = imported(other, output, CopySettings(overwrite=True))
     assert second == first and bytes_of(second) != before
-    assert sorted(path.name for path in output.iterdir()) == [
-        "iter_0000000",
-        "latest_checkpointed_iteration.txt",
-    ]
+    assert sorted(path.name for path in output.iterdir()) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
 
 
-def test_two_conversions_to_one_output_do_not_run_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_conversions_to_one_output_do_not_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
     killed(imported, source, output, 3)
     with sole_writer(next_work(output) / "lock", wait_s=10.0, remedy=""):
@@ -220,9 +215,7 @@ def test_a_source_that_changes_meanwhile_makes_no_mixture(
     for folder in converted("llama"):
         copy = tmp_path / ("hf" if folder.name == "hf" else "ckpt/iter_0000000")
         shutil.copytree(folder, copy)
-    case = Case(
-        kind=kind, source="hf" if kind == "import" else "ckpt", output="out", reference="hf", overwrite=False
-    )
+    case = Case(kind=kind, source="hf" if kind == "import" else "ckpt", output="out", reference="hf", overwrite=False)
     conversion = planned(case, tmp_path, ONE_FILE)
     finish = conversion.finish
 

@@ -9,17 +9,7 @@ import torch
 
 from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.storage.checkpoint import check
-from tests.conversion import (
-    assert_same,
-    bytes_of,
-    differing,
-    exported,
-    imported,
-    read_dist,
-    read_hf,
-    saved,
-    write_hf,
-)
+from tests.conversion import assert_same, bytes_of, differing, exported, imported, read_dist, read_hf, saved, write_hf
 from tests.hf_models import CASES, oracle
 from tests.hf_weights import to_global
 from tests.unit.convert.conftest import Converted
@@ -82,9 +72,7 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
     assert bytes_of(back[0]) == bytes_of(back[1]) == bytes_of(exported(three, tmp_path / "c", settings))
 
 
-def test_fused_experts_make_the_same_checkpoint_and_are_written_as_the_reference_has_them(
-    tmp_path: Path,
-) -> None:
+def test_fused_experts_make_the_same_checkpoint_and_are_written_as_the_reference_has_them(tmp_path: Path) -> None:
     theirs = oracle("qwen3_moe")
     fused = write_hf(tmp_path / "fused", theirs.config, dict(theirs.model.state_dict()))
     checkpoint = imported(fused, tmp_path / "ckpt")
@@ -126,7 +114,5 @@ def test_the_manifest_has_the_checksum_of_every_tensor_on_both_sides(tmp_path: P
     def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
         return {name: f"{zlib.crc32(tensor.numpy().tobytes()):08x}" for name, tensor in tensors.items()}
 
-    assert {name: entry["crc32"] for name, entry in manifest["tensors"].items()} == checksums(
-        read_dist(checkpoint)
-    )
+    assert {name: entry["crc32"] for name, entry in manifest["tensors"].items()} == checksums(read_dist(checkpoint))
     assert manifest["sources"]["tensors"] == checksums(read_hf(source))

@@ -23,16 +23,7 @@ from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.storage.checkpoint import read_marker, write_marker
 from mcore_rl.storage.folders import ModelImport
-from tests.conversion import (
-    ONE_FILE,
-    assert_same,
-    differing,
-    exported,
-    imported,
-    read_dist,
-    read_hf,
-    write_hf,
-)
+from tests.conversion import ONE_FILE, assert_same, differing, exported, imported, read_dist, read_hf, write_hf
 from tests.hf_models import TOLERANCE, Oracle, Tensors, oracle, random_tokens, randomize
 from tests.hf_weights import to_global
 from tests.unit.convert.test_fp8 import model as fp8_model
@@ -139,9 +130,7 @@ def whole(name: str) -> Oracle:
 
 def as_published(tensors: Tensors) -> Tensors:
     """With the matrices of the experts transposed."""
-    return {
-        name: t.mT.contiguous() if t.dim() == 3 and ".experts." in name else t for name, t in tensors.items()
-    }
+    return {name: t.mT.contiguous() if t.dim() == 3 and ".experts." in name else t for name, t in tensors.items()}
 
 
 def of_text(tensors: Tensors) -> Tensors:
@@ -230,9 +219,7 @@ def test_kimi_k25_is_kimi_k2_within_a_tower_and_a_projector(tmp_path: Path) -> N
     assert_same(read_hf(exported(checkpoint, tmp_path / "again", reference=source)), tensors)
 
 
-def test_the_int4_experts_of_kimi_k25_are_read_and_its_config_says_that_they_are_no_more(
-    tmp_path: Path,
-) -> None:
+def test_the_int4_experts_of_kimi_k25_are_read_and_its_config_says_that_they_are_no_more(tmp_path: Path) -> None:
     """The quantization stands in the text model's config there."""
     text, stored, meant = int4_model()
     config, _ = kimi()
@@ -245,10 +232,7 @@ def test_the_int4_experts_of_kimi_k25_are_read_and_its_config_says_that_they_are
     again = exported(imported(source, tmp_path / "ckpt"), tmp_path / "again", reference=source)
     assert_same(read_hf(again), inside(meant))
     written = json.loads((again / "config.json").read_text())
-    assert (
-        "quantization_config" not in written["text_config"]
-        and written["vision_config"] == config["vision_config"]
-    )
+    assert "quantization_config" not in written["text_config"] and written["vision_config"] == config["vision_config"]
     packed = exported(tmp_path / "ckpt", tmp_path / "packed", reference=source, quantize="int4")
     assert_same(read_hf(packed), inside(stored))
     assert (packed / "config.json").read_bytes() == (source / "config.json").read_bytes()
@@ -258,9 +242,7 @@ def test_the_int4_experts_of_kimi_k25_are_read_and_its_config_says_that_they_are
         imported(source, tmp_path / "other")
 
 
-def test_fp8_blocks_of_a_text_model_inside_are_written_under_the_names_of_their_folder(
-    tmp_path: Path,
-) -> None:
+def test_fp8_blocks_of_a_text_model_inside_are_written_under_the_names_of_their_folder(tmp_path: Path) -> None:
     text, stored, _ = fp8_model()
     config, _ = kimi()
     tower = {"vision_tower.blocks.0.wo.weight": torch.rand(8, 8).bfloat16()}
@@ -317,9 +299,7 @@ VISION_BIAS, VISION_NORM = "model.visual.blocks.0.attn.qkv.bias", "model.visual.
 OTHER_REFERENCES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "one doubled": (lambda t: edited(t, VISION_NORM, lambda x: 2 * x), f"{VISION_NORM} has other values"),
     "one bit flipped": (
-        lambda t: edited(
-            t, VISION_NORM, lambda x: (x.view(torch.int32) ^ (torch.arange(len(x)) == 7)).view(x.dtype)
-        ),
+        lambda t: edited(t, VISION_NORM, lambda x: (x.view(torch.int32) ^ (torch.arange(len(x)) == 7)).view(x.dtype)),
         f"{VISION_NORM} has other values",
     ),
     "two exchanged": (
@@ -383,9 +363,7 @@ def trained(checkpoint: Path, load: Path, run_dir: Path) -> Path:
 
 
 WAYS: dict[str, Callable[[Path, Path, Path], Path]] = {
-    "a relayout": lambda _, checkpoint, folder: relaid(
-        checkpoint, folder / "new", KeyLayout("local", "each")
-    ),
+    "a relayout": lambda _, checkpoint, folder: relaid(checkpoint, folder / "new", KeyLayout("local", "each")),
     "a run": lambda _, checkpoint, folder: trained(checkpoint, checkpoint, folder / "a"),
     "a run from the folder of imports": lambda _, checkpoint, folder: trained(
         checkpoint, checkpoint.parent, folder / "a"
@@ -399,9 +377,7 @@ WAYS: dict[str, Callable[[Path, Path, Path], Path]] = {
     "a relayout of a run": lambda _, checkpoint, folder: relaid(
         trained(checkpoint, checkpoint, folder / "a"), folder / "new", KeyLayout("te", "each")
     ),
-    "a run from a Hugging Face folder": lambda source, checkpoint, folder: trained_from(
-        source, checkpoint, folder
-    ),
+    "a run from a Hugging Face folder": lambda source, checkpoint, folder: trained_from(source, checkpoint, folder),
 }
 
 
@@ -418,9 +394,7 @@ def test_the_import_is_found_behind_relayouts_and_runs(
 ) -> None:
     tensors, source, checkpoint = images
     later = WAYS[way](source, checkpoint, tmp_path)
-    other = write_hf(
-        tmp_path / "other", whole("qwen3_vl").config, OTHER_REFERENCES["one doubled"][0](tensors)
-    )
+    other = write_hf(tmp_path / "other", whole("qwen3_vl").config, OTHER_REFERENCES["one doubled"][0](tensors))
     with pytest.raises(CheckpointError, match=f"{VISION_NORM} has other values"):
         exported(later, tmp_path / "out", reference=other)
     assert_same(read_hf(exported(later, tmp_path / "out", reference=source)), tensors)

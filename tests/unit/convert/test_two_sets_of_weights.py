@@ -18,9 +18,7 @@ SINGLE = "model.safetensors"
 
 def merged(folder: Path, name: str, factor: float = 1.0) -> None:
     """Write all tensors of the shards, times a factor, into one file."""
-    tensors = {
-        key: tensor * factor for file in folder.glob("model-*") for key, tensor in load_file(file).items()
-    }
+    tensors = {key: tensor * factor for file in folder.glob("model-*") for key, tensor in load_file(file).items()}
     save_file(tensors, folder / name, metadata={"format": "pt"})
 
 

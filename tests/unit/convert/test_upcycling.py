@@ -101,9 +101,7 @@ def test_noise_has_the_given_size_in_each_expert_and_no_other_tensor(tmp_path: P
     for role, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
         weight_RC = dense[f"model.layers.2.mlp.{name}.weight"].float()
         of_row = weight_RC.square().mean(1, keepdim=True).sqrt()
-        relative = torch.stack(
-            [(expert.float() - weight_RC) / of_row for expert in experts(made, 2, role)]
-        ).flatten(1)
+        relative = torch.stack([(expert.float() - weight_RC) / of_row for expert in experts(made, 2, role)]).flatten(1)
         assert relative.std() == pytest.approx(0.25, rel=0.02)
         assert (torch.corrcoef(relative) - torch.eye(8)).abs().max() < 0.1
     same = [name for name in dense if ".mlp." not in name]
@@ -118,18 +116,7 @@ def test_the_command_writes_a_folder_that_checks_and_is_replaced_like_an_export(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = saved("qwen3", tmp_path / "dense"), tmp_path / "moe"
-    command = [
-        "convert",
-        "upcycle",
-        str(source),
-        str(out),
-        "--experts",
-        "4",
-        "--top-k",
-        "2",
-        "--workers",
-        "1",
-    ]
+    command = ["convert", "upcycle", str(source), str(out), "--experts", "4", "--top-k", "2", "--workers", "1"]
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "qwen3 -> qwen3_moe: 4 experts a layer, top 2, noise 0" in shown
@@ -151,20 +138,12 @@ def test_the_command_writes_a_folder_that_checks_and_is_replaced_like_an_export(
     ("case", "options", "message"),
     [
         ("mixtral", "--experts 8 --top-k 2", "has 6 experts a layer already (mixtral)"),
-        (
-            "mistral",
-            "--experts 8 --top-k 2",
-            "of the family mistral, of which no mixture is known. Known are llama",
-        ),
+        ("mistral", "--experts 8 --top-k 2", "of the family mistral, of which no mixture is known. Known are llama"),
         ("llama", "--experts 8", "needs the experts of a layer"),
         ("llama", "--experts 2 --top-k 4", "--top-k 4 is more than --experts 2"),
         ("llama", "--experts 6 --top-k 3 --granularity 3", "--granularity 3 is no power of two"),
         ("llama", "--experts 8 --top-k 2 --granularity 4", "--top-k 2 is not a multiple of --granularity 4"),
-        (
-            "llama",
-            "--experts 6 --top-k 4 --granularity 4",
-            "--experts 6 is not a multiple of --granularity 4",
-        ),
+        ("llama", "--experts 6 --top-k 4 --granularity 4", "--experts 6 is not a multiple of --granularity 4"),
         ("llama", "--experts 128 --top-k 128 --granularity 128", "does not divide the width of the MLP, 64"),
         ("llama", "--experts 8 --top-k 2 --shared 1", "a layer of mixtral has none"),
         ("qwen2", "--experts 8 --top-k 2 --shared 0", "a layer of qwen2_moe has one shared expert"),

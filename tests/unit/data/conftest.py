@@ -48,9 +48,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
     sample = write_jsonl(folder / "sample.jsonl", made_up_documents(40, words=100))
     model = folder / "small.model"
     train_tokenizer(
-        TokenizerTraining(
-            inputs=(sample,), output=model, document_format=DocumentFormat(kind="jsonl"), vocab_size=400
-        )
+        TokenizerTraining(inputs=(sample,), output=model, document_format=DocumentFormat(kind="jsonl"), vocab_size=400)
     )
     return TokenizerConfig(kind="sentencepiece", path=str(model))
 

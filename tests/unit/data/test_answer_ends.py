@@ -93,14 +93,8 @@ def test_labels_stand_at_the_last_tokens_of_steps(chat, tmp_path):
     [
         ({"completions": ["a"], "labels": [True]}, "it has no prompt"),
         ({"prompt": "ask", "labels": [True]}, '"completions" is not there, wanted a list of texts'),
-        (
-            {"prompt": "ask", "completions": ["a", ""], "labels": [True, True]},
-            '"completions" is a list of 2, wanted',
-        ),
-        (
-            {"prompt": "ask", "completions": ["a", "b"], "labels": [True]},
-            '"labels" is a list of 1, wanted 2 labels',
-        ),
+        ({"prompt": "ask", "completions": ["a", ""], "labels": [True, True]}, '"completions" is a list of 2, wanted'),
+        ({"prompt": "ask", "completions": ["a", "b"], "labels": [True]}, '"labels" is a list of 1, wanted 2 labels'),
         (
             {"prompt": "ask", "completions": ["a"], "labels": [1.5]},
             '"labels" is a list of 1, wanted 1 labels: true, false, null or a number',
@@ -143,9 +137,7 @@ def tokens_by_bytes(tokenizer: Tokenizer, ids: list[int], before: str) -> int:
             piece = tokenizer._processor.id_to_piece(token)
             is_byte = tokenizer._processor.is_byte(token)
             # The first blank is put in front of a text, and is no part of it.
-            total += (
-                1 if is_byte else len(piece.replace("▁", " ").encode()) - (index == 0 and piece[0] == "▁")
-            )
+            total += 1 if is_byte else len(piece.replace("▁", " ").encode()) - (index == 0 and piece[0] == "▁")
         else:
             total += len(tokenizer._tokenizer.id_to_token(token))
         if total >= wanted:
@@ -342,8 +334,7 @@ def test_a_step_ends_at_the_first_token_whose_text_has_it(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [*(text.encode() for text in ("one two three ", "第", "\n", "🙂 第", "A\n第\tb")), b"\xf0", b""],
+    "content", [*(text.encode() for text in ("one two three ", "第", "\n", "🙂 第", "A\n第\tb")), b"\xf0", b""]
 )
 def test_the_tokens_that_are_decoded_grow_with_the_length_alone(kind: Kind, content: bytes) -> None:
     """The tokens are a text, bytes that are no character, or ends of documents."""
@@ -367,9 +358,7 @@ def test_the_tokens_that_are_decoded_grow_with_the_length_alone(kind: Kind, cont
 def test_an_answer_that_begins_with_a_space_has_its_steps(tmp_path: Path) -> None:
     """A decoder drops the space of the answer's first token when it decodes the answer alone."""
     path = exported(tmp_path).path
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ message.content }}:{% endfor %}"
-    )
+    (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}:{% endfor %}")
     chat = load_chat("tokenizer", load_tokenizer(TokenizerConfig(kind="huggingface", path=path)), path)
     prompt = Conversation(messages=({"role": "user", "content": "two"},))
     answer = " three. four"
@@ -379,26 +368,13 @@ def test_an_answer_that_begins_with_a_space_has_its_steps(tmp_path: Path) -> Non
     assert read.tokens[1] == len(read.ids_T) - 1
 
 
-SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|end|>",
-    "<|return|>",
-    "</s>",
-]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>", "<|return|>", "</s>"]
 PLAIN_ADDED = ["\n\n", "</think>", "<|eot|>"]
 EACH = "{% for message in messages %}"
 TEMPLATES = {
-    "chatml": (
-        EACH + "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}",
-        "<|im_end|>",
-    ),
+    "chatml": (EACH + "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}", "<|im_end|>"),
     "white space and thoughts are no end": (
-        EACH
-        + "<|im_start|>{{ message.role }}\n</think>\n\n{{ message.content }}\n\n<|im_end|>\n{% endfor %}",
+        EACH + "<|im_start|>{{ message.role }}\n</think>\n\n{{ message.content }}\n\n<|im_end|>\n{% endfor %}",
         "<|im_end|>",
     ),
     "an added token that is not special": (EACH + "{{ message.content }}<|eot|>\n{% endfor %}", "<|eot|>"),
@@ -414,10 +390,7 @@ TEMPLATES = {
     ),
     # As GLM-4: a turn ends where the user's begins.
     "the next turn's begin": (EACH + "<|{{ message.role }}|>\n{{ message.content }}{% endfor %}", "<|user|>"),
-    "a cut text": (
-        EACH + "{{ message.content.strip().upper() | lower }}<|im_end|>{% endfor %}",
-        "<|im_end|>",
-    ),
+    "a cut text": (EACH + "{{ message.content.strip().upper() | lower }}<|im_end|>{% endfor %}", "<|im_end|>"),
     "no token": (EACH + "{{ message.role }}: {{ message.content }}\n{% endfor %}", None),
 }
 
@@ -452,17 +425,12 @@ def test_the_end_of_a_turn_is_the_token_that_the_template_puts_after_it(name: st
     assert chat.turn_end_ids == (() if wanted is None else (id_of(folder, wanted),))
 
 
-def test_ends_are_those_of_template_tokenizer_and_generation_config_with_the_end_of_a_document(
-    folder: Path,
-) -> None:
+def test_ends_are_those_of_template_tokenizer_and_generation_config_with_the_end_of_a_document(folder: Path) -> None:
     tokenizer, chat = loaded(folder, TEMPLATES["chatml"][0])
     turn, text, document = (id_of(folder, name) for name in ("<|im_end|>", "</s>", "<|endoftext|>"))
     assert list(end_tokens(tokenizer, chat, str(folder))) == [turn, text, document]
     further = id_of(folder, "<|return|>")
-    for entry, wanted in (
-        (further, [turn, text, further, document]),
-        ([document, turn], [turn, text, document]),
-    ):
+    for entry, wanted in ((further, [turn, text, further, document]), ([document, turn], [turn, text, document])):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": entry}))
         assert list(end_tokens(tokenizer, chat, str(folder))) == wanted
     (folder / "generation_config.json").write_text("{}")
@@ -496,9 +464,7 @@ def test_an_end_that_has_no_text_is_named(tokenizer: TokenizerConfig) -> None:
 
 def test_a_plain_chat_ends_turns_as_documents_end(tokenizer: TokenizerConfig) -> None:
     words = load_tokenizer(tokenizer)
-    assert list(end_tokens(words, load_chat("plain", words, tokenizer.path), tokenizer.path)) == [
-        words.eod_id
-    ]
+    assert list(end_tokens(words, load_chat("plain", words, tokenizer.path), tokenizer.path)) == [words.eod_id]
 
 
 def test_special_tokens_of_a_text_without_roles_are_tokens_and_of_one_with_roles_text(folder: Path) -> None:

@@ -29,8 +29,7 @@ def samples_of(microbatches):
 def run(dp_size, micro_batch, steps=RAMP, cursor=0):
     """Sample numbers of each step: ranks and microbatches put end to end."""
     sources = [
-        BatchSource(numbered(40), micro_batch=micro_batch, dp_rank=rank, dp_size=dp_size)
-        for rank in range(dp_size)
+        BatchSource(numbered(40), micro_batch=micro_batch, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
     ]
     order = []
     for global_batch in steps:

@@ -132,9 +132,7 @@ def test_the_template_of_tools_is_used_where_transformers_uses_it(folder, tmp_pa
         wanted = of_transformers(tmp_path, CHATS[1], None, tools=tools or None)["input_ids"]
         asked = replace(conversation(CHATS[1]), tools=tuple(tools))
         assert list(ours.encode(asked).ids_T) == wanted
-        opened = of_transformers(
-            tmp_path, CHATS[1][:2], None, tools=tools or None, add_generation_prompt=True
-        )
+        opened = of_transformers(tmp_path, CHATS[1][:2], None, tools=tools or None, add_generation_prompt=True)
         assert ours.prompt(replace(conversation(CHATS[1][:2]), tools=tuple(tools))) == opened["input_ids"]
 
 
@@ -149,11 +147,7 @@ def test_special_tokens_are_at_hand_in_the_template(folder, chat):
     said = chat(BRACKETS).encode(conversation(CHATS[0]))
     assert list(said.ids_T) == of_transformers(folder, CHATS[0], BRACKETS)["input_ids"]
     words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    spoken = [
-        token
-        for token, assistant_mask in zip(said.ids_T, said.assistant_mask_T, strict=True)
-        if assistant_mask
-    ]
+    spoken = [token for token, assistant_mask in zip(said.ids_T, said.assistant_mask_T, strict=True) if assistant_mask]
     assert [words.id_to_token(token) for token in spoken] == ["Ġ", "4", "<|im_end|>"]
 
 
@@ -190,9 +184,7 @@ def test_what_a_template_raises_is_said(chat):
         chat(strict).encode(conversation(CHATS[1]))
 
 
-@pytest.mark.parametrize(
-    "expression", ["1 // (messages|length - 2)", "[].pop()", "'a' * 10**30", "messages + 1"]
-)
+@pytest.mark.parametrize("expression", ["1 // (messages|length - 2)", "[].pop()", "'a' * 10**30", "messages + 1"])
 def test_what_a_templates_expressions_raise_is_said(chat, expression):
     with pytest.raises(DataError, match="does not take it: "):
         chat("{{ " + expression + " }}" + PLAIN).encode(conversation(CHATS[0]))
@@ -229,10 +221,7 @@ def test_a_sentencepiece_model_has_no_jinja_template(tokenizer):
         load_chat("tokenizer", load_tokenizer(tokenizer), tokenizer.path)
 
 
-@pytest.mark.parametrize(
-    ("template", "texts"),
-    [("plain", ["user:\n", "ab\n\n", "assistant:\n"]), ("raw", ["ab"])],
-)
+@pytest.mark.parametrize(("template", "texts"), [("plain", ["user:\n", "ab\n\n", "assistant:\n"]), ("raw", ["ab"])])
 def test_a_plain_chat_is_its_parts_encoded_by_themselves(tokenizer, template, texts):
     words = load_tokenizer(tokenizer)
     chat = load_chat(template, words, tokenizer.path)
@@ -245,9 +234,7 @@ def test_a_plain_chat_is_its_parts_encoded_by_themselves(tokenizer, template, te
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["without marks", "with marks"])
-def test_a_reply_goes_on_from_sampled_tokens_to_where_transformers_would_generate_from(
-    folder, chat, template
-):
+def test_a_reply_goes_on_from_sampled_tokens_to_where_transformers_would_generate_from(folder, chat, template):
     turns = [*CHATS[1][:3], ("tool", "12"), ("user", "so?")]
     ours = chat(template)
     before, answer = conversation(turns[:2]), turns[2][1]
@@ -264,9 +251,7 @@ def test_a_reply_goes_on_from_sampled_tokens_to_where_transformers_would_generat
 
 def test_a_template_that_changes_earlier_turns_cannot_go_on(chat):
     before, replies = conversation([("user", "?")]), conversation([("user", "!")]).messages
-    with pytest.raises(
-        TemplateError, match=r"differently when others follow.*'ab<\|im_end\|>.*<think>hm</think>ab"
-    ):
+    with pytest.raises(TemplateError, match=r"differently when others follow.*'ab<\|im_end\|>.*<think>hm</think>ab"):
         chat(FORGETFUL).reply(before, "<think>hm</think>ab", replies, is_closed=True)
     stripping = PLAIN.replace("message.content", "message.content.strip()")
     with pytest.raises(TemplateError, match="white space"):
@@ -280,9 +265,7 @@ def test_replies_of_plain_chats_are_encoded_by_themselves(folder, chat):
     ours, words = chat("plain"), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     replies = conversation([("tool", "12")]).messages
     closed = ours.reply(conversation([]), "x", replies, is_closed=True)
-    assert closed == [
-        token for part in ("tool:\n", "12\n\n", "assistant:\n") for token in words.encode(part).ids
-    ]
+    assert closed == [token for part in ("tool:\n", "12\n\n", "assistant:\n") for token in words.encode(part).ids]
     assert ours.reply(conversation([]), "x", replies, is_closed=False) == [*ours.turn_end_ids, *closed]
     assert chat("raw").reply(conversation([]), "x", replies, is_closed=True) == words.encode("12").ids
 
@@ -328,16 +311,7 @@ def test_a_turn_that_begins_with_a_spelled_name_is_trained_from_its_first_token(
     contents=st.lists(
         st.lists(
             st.sampled_from(
-                [
-                    "<|im_start|>",
-                    "<|im_end|>",
-                    "<|endoftext|>",
-                    "<|im_",
-                    "end|>",
-                    "user\n",
-                    "\U000f0000",
-                    "\U000f0001",
-                ]
+                ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "user\n", "\U000f0000", "\U000f0001"]
             )
             | st.text(max_size=4),
             max_size=6,
@@ -387,9 +361,7 @@ def of_kind(kind):
 @settings(deadline=None, max_examples=100)
 @given(
     pieces=st.lists(
-        st.sampled_from(
-            ["<s>", "<|turn|>", "<|end|>", "<think>", "one", " two", "  ", "\n", "three f", "\U000f0000"]
-        ),
+        st.sampled_from(["<s>", "<|turn|>", "<|end|>", "<think>", "one", " two", "  ", "\n", "three f", "\U000f0000"]),
         max_size=8,
     )
 )
@@ -412,8 +384,7 @@ OPEN = {"without marks": PLAIN, "with marks": MARKED, "brackets": BRACKETS, "for
 @given(
     contents=st.lists(
         st.lists(
-            st.sampled_from(["<|im_end|>", "<think>", " ", "\n", "e", "|", "mcorerlprobe"])
-            | st.text(max_size=4),
+            st.sampled_from(["<|im_end|>", "<think>", " ", "\n", "e", "|", "mcorerlprobe"]) | st.text(max_size=4),
             min_size=1,
             max_size=5,
         )
@@ -433,9 +404,7 @@ def test_an_open_turn_has_the_first_tokens_of_the_whole_conversation(
         path = tmp_path_factory.getbasetemp() / f"{template}.jinja"
         path.write_text(OPEN[template])
         name = str(path)
-    loaded = load_chat(
-        name, load_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder))), str(folder)
-    )
+    loaded = load_chat(name, load_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder))), str(folder))
     roles = [("user", "assistant")[(len(contents) - i) % 2] for i in range(len(contents))]
     turns = conversation(zip(roles, contents, strict=True))
     ids, whole = prompt_ids(loaded, turns), loaded.encode(turns).ids_T
@@ -489,9 +458,7 @@ WEIGHTED = MARKED.replace("== 'assistant' %}", "== 'assistant' and message.weigh
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["without marks", "with marks"])
 @pytest.mark.parametrize("weights", [(0, 1), (1, 0), (None, 0), (0, None)])
 def test_the_mask_of_weights_is_that_of_a_template_that_marks_by_weight(folder, chat, template, weights):
-    messages = [
-        dict(turn) for turn in conversation([*CHATS[0], ("user", "?"), ("assistant", " 漢 ")]).messages
-    ]
+    messages = [dict(turn) for turn in conversation([*CHATS[0], ("user", "?"), ("assistant", " 漢 ")]).messages]
     for turn, weight in zip(messages[1::2], weights, strict=True):
         turn["weight"] = weight
     ours = chat(template).encode(Conversation(messages=tuple(messages)))
@@ -520,16 +487,12 @@ HINT = {"role": "assistant", "content": "?", "reasoning_content": "so"}
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, "plain", "raw"])
 def test_reasoning_that_a_template_does_not_show_is_refused(chat, template):
-    with pytest.raises(
-        DataError, match=r'does not show the "reasoning_content" .*hm|plain template cannot show'
-    ):
+    with pytest.raises(DataError, match=r'does not show the "reasoning_content" .*hm|plain template cannot show'):
         chat(template).encode(Conversation(messages=(ASKED, THOUGHT)))
 
 
 @pytest.mark.parametrize("marks", [True, False])
-def test_reasoning_that_a_template_drops_from_earlier_turns_is_refused_where_these_are_trained_on(
-    folder, chat, marks
-):
+def test_reasoning_that_a_template_drops_from_earlier_turns_is_refused_where_these_are_trained_on(folder, chat, marks):
     ours = chat(QWEN if marks else QWEN.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
     messages = (ASKED, {**HINT, "weight": 0}, ASKED, THOUGHT)
     weighted = QWEN.replace("== 'assistant' %}", "== 'assistant' and message.weight != 0 %}")
@@ -540,17 +503,13 @@ def test_reasoning_that_a_template_drops_from_earlier_turns_is_refused_where_the
     trained = [token for token, said in zip(encoded.ids_T, encoded.assistant_mask_T, strict=True) if said]
     thought = "<think>hm <|im_end|></think>4"
     assert ours.decode(trained).replace(" ", "").replace("Ġ", "") == thought.replace(" ", "") + "<|im_end|>"
-    with pytest.raises(
-        DataError, match=r'"reasoning_content" \'so\'|renders turn 2 differently .*"weight": 0'
-    ):
+    with pytest.raises(DataError, match=r'"reasoning_content" \'so\'|renders turn 2 differently .*"weight": 0'):
         ours.encode(Conversation(messages=(ASKED, HINT, ASKED, THOUGHT)))
     assert ours.prompt(Conversation(messages=(ASKED, HINT, ASKED)))
 
 
 def test_a_part_that_the_template_does_not_show_is_refused(chat):
-    shows = (
-        "{% for m in messages %}{% for p in m.content %}{{ p.text or p.thinking }}{% endfor %}\n{% endfor %}"
-    )
+    shows = "{% for m in messages %}{% for p in m.content %}{{ p.text or p.thinking }}{% endfor %}\n{% endfor %}"
     text = {"type": "text", "text": "a"}
     turns = [("user", [text]), ("assistant", [{"type": "thinking", "thinking": "hm"}, text])]
     assert any(chat(shows).encode(conversation(turns)).assistant_mask_T)

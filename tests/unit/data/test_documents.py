@@ -19,13 +19,7 @@ from rich.console import Console
 from mcore_rl.config.rl.rollout import PromptConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import load_chat
-from mcore_rl.data.documents import (
-    DocumentFormat,
-    DocumentReader,
-    FileSlice,
-    find_input_files,
-    format_of_endings,
-)
+from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, find_input_files, format_of_endings
 from mcore_rl.data.examples import read_examples
 from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.records import filled, read_records
@@ -184,9 +178,7 @@ def data(request, tmp_path, monkeypatch):
         (tmp_path / f"a.jsonl{ending}").write_bytes(pack(text.encode()))
         return str(tmp_path / f"a.jsonl{ending}")
     (tmp_path / "a").mkdir()
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(LINES), tmp_path / "a/train.parquet", row_group_size=7
-    )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(LINES), tmp_path / "a/train.parquet", row_group_size=7)
     if request.param == "parquet":
         return str(tmp_path / "a/train.parquet")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -206,9 +198,7 @@ def test_chats_prompts_and_documents_are_read_in_every_form(data, tokenizer, tmp
     assert first == [*words.encode("Question: 0 + 1 = {?}\n"), *words.encode("1"), words.eod_id]
     assert len(examples) == 30
 
-    prompts = PromptConfig(
-        files=(data,), prompt_template="{question} In {{braces}}.", answer_field="solution"
-    )
+    prompts = PromptConfig(files=(data,), prompt_template="{question} In {{braces}}.", answer_field="solution")
     problem = read_problems(prompts, needs_answer=True).problems[4]
     assert (problem.prompt, problem.answer) == ("4 + 1 = {?} In {braces}.", "5")
 
@@ -251,10 +241,7 @@ def test_damaged_files_are_refused_where_data_is_made_of_them(ending, damage, to
     content = packed[:-9] if damage == "cut" else packed[:40] + bytes(half) + packed[40 + half :]
     (path := tmp_path / f"a.jsonl.{ending}").write_bytes(content)
     options = PreprocessOptions(
-        inputs=(path,),
-        output=tmp_path / "out",
-        tokenizer=tokenizer,
-        document_format=DocumentFormat(kind="jsonl"),
+        inputs=(path,), output=tmp_path / "out", tokenizer=tokenizer, document_format=DocumentFormat(kind="jsonl")
     )
     for read in (lambda: list(read_records(str(path))), lambda: preprocess(options, Console(quiet=True))):
         with pytest.raises(DataError, match=rf"a\.jsonl\.{ending} cannot be read: "):
@@ -269,10 +256,7 @@ def test_damaged_files_and_absent_datasets_are_refused(tmp_path):
     (tmp_path / "b.jsonl.zst").write_bytes(packed[:4] + b"\xff" * 9 + packed[13:])
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     for name, reason in (
-        *(
-            (f"{name}.jsonl.{ending}", "cannot be read")
-            for name, ending in (("a", "gz"), ("a", "zst"), ("b", "zst"))
-        ),
+        *((f"{name}.jsonl.{ending}", "cannot be read") for name, ending in (("a", "gz"), ("a", "zst"), ("b", "zst"))),
         ("a.parquet", "cannot be read as parquet"),
     ):
         with pytest.raises(DataError, match=reason):
@@ -300,9 +284,7 @@ def test_the_corpus_is_library_files_as_they_are_none_of_them_in_both_halves(tmp
 
 def test_its_size_is_capped_and_counted(tmp_path):
     corpus = write_python_corpus(tmp_path, max_bytes=1 << 20)
-    size = sum(
-        len(entry["text"].encode()) for path in (corpus.train, corpus.valid) for entry in entries(path)
-    )
+    size = sum(len(entry["text"].encode()) for path in (corpus.train, corpus.valid) for entry in entries(path))
     assert corpus.num_bytes == size
     assert 0.5 < size / (1 << 20) <= 1
 

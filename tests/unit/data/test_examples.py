@@ -37,25 +37,13 @@ CONVERSATIONS = {
     # What is trained on, by the texts of the assistant's turns.
     "OpenAI weights": (chat_of(ASKED, TWICE[0] | {"weight": 0}, TWICE[1], ANSWERED | {"weight": 1}), ["nit"]),
     "a weight of 0.0": (chat_of(ASKED, TWICE[0] | {"weight": 0.0}, TWICE[1], ANSWERED), ["nit"]),
-    "null weights": (
-        chat_of(ASKED | {"weight": None}, ANSWERED | {"weight": None, "tool_calls": []}),
-        ["nit"],
-    ),
+    "null weights": (chat_of(ASKED | {"weight": None}, ANSWERED | {"weight": None, "tool_calls": []}), ["nit"]),
     "axolotl": (chat_of(ASKED | {"train": False}, TWICE[0] | {"train": False}, TWICE[1], ANSWERED), ["nit"]),
     "ms-swift": (chat_of(ASKED, TWICE[0] | {"loss": True}, TWICE[1], ANSWERED | {"loss": False}), ["sun"]),
     "verl": (chat_of(ASKED | {"loss_mask": 0}, TWICE[0] | {"loss_mask": 0}, TWICE[1], ANSWERED), ["nit"]),
-    "ShareGPT": (
-        {"conversations": [*sharegpt(weight=0)["conversations"], *sharegpt()["conversations"]]},
-        ["nit"],
-    ),
-    "LLaMA-Factory's history": (
-        {"instruction": "etao", "output": "nit", "history": [["oats", "sun"]]},
-        ["sun", "nit"],
-    ),
-    "ms-swift's history": (
-        {"query": "etao", "response": "nit", "history": [["oats", "sun"]]},
-        ["sun", "nit"],
-    ),
+    "ShareGPT": ({"conversations": [*sharegpt(weight=0)["conversations"], *sharegpt()["conversations"]]}, ["nit"]),
+    "LLaMA-Factory's history": ({"instruction": "etao", "output": "nit", "history": [["oats", "sun"]]}, ["sun", "nit"]),
+    "ms-swift's history": ({"query": "etao", "response": "nit", "history": [["oats", "sun"]]}, ["sun", "nit"]),
     "history of turns": (PAIR | {"history": [TWICE[1], TWICE[0]]}, ["sun", "nit"]),
     "an empty history": ({"instruction": "etao", "output": "nit", "history": []}, ["nit"]),
     "KTO, an answer to learn": (PAIR | {"label": True}, ["nit"]),
@@ -68,70 +56,40 @@ CONVERSATIONS = {
     ),
 }
 REFUSED = {
-    "KTO": (
-        PAIR | {"label": False},
-        '"label" is False: it says whether the answer is to be learned. Leave out',
-    ),
+    "KTO": (PAIR | {"label": False}, '"label" is False: it says whether the answer is to be learned. Leave out'),
     "kto_tag": (sharegpt() | {"kto_tag": False}, '"kto_tag" is False'),
     "a wrong solution": ({"problem": "a", "solution": "b", "is_correct": False}, '"is_correct" is False'),
-    "a weight between": (
-        chat_of(ASKED, ANSWERED | {"weight": 0.5}),
-        '(assistant): "weight" is 0.5',
-    ),
+    "a weight between": (chat_of(ASKED, ANSWERED | {"weight": 0.5}), '(assistant): "weight" is 0.5'),
     "no trained turn": (chat_of(ASKED, ANSWERED | {"weight": 0}), "no text of the assistant is trained on"),
-    "a trained user": (
-        chat_of(ASKED | {"train": True}, ANSWERED),
-        "only turns of the assistant are trained on",
-    ),
-    "axolotl's detail": (
-        chat_of(ASKED, ANSWERED | {"train_detail": [{"train": False}]}),
-        '"train_detail" is [{',
-    ),
+    "a trained user": (chat_of(ASKED | {"train": True}, ANSWERED), "only turns of the assistant are trained on"),
+    "axolotl's detail": (chat_of(ASKED, ANSWERED | {"train_detail": [{"train": False}]}), '"train_detail" is [{'),
     "a weighted part": (
         chat_of(ASKED, said("assistant", [{"type": "text", "text": "a", "train": False}])),
         '"train" is False',
     ),
     "a weighted record": (CHAT | {"weight": 0}, '"weight" is 0: all texts of a file count alike'),
-    "ms-swift's rejected": (
-        CHAT | {"rejected_response": "x"},
-        "\"rejected_response\" is 'x': it is the worse of two",
-    ),
+    "ms-swift's rejected": (CHAT | {"rejected_response": "x"}, "\"rejected_response\" is 'x': it is the worse of two"),
     "other sides": (CHAT | {"chosen": [ASKED, TWICE[0]], "rejected": [ASKED]}, '"rejected" is [{'),
     "labelled steps": (PAIR | {"labels": [True, False]}, '"labels" is [True, False]: it labels parts'),
     "NeMo's label": (sharegpt(label="quality:0"), "\"label\" is 'quality:0': it rates the turn"),
     "NeMo's other mask": (sharegpt() | {"mask": "Assistant"}, "\"mask\" is 'Assistant'"),
     "pictures": (CHAT | {"images": ["a.png"]}, "only texts are trained on"),
-    "an old call": (
-        chat_of(ASKED, said("assistant", "", function_call={"name": "f"})),
-        '"function_call" is {',
-    ),
+    "an old call": (chat_of(ASKED, said("assistant", "", function_call={"name": "f"})), '"function_call" is {'),
     "settings of the template": (
         CHAT | {"chat_template_kwargs": {"enable_thinking": False}},
         "all records are rendered alike",
     ),
     "reasoning beside": (PAIR | {"reasoning_content": "so"}, "reasoning is read in the assistant's turns"),
-    "reasoning": (
-        chat_of(ASKED, ANSWERED | {"reasoning": "so"}),
-        'has "reasoning", which a plain template cannot',
-    ),
+    "reasoning": (chat_of(ASKED, ANSWERED | {"reasoning": "so"}), 'has "reasoning", which a plain template cannot'),
     "a call of a tool": (
         chat_of(ASKED, said("assistant", None, tool_calls=[{"function": {"name": "add"}}])),
         "a turn of 'assistant' has \"tool_calls\", which a plain template cannot",
     ),
-    "no content": (
-        chat_of(ASKED, said("assistant", None)),
-        'turn 2 of "messages" (assistant): it has no content',
-    ),
-    "no key of content": (
-        chat_of({"role": "user", "text": "a"}, ANSWERED),
-        "calls no tool (keys: role, text)",
-    ),
+    "no content": (chat_of(ASKED, said("assistant", None)), 'turn 2 of "messages" (assistant): it has no content'),
+    "no key of content": (chat_of({"role": "user", "text": "a"}, ANSWERED), "calls no tool (keys: role, text)"),
     "no value": (sharegpt() | {"conversations": [{"from": "human", "value": None}]}, "it has no content"),
     "a history of text": (PAIR | {"history": "a"}, '"history" is a str, wanted a list of turns'),
-    "a history without end": (
-        PAIR | {"history": [["a", None]]},
-        'turn 2 of "history" (assistant): it has no content',
-    ),
+    "a history without end": (PAIR | {"history": [["a", None]]}, 'turn 2 of "history" (assistant): it has no content'),
 }
 
 
@@ -191,11 +149,7 @@ STEPS = {"prompt": "etao", "completions": ["nit", "sun"], "labels": [True, False
     [
         (SIDES | {"weight": 0.3}, '"weight" is 0.3: all texts', "auto"),
         (SIDES | {"prompt": [said("user", None)]}, "it has no content", "auto"),
-        (
-            SIDES | {"chosen": [ANSWERED | {"weight": 0}], "rejected": [TWICE[0]]},
-            "an answer has no tokens",
-            "auto",
-        ),
+        (SIDES | {"chosen": [ANSWERED | {"weight": 0}], "rejected": [TWICE[0]]}, "an answer has no tokens", "auto"),
         (STEPS | {"loss": 0}, '"loss" is 0', "steps"),
     ],
 )
@@ -209,9 +163,7 @@ def test_preferences_and_steps_refuse_the_same_keys(tmp_path, tokenizer, line, r
 def test_preferences_and_steps_read_a_history_and_count_other_keys(tmp_path, tokenizer, line, form):
     with_history = line | {"history": [["oats", "sun"]], "system": "nit", "score": 3}
     turns = [said("system", "nit"), said("user", "oats"), said("assistant", "sun"), ASKED]
-    found, wanted = (
-        preferences(tmp_path, tokenizer, one, form) for one in (with_history, line | {"prompt": turns})
-    )
+    found, wanted = (preferences(tmp_path, tokenizer, one, form) for one in (with_history, line | {"prompt": turns}))
     assert found.ids_T.tolist() == wanted.ids_T.tolist()
     *_, warning = found.notes
     assert "has keys that are not read: score (1);" in warning
@@ -260,11 +212,7 @@ def test_a_prompt_template_that_names_the_system_prompt_has_it_once(tmp_path):
 
 
 def test_a_weighted_document_is_a_bad_line(tmp_path):
-    lines = [
-        {"text": "a", "weight": 1, "label": 0, "id": 3},
-        {"text": "b", "weight": 0},
-        {"text": "c", "train": None},
-    ]
+    lines = [{"text": "a", "weight": 1, "label": 0, "id": 3}, {"text": "b", "weight": 0}, {"text": "c", "train": None}]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     whole = FileSlice(path=str(path), start=0, end=path.stat().st_size)
@@ -283,9 +231,7 @@ def read(tmp_path, tokenizer):
         content = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
         path.write_bytes(b"".join(line + b"\n" for line in content))
         config = SFTDataConfig(**{"chat_template": "plain"} | settings)
-        return read_examples(
-            [str(path)], config, load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
-        )
+        return read_examples([str(path)], config, load_chat("plain", load_tokenizer(tokenizer), tokenizer.path))
 
     return read_lines
 
@@ -294,8 +240,7 @@ def test_both_formats_say_the_same(read, tokenizer):
     examples = read(CHAT, PAIR, b"")
     assert len(examples) == 2
     first, second = (
-        examples.ids_T[begin:end].tolist()
-        for begin, end in ((0, examples.starts_N[1]), examples.starts_N[1:])
+        examples.ids_T[begin:end].tolist() for begin, end in ((0, examples.starts_N[1]), examples.starts_N[1:])
     )
     assert first == second
     said = examples.ids_T[: examples.starts_N[1]][examples.assistant_mask_T[: examples.starts_N[1]]].tolist()

@@ -97,9 +97,8 @@ def test_a_relative_prefix_is_answered_with_the_folder_that_it_begins_at(tmp_pat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError) as error:
         read_index("data/train")
-    assert (
-        f"there is no folder {tmp_path}/data. Relative paths begin at the working folder, {tmp_path}."
-        in str(error.value)
+    assert f"there is no folder {tmp_path}/data. Relative paths begin at the working folder, {tmp_path}." in str(
+        error.value
     )
     with pytest.raises(DataError, match=rf"there is no train\.bin and no train\.idx in {tmp_path}\. "):
         read_index("train")
@@ -112,9 +111,7 @@ def test_unfinished_preprocessing_is_told_as_such(tmp_path):
 
 
 def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number(tmp_path):
-    assert unigram_entropy(write(tmp_path / "data", [list(range(100, 137))] * 3)) == pytest.approx(
-        math.log(37)
-    )
+    assert unigram_entropy(write(tmp_path / "data", [list(range(100, 137))] * 3)) == pytest.approx(math.log(37))
 
 
 @pytest.mark.parametrize("block", [1, 3, 100])

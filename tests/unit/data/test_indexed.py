@@ -68,9 +68,7 @@ def test_an_epoch_holds_each_token_once_in_runs_that_are_in_the_documents(tmp_pa
 
 def test_the_order_is_that_of_the_seed(tmp_path):
     data = config(write(tmp_path / "data", numbered(0, 40)))
-    orders = [
-        tokens_of(build(data, 40, cache=tmp_path / f"c{i}", seed=s).train) for i, s in enumerate((1, 1, 2))
-    ]
+    orders = [tokens_of(build(data, 40, cache=tmp_path / f"c{i}", seed=s).train) for i, s in enumerate((1, 1, 2))]
     assert orders[0] == orders[1] != orders[2]
 
 
@@ -193,9 +191,7 @@ def refused(message, data, train=4, valid=0, vocab_size=60_000):
 def test_a_split_of_one_book_cuts_it_where_the_parts_meet(tmp_path):
     prefix = write(tmp_path / "book", [list(range(5000))])
     data = config(prefix, split=(90.0, 6.0, 4.0))
-    built = build(
-        data, 281, 18, 12, cache=tmp_path / "cache"
-    )  # 4500, 300 and 200 tokens: 281, 18 and 12 sequences
+    built = build(data, 281, 18, 12, cache=tmp_path / "cache")  # 4500, 300 and 200 tokens: 281, 18 and 12 sequences
     found = [
         Counter(tokens_of(part, count))
         for part, count in zip((built.train, built.valid, built.test), (281, 18, 12), strict=True)
@@ -208,14 +204,10 @@ def test_a_split_of_one_book_cuts_it_where_the_parts_meet(tmp_path):
 
 def test_documents_are_cut_only_where_whole_ones_do_not_fill_the_parts(tmp_path):
     prefix = write(tmp_path / "data", numbered(0, 50))
-    plan = plan_data(
-        config(prefix, split=(90.0, 10.0, 0.0)), vocab_size=60_000, samples=SampleCounts(train=4, valid=2)
-    )
+    plan = plan_data(config(prefix, split=(90.0, 10.0, 0.0)), vocab_size=60_000, samples=SampleCounts(train=4, valid=2))
     assert plan.ranges == {} and plan.warnings == ()
     prefix = write(tmp_path / "books", [list(range(3000)), list(range(3000, 4000))])
-    plan = plan_data(
-        config(prefix, split=(95.0, 5.0, 0.0)), vocab_size=60_000, samples=SampleCounts(train=4, valid=2)
-    )
+    plan = plan_data(config(prefix, split=(95.0, 5.0, 0.0)), vocab_size=60_000, samples=SampleCounts(train=4, valid=2))
     assert [bounds for _, bounds in plan.ranges.values()] == [(0, 3800, 4000, 4000)]
     assert "cuts the documents in which its parts meet" in plan.warnings[0]
 
@@ -242,11 +234,7 @@ def test_nothing_to_evaluate_on_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("weights", "message"),
-    [
-        ((1.0,), "1 numbers for the 2 prefixes"),
-        ((1.0, 0.0), "above 0"),
-        ((1.0, -2.0), "above 0"),
-    ],
+    [((1.0,), "1 numbers for the 2 prefixes"), ((1.0, 0.0), "above 0"), ((1.0, -2.0), "above 0")],
 )
 def test_weights_that_make_no_blend_are_refused(tmp_path, weights, message):
     prefix = write(tmp_path / "data", numbered(0, 40))
@@ -268,9 +256,7 @@ def test_a_token_beyond_the_models_vocabulary_is_refused(tmp_path):
     plan_data(config(prefix), vocab_size=400, samples=SampleCounts(train=4))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "token"), [(numpy.int8, -1), (numpy.int16, 40_000 - 2**16), (numpy.int32, -100)]
-)
+@pytest.mark.parametrize(("dtype", "token"), [(numpy.int8, -1), (numpy.int16, 40_000 - 2**16), (numpy.int32, -100)])
 def test_a_token_below_zero_is_refused(tmp_path, dtype, token):
     """A builder wraps the ids of a vocabulary that is too large for int16; -1 is also Megatron's padding."""
     prefix = write(tmp_path / "data", [[5] * 40, [], [5, 6, 7, token, 8]], dtype)
@@ -301,9 +287,7 @@ def other_tokenizer(tokenizer, tmp_path):
     text = write_jsonl(tmp_path / "text.jsonl", made_up_documents(30, words=100, seed=5))
     output = tmp_path / "other.model"
     train_tokenizer(
-        TokenizerTraining(
-            inputs=(text,), output=output, document_format=DocumentFormat(kind="jsonl"), vocab_size=400
-        )
+        TokenizerTraining(inputs=(text,), output=output, document_format=DocumentFormat(kind="jsonl"), vocab_size=400)
     )
     return TokenizerConfig(kind="sentencepiece", path=str(output))
 
@@ -319,9 +303,7 @@ def test_a_cache_folder_that_cannot_be_made_is_refused(cache, tmp_path, monkeypa
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused_for_data_without_a_sidecar(tokenizer, tmp_path):
     data = config(write(tmp_path / "data", numbered(0, 10, 8))).model_copy(update={"tokenizer": tokenizer})
-    with pytest.raises(
-        DataError, match=r"has 400 tokens, and model.vocab_size is 399. Set model.vocab_size=400"
-    ):
+    with pytest.raises(DataError, match=r"has 400 tokens, and model.vocab_size is 399. Set model.vocab_size=400"):
         plan_data(data, vocab_size=399, samples=SampleCounts(train=1))
 
 

@@ -49,9 +49,7 @@ def examples(lengths, sizes=()):
 
 
 def packed_sequences(lengths, multiple=1, num_sequences=10_000, seed=0, sizes=(), weights=()):
-    packing = PackingOptions(
-        row_length=ROW, length_multiple=multiple, buffer=16, seed=seed, pad_id=7, weights=weights
-    )
+    packing = PackingOptions(row_length=ROW, length_multiple=multiple, buffer=16, seed=seed, pad_id=7, weights=weights)
     return PackedSequences(examples(lengths, sizes), packing, num_sequences)
 
 
@@ -136,9 +134,7 @@ def test_each_sample_is_in_one_microbatch_of_one_rank_within_the_limits(seed: in
     in_order = []
     for plan in plans:
         assert len(plan.microbatches) == dp_size
-        assert len({len(of_rank) for of_rank in plan.microbatches}) == 1, (
-            "ranks must compute as many microbatches"
-        )
+        assert len({len(of_rank) for of_rank in plan.microbatches}) == 1, "ranks must compute as many microbatches"
         assert len(plan.microbatches[0]) % limits.microbatch_multiple == 0 and len(plan.microbatches[0]) >= 1
         for of_rank in plan.microbatches:
             for microbatch in of_rank:
@@ -219,9 +215,7 @@ def test_each_window_of_packed_conversations_has_the_shares_of_the_mixture():
 
 
 def chats(path, name, count):
-    path.write_text(
-        "".join(json.dumps({"prompt": f"{name}", "response": f"{i}"}) + "\n" for i in range(count))
-    )
+    path.write_text("".join(json.dumps({"prompt": f"{name}", "response": f"{i}"}) + "\n" for i in range(count)))
     return str(path)
 
 
@@ -248,13 +242,7 @@ def test_chats_are_mixed_by_weight_and_a_resume_reads_the_following_sequences(to
 
 def test_a_file_with_a_weight_and_no_conversation_that_fits_is_refused(tokenizer, tmp_path):
     files = (chats(tmp_path / "a.jsonl", "etao", 3), chats(tmp_path / "b.jsonl", "shrdlu " * 90, 3))
-    data = {
-        "train": files,
-        "train_weights": (1, 2),
-        "chat_template": "raw",
-        "seq_length": 64,
-        "too_long": "skip",
-    }
+    data = {"train": files, "train_weights": (1, 2), "chat_template": "raw", "seq_length": 64, "too_long": "skip"}
     config = SFTConfig.model_validate({"data": data | {"tokenizer": tokenizer}})
     with pytest.raises(DataError, match=r"b\.jsonl has the weight 2.0 in data\.train_weights"):
         packed_train(config, load_tokenizer(tokenizer))

@@ -55,10 +55,7 @@ HH = "\n\nHuman: etao shrdlu\n\nAssistant: two\n\nHuman: three\n\nAssistant: "
 LAYOUTS = {
     "texts": ({"prompt": PROMPT, "chosen": GOOD, "rejected": BAD}, 1),
     "an implicit prompt of text": ({"chosen": f"{PROMPT} {GOOD}", "rejected": f"{PROMPT} {BAD}"}, 1),
-    "turns": (
-        {"prompt": TURNS[:1], "chosen": [said("assistant", GOOD)], "rejected": [said("assistant", BAD)]},
-        1,
-    ),
+    "turns": ({"prompt": TURNS[:1], "chosen": [said("assistant", GOOD)], "rejected": [said("assistant", BAD)]}, 1),
     "a prompt of turns and texts": ({"prompt": TURNS, "chosen": GOOD, "rejected": BAD}, 3),
     "messages": ({"messages": TURNS, "chosen": GOOD, "rejected": BAD}, 3),
     "an implicit prompt of turns": (
@@ -146,10 +143,7 @@ def test_a_ranking_is_all_its_pairs_with_each_answer_once(read, tokenizer):
         ({"responses": ["a"]}, '"responses" is a list of 1, wanted a list of two answers or more'),
         ({"responses": ["a", "b", "a"]}, '"responses[0]" and "responses[2]" are the same'),
         ({"responses": ["a", ""]}, '"responses[1]" is empty'),
-        (
-            {"responses": ["a", "b"], "scores": [1]},
-            '"scores" is a list of 1, wanted a list of 2 finite numbers',
-        ),
+        ({"responses": ["a", "b"], "scores": [1]}, '"scores" is a list of 1, wanted a list of 2 finite numbers'),
         # Turns that differ in what the template does not read.
         (
             {"chosen": [said("assistant", "a")], "rejected": [said("assistant", "a") | {"name": "b"}]},
@@ -174,9 +168,7 @@ def test_a_format_that_was_asked_for_is_not_guessed(read):
 
 def test_what_is_too_long_is_refused_or_counted(read):
     long = PAIR | {"prompt": "etao " * 100}
-    with pytest.raises(
-        DataError, match=r"jsonl:2: the prompt alone has \d+ tokens, and data.seq_length=64. Raise it"
-    ):
+    with pytest.raises(DataError, match=r"jsonl:2: the prompt alone has \d+ tokens, and data.seq_length=64. Raise it"):
         read(PAIR, long, seq_length=64)
     with pytest.raises(DataError, match=r"jsonl:2: prompt and answer have \d+ \+ \d+ tokens"):
         read(PAIR, PAIR | {"chosen": "etao " * 100}, seq_length=64)
@@ -192,10 +184,7 @@ def test_what_is_too_long_is_refused_or_counted(read):
         read()
 
 
-RANKED = [
-    {"prompt": f"{'etao ' * (n % 5)}{n}", "responses": [f"{n} {k}" for k in range(2 + n % 3)]}
-    for n in range(17)
-]
+RANKED = [{"prompt": f"{'etao ' * (n % 5)}{n}", "responses": [f"{n} {k}" for k in range(2 + n % 3)]} for n in range(17)]
 
 
 def test_an_epoch_has_each_group_once_and_a_batch_depends_on_its_cursor_alone(read):
@@ -215,9 +204,7 @@ def test_an_epoch_has_each_group_once_and_a_batch_depends_on_its_cursor_alone(re
     again = PreferenceOrder(preferences, seed=1)
     for begin, groups in reversed(batches):
         assert again.batch(begin, 5) == groups
-    assert PreferenceOrder(preferences, seed=2).batch(0, 50) != PreferenceOrder(preferences, seed=1).batch(
-        0, 50
-    )
+    assert PreferenceOrder(preferences, seed=2).batch(0, 50) != PreferenceOrder(preferences, seed=1).batch(0, 50)
 
 
 def test_weights_mix_files_by_prompts(read, tmp_path):

@@ -185,9 +185,7 @@ def test_a_part_that_was_damaged_before_the_run_went_on_is_not_joined(options, c
     content = bytearray(shard.read_bytes())
     content[100] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(
-        DataError, match=r"shard-000000\.bin is not as it was written\. Delete .*data\.v1\.partial"
-    ):
+    with pytest.raises(DataError, match=r"shard-000000\.bin is not as it was written\. Delete .*data\.v1\.partial"):
         run(options)
     shutil.rmtree(shard.parent)
     run(options)
@@ -196,10 +194,7 @@ def test_a_part_that_was_damaged_before_the_run_went_on_is_not_joined(options, c
 def test_data_made_anew_with_the_same_lengths_is_other_data_to_a_run(options, corpus, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_bytes(corpus.read_bytes()[:20_000].replace(b" 1984 ", b" 1985 "))
-    options, config = (
-        replace(options, inputs=(text,)),
-        PretrainConfig(data=DataConfig(train=(str(options.output),))),
-    )
+    options, config = (replace(options, inputs=(text,)), PretrainConfig(data=DataConfig(train=(str(options.output),))))
     run(options)
     before, index = contents_of_inputs(inputs_of(config)), files(options.output)[".idx"]
     text.write_bytes(corpus.read_bytes()[:20_000])
@@ -234,9 +229,7 @@ def test_an_unfinished_run_with_other_input_is_not_mixed_in(options, corpus, tmp
     assert files(options.output) == files(whole.output)
 
 
-BAD = (
-    b'{"text": "good one"}\n{"text": "a\n\n{"id": 1}\n{"text": "\xff"}\n{"text": ""}\n{"text": "good two"}\n'
-)
+BAD = b'{"text": "good one"}\n{"text": "a\n\n{"id": 1}\n{"text": "\xff"}\n{"text": ""}\n{"text": "good two"}\n'
 
 
 def test_bad_lines_are_left_out_counted_and_told_with_file_and_line(options, tmp_path):
@@ -246,9 +239,7 @@ def test_bad_lines_are_left_out_counted_and_told_with_file_and_line(options, tmp
     assert len(IndexedDataset(str(options.output))) == 4
     assert json.loads(files(options.output)[".json"])["bad_lines"] == 10
     reported = [(e["path"], e["line"]) for e in events(options.output) if e["event"] == "bad line"]
-    assert reported == [
-        (str(tmp_path / name), line) for name in ("a.jsonl", "b.jsonl") for line in range(2, 7) if line
-    ]
+    assert reported == [(str(tmp_path / name), line) for name in ("a.jsonl", "b.jsonl") for line in range(2, 7) if line]
     assert "10 bad lines were left out" in said
     assert f"{tmp_path}/b.jsonl:4: no key 'text' (keys: id)" in said
 
@@ -293,9 +284,7 @@ def test_plain_text_is_a_document_a_file_or_cut_at_blank_lines(options, tokenize
         assert [model.decode(dataset[i].tolist()[:-1]) for i in range(len(dataset))] == expected
 
 
-def test_a_disk_that_fills_up_leaves_nothing_under_the_name_and_the_run_goes_on_later(
-    options, reference, tmp_path
-):
+def test_a_disk_that_fills_up_leaves_nothing_under_the_name_and_the_run_goes_on_later(options, reference, tmp_path):
     # Smaller than a shard: any write beyond it fails.
     process = start(options, tmp_path / "output", limit_bytes=64 << 10)
     process.join()
@@ -401,10 +390,7 @@ def test_tokenizers_and_datasets_in_a_folder_of_texts_are_not_read(tokenizer, tm
     for name in ("a", "b"):
         (books / f"{name}.txt").write_text(f"etao {name}")
     options = PreprocessOptions(
-        inputs=(books,),
-        output=tmp_path / "all",
-        tokenizer=tokenizer,
-        document_format=DocumentFormat(kind="text"),
+        inputs=(books,), output=tmp_path / "all", tokenizer=tokenizer, document_format=DocumentFormat(kind="text")
     )
     run(options)
     shutil.copy(tokenizer.path, books / "tokenizer.model")

@@ -30,21 +30,12 @@ def turn(role, content):
 
 ASKED, SAID = turn("user", "What is 2 + 2?"), turn("assistant", "It is 4.")
 SYSTEM = turn("system", "Be brief.")
-CALL = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
-}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
 Q, A = ASKED["content"], SAID["content"]
 CHATS = {
     "openai": ({"messages": [SYSTEM, ASKED, SAID]}, [SYSTEM, ASKED, SAID]),
     "openai parts": (
-        {
-            "messages": [
-                turn("user", [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]),
-                SAID,
-            ]
-        },
+        {"messages": [turn("user", [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]), SAID]},
         [ASKED, SAID],
     ),
     "openai tools": (
@@ -52,19 +43,13 @@ CHATS = {
         [ASKED, CALL, turn("tool", "4"), SAID],
     ),
     "sharegpt": (
-        {
-            "conversations": [{"from": "human", "value": Q}, {"from": "gpt", "value": A}],
-            "system": "Be brief.",
-        },
+        {"conversations": [{"from": "human", "value": Q}, {"from": "gpt", "value": A}], "system": "Be brief."},
         [SYSTEM, ASKED, SAID],
     ),
     "trl strings": ({"prompt": Q, "completion": A}, [ASKED, SAID]),
     "trl turns": ({"prompt": [SYSTEM, ASKED], "completion": [SAID]}, [SYSTEM, ASKED, SAID]),
     "prompt and response": ({"prompt": Q, "response": A}, [ASKED, SAID]),
-    "alpaca": (
-        {"instruction": "Add.", "input": "2 + 2", "output": A},
-        [turn("user", "Add.\n\n2 + 2"), SAID],
-    ),
+    "alpaca": ({"instruction": "Add.", "input": "2 + 2", "output": A}, [turn("user", "Add.\n\n2 + 2"), SAID]),
     "alpaca without input": ({"instruction": Q, "input": "", "output": A}, [ASKED, SAID]),
     "dolly": (
         {"instruction": Q, "context": "Use base 10.", "response": A, "category": "qa"},
@@ -166,24 +151,17 @@ def test_the_shape_of_prompts_is_said_for_each_file(tmp_path):
 LINES = [{"question": Q, "answer": A}, {"question": "?\n[", "answer": "é"}]
 
 
-@pytest.mark.parametrize(
-    "form", ["jsonl", "list", "gz", "bz2", "xz", "zst", "list.xz", "list.zst", "parquet"]
-)
+@pytest.mark.parametrize("form", ["jsonl", "list", "gz", "bz2", "xz", "zst", "list.xz", "list.zst", "parquet"])
 def test_files_of_each_form_have_the_same_records(tmp_path, form):
     path = tmp_path / "data"
-    text = (
-        json.dumps(LINES, indent=1) if "list" in form else "".join(json.dumps(line) + "\n" for line in LINES)
-    )
+    text = json.dumps(LINES, indent=1) if "list" in form else "".join(json.dumps(line) + "\n" for line in LINES)
     packs = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd.compress}
     pack = packs.get(form.split(".")[-1], bytes)
     path.write_bytes(pack(text.encode()))
     if form == "parquet":
         path = tmp_path / "data.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(LINES), path)
-    assert [(record.line, record.entry) for record in read_records(str(path))] == [
-        (1, LINES[0]),
-        (2, LINES[1]),
-    ]
+    assert [(record.line, record.entry) for record in read_records(str(path))] == [(1, LINES[0]), (2, LINES[1])]
 
 
 @pytest.fixture
@@ -243,14 +221,8 @@ def test_the_content_of_a_folder_is_that_of_its_files(folder):
     [
         ({"a": "b", "c": "d"}, "(keys: a, c); name its fields: data.messages_field"),
         ({"conversations": [{"from": "function_call", "value": "{}"}]}, "is from 'function_call'"),
-        (
-            {"prompt": Q, "answered": A},
-            '"response" is not there, wanted text (keys: prompt, answered); name',
-        ),
-        (
-            {"question": 3, "answer": A},
-            '"question" is a int, wanted text or a list of turns (keys: question, answer)',
-        ),
+        ({"prompt": Q, "answered": A}, '"response" is not there, wanted text (keys: prompt, answered); name'),
+        ({"question": 3, "answer": A}, '"question" is a int, wanted text or a list of turns (keys: question, answer)'),
     ],
 )
 def test_a_record_that_is_not_recognised_shows_its_keys_and_the_fields_that_mend_it(entry, said):
@@ -279,9 +251,7 @@ def test_a_system_prompt_beside_that_of_the_turns_is_a_warning_where_it_says_som
     assert tuple(read.ids_T) == chat.encode(Conversation(messages=(SYSTEM, ASKED, SAID))).ids_T
     shape, *warnings = read.notes
     assert shape == f"{path} is read as OpenAI messages ({'' if is_warned else 'system, '}messages)"
-    assert [f"{path} has keys that are not read: system (1);" in text for text in warnings] == [
-        True
-    ] * is_warned
+    assert [f"{path} has keys that are not read: system (1);" in text for text in warnings] == [True] * is_warned
 
 
 def test_a_file_of_data_is_shown_without_a_config(tmp_path, capsys):

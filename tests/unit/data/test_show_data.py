@@ -15,10 +15,7 @@ from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.tokenizer import load_tokenizer
 from tests.unit.data.conftest import made_up_documents, write_jsonl
 
-LINES = [
-    {"question": f"{word} {i}\n", "solution": f"{i} {word}"}
-    for i, word in enumerate(["etao", "shrdlu", "nit"])
-]
+LINES = [{"question": f"{word} {i}\n", "solution": f"{i} {word}"} for i, word in enumerate(["etao", "shrdlu", "nit"])]
 
 
 @pytest.fixture(params=["lines", "gzipped", "parquet", "hub"])
@@ -58,9 +55,7 @@ def test_a_chat_is_shown_as_rendered_with_what_is_trained_on_marked(data, tokeni
     wanted = {}
     for line in LINES:
         answer = [*words.encode(line["solution"]), words.eod_id]
-        prompt = (
-            words.encode("user:\n") + words.encode(line["question"] + "\n\n") + words.encode("assistant:\n")
-        )
+        prompt = words.encode("user:\n") + words.encode(line["question"] + "\n\n") + words.encode("assistant:\n")
         rendered = words.decode(prompt + answer[:-1])
         begin = rendered.rindex(line["solution"])
         text = f"{rendered[:begin].rstrip(' ')}⟦{rendered[len(rendered[:begin].rstrip(' ')) :]}<eod>⟧\n"
@@ -86,9 +81,7 @@ def test_a_prompt_is_shown_as_rendered_with_its_reference(data, tokenizer, tmp_p
 
 
 @pytest.mark.parametrize(("template", "is_warned"), [("raw", True), ("plain", False)])
-def test_prompts_of_several_turns_warn_where_the_template_joins_them(
-    template, is_warned, tokenizer, tmp_path, capsys
-):
+def test_prompts_of_several_turns_warn_where_the_template_joins_them(template, is_warned, tokenizer, tmp_path, capsys):
     turns = [{"role": "system", "content": "nit"}, {"role": "user", "content": "etao"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": turns, "answer": "etao"}) + "\n")
     fields = [f"rl.prompts.files={tmp_path}/a.jsonl", f"data.chat_template={template}"]
@@ -116,9 +109,7 @@ def test_sequences_of_pretraining_are_shown_as_text_or_as_ids(tokenizer, tmp_pat
     _, as_text = shown(capsys, "tiny_moe/pretrain", tokenizer, tmp_path, *fields, "--num", "2")
     texts = [text.removesuffix("\n") for _, _, text in as_text]
     assert len(set(texts)) == 2 and set(texts) <= {words.decode(sequence) for sequence in sequences}
-    assert [title for title, _, _ in as_text] == [
-        f"sequence {i}: 128 tokens, 0 ends of documents" for i in (0, 1)
-    ]
+    assert [title for title, _, _ in as_text] == [f"sequence {i}: 128 tokens, 0 ends of documents" for i in (0, 1)]
     none = ["data.tokenizer.kind=none", "data.tokenizer.path=none"]
     _, as_ids = shown(capsys, "tiny_moe/pretrain", tokenizer, tmp_path, *fields, *none, "--num", "2")
     shown_ids = [list(map(int, text.splitlines()[0].split())) for _, _, text in as_ids]

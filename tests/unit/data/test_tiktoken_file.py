@@ -29,12 +29,7 @@ TEXTS = [
     "[BOS][BOS]<|im_end|><|im_end|>\n",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaabaaabaaab" * 3,
 ]
-CHAT = [
-    ("user", "What is 2 + 2? <|im_end|>漢"),
-    ("assistant", "  4🙂\n"),
-    ("user", ""),
-    ("assistant", "[EOS] it's é"),
-]
+CHAT = [("user", "What is 2 + 2? <|im_end|>漢"), ("assistant", "  4🙂\n"), ("user", ""), ("assistant", "[EOS] it's é")]
 
 
 @pytest.fixture(scope="module", params=["tokenization_moonshot", "tokenization_kimi"])
@@ -73,14 +68,7 @@ def test_ids_are_those_of_the_published_class_and_lose_nothing(folder, text):
 def test_ids_of_random_texts_are_those_of_the_published_class(folder):
     ours, theirs = loaded(folder), PublishedTokenizer(folder)
     draw = random.Random(7)
-    planes = [
-        (0x20, 0x7F),
-        (0xA0, 0x500),
-        (0x900, 0x980),
-        (0x2000, 0x2070),
-        (0x3000, 0x3100),
-        (0x4E00, 0x4F00),
-    ]
+    planes = [(0x20, 0x7F), (0xA0, 0x500), (0x900, 0x980), (0x2000, 0x2070), (0x3000, 0x3100), (0x4E00, 0x4F00)]
     for _ in range(300):
         text = "".join(chr(draw.randrange(*draw.choice(planes))) for _ in range(draw.randrange(60)))
         assert ours.encode(text) == theirs.encode(text, allow_special_tokens=False), text
@@ -106,9 +94,7 @@ def test_names_ids_and_the_size_are_those_of_the_files(folder):
 def test_a_chat_has_the_ids_of_its_template_and_no_turn_forges_another(folder):
     tokenizer, theirs = loaded(folder), PublishedTokenizer(folder)
     chat = load_chat("tokenizer", tokenizer, str(folder))
-    found = chat.encode(
-        Conversation(messages=tuple({"role": role, "content": content} for role, content in CHAT))
-    )
+    found = chat.encode(Conversation(messages=tuple({"role": role, "content": content} for role, content in CHAT)))
 
     def plain(text):
         return [(token, False) for token in theirs.encode(text, allow_special_tokens=False)]
@@ -186,7 +172,5 @@ def test_without_the_library_the_extra_is_named(folder, monkeypatch):
         raise ImportError(module)
 
     monkeypatch.setattr(records.importlib, "import_module", absent)
-    with pytest.raises(
-        ConfigError, match=r"read with the package tiktoken.*pip install 'mcore-rl\[tiktoken\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"read with the package tiktoken.*pip install 'mcore-rl\[tiktoken\]'"):
         loaded(folder)

@@ -67,11 +67,7 @@ def test_huggingface_ids_are_those_of_transformers(folder, text):
 def test_huggingface_facts_are_those_of_transformers(folder):
     ours, theirs = huggingface(folder), transformers.AutoTokenizer.from_pretrained(folder)
     assert ours.vocab_size == len(theirs)
-    assert (ours.eod_id, ours.bos_id, ours.pad_id) == (
-        theirs.eos_token_id,
-        theirs.bos_token_id,
-        theirs.pad_token_id,
-    )
+    assert (ours.eod_id, ours.bos_id, ours.pad_id) == (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id)
 
 
 def test_a_document_that_names_the_end_token_does_not_end_there(folder):
@@ -108,9 +104,7 @@ def test_limits_of_an_earlier_use_cut_and_fill_no_text(folder, tmp_path, limit):
 
 
 @pytest.mark.parametrize("lists_added", [False, True])
-def test_where_two_files_name_a_token_the_file_that_counts_for_transformers_counts(
-    folder, tmp_path, lists_added
-):
+def test_where_two_files_name_a_token_the_file_that_counts_for_transformers_counts(folder, tmp_path, lists_added):
     added = {"0": {"content": "<end>", "special": True}} if lists_added else None
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
     path = with_files(

@@ -14,10 +14,7 @@ from tests.unit.data.conftest import made_up_documents, write_jsonl
 def training(tmp_path):
     inputs = write_jsonl(tmp_path / "text.jsonl", made_up_documents(8, words=60))
     return TokenizerTraining(
-        inputs=(inputs,),
-        output=tmp_path / "t.model",
-        document_format=DocumentFormat(kind="jsonl"),
-        vocab_size=330,
+        inputs=(inputs,), output=tmp_path / "t.model", document_format=DocumentFormat(kind="jsonl"), vocab_size=330
     )
 
 

@@ -108,9 +108,7 @@ def test_the_published_config_of_deepseek_v3() -> None:
         max_position=163840,
         mtp_layers=1,
         rope=RopeConfig(scaling="yarn", factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0),
-        mla=MLAConfig(
-            q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-        ),
+        mla=MLAConfig(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
         moe=MoEConfig(
             num_experts=256,
             top_k=8,
@@ -129,11 +127,7 @@ def test_the_published_config_of_deepseek_v3() -> None:
 def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     """The same config.json as transformers 4 writes it."""
     stretched = {key: value for key, value in config["rope_parameters"].items() if key != "rope_theta"}
-    old = {
-        key: value
-        for key, value in config.items()
-        if key not in ("rope_parameters", "dtype", "num_local_experts")
-    }
+    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype", "num_local_experts")}
     experts = {"num_local_experts" if config["model_type"] == "mixtral" else "num_experts": None}
     if "num_local_experts" in config:
         experts = dict.fromkeys(experts, config["num_local_experts"])
@@ -180,11 +174,7 @@ def test_positions_may_be_given_by_old_and_new_keys_that_agree(case: str) -> Non
 
 
 CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "qwen3-yarn",
-        {"rope_parameters": {"rope_type": "yarn", "type": "llama3", "factor": 4.0}},
-        "type='llama3'",
-    ),
+    ("qwen3-yarn", {"rope_parameters": {"rope_type": "yarn", "type": "llama3", "factor": 4.0}}, "type='llama3'"),
     ("qwen3-yarn", {"original_max_position_embeddings": 17}, "original_max_position_embeddings=17"),
     ("qwen3_moe", {"num_experts": 7}, "num_experts=7 beside num_local_experts=6"),
     ("deepseek_v3", {"num_mtp_layers": 1, "num_nextn_predict_layers": 2}, "num_mtp_layers=1"),
@@ -193,9 +183,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("case", "change", "message"), CONTRADICTIONS, ids=[m for *_, m in CONTRADICTIONS])
-def test_two_names_of_one_setting_with_two_values_are_refused(
-    case: str, change: dict[str, Any], message: str
-) -> None:
+def test_two_names_of_one_setting_with_two_values_are_refused(case: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"contradicts itself: .*{message}"):
         checked_model_from_hf(oracle(case).config | change)
 
@@ -374,9 +362,7 @@ def test_the_published_config_of_glm_4_7_flash_and_its_dense_layers_by_either_ke
         norm_eps=1e-5,
         mtp_layers=1,
         rope=RopeConfig(theta=1e6),
-        mla=MLAConfig(
-            q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256
-        ),
+        mla=MLAConfig(q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256),
         moe=MoEConfig(
             num_experts=64,
             top_k=4,
@@ -481,9 +467,7 @@ def test_the_bias_of_dots1_is_named_by_its_method_or_by_its_scores() -> None:
 
 @pytest.mark.parametrize("case", ["dots1", "solar_open"])
 def test_experts_have_no_groups_where_config_json_names_none(case: str) -> None:
-    config = {
-        key: value for key, value in oracle(case).config.items() if key not in ("n_group", "topk_group")
-    }
+    config = {key: value for key, value in oracle(case).config.items() if key not in ("n_group", "topk_group")}
     moe = checked_model_from_hf(config).moe
     assert (moe.num_groups, moe.top_groups) == (None, None)
 
@@ -500,11 +484,7 @@ def test_the_dropout_of_seed_oss_is_that_of_its_config() -> None:
 
 YARN = PUBLISHED_DEEPSEEK_V3["rope_scaling"]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "llama",
-        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-        "same positions in all layers",
-    ),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "same positions in all layers"),
     ("llama", {"rope_parameters": {"factor": 8.0}}, "factor=8.0"),
     ("gpt_oss", {"rope_parameters": None}, "lacks rope_parameters"),
     ("llama-llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
@@ -516,11 +496,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_size": None}, "lacks hidden_size"),
     ("llama", {"num_hidden_layers": "three"}, "num_hidden_layers='three'; wanted a whole number"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
-    (
-        "llama",
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-        "partial_rotary_factor=0.5",
-    ),
+    ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ("llama-llama3", {"original_max_position_embeddings": 4096}, "original_max_position_embeddings=4096"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
@@ -557,11 +533,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v32", {"index_topk": None}, "lacks index_topk"),
     ("deepseek_v32", {"index_topk": "8"}, "index_topk='8'; wanted a whole number"),
     ("deepseek_v32", {"q_lora_rank": None}, "lacks q_lora_rank"),
-    (
-        "deepseek_v32",
-        {"index_head_dim": 4},
-        "model.indexer.width=4 is less than model.mla.qk_rope_head_dim=8",
-    ),
+    ("deepseek_v32", {"index_head_dim": 4}, "model.indexer.width=4 is less than model.mla.qk_rope_head_dim=8"),
     ("deepseek_v32", {"attention_dropout": 0.1}, "model.attention_dropout=0.1"),
     ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave=False"),
     ("glm_moe_dsa", {"indexer_types": ["full"] * 2}, "has 3 layers, of which each is full or shared"),
@@ -599,9 +571,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("case", "change", "message"), REFUSED, ids=[message for *_, message in REFUSED])
-def test_settings_that_megatron_lacks_are_refused_by_name(
-    case: str, change: dict[str, Any], message: str
-) -> None:
+def test_settings_that_megatron_lacks_are_refused_by_name(case: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked_model_from_hf(oracle(case).config | change)
 

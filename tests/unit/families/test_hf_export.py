@@ -157,9 +157,7 @@ def as_json(model: ModelConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("setting", ["unscaled positions", "no windows", "unscaled positions, no windows"])
-def test_an_exported_gpt_oss_has_its_logits_in_transformers(
-    setting: str, tmp_path: Path, one_rank: Mesh
-) -> None:
+def test_an_exported_gpt_oss_has_its_logits_in_transformers(setting: str, tmp_path: Path, one_rank: Mesh) -> None:
     model = with_settings(TINY["gpt_oss"], SETTINGS[setting])
     (tmp_path / "config.json").write_text(json.dumps(checked_hf_config(model)))
     theirs = oracle_of(transformers.AutoConfig.from_pretrained(tmp_path), "GptOssForCausalLM")

@@ -43,9 +43,7 @@ def test_its_tables_reach_checks_weights_and_estimates(wolf: ModelConfig) -> Non
     assert {name.split(".", 3)[3] for name in names} == {f"self_attn.{part}_proj.bias" for part in "qkv"}
     mesh = PretrainConfig().mesh
     biases = wolf.head_dim * (wolf.num_heads + 2 * wolf.num_kv_heads)
-    plain, own = (
-        layer_weights(model, mesh, LayerKind("attention", True)) for model in (TINY["qwen3_moe"], wolf)
-    )
+    plain, own = (layer_weights(model, mesh, LayerKind("attention", True)) for model in (TINY["qwen3_moe"], wolf))
     assert own.dense - plain.dense == biases
     assert forward_flops_per_token(wolf, 64) == forward_flops_per_token(TINY["qwen3_moe"], 64)
 

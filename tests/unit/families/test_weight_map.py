@@ -28,12 +28,7 @@ DEEPSEEK_V3 = ModelConfig(
     mtp_layers=1,
     mla=MLAConfig(q_lora_rank=1536),
     moe=MoEConfig(
-        num_experts=256,
-        top_k=8,
-        ffn_hidden_size=2048,
-        shared_experts=1,
-        first_dense_layers=3,
-        expert_bias=True,
+        num_experts=256, top_k=8, ffn_hidden_size=2048, shared_experts=1, first_dense_layers=3, expert_bias=True
     ),
 )
 
@@ -62,9 +57,7 @@ PUBLISHED: dict[str, tuple[float, ModelConfig]] = {
             num_kv_heads=16,
             head_dim=128,
             vocab_size=151936,
-            moe=MoEConfig(
-                num_experts=60, ffn_hidden_size=1408, shared_experts=1, shared_ffn_hidden_size=5632
-            ),
+            moe=MoEConfig(num_experts=60, ffn_hidden_size=1408, shared_experts=1, shared_ffn_hidden_size=5632),
         ),
     ),
     "DeepSeek-V2-Lite": (
@@ -78,9 +71,7 @@ PUBLISHED: dict[str, tuple[float, ModelConfig]] = {
             ffn_hidden_size=10944,
             vocab_size=102400,
             mla=MLAConfig(),
-            moe=MoEConfig(
-                num_experts=64, top_k=6, ffn_hidden_size=1408, shared_experts=2, first_dense_layers=1
-            ),
+            moe=MoEConfig(num_experts=64, top_k=6, ffn_hidden_size=1408, shared_experts=2, first_dense_layers=1),
         ),
     ),
     "gpt-oss-20b": (
@@ -108,12 +99,7 @@ PUBLISHED: dict[str, tuple[float, ModelConfig]] = {
             ffn_hidden_size=10944,
             vocab_size=151552,
             moe=MoEConfig(
-                num_experts=128,
-                top_k=8,
-                ffn_hidden_size=1408,
-                shared_experts=1,
-                first_dense_layers=1,
-                expert_bias=True,
+                num_experts=128, top_k=8, ffn_hidden_size=1408, shared_experts=1, first_dense_layers=1, expert_bias=True
             ),
         ),
     ),
@@ -142,13 +128,7 @@ PUBLISHED: dict[str, tuple[float, ModelConfig]] = {
             vocab_size=151936,
             mtp_layers=1,
             delta=DeltaConfig(full_every=4),
-            moe=MoEConfig(
-                num_experts=512,
-                top_k=10,
-                ffn_hidden_size=512,
-                shared_experts=1,
-                shared_ffn_hidden_size=512,
-            ),
+            moe=MoEConfig(num_experts=512, top_k=10, ffn_hidden_size=512, shared_experts=1, shared_ffn_hidden_size=512),
         ),
     ),
     "Seed-OSS-36B": (
@@ -176,12 +156,7 @@ PUBLISHED: dict[str, tuple[float, ModelConfig]] = {
             ffn_hidden_size=10944,
             vocab_size=152064,
             moe=MoEConfig(
-                num_experts=128,
-                top_k=6,
-                ffn_hidden_size=1408,
-                shared_experts=2,
-                first_dense_layers=1,
-                expert_bias=True,
+                num_experts=128, top_k=6, ffn_hidden_size=1408, shared_experts=2, first_dense_layers=1, expert_bias=True
             ),
         ),
     ),
@@ -284,9 +259,7 @@ def test_rows_taken_twice_in_steps_are_found() -> None:
 def test_a_transposition_that_is_forgotten_is_found() -> None:
     weights = weight_map(VARIANTS["gpt_oss"])
     blocks = [dataclasses.replace(block, transposed=False) for block in weights.blocks]
-    with pytest.raises(
-        CheckpointError, match=r"gate_up_proj \[0:1, 0:64, 0:96:2\] and .*fc1.weight differ in shape"
-    ):
+    with pytest.raises(CheckpointError, match=r"gate_up_proj \[0:1, 0:64, 0:96:2\] and .*fc1.weight differ in shape"):
         dataclasses.replace(weights, blocks=tuple(blocks)).prove()
 
 
@@ -300,9 +273,7 @@ def test_coverage_agrees_with_counting_cells() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         shape = tuple(torch.randint(1, 6, (3,), generator=generator).tolist())
-        places = [
-            random_place(shape, generator) for _ in range(int(torch.randint(0, 4, (), generator=generator)))
-        ]
+        places = [random_place(shape, generator) for _ in range(int(torch.randint(0, 4, (), generator=generator)))]
         cells = torch.zeros(shape, dtype=torch.int)
         for place in places:
             cells[as_slices(place)] += 1

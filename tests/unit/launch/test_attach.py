@@ -25,13 +25,9 @@ def launched(home):
 @pytest.mark.parametrize("job", ["12", "runs/a"])
 def test_a_command_runs_beside_the_job_in_the_container_of_its_steps(launched, slurm, job):
     slurm.says("squeue", "12|N/A|RUNNING|None|n[1-2]\n")
-    slurm.says(
-        "scontrol", f"JobId=12 JobName=a Command={launched}/job.sbatch WorkDir=/home/user NodeList=n1\n"
-    )
+    slurm.says("scontrol", f"JobId=12 JobName=a Command={launched}/job.sbatch WorkDir=/home/user NodeList=n1\n")
     assert main(["attach", job, "--node", "n2", "--", "nvidia-smi", "--list-gpus"]) == 0
-    step = (
-        "--jobid=12 --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist=n2 --container-name=mcore_rl_12"
-    )
+    step = "--jobid=12 --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist=n2 --container-name=mcore_rl_12"
     expected = f"{step} --container-workdir={os.getcwd()} bash -c exec nvidia-smi --list-gpus\n"
     assert slurm.asked("srun") == expected
 

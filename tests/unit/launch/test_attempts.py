@@ -88,9 +88,7 @@ class Machines:
         """Lines of bash that stand for the program on every rank; $RUN is the run's folder."""
         self._install("python", f"#!/bin/bash\nRUN={self.run}\n{text}\n")
 
-    def attempt(
-        self, number: int = 0, hosts: str = "n1 n2", **fields: object
-    ) -> "subprocess.CompletedProcess[str]":
+    def attempt(self, number: int = 0, hosts: str = "n1 n2", **fields: object) -> "subprocess.CompletedProcess[str]":
         """Run the script once, as Slurm would on these hosts."""
         (self.folder / "hosts").write_text(hosts + "\n")
         values = {
@@ -106,11 +104,7 @@ class Machines:
             "nodes": len(hosts.split()),
         }
         self._install("job.sbatch", render(JobScript(**values | fields)))
-        environment = {
-            "SLURM_JOB_ID": "7",
-            "SLURM_RESTART_COUNT": str(number),
-            "SLURM_JOB_NODELIST": "n[1-9]",
-        }
+        environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(number), "SLURM_JOB_NODELIST": "n[1-9]"}
         return subprocess.run(
             [*self.wrap, str(self.folder / "job.sbatch")],
             env=os.environ | environment,
@@ -204,9 +198,7 @@ def test_a_checks_own_limit_ends_it_and_is_its_reason(machines):
 
 
 def test_setting_up_a_containers_image_counts_against_no_checks_limit(machines):
-    machines._install(
-        "bin/timeout", '#!/bin/bash\necho "$2 $3" >>"$CLUSTER/limits"\nexec /usr/bin/timeout "$@"\n'
-    )
+    machines._install("bin/timeout", '#!/bin/bash\necho "$2 $3" >>"$CLUSTER/limits"\nexec /usr/bin/timeout "$@"\n')
     machines._install("bin/apptainer", "#!/bin/bash\n[[ $* = *\\ true ]] || touch $CLUSTER/run/DONE\n")
     container = ContainerConfig(kind="apptainer", image="a.sif")
     fields = {"container": container, "node_check": True, "check_timeout_s": 60, "image_timeout_s": 900}
@@ -237,14 +229,7 @@ def test_a_conversion_that_succeeds_leaves_its_command_in_done(machines):
 
 def fails_on(host: str, headline: str = "ended", status: int = 139, prefix: str = "") -> str:
     """A program whose rank on `host` writes a cause, as mcore_rl/workers/failures.py does, and ends."""
-    cause = {
-        "headline": headline,
-        "rank": 1,
-        "host": f"{host}.cluster",
-        "status": status,
-        "order": 0,
-        "text": "",
-    }
+    cause = {"headline": headline, "rank": 1, "host": f"{host}.cluster", "status": status, "order": 0, "text": ""}
     text = json.dumps(cause, indent=1)
     file = "$MCORE_RL_FAILURES/0-1700000000.000-1.json"
     return f"{prefix}\n[ $SLURMD_NODENAME != {host} ] || cat >{file} <<'EOF'\n{text}\nEOF\nexit 1"
@@ -257,15 +242,11 @@ def test_a_node_that_crashes_ranks_again_and_again_is_excluded_although_there_is
         assert machines.attempt(number, "n1 n2 n3").returncode == 0 and machines.excluded == ""
     machines.program(fails_on("n2"))
     done = machines.attempt(4, "n1 n2 n3")
-    assert (
-        machines.excluded == "n2" and "n2 crashed in 3 of the last 10 attempts: it is excluded" in done.stdout
-    )
+    assert machines.excluded == "n2" and "n2 crashed in 3 of the last 10 attempts: it is excluded" in done.stdout
     assert [end[:2] for end in machines.ends] == [("crash", "requeue")] * 5
 
 
-def test_the_first_cause_is_the_first_line_after_the_start_and_sruns_words_are_in_a_log_of_their_own(
-    machines,
-):
+def test_the_first_cause_is_the_first_line_after_the_start_and_sruns_words_are_in_a_log_of_their_own(machines):
     """srun speaks of the innocent rank first, which it ends itself."""
     machines.program(fails_on("n2"))
     srun = machines.folder / "bin/srun"
@@ -314,9 +295,7 @@ SPARE = {"hosts": "n1 n2 n3", "nodes": 2, "spares": 1}
 
 def test_a_spare_takes_the_place_of_the_node_whose_rank_crashed_without_a_requeue(machines):
     machines.program(
-        fails_on(
-            "n2", prefix='echo "$SLURMD_NODENAME" >>$RUN/ran; [ $(wc -l <$RUN/ran) != 4 ] || touch $RUN/DONE'
-        )
+        fails_on("n2", prefix='echo "$SLURMD_NODENAME" >>$RUN/ran; [ $(wc -l <$RUN/ran) != 4 ] || touch $RUN/DONE')
     )
     done = machines.attempt(**SPARE)
     assert done.returncode == 0, done.stdout
@@ -324,9 +303,7 @@ def test_a_spare_takes_the_place_of_the_node_whose_rank_crashed_without_a_requeu
     assert (machines.run / "ran").read_text().split() == ["n1", "n2", "n1", "n3"]
     assert not (machines.folder / "asked").exists() and machines.excluded == ""
     assert "crash: begins anew on n1,n3, within the allocation and without n2" in done.stdout
-    assert (machines.run / "logs/7.0/failure.json").exists() and (
-        machines.run / "logs/7.1/node-n3.log"
-    ).exists()
+    assert (machines.run / "logs/7.0/failure.json").exists() and (machines.run / "logs/7.1/node-n3.log").exists()
 
 
 def test_when_too_few_nodes_are_left_the_job_is_requeued_and_attempts_stay_apart(machines):
@@ -348,10 +325,7 @@ def test_an_unfit_node_and_one_that_slurm_calls_down_are_replaced_by_spares(mach
     done = machines.attempt(hosts="n1 n2 n3 n4", nodes=2, spares=2, pre_node=(line,))
     assert done.returncode == 0, done.stdout
     assert [end[:2] for end in machines.ends] == [("unfit", "restart"), ("finished", "0")]
-    assert (
-        "begins anew on n1,n4, within the allocation and without n2,n3" in done.stdout
-        and machines.excluded == ""
-    )
+    assert "begins anew on n1,n4, within the allocation and without n2,n3" in done.stdout and machines.excluded == ""
 
 
 def test_a_crash_of_nobody_knows_whom_begins_anew_only_where_nodes_are_checked_and_gives_up(machines):
@@ -394,9 +368,7 @@ mkdir -p $RUN/aside && mv $RUN/attempts.jsonl $RUN/aside/ && mkdir $RUN/attempts
 def test_a_job_waits_until_its_folder_can_be_written_before_it_is_requeued(machines):
     headline = "rank 0 on n1: CheckpointError: step 5 is not saved: Read-only file system"
     back = "(/bin/sleep 1.5; rmdir $RUN/attempts.jsonl; mv $RUN/aside/attempts.jsonl $RUN/) >/dev/null 2>&1 &"
-    machines.program(
-        f"[ $SLURMD_NODENAME = n1 ] || exit 1\n{UNWRITABLE}{back}\n{fails_on('n1', headline, 2)}"
-    )
+    machines.program(f"[ $SLURMD_NODENAME = n1 ] || exit 1\n{UNWRITABLE}{back}\n{fails_on('n1', headline, 2)}")
     done = machines.attempt()
     assert f"{machines.run} cannot be written: waiting up to 900 s\n" in done.stdout
     ((why, then, cause),) = machines.ends
@@ -449,9 +421,7 @@ def test_a_launch_folder_that_was_deleted_is_the_reason_and_nothing_runs_elsewhe
         (machines.folder / name).mkdir()
     done = machines.attempt(code_dir=str(machines.folder / "code"))
     assert done.returncode == STATUS["refused"] and not (machines.run / "ran").exists()
-    cause = (
-        f"{machines.folder / gone} cannot be entered on n1: it was deleted, moved, or is not mounted there"
-    )
+    cause = f"{machines.folder / gone} cannot be entered on n1: it was deleted, moved, or is not mounted there"
     assert machines.ends == [("refused", "2", cause)]
 
 
@@ -477,9 +447,7 @@ def test_a_launch_folder_that_one_node_lacks_is_that_nodes_fault(machines):
     assert cause == f"n2: {machines.work} cannot be entered: it was deleted, moved, or is not mounted there"
 
 
-@pytest.mark.parametrize(
-    ("mode", "is_imported"), [(0o755, True), (0o775, True), (0o777, False), (0o1777, False)]
-)
+@pytest.mark.parametrize(("mode", "is_imported"), [(0o755, True), (0o775, True), (0o777, False), (0o1777, False)])
 def test_what_everybody_may_write_is_not_imported(machines, mode, is_imported):
     """Python itself runs a sitecustomize.py that it finds on its path."""
     machines.work = machines.folder / "work"
@@ -496,21 +464,13 @@ def test_what_everybody_may_write_is_not_imported(machines, mode, is_imported):
 
 @pytest.mark.parametrize(
     ("limit", "is_enough"),
-    [
-        ("00:10:00", False),
-        ("00:10:01", True),
-        ("1-00:00:00", True),
-        ("1-00:10:00", True),
-        ("UNLIMITED", True),
-    ],
+    [("00:10:00", False), ("00:10:01", True), ("1-00:00:00", True), ("1-00:10:00", True), ("UNLIMITED", True)],
 )
 def test_an_attempt_does_not_begin_within_a_limit_that_launch_would_refuse(machines, limit, is_enough):
     (machines.folder / "limit").write_text(limit)
     machines.program("touch $RUN/DONE")
     done = machines.attempt(signal_s=600)
-    assert (done.returncode, machines.ends[0][:2]) == (
-        (0, ("finished", "0")) if is_enough else (2, ("limit", "2"))
-    )
+    assert (done.returncode, machines.ends[0][:2]) == ((0, ("finished", "0")) if is_enough else (2, ("limit", "2")))
 
 
 def test_a_limit_that_is_shortened_while_the_job_runs_ends_it_after_the_save(machines):
@@ -543,11 +503,7 @@ ENDED = {
     ),
     "limit": (
         "echo 00:20:00 >limit; echo COMPLETING Reason=TimeLimit >state",
-        (
-            "limit",
-            "requeue",
-            "Slurm has ended the attempt: its time limit was set below the time that it had run",
-        ),
+        ("limit", "requeue", "Slurm has ended the attempt: its time limit was set below the time that it had run"),
     ),
     "short limit": ("echo 00:01:00 >limit; echo COMPLETING Reason=TimeLimit >state", ("limit", "2", None)),
 }
@@ -639,10 +595,7 @@ WAYS = {
     "a module that sets PYTHONPATH": {"setup": ("export PYTHONPATH={other}:$PYTHONPATH",)},
     "an image that sets PYTHONPATH": {"python": "env PYTHONPATH={other} {python}"},
     "an option of Python": {"python": "{python} -I"},
-    "the working folder": {
-        "setup": ("unset PYTHONSAFEPATH", "PYTHONPATH=.:$PYTHONPATH"),
-        "work_dir": "{other}",
-    },
+    "the working folder": {"setup": ("unset PYTHONSAFEPATH", "PYTHONPATH=.:$PYTHONPATH"), "work_dir": "{other}"},
 }
 
 
@@ -661,9 +614,7 @@ def other_code(machines):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_job_that_would_run_other_code_than_its_copy_ends_with_both_paths(way, starter, machines):
     other, copy = other_code(machines), machines.folder / "copy"
-    (copy / "mcore_rl").mkdir(
-        parents=True
-    )  # another folder than the checkout, which may be what is installed
+    (copy / "mcore_rl").mkdir(parents=True)  # another folder than the checkout, which may be what is installed
     (copy / "mcore_rl/__init__.py").touch()
     text = json.dumps({"python": "{python}"} | WAYS[way])
     fields = json.loads(text.replace("{other}", str(other)).replace("{python}", sys.executable))
@@ -684,8 +635,6 @@ def test_neither_the_submitting_shell_nor_a_file_of_keys_changes_which_code_a_jo
     for name in ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE"):
         monkeypatch.setenv(name, str(other))
     setup = ('echo "$MASTER_ADDR $OMP_NUM_THREADS" >$MCORE_RL_FAILURES/../said',)
-    machines.attempt(
-        code_dir=str(ROOT), python=sys.executable, environment_file=str(keys), setup=setup, hosts="n1"
-    )
+    machines.attempt(code_dir=str(ROOT), python=sys.executable, environment_file=str(keys), setup=setup, hosts="n1")
     assert machines.ends == [("finished", "0", "")] and not (machines.run / "trained").exists()
     assert (machines.run / "logs/7.0/said").read_text() == "n1 3\n"

@@ -52,9 +52,7 @@ def test_what_is_not_committed_is_refused_by_name_unless_it_is_a_recipe(checkout
         refuse_changes(code_at(checkout))
 
 
-def test_a_dirty_checkout_is_copied_as_it_is_with_a_patch_that_leads_there_from_the_commit(
-    checkout, tmp_path
-):
+def test_a_dirty_checkout_is_copied_as_it_is_with_a_patch_that_leads_there_from_the_commit(checkout, tmp_path):
     (checkout / "mcore_rl/a.py").write_text("A = 2\n")
     (checkout / "mcore_rl/new.py").write_text("B = 1\n")
     (checkout / "launch/a.py").unlink()

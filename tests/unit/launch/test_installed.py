@@ -14,29 +14,11 @@ def test_an_installed_package_has_its_templates_clusters_and_recipes_and_copies_
         shutil.copy(ROOT / name, source)
     for name in ("mcore_rl", "launch"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    ]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([*pip, "--target", str(site), str(source)], check=True, env=clean, cwd=tmp_path)
     recipe, cluster = "tiny_moe/pretrain", site / "mcore_rl/shipped/clusters/example_cpu.toml"
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "mcore_rl.cli.cli",
-        "launch",
-        recipe,
-        "--cluster",
-        str(cluster),
-    ]
+    command = [sys.executable, "-P", "-m", "mcore_rl.cli.cli", "launch", recipe, "--cluster", str(cluster)]
     words = ["--nodes", "1", 'data.train=["data/train"]']
     environment = {"PATH": str(slurm.bin), "PYTHONPATH": str(site)}
     done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)

@@ -29,14 +29,7 @@ JOB = {
 
 @pytest.mark.parametrize(
     ("time", "seconds"),
-    [
-        ("90", 5400),
-        ("90:30", 5430),
-        ("2:00:01", 7201),
-        ("1-0", 86400),
-        ("1-12:30", 131400),
-        ("1-0:0:5", 86405),
-    ],
+    [("90", 5400), ("90:30", 5430), ("2:00:01", 7201), ("1-0", 86400), ("1-12:30", 131400), ("1-0:0:5", 86405)],
 )
 def test_time_limits_are_read_as_sbatch_reads_them(time, seconds):
     assert seconds_of(time) == seconds
@@ -60,9 +53,7 @@ def test_all_that_is_wrong_is_told_at_once():
 
 def test_the_script_knows_the_folder_of_causes_and_the_status_of_a_hung_rank():
     assert f"{FAILURES}=$log/failures" in JOB_SH
-    assert '  "$hung_status") failed hang' in JOB_SH and f"hung_status={HUNG_STATUS}\n" in render(
-        JobScript(**JOB)
-    )
+    assert '  "$hung_status") failed hang' in JOB_SH and f"hung_status={HUNG_STATUS}\n" in render(JobScript(**JOB))
 
 
 def test_every_exit_status_has_a_meaning_and_is_used():
@@ -73,11 +64,7 @@ def test_every_exit_status_has_a_meaning_and_is_used():
 def test_words_reach_the_program_as_they_are():
     script = render(JobScript(**JOB, environment={"NCCL_DEBUG": "a 'b' $c"}))
     shown = subprocess.run(
-        [
-            "bash",
-            "-uc",
-            f'{script.partition("job_sh=")[0]}printf "%s\\n" "${{arguments[@]}}" "${{environment[@]}}"',
-        ],
+        ["bash", "-uc", f'{script.partition("job_sh=")[0]}printf "%s\\n" "${{arguments[@]}}" "${{environment[@]}}"'],
         capture_output=True,
         text=True,
     )
@@ -90,27 +77,11 @@ def test_a_cluster_may_set_no_variable_of_the_script_or_of_the_launcher_but_the_
     assigned = re.findall(
         r"(?:^ *|then |printf .* \"|eval \")((?:export )?[A-Za-z_]+=.*|export .*)", script, re.MULTILINE
     )
-    names = {
-        name for line in assigned for name in re.findall(r"(?:^|^export | )([A-Za-z_]+)=", line)
-    } | OF_RANKS
-    assert names > {
-        "PYTHONPATH",
-        "PYTHONSAFEPATH",
-        "TMPDIR",
-        "TRITON_CACHE_DIR",
-        "SERVER_PORT",
-        "run",
-        "RANK",
-    }
+    names = {name for line in assigned for name in re.findall(r"(?:^|^export | )([A-Za-z_]+)=", line)} | OF_RANKS
+    assert names > {"PYTHONPATH", "PYTHONSAFEPATH", "TMPDIR", "TRITON_CACHE_DIR", "SERVER_PORT", "run", "RANK"}
     of_checks = "TORCH_NCCL_BLOCKING_WAIT"  # set in the process of the checks alone
-    assert {name for name in names if not why_reserved(name)} == {
-        "OMP_NUM_THREADS",
-        "PYTHONUNBUFFERED",
-        of_checks,
-    }
-    allowed = (
-        "NCCL_DEBUG CUDA_DEVICE_MAX_CONNECTIONS LD_LIBRARY_PATH WANDB_API_KEY https_proxy MCORE_RL_CACHE"
-    )
+    assert {name for name in names if not why_reserved(name)} == {"OMP_NUM_THREADS", "PYTHONUNBUFFERED", of_checks}
+    allowed = "NCCL_DEBUG CUDA_DEVICE_MAX_CONNECTIONS LD_LIBRARY_PATH WANDB_API_KEY https_proxy MCORE_RL_CACHE"
     assert not any(map(why_reserved, allowed.split()))
 
 

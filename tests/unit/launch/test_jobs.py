@@ -28,14 +28,7 @@ class Run:
         (path / "launch/0/submission.json").write_text(json.dumps(submission))
 
     def attempt(self, event, number=0, element="", **fields):
-        entry = {
-            "event": event,
-            "time": time.time(),
-            "job": "12",
-            "attempt": number,
-            "nodes": "n[1-2]",
-            "step": 0,
-        }
+        entry = {"event": event, "time": time.time(), "job": "12", "attempt": number, "nodes": "n[1-2]", "step": 0}
         folder = self.path / element
         folder.mkdir(exist_ok=True)
         with (folder / "attempts.jsonl").open("a") as file:
@@ -65,18 +58,13 @@ def listed(capsys, *words):
     starts = [lines[0].index(name) for name in lines[0].split()]
     names = lines[0].split()
     cells = [
-        {
-            name: line[start:stop].strip()
-            for name, start, stop in zip(names, starts, [*starts[1:], None], strict=True)
-        }
+        {name: line[start:stop].strip() for name, start, stop in zip(names, starts, [*starts[1:], None], strict=True)}
         for line in lines[1:]
     ]
     return {row["run"].rpartition("/")[2]: row for row in cells}
 
 
-def test_a_running_job_is_listed_with_step_speed_checkpoint_and_how_the_attempt_before_ended(
-    run, slurm, capsys
-):
+def test_a_running_job_is_listed_with_step_speed_checkpoint_and_how_the_attempt_before_ended(run, slurm, capsys):
     slurm.says("squeue", "12|N/A|RUNNING|None|n[1-2]\n")
     run.attempt("start")
     run.attempt("end", why="hang", then="requeue", step=10, status=1)
@@ -145,9 +133,7 @@ def test_json_has_an_object_for_each_run_with_numbers_as_numbers(run, slurm, cap
     run.metrics({"step": 12, "train/tokens_per_s_per_rank": 4321.5})
     assert main(["jobs", "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out)
-    found = [
-        listed[key] for key in ("job", "state", "attempts", "step", "tokens_per_s_per_rank", "checkpoint")
-    ]
+    found = [listed[key] for key in ("job", "state", "attempts", "step", "tokens_per_s_per_rank", "checkpoint")]
     assert found == ["12", "RUNNING", 1, 12, 4321.5, None]
 
 
@@ -156,10 +142,7 @@ def test_an_attempt_that_ended_without_a_record_is_reported(run, slurm, capsys):
     assert "its last attempt ended without a record: see" in listed(capsys)["a"]["why"]
     slurm.says("sacct", "12|FAILED|18:0|n1\n")
     why = listed(capsys)["a"]["why"]
-    assert (
-        "without a record (gave up: attempts without a new checkpoint, the last of which found the disk"
-        in why
-    )
+    assert "without a record (gave up: attempts without a new checkpoint, the last of which found the disk" in why
 
 
 def test_the_end_of_an_orphan_is_not_that_of_the_attempt_that_runs(run, slurm, capsys):
@@ -198,10 +181,7 @@ def test_the_elements_of_an_array_have_a_line_each(home, slurm, capsys):
     run.attempt("start", element="1", job="12")
     slurm.says("squeue", "12|0|RUNNING||n1\n12|1|PENDING|Priority|\n")
     rows = listed(capsys)
-    assert [(rows[name]["job"], rows[name]["state"]) for name in "01"] == [
-        ("12_0", "RUNNING"),
-        ("12_1", "PENDING"),
-    ]
+    assert [(rows[name]["job"], rows[name]["state"]) for name in "01"] == [("12_0", "RUNNING"), ("12_1", "PENDING")]
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
@@ -247,9 +227,7 @@ def test_a_job_that_never_ran_is_listed_with_the_stage_that_failed(home, slurm, 
         before = str(run.path)
         if name == "pretrain":
             run.attempt("start", job="11")
-            slurm.says(
-                "squeue", "11|N/A|RUNNING||n1\n12|N/A|PENDING|Dependency|\n13|N/A|PENDING|Dependency|\n"
-            )
+            slurm.says("squeue", "11|N/A|RUNNING||n1\n12|N/A|PENDING|Dependency|\n13|N/A|PENDING|Dependency|\n")
             first = run
     rows = listed(capsys)
     assert rows["sft"]["why"] == f"waits for whole-pretrain (job 11, {home}/runs/pretrain)"
@@ -265,9 +243,7 @@ def test_a_job_that_never_ran_is_listed_with_the_stage_that_failed(home, slurm, 
 
 
 def test_torn_and_long_lines_of_metrics_are_skipped(run, slurm, capsys):
-    run.metrics(
-        {"step": 1, "train/tokens_per_s_per_rank": 5.0}, {"step": 2, "moe/expert_load": [[1] * 1000] * 500}
-    )
+    run.metrics({"step": 1, "train/tokens_per_s_per_rank": 5.0}, {"step": 2, "moe/expert_load": [[1] * 1000] * 500})
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "train')
     assert listed(capsys)["a"]["step"] == "-"  # the last megabyte holds no whole line
@@ -299,9 +275,7 @@ def test_columns_are_aligned_and_the_last_one_is_as_long_as_it_is():
 def test_a_damaged_checkpoint_that_the_last_start_passed_over_is_listed(run, slurm, capsys):
     slurm.says("squeue", "12|N/A|RUNNING|None|n[1-2]\n")
     run.attempt("start")
-    (run.path / "run.json").write_text(
-        json.dumps([{"step": 0}, {"step": 5, "warnings": ["iter_7 is damaged"]}])
-    )
+    (run.path / "run.json").write_text(json.dumps([{"step": 0}, {"step": 5, "warnings": ["iter_7 is damaged"]}]))
     assert listed(capsys, run.path)["a"]["why"] == "warning: iter_7 is damaged"
     (run.path / "DONE").write_text("all 9 steps are done\n")
     assert listed(capsys, run.path)["a"]["why"] == "all 9 steps are done; warning: iter_7 is damaged"
@@ -311,10 +285,7 @@ def test_a_damaged_checkpoint_that_the_last_start_passed_over_is_listed(run, slu
 
 def test_the_health_of_a_runs_servers_is_in_its_line(run, slurm, capsys):
     run.attempt("start")
-    servers = [
-        {"url": "http://n3:20000", "is_serving": True},
-        {"url": "http://n4:20000", "is_serving": False},
-    ]
+    servers = [{"url": "http://n3:20000", "is_serving": True}, {"url": "http://n4:20000", "is_serving": False}]
     (run.path / "servers").mkdir()
     (run.path / "servers/status.json").write_text(json.dumps({"version": 3, "servers": servers}))
     assert "servers 1/2, without http://n4:20000" in listed(capsys)["a"]["why"]

@@ -12,11 +12,7 @@ from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.load import load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.families.same_model import model_changes
-from tests.unit.families.test_hf_config import (
-    PUBLISHED_DEEPSEEK_V3,
-    PUBLISHED_GLM_5,
-    PUBLISHED_MINIMAX_M2,
-)
+from tests.unit.families.test_hf_config import PUBLISHED_DEEPSEEK_V3, PUBLISHED_GLM_5, PUBLISHED_MINIMAX_M2
 from tests.unit.launch.conftest import ROOT
 
 QWEN3: dict[str, Any] = {

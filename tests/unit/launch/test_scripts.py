@@ -55,11 +55,7 @@ def script(case):
     if case == "h100_convert":
         stage = ConversionStage(arguments=("export", "runs/a b", "out/model", "--workers", "8"))
         plan = plan_conversion(
-            stage,
-            Path("runs/pipeline"),
-            cluster_of("example_h100"),
-            options=JobOptions(),
-            allowances=allowances,
+            stage, Path("runs/pipeline"), cluster_of("example_h100"), options=JobOptions(), allowances=allowances
         )
         return render(plan.job)
     cluster, recipe, nodes, options = CASES[case]

@@ -33,9 +33,7 @@ def launch(*words, recipe=RECIPE, cluster=CPU, nodes=("--nodes", "1")):
     return main(["launch", "--allow-dirty", *words])
 
 
-def test_a_launch_keeps_script_config_cluster_and_code_beside_the_run_and_prints_the_jobs_id(
-    home, slurm, capsys
-):
+def test_a_launch_keeps_script_config_cluster_and_code_beside_the_run_and_prints_the_jobs_id(home, slurm, capsys):
     assert launch(DATA, "optim.lr=0.5") == 0
     assert capsys.readouterr().out == "101\n"
     folder = home / "runs/tiny_moe/launch/0"
@@ -48,9 +46,7 @@ def test_a_launch_keeps_script_config_cluster_and_code_beside_the_run_and_prints
     script = (folder / "job.sbatch").read_text()
     assert str(folder / "config.toml") in script and str(folder / "code") in script
     assert (folder / "code/mcore_rl/programs/pretrain.py").exists() and (folder / "cluster.toml").exists()
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     assert (folder / "commit.txt").read_text().startswith(head)
     submission = json.loads((folder / "submission.json").read_text())
     assert (submission["job"], submission["program"], submission["nodes"]) == ("101", "pretrain", 1)
@@ -86,10 +82,7 @@ def test_a_check_runs_doctor_on_every_node_waits_and_shows_what_differs(home, sl
     script = slurm.submitted[0].read_text()
     assert "#SBATCH --nodes=2" in script and "#SBATCH --ntasks-per-node=1" in script
     assert "#SBATCH --time=00:15:00" in script
-    assert (
-        f"(doctor --nodes {found})" in " ".join(script.split()).replace("( ", "(")
-        and "mcore_rl.cli.cli" in script
-    )
+    assert f"(doctor --nodes {found})" in " ".join(script.split()).replace("( ", "(") and "mcore_rl.cli.cli" in script
     assert not (home / "runs/tiny_moe/launch").exists()
 
 
@@ -111,10 +104,7 @@ def test_a_dry_run_without_a_controller_warns_and_a_launch_is_refused(answer, ho
     assert launch(DATA, "--dry-run") == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("#!/bin/bash -p")
-    assert (
-        f"warning: Slurm was not asked when the job would start: sbatch reached no controller: {answer}"
-        in shown.err
-    )
+    assert f"warning: Slurm was not asked when the job would start: sbatch reached no controller: {answer}" in shown.err
     assert launch(DATA) == 2
     assert "SlurmUnreachableError" in capsys.readouterr().err
 
@@ -139,10 +129,7 @@ def test_without_sbatch_the_script_is_shown_nothing_is_written_and_the_status_is
 def test_what_sbatch_refuses_is_told_in_its_words_and_leaves_no_launch(home, slurm, capsys):
     (slurm.folder / "refuses").write_text("partition=cpu")
     assert launch(DATA) == 2
-    assert (
-        "sbatch refused: sbatch: error: Batch job submission failed: Invalid partition"
-        in capsys.readouterr().err
-    )
+    assert "sbatch refused: sbatch: error: Batch job submission failed: Invalid partition" in capsys.readouterr().err
     assert not [path for path in (home / "runs/tiny_moe/launch").iterdir() if path.is_dir()]
 
 
@@ -183,20 +170,14 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
     [
         (["--servers", "2"], "--servers 2 needs --server-command"),
         (["--server-command", "serve"], "need --servers N"),
-        (
-            ["--servers", "1", "--server-command", "s", "--server-field", "log.projet"],
-            "Did you mean log.project?",
-        ),
+        (["--servers", "1", "--server-command", "s", "--server-field", "log.projet"], "Did you mean log.project?"),
         (["--array", "0-3", "--array-field", "train.sed"], "Did you mean train.seed?"),
         (["mesh.tp=3"], "on 1 nodes of 4 ranks"),
         (["mesh.ep=3"], "is not a multiple of mesh.ep=3"),
         (["mesh.tpp=3"], "Did you mean mesh.tp?"),
         (["data.train=[]"], "data.train is empty"),
         (['data.train=["data/gone"]'], "data.train names the file data/gone.bin, which does not exist"),
-        (
-            ["checkpoint.load=runs/gone"],
-            "checkpoint.load names the checkpoint runs/gone, which does not exist",
-        ),
+        (["checkpoint.load=runs/gone"], "checkpoint.load names the checkpoint runs/gone, which does not exist"),
         (["run_dir=/dev/null/x"], "cannot be written"),
         (["--time", "1:00"], "signal_s=120"),
         (["--time", "1:00:00\n#SBATCH --uid=0"], "the time limit '1:00:00\\n#SBATCH --uid=0' is no duration"),
@@ -249,21 +230,14 @@ def test_experts_across_nodes_are_warned_of(home, slurm, capsys):
     assert "warning: mesh.ep=8 (x etp=1) goes over nodes of 4 ranks" in capsys.readouterr().err
 
 
-def test_an_estimate_above_the_gpus_memory_is_refused_with_its_parts_unless_forced(
-    home, slurm, capsys, tmp_path
-):
+def test_an_estimate_above_the_gpus_memory_is_refused_with_its_parts_unless_forced(home, slurm, capsys, tmp_path):
     text = H100.read_text().replace("/shared/images/pytorch.sqsh", "docker://images/pytorch")
     (tmp_path / "cluster.toml").write_text(text)
     words = [DATA, 'data.valid=["data/valid"]']
-    qwen3 = {
-        "recipe": ROOT / "launch/recipes/qwen3_30b_a3b/pretrain.toml",
-        "cluster": tmp_path / "cluster.toml",
-    }
+    qwen3 = {"recipe": ROOT / "launch/recipes/qwen3_30b_a3b/pretrain.toml", "cluster": tmp_path / "cluster.toml"}
     assert launch(*words, **qwen3) == 2
     message = capsys.readouterr().err
-    assert re.search(
-        r"estimate is 7\d\.\d GiB .*\(weights 8\.2, .*but a GPU of h100 has 74 GiB for it", message
-    )
+    assert re.search(r"estimate is 7\d\.\d GiB .*\(weights 8\.2, .*but a GPU of h100 has 74 GiB for it", message)
     # Forwards and backwards: one step of recomputation more is the smallest change that fits.
     assert re.search(r"nearest that pass the checks and fit.*\n  platform\.recompute", message)
     assert launch(*words, "--force", **qwen3) == 0
@@ -276,9 +250,7 @@ def test_a_container_that_is_not_there_is_refused(home, slurm, capsys):
     assert 'container.image="/shared/images/pytorch.sqsh" does not exist. Make it' in capsys.readouterr().err
 
 
-def test_data_that_the_container_does_not_see_is_told_with_the_mount_that_is_missing(
-    home, slurm, capsys, tmp_path
-):
+def test_data_that_the_container_does_not_see_is_told_with_the_mount_that_is_missing(home, slurm, capsys, tmp_path):
     text = H100.read_text().replace("/shared/images/pytorch.sqsh", "docker://images/pytorch")
     (tmp_path / "cluster.toml").write_text(text)
     for ending in (".bin", ".idx"):
@@ -415,9 +387,7 @@ def test_keys_are_read_by_the_job_and_are_in_no_file_of_the_launch(home, slurm, 
         ("gone/keys.env", None, "", "cannot be read"),
     ],
 )
-def test_a_file_of_keys_that_is_not_safe_is_refused(
-    where, mode, text, message, home, slurm, capsys, tmp_path
-):
+def test_a_file_of_keys_that_is_not_safe_is_refused(where, mode, text, message, home, slurm, capsys, tmp_path):
     keys = tmp_path / where
     if mode is not None:
         keys.parent.mkdir(parents=True, exist_ok=True)
@@ -465,14 +435,10 @@ def test_a_variable_that_the_job_needs_is_refused_by_both_doors_before_anything_
 def test_a_run_whose_fence_names_a_live_job_is_refused(home, slurm, capsys):
     run = home / "runs/tiny_moe"
     run.mkdir(parents=True)
-    (run / "writer.json").write_text(
-        json.dumps({"job": "77", "number": 0, "host": "n1", "pid": 1, "born": 1})
-    )
+    (run / "writer.json").write_text(json.dumps({"job": "77", "number": 0, "host": "n1", "pid": 1, "born": 1}))
     slurm.says("squeue", "77|N/A|RUNNING||n1\n")
     assert launch(DATA) == 2
-    assert "is in use by job 77, which is RUNNING" in capsys.readouterr().err and "77" in slurm.asked(
-        "squeue"
-    )
+    assert "is in use by job 77, which is RUNNING" in capsys.readouterr().err and "77" in slurm.asked("squeue")
     (slurm.folder / "squeue").unlink()
     slurm.fails("squeue", "slurm_load_jobs error: Invalid job id specified")
     assert launch(DATA) == 0
@@ -489,9 +455,7 @@ def test_the_program_is_known_by_the_configs_fields_or_its_name_or_is_chosen(hom
     (home / "mine.toml").write_text(f'extends = "{RECIPE}"\ndata.train = ["data/train"]\n')
     assert launch(recipe=home / "mine.toml") == 0
     assert "mcore_rl.programs.pretrain" in slurm.submitted[-1].read_text()
-    (home / "any.toml").write_text(
-        f'extends = "{RECIPE.with_name("model.toml")}"\ndata.train = ["data/train"]\n'
-    )
+    (home / "any.toml").write_text(f'extends = "{RECIPE.with_name("model.toml")}"\ndata.train = ["data/train"]\n')
     assert launch(recipe=home / "any.toml") == 2
     assert "any.toml could be a config of pretrain, sft, rm or dpo" in capsys.readouterr().err
     assert launch("--program", "pretrain", "mesh.dp=auto", recipe=home / "any.toml") == 0
@@ -533,11 +497,7 @@ def dependencies(slurm):
 def test_the_stages_of_a_pipeline_wait_for_one_another(pipeline, slurm, capsys):
     assert launch(**pipeline) == 0
     assert capsys.readouterr().out.split() == ["101", "102", "103"]
-    assert dependencies(slurm) == [
-        ["whole-pretrain"],
-        ["whole-sft", "afterok:101"],
-        ["whole-convert", "afterok:102"],
-    ]
+    assert dependencies(slurm) == [["whole-pretrain"], ["whole-sft", "afterok:101"], ["whole-convert", "afterok:102"]]
     scripts = [path.read_text() for path in slurm.submitted]
     assert ["--kill-on-invalid-dep=yes" in script for script in scripts] == [False, True, True]
     assert "convert export runs/tiny_moe_sft out/model" in " ".join(scripts[2].split())
@@ -546,10 +506,7 @@ def test_the_stages_of_a_pipeline_wait_for_one_another(pipeline, slurm, capsys):
 def test_a_dry_run_of_a_pipeline_shows_all_scripts_each_waiting_for_a_stage_by_name(pipeline, slurm, capsys):
     assert launch("--dry-run", **pipeline) == 0
     shown = capsys.readouterr().out
-    assert re.findall("^#SBATCH --dependency=(.*)$", shown, re.MULTILINE) == [
-        "afterok:pretrain",
-        "afterok:sft",
-    ]
+    assert re.findall("^#SBATCH --dependency=(.*)$", shown, re.MULTILINE) == ["afterok:pretrain", "afterok:sft"]
     assert slurm.submitted == []
 
 
@@ -561,18 +518,14 @@ def test_when_a_stage_is_refused_by_slurm_those_before_it_are_cancelled(pipeline
 
 
 def test_nothing_of_a_pipeline_is_submitted_when_a_later_stage_is_wrong(pipeline, slurm, capsys):
-    text = (
-        pipeline["recipe"].read_text().replace("checkpoint.load=runs/tiny_moe", "checkpoint.load=runs/other")
-    )
+    text = pipeline["recipe"].read_text().replace("checkpoint.load=runs/tiny_moe", "checkpoint.load=runs/other")
     pipeline["recipe"].write_text(text)
     assert launch(**pipeline) == 2
     assert "checkpoint.load names the checkpoint runs/other" in capsys.readouterr().err
     assert slurm.submitted == []
 
 
-def test_the_same_command_skips_finished_stages_and_goes_on_with_the_failed_one(
-    pipeline, home, slurm, capsys
-):
+def test_the_same_command_skips_finished_stages_and_goes_on_with_the_failed_one(pipeline, home, slurm, capsys):
     assert launch(**pipeline) == 0
     done = home / "runs/tiny_moe/DONE"
     done.write_text("all 300 steps are done\n")
@@ -584,9 +537,7 @@ def test_the_same_command_skips_finished_stages_and_goes_on_with_the_failed_one(
     assert "pretrain: finished and skipped (all 300 steps are done); to run it again delete" in shown.err
     assert shown.out.split() == ["104", "105"]
     assert dependencies(slurm)[3:] == [["whole-sft"], ["whole-convert", "afterok:104"]]
-    after = [
-        json.loads((path.parent / "submission.json").read_text())["after"] for path in slurm.submitted[3:]
-    ]
+    after = [json.loads((path.parent / "submission.json").read_text())["after"] for path in slurm.submitted[3:]]
     assert after == ["", str(home / "runs/tiny_moe_sft")]
 
     (home / "runs/tiny_moe_sft/DONE").write_text("all 100 steps are done\n")
@@ -608,14 +559,10 @@ def test_a_stage_may_load_one_checkpoint_of_the_run_before(pipeline, slurm):
 
 
 def test_two_stages_in_one_run_dir_are_refused(pipeline, slurm, capsys):
-    text = PIPELINE.replace(
-        '"data.tokenizer.path=data"', '"data.tokenizer.path=data", "run_dir=runs/tiny_moe"'
-    )
+    text = PIPELINE.replace('"data.tokenizer.path=data"', '"data.tokenizer.path=data", "run_dir=runs/tiny_moe"')
     pipeline["recipe"].write_text(text)
     assert launch(**pipeline) == 2
-    assert (
-        'runs/tiny_moe" is that of an earlier stage too' in capsys.readouterr().err and slurm.submitted == []
-    )
+    assert 'runs/tiny_moe" is that of an earlier stage too' in capsys.readouterr().err and slurm.submitted == []
 
 
 def test_what_is_of_one_job_is_refused_of_a_pipeline(pipeline, slurm, capsys):
@@ -636,19 +583,13 @@ def test_a_config_with_what_toml_must_escape_reaches_the_job(home, slurm):
     )
 
 
-HEAVY = (
-    "any(name.partition('.')[0] in ('torch', 'megatron', 'transformers', 'numpy') for name in sys.modules)"
-)
+HEAVY = "any(name.partition('.')[0] in ('torch', 'megatron', 'transformers', 'numpy') for name in sys.modules)"
 
 
 @pytest.mark.parametrize("command", ["launch", "jobs"])
 def test_a_login_node_is_answered_without_what_takes_seconds_to_import(command, home, slurm):
     assert launch(DATA) == 0
-    words = (
-        ["jobs"]
-        if command == "jobs"
-        else ["launch", str(RECIPE), "--cluster", str(CPU), "--nodes", "1", DATA]
-    )
+    words = ["jobs"] if command == "jobs" else ["launch", str(RECIPE), "--cluster", str(CPU), "--nodes", "1", DATA]
     words += [] if command == "jobs" else ["--dry-run"]
     code = f"import sys, mcore_rl.cli.cli as cli; status = cli.main({words}); sys.exit(status or 9 * {HEAVY})"
     done = subprocess.run([sys.executable, "-c", code], env={"PATH": str(slurm.bin), "PYTHONPATH": str(ROOT)})

@@ -11,10 +11,7 @@ from mcore_rl.megatron.batch_invariant import InvariantProducts, attention, is_o
 @pytest.mark.parametrize(("depth", "width"), [(64, 192), (256, 1024), (48, 8)])
 def test_a_row_has_the_same_bits_in_every_batch(depth, width):
     generator = torch.Generator().manual_seed(depth)
-    rows, weight = (
-        torch.randn(200, depth, generator=generator),
-        torch.randn(width, depth, generator=generator),
-    )
+    rows, weight = (torch.randn(200, depth, generator=generator), torch.randn(width, depth, generator=generator))
     with InvariantProducts():
         whole = linear(rows, weight)
         for part in (slice(0, 1), slice(7, 8), slice(30, 47), slice(60, 188)):
@@ -36,9 +33,7 @@ def test_gradients_are_those_of_the_products():
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch multiplies expert by expert"
-)
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch multiplies expert by expert")
 def test_rows_of_an_expert_have_the_same_bits_whatever_the_others_have():
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(60, 24, generator=generator, requires_grad=True)

@@ -90,9 +90,7 @@ def test_nothing_asked_is_nothing_and_far_logits_do_not_overflow():
         logits, torch.tensor([IGNORED_TARGET] * 2), ALONE, vocab_size=3, temperature=1.0, chunk_tokens=2
     )
     assert [x.tolist() for x in none] == [[0.0, 0.0], [0.0, 0.0]]
-    far = logprobs_and_entropy(
-        logits, torch.tensor([1, 2]), ALONE, vocab_size=3, temperature=1.0, chunk_tokens=2
-    )
+    far = logprobs_and_entropy(logits, torch.tensor([1, 2]), ALONE, vocab_size=3, temperature=1.0, chunk_tokens=2)
     assert far.logprobs_T.tolist() == pytest.approx([-2e4, -1.0986123])
     assert far.entropy_T.tolist() == pytest.approx([0.0, 1.0986123])
 

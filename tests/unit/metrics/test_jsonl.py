@@ -77,9 +77,7 @@ def test_a_step_is_on_disk_when_the_process_is_killed_right_after(tmp_path):
 def test_numbers_that_are_not_finite_stay_valid_json_and_can_be_read_back(tmp_path):
     path = tmp_path / "m.jsonl"
     sink = JsonlSink(path, 0)
-    sink.write(
-        1, {"train/loss_nats": math.nan, "train/grad_norm": math.inf, "moe/expert_load": [[1.0, -math.inf]]}
-    )
+    sink.write(1, {"train/loss_nats": math.nan, "train/grad_norm": math.inf, "moe/expert_load": [[1.0, -math.inf]]})
     sink.close()
     record = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert math.isnan(float(record["train/loss_nats"]))

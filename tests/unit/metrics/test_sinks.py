@@ -58,9 +58,7 @@ def test_sums_over_steps_survive_a_kill_when_checkpoints_flush_them(tmp_path, ki
     run("killed", 1, killed_after)
     run("killed", 6, 10)
     assert records(tmp_path / "killed") == records(tmp_path / "straight")
-    loads = [
-        record["moe/expert_load"] for record in records(tmp_path / "killed") if "moe/expert_load" in record
-    ]
+    loads = [record["moe/expert_load"] for record in records(tmp_path / "killed") if "moe/expert_load" in record]
     assert loads == [[[5, 15]], [[5, 40]]]
 
 
@@ -72,8 +70,7 @@ def test_an_evaluation_does_not_wait_for_the_interval(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("matrix_interval", "logged"),
-    [(2, {2: [[2, 4]], 4: [[2, 4]]}), (None, {}), (3, {3: [[3, 6]], 4: [[1, 2]]})],
+    ("matrix_interval", "logged"), [(2, {2: [[2, 4]], 4: [[2, 4]]}), (None, {}), (3, {3: [[3, 6]], 4: [[1, 2]]})]
 )
 def test_matrices_have_their_own_interval_and_lose_nothing(tmp_path, matrix_interval, logged):
     log = jsonl_log(tmp_path / "m", matrix_interval=matrix_interval)
@@ -229,9 +226,7 @@ def test_tensorboard_shows_steps_that_ran_again_once(tmp_path, capsys):
 
 
 def test_a_sink_whose_package_is_missing_is_a_config_error_with_a_remedy():
-    with pytest.raises(
-        ConfigError, match=r"log\.x = true needs `pip install there-is-none`; install it or unset"
-    ):
+    with pytest.raises(ConfigError, match=r"log\.x = true needs `pip install there-is-none`; install it or unset"):
         optional_package("there_is_none_such", "log.x = true", "there-is-none")
 
 

@@ -44,9 +44,7 @@ def scores(chunk: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_score_is_the_product_of_hidden_state_and_weight_less_the_shift(
-    precision: str, one_rank: Mesh
-) -> None:
+def test_a_score_is_the_product_of_hidden_state_and_weight_less_the_shift(precision: str, one_rank: Mesh) -> None:
     chunk = built(TINY["qwen3_moe"].scored, one_rank, precision=precision)
     layer = head_of(chunk)
     hidden: list[Tensor] = []
@@ -63,9 +61,7 @@ def test_a_score_is_the_product_of_hidden_state_and_weight_less_the_shift(
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3", "deepseek_v3"])
-def test_a_model_with_scores_has_the_weights_of_its_rules_and_of_the_estimate(
-    name: str, one_rank: Mesh
-) -> None:
+def test_a_model_with_scores_has_the_weights_of_its_rules_and_of_the_estimate(name: str, one_rank: Mesh) -> None:
     model = TINY[name].scored
     shards = list(local_shards([built(model, one_rank)]))
     weights = weight_map(model)
@@ -100,9 +96,7 @@ def test_adapters_and_a_head_alone_are_read_over_their_language_model(one_rank: 
     assert load_weights([again], one_rank, model.scored, path).has_scores
     tokens_BS = torch.arange(12).reshape(2, 6)
     assert torch.equal(scores(again, tokens_BS), scores(chunk, tokens_BS))
-    assert sum(file.stat().st_size for file in path.iterdir()) < sum(
-        file.stat().st_size for file in base.iterdir()
-    )
+    assert sum(file.stat().st_size for file in path.iterdir()) < sum(file.stat().st_size for file in base.iterdir())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3", "mtp"])

@@ -70,10 +70,7 @@ NORM, UP = "model.layers.1.input_layernorm.weight", "model.layers.2.mlp.experts.
 FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "missing": (lambda t: {k: v for k, v in t.items() if k != NORM}, rf"{NORM} \(48,\) is missing"),
     "left over": (lambda t: t | {"model.mystery": torch.ones(3)}, r"model.mystery \(3,\) belongs to nothing"),
-    "wrong shape": (
-        lambda t: t | {UP: torch.ones(24, 47)},
-        rf"{UP} has shape \(24, 47\), the model wants \(24, 48\)",
-    ),
+    "wrong shape": (lambda t: t | {UP: torch.ones(24, 47)}, rf"{UP} has shape \(24, 47\), the model wants \(24, 48\)"),
     "wrong dtype": (lambda t: t | {UP: t[UP].half()}, rf"{UP} is torch.float16, other parts"),
     "another layer": (lambda t: t | {NORM.replace("1", "3"): t[NORM]}, "belongs to nothing in the model"),
 }

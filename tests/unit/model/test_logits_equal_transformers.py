@@ -51,9 +51,7 @@ def test_logits_equal_those_of_transformers(case: str, one_rank: Mesh) -> None:
     theirs = oracle(case)
     # llama3 stretches wavelengths above 2,048 positions: short sequences do not see it.
     length = 512 if case == "llama-llama3" else 32
-    assert (
-        distance(theirs, theirs.ours, to_global(theirs.tensors, theirs.ours), one_rank, length) <= TOLERANCE
-    )
+    assert distance(theirs, theirs.ours, to_global(theirs.tensors, theirs.ours), one_rank, length) <= TOLERANCE
 
 
 def distance_in_double(theirs: Oracle, ours: ModelConfig, weights: Tensors, mesh: Mesh, length: int) -> float:
@@ -65,9 +63,7 @@ def distance_in_double(theirs: Oracle, ours: ModelConfig, weights: Tensors, mesh
                 module.config._experts_implementation = "eager"
         chunk = doubled(build_model(ours, mesh, start(TORCH), TORCH)[0])
         copy_in([chunk], weights)
-        difference = (
-            logits_of_chunk(chunk.eval(), tokens_BS) - copy.deepcopy(theirs.model).double()(tokens_BS).logits
-        )
+        difference = logits_of_chunk(chunk.eval(), tokens_BS) - copy.deepcopy(theirs.model).double()(tokens_BS).logits
     return difference.abs().max().item()
 
 
@@ -75,10 +71,7 @@ def distance_in_double(theirs: Oracle, ours: ModelConfig, weights: Tensors, mesh
 def test_logits_of_gated_delta_nets_equal_those_of_transformers(case: str, one_rank: Mesh) -> None:
     """At 1,500 positions, which are 24 chunks. In fp32 the same differs by 2e-4."""
     theirs = oracle(case)
-    assert (
-        distance_in_double(theirs, theirs.ours, to_global(theirs.tensors, theirs.ours), one_rank, 1500)
-        <= 1e-5
-    )
+    assert distance_in_double(theirs, theirs.ours, to_global(theirs.tensors, theirs.ours), one_rank, 1500) <= 1e-5
 
 
 @pytest.mark.parametrize("case", WITH_INDEXERS)
@@ -144,14 +137,8 @@ WRONG_CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "one key more": ("deepseek_v32", lambda m: indexer(m, top_k=9)),
     "one key less": ("glm_moe_dsa-shared", lambda m: indexer(m, top_k=7)),
     "all keys": ("glm_moe_dsa", lambda m: indexer(m, top_k=1500)),
-    "halves of an index head as pairs": (
-        "deepseek_v32",
-        lambda m: m.model_copy(update={"family": "glm_moe_dsa"}),
-    ),
-    "pairs of an index head as halves": (
-        "glm_moe_dsa",
-        lambda m: m.model_copy(update={"family": "deepseek_v32"}),
-    ),
+    "halves of an index head as pairs": ("deepseek_v32", lambda m: m.model_copy(update={"family": "glm_moe_dsa"})),
+    "pairs of an index head as halves": ("glm_moe_dsa", lambda m: m.model_copy(update={"family": "deepseek_v32"})),
     "scaling factor dropped": ("deepseek_v3", lambda m: moe(m, routed_scaling=1.0)),
 }
 
@@ -264,14 +251,8 @@ def values_and_gates_exchanged(qkvz: Tensor) -> Tensor:
 
 
 WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
-    "two experts swapped": (
-        "qwen3_moe",
-        lambda t: swap(t, "layers.1.mlp.experts.2.", "layers.1.mlp.experts.5."),
-    ),
-    "two experts of deepseek_v3 swapped": (
-        "deepseek_v3",
-        lambda t: swap(t, "2.mlp.experts.0.", "2.mlp.experts.1."),
-    ),
+    "two experts swapped": ("qwen3_moe", lambda t: swap(t, "layers.1.mlp.experts.2.", "layers.1.mlp.experts.5.")),
+    "two experts of deepseek_v3 swapped": ("deepseek_v3", lambda t: swap(t, "2.mlp.experts.0.", "2.mlp.experts.1.")),
     "experts rotated": ("mixtral", lambda t: rotated(t, 6)),
     "gate and up swapped in experts": ("mixtral", lambda t: swap(t, ".w1.", ".w3.")),
     "gate and up swapped": ("llama", lambda t: swap(t, ".gate_proj.", ".up_proj.")),
@@ -283,10 +264,7 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
     "query and key norms swapped": ("qwen3", lambda t: swap(t, ".q_norm.", ".k_norm.")),
     "norms dropped": ("qwen3_moe", lambda t: replaced(t, "norm.weight", torch.ones_like)),
     "expert bias dropped": ("deepseek_v3", lambda t: replaced(t, "correction_bias", torch.zeros_like)),
-    "expert bias rounded": (
-        "deepseek_v3",
-        lambda t: replaced(t, "correction_bias", lambda b: (b * 4).round() / 4),
-    ),
+    "expert bias rounded": ("deepseek_v3", lambda t: replaced(t, "correction_bias", lambda b: (b * 4).round() / 4)),
     "shared expert dropped": (
         "deepseek_v3",
         lambda t: replaced(t, "shared_experts.down_proj.weight", torch.zeros_like),
@@ -298,35 +276,23 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
         lambda t: replaced(t, "shared_expert_gate.weight", torch.zeros_like),
     ),
     "norms of queries dropped": ("glm4_moe", lambda t: replaced(t, "q_norm.weight", torch.ones_like)),
-    "expert bias of glm4_moe dropped": (
-        "glm4_moe",
-        lambda t: replaced(t, "correction_bias", torch.zeros_like),
-    ),
+    "expert bias of glm4_moe dropped": ("glm4_moe", lambda t: replaced(t, "correction_bias", torch.zeros_like)),
     "full norm of keys dropped": ("olmoe", lambda t: replaced(t, "k_norm.weight", torch.ones_like)),
     "full norm of queries reversed": ("olmoe", lambda t: replaced(t, "q_norm.weight", lambda w: w.flip(0))),
     "full norm of keys of minimax_m2 reversed": (
         "minimax_m2",
         lambda t: replaced(t, "k_norm.weight", lambda w: w.flip(0)),
     ),
-    "expert bias of minimax_m2 dropped": (
-        "minimax_m2",
-        lambda t: replaced(t, "correction_bias", torch.zeros_like),
-    ),
+    "expert bias of minimax_m2 dropped": ("minimax_m2", lambda t: replaced(t, "correction_bias", torch.zeros_like)),
     "gate and up of minimax_m2 swapped": ("minimax_m2", lambda t: swap(t, ".w1.", ".w3.")),
     "expert bias of glm4_moe_lite dropped": (
         "glm4_moe_lite",
         lambda t: replaced(t, "correction_bias", torch.zeros_like),
     ),
     "norms of queries of dots1 dropped": ("dots1", lambda t: replaced(t, "q_norm.weight", torch.ones_like)),
-    "biases of solar_open dropped": (
-        "solar_open-yarn",
-        lambda t: replaced(t, "_proj.bias", torch.zeros_like),
-    ),
+    "biases of solar_open dropped": ("solar_open-yarn", lambda t: replaced(t, "_proj.bias", torch.zeros_like)),
     "biases of seed_oss dropped": ("seed_oss", lambda t: replaced(t, "_proj.bias", torch.zeros_like)),
-    "norms of qwen3_next one more": (
-        "qwen3_next",
-        lambda t: replaced(t, "layernorm.weight", lambda w: w + 1),
-    ),
+    "norms of qwen3_next one more": ("qwen3_next", lambda t: replaced(t, "layernorm.weight", lambda w: w + 1)),
     "norm inside of delta nets one more": (
         "qwen3_next",
         lambda t: replaced(t, "linear_attn.norm.weight", lambda w: w + 1),
@@ -360,10 +326,7 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
         "gpt_oss",
         lambda t: replaced(t, "1.mlp.experts.down_proj", lambda w: w[[1, 0, 2, 3, 4, 5]]),
     ),
-    "norm of index keys dropped": (
-        "deepseek_v32",
-        lambda t: replaced(t, "k_norm.weight", torch.ones_like),
-    ),
+    "norm of index keys dropped": ("deepseek_v32", lambda t: replaced(t, "k_norm.weight", torch.ones_like)),
     "bias of index keys dropped": ("deepseek_v32", lambda t: replaced(t, "k_norm.bias", torch.zeros_like)),
     "weights of index heads reversed": (
         "glm_moe_dsa",

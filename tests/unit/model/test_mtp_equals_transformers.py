@@ -67,18 +67,12 @@ def gradients_of_transformers(main: Any, mtp: Any, tokens_BT: Tensor) -> Tensors
     for k in range(1, DEPTH + 1):
         count = length - k
         hidden_BSD = mtp.forward_layer(
-            k - 1,
-            hidden_BSD[:, :count],
-            torch.arange(count)[None],
-            None,
-            input_ids=tokens_BT[:, k : k + count],
+            k - 1, hidden_BSD[:, :count], torch.arange(count)[None], None, input_ids=tokens_BT[:, k : k + count]
         )
         # A sum over the positions that have a label; what divides it is the number of all positions, as in the paper.
         loss = loss + WEIGHT / DEPTH * total_loss(main.lm_head(hidden_BSD), tokens_BT[:, k + 1 :])
     loss.backward()
-    return {
-        name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in named(main, mtp).items()
-    }
+    return {name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in named(main, mtp).items()}
 
 
 def total_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
@@ -140,9 +134,7 @@ def test_logits_are_those_of_the_main_model_and_train_no_mtp_layer(family: str, 
 def test_transformers_loads_exported_mtp_layers_and_lacks_nothing(family: str, tmp_path: Path) -> None:
     main, mtp = main_and_mtp(family)
     model = our_model(main)
-    tensors = to_hf(
-        to_global({name: tensor.detach() for name, tensor in named(main, mtp).items()}, model), model
-    )
+    tensors = to_hf(to_global({name: tensor.detach() for name, tensor in named(main, mtp).items()}, model), model)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     main.config.save_pretrained(tmp_path)
     loaded = type(main).from_pretrained(tmp_path)

@@ -72,9 +72,7 @@ class HandCount:
 
     def __enter__(self):
         self.hooks = [
-            router.register_forward_pre_hook(
-                lambda router, inputs, layer=layer: self.count(layer, router, inputs[0])
-            )
+            router.register_forward_pre_hook(lambda router, inputs, layer=layer: self.count(layer, router, inputs[0]))
             for layer, router in self.routers.items()
         ]
 

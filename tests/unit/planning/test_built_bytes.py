@@ -117,12 +117,7 @@ def test_low_rank_adapters_have_the_bytes_that_megatron_builds(case, gate_up):
         assert memory_by_stage(training(config, world))[one.stage].gradients < one.gradients / 2
 
 
-@pytest.mark.matrix(
-    "deepseek_v3/pretrain",
-    "mixtral_8x7b/pretrain",
-    "qwen3_235b_a22b/grpo_r2",
-    "tiny_moe/ppo",
-)
+@pytest.mark.matrix("deepseek_v3/pretrain", "mixtral_8x7b/pretrain", "qwen3_235b_a22b/grpo_r2", "tiny_moe/ppo")
 @pytest.mark.parametrize("name", recipes_of(*PROGRAMS))
 def test_a_recipe_has_the_bytes_that_megatron_builds_on_its_first_middle_and_last_stage(name):
     program, config = recipe(name)
@@ -256,10 +251,7 @@ def groups_of_megatron():
             with fake_rank(config, rank, world) as mesh:
                 axes = {name: getattr(mesh, axis) for name, axis in AXES.items()}
                 found.append(
-                    {
-                        name: (axis.rank, tuple(dist.get_process_group_ranks(axis.group)))
-                        for name, axis in axes.items()
-                    }
+                    {name: (axis.rank, tuple(dist.get_process_group_ranks(axis.group))) for name, axis in axes.items()}
                 )
     return found
 

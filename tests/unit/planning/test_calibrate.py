@@ -63,14 +63,10 @@ def test_a_step_slower_than_any_host_is_put_down_to_the_device_too():
 def test_the_parts_of_an_rl_step_are_factors_on_the_bound():
     config = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b/grpo_r2.toml")
     work = with_lengths(
-        workload_of(training_of(config, 16), place().device, Rates()),
-        config.train.global_batch,
-        1024 + 3000,
+        workload_of(training_of(config, 16), place().device, Rates()), config.train.global_batch, 1024 + 3000
     )
     lengths = Lengths(num_completions=4096, prompt=1024, mean=3000, longest=8192)
-    rollout, _ = generation(
-        config.model, work.device, engine_of(training_of(config, 16), 0, Rates()), lengths, Rates()
-    )
+    rollout, _ = generation(config.model, work.device, engine_of(training_of(config, 16), 0, Rates()), lengths, Rates())
     found = records(
         ("time/rollout_s", 1.5 * rollout),
         ("time/old_logprobs_s", 1.2 * 4 * forward_seconds(work)),
@@ -127,10 +123,7 @@ def test_a_calibrated_cluster_plans_the_step_of_its_run(capsys, tmp_path):
     machine = {"device": "NVIDIA H100", "ranks": 16, "cores": 8, "memory_bytes": 2**40}
     attempt |= {"machine": machine, "mesh": {"world": 16}}
     (run_dir / "run.json").write_text(json.dumps([attempt]))
-    lines = [
-        {"step": at, "time": 1.0 * at} | one
-        for at, one in enumerate(records(("time/forward_backward_s", 20.0)))
-    ]
+    lines = [{"step": at, "time": 1.0 * at} | one for at, one in enumerate(records(("time/forward_backward_s", 20.0)))]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = lines_of(capsys, "--calibrate", str(run_dir), "--cluster", H100, "--output", str(cluster))
     assert "[rates]" in shown and any(line.startswith("host_layer_s = 0.00") for line in shown)

@@ -42,10 +42,7 @@ def test_the_load_of_the_fullest_ranks_experts_is_an_input_of_time_and_memory(ca
     words = ("mixtral_8x7b/pretrain", "--cluster", H100, "--nodes", "8")
     _, memory, step, *lines = lines_of(capsys, *words, "--imbalance", "1.3")
     assert "58.5 of 73.6 GiB: lasting 18.7" in memory and step.startswith("step    3.59 s")
-    assert (
-        "experts the fullest rank's get 1.3 times the mean of tokens, in time and memory (--imbalance)"
-        in lines
-    )
+    assert "experts the fullest rank's get 1.3 times the mean of tokens, in time and memory (--imbalance)" in lines
     assert not any("evenly loaded" in line for line in lines)
     with pytest.raises(SystemExit):
         run(["plan", *words, "--imbalance", "0.9"])
@@ -53,16 +50,7 @@ def test_the_load_of_the_fullest_ranks_experts_is_an_input_of_time_and_memory(ca
 
 
 def test_a_plan_imports_no_torch_and_is_written_as_json(tmp_path):
-    words = [
-        "plan",
-        "qwen3_30b_a3b/pretrain",
-        "--cluster",
-        H100,
-        "--nodes",
-        "2",
-        "--json",
-        f"{tmp_path}/plan.json",
-    ]
+    words = ["plan", "qwen3_30b_a3b/pretrain", "--cluster", H100, "--nodes", "2", "--json", f"{tmp_path}/plan.json"]
     code = f"import sys; from mcore_rl.cli.cli import run; run({words!r}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -83,9 +71,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
     with pytest.raises(ConfigError) as raised:
         run([*of_recipe, pinned])
     shown = capsys.readouterr().out
-    assert (
-        "80.4 of 73.6 GiB: DOES NOT FIT" in shown and "main memory for routes (replay.store): 15.0" in shown
-    )
+    assert "80.4 of 73.6 GiB: DOES NOT FIT" in shown and "main memory for routes (replay.store): 15.0" in shown
     assert "nearest that pass the checks and fit" in str(raised.value)
     assert "\n  optim.offload_fraction=1.0\n" in str(raised.value)
     assert "update" in lines_of(
@@ -94,20 +80,9 @@ def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
 
 
 def test_a_mesh_that_the_checks_refuse_is_answered_by_one_that_they_accept():
-    with pytest.raises(
-        ConfigError, match=r"(?s)num_experts=128 is not a multiple of mesh.ep=6.*\n  mesh.ep=4"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)num_experts=128 is not a multiple of mesh.ep=6.*\n  mesh.ep=4"):
         run(
-            [
-                "plan",
-                "qwen3_30b_a3b/pretrain",
-                "mesh.ep=6",
-                "--cluster",
-                H100,
-                "--nodes",
-                "3",
-                "train.global_batch=480",
-            ]
+            ["plan", "qwen3_30b_a3b/pretrain", "mesh.ep=6", "--cluster", H100, "--nodes", "3", "train.global_batch=480"]
         )
 
 
@@ -135,12 +110,7 @@ def test_a_rank_of_adapters_is_a_field_of_the_config(capsys):
 def test_a_table_of_worlds_says_from_where_a_mesh_fits(capsys):
     lines = lines_of(capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--world", "8..64")
     rows = [line.split()[:3] for line in lines[1:]]
-    assert [(ranks, fits) for ranks, _, fits in rows] == [
-        ("8", "no"),
-        ("16", "yes"),
-        ("32", "yes"),
-        ("64", "yes"),
-    ]
+    assert [(ranks, fits) for ranks, _, fits in rows] == [("8", "no"), ("16", "yes"), ("32", "yes"), ("64", "yes")]
     # Of 12 bytes a weight, each doubling takes away a half of the rest: a rank has 3.63e9 weights of experts.
     gib = [float(row[1]) for row in rows]
     assert gib[0] - gib[1] == pytest.approx(2 * (gib[1] - gib[2]), abs=0.2)
@@ -175,9 +145,7 @@ def test_a_search_of_reinforcement_learning_lists_its_parts_and_phases(capsys):
 
 
 def test_one_rank_is_described_with_its_groups_layers_and_experts(capsys):
-    lines = lines_of(
-        capsys, "qwen3_30b_a3b/pretrain", "mesh.pp=2", "--cluster", H100, "--nodes", "4", "--rank", "21"
-    )
+    lines = lines_of(capsys, "qwen3_30b_a3b/pretrain", "mesh.pp=2", "--cluster", H100, "--nodes", "4", "--rank", "21")
     assert lines[0] == "rank 21 on node 2: tp 1 cp 0 dp 2 pp 1 etp 0 ep 5 copy 0"
     assert "group   dp: 8 ranks over 2 nodes: 17, 19, 21, 23, 25, 27, 29, 31" in lines
     assert "layers  24-47" in lines and "experts 80-95 of each MoE layer" in lines
@@ -201,14 +169,9 @@ def test_what_fits_on_no_mesh_is_answered_by_state_of_the_optimizer_in_main_memo
     fields = next(line for line in str(raised.value).splitlines() if "critic.optim" in line).split()
     assert {"optim.offload_fraction=1.0", "rl.advantage.critic.optim.offload_fraction=1.0"} <= set(fields)
     capsys.readouterr()
-    memory = next(
-        line for line in lines_of(capsys, *words, *fields) if "main memory for the optimizer" in line
-    )
+    memory = next(line for line in lines_of(capsys, *words, *fields) if "main memory for the optimizer" in line)
     # 16 bytes for each weight of two models, of which one has a scalar in the place of 151,936 logits.
-    experts, layer = (
-        48 * 128 * 3 * 2048 * 768,
-        48 * (2 * 2048 * (4096 + 512) + 2 * 2048 + 2 * 128 + 128 * 2048),
-    )
+    experts, layer = (48 * 128 * 3 * 2048 * 768, 48 * (2 * 2048 * (4096 + 512) + 2 * 2048 + 2 * 128 + 128 * 2048))
     weights = 2 * (experts + layer + 2048 * (151936 + 1)) + 2048 * 151936
     assert int(memory.split()[-4].replace(",", "")) == pytest.approx(weights * 16 / 2**30, rel=0.02)
 

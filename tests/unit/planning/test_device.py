@@ -15,9 +15,7 @@ def cluster(*overrides):
     return load_config(ClusterConfig, CLUSTERS / "example_h100.toml", overrides)
 
 
-@pytest.mark.parametrize(
-    "name", ["A100", "H100", "H200", "H800", "B200", "GB200", "GB300", "MI300X"], ids=str
-)
+@pytest.mark.parametrize("name", ["A100", "H100", "H200", "H800", "B200", "GB200", "GB300", "MI300X"], ids=str)
 def test_a_device_that_times_are_planned_for_has_every_number_and_its_source(name):
     device = DEVICES[name]
     assert device.name == name and device.source and device.memory_gib

@@ -80,17 +80,13 @@ CASES = {
     "llama": lambda: (ModelConfig(**SIZES, family="llama"), LlamaForCausalLM(LlamaConfig(**COMMON))),
     "qwen3_moe": lambda: (
         moe(),
-        Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(**COMMON, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
-        ),
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)),
     ),
     "qwen2_moe": lambda: (
         ModelConfig(
             **(SIZES | {"head_dim": 8}),
             family="qwen2_moe",
-            moe=MoEConfig(
-                num_experts=6, top_k=2, ffn_hidden_size=24, shared_experts=1, shared_ffn_hidden_size=40
-            ),
+            moe=MoEConfig(num_experts=6, top_k=2, ffn_hidden_size=24, shared_experts=1, shared_ffn_hidden_size=40),
         ),
         Qwen2MoeForCausalLM(
             Qwen2MoeConfig(
@@ -165,9 +161,7 @@ def test_every_second_layer_sees_its_window(length, window):
 
 def test_padding_of_the_vocabulary_is_not_the_model():
     model = ModelConfig(vocab_size=100)
-    assert train_flops_per_token(model, 8) == train_flops_per_token(
-        model.model_copy(update={"vocab_multiple": 1}), 8
-    )
+    assert train_flops_per_token(model, 8) == train_flops_per_token(model.model_copy(update={"vocab_multiple": 1}), 8)
 
 
 def test_speed_of_one_rank_is_the_mean_over_steps():

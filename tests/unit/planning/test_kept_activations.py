@@ -82,11 +82,7 @@ def is_run(model, tp, modules):
 
 
 def counted_by_recomputation(family, precision, tp):
-    kinds = [
-        ("none", ("core_attn",)),
-        ("full", ("core_attn",)),
-        *(("selective", names) for names in SELECTED),
-    ]
+    kinds = [("none", ("core_attn",)), ("full", ("core_attn",)), *(("selective", names) for names in SELECTED)]
     return {
         (recompute, *modules): counted(family, precision, tp, recompute, modules)
         for recompute, modules in kinds

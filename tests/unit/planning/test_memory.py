@@ -64,9 +64,7 @@ def test_the_weights_of_a_rank_are_those_of_the_tensors_that_it_gets(family, mes
         mesh = mesh.model_copy(update={"etp": 1})  # its experts' biases are not cut
     if mesh.pp > 1:
         first = model.num_layers // 2
-        mesh = mesh.model_copy(
-            update={"first_stage_layers": first, "last_stage_layers": model.num_layers - first}
-        )
+        mesh = mesh.model_copy(update={"first_stage_layers": first, "last_stage_layers": model.num_layers - first})
     assert [saved_numbers(stage) for stage in weights_by_stage(model, mesh)] == numbers_by_stage(model, mesh)
 
 
@@ -185,9 +183,7 @@ def test_models_that_wait_take_room_in_their_own_phases_only():
         found = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b" / "ppo.toml", (*words, *stores))
         return memory_of_fullest_rank(replace(training_of(found, 32), seq_length=20480))
 
-    def state(
-        *models,
-    ):  # two moments and a master copy in fp32: 8 ranks share a dense weight's, 4 an expert's
+    def state(*models):  # two moments and a master copy in fp32: 8 ranks share a dense weight's, 4 an expert's
         return sum(12 * one.dense for one in models) // 8 + sum(12 * one.expert for one in models) // 4
 
     def parts(found):
@@ -227,9 +223,7 @@ def test_deferred_logits_take_a_chunk_and_the_gradient_of_their_weight():
 
 def test_the_message_names_the_stage_and_the_parts():
     memory = memory_of_fullest_rank(training())
-    assert memory.describe().startswith(
-        f"{memory.total / GIB:.1f} GiB on a rank of pipeline stage 0 (weights 8.2, "
-    )
+    assert memory.describe().startswith(f"{memory.total / GIB:.1f} GiB on a rank of pipeline stage 0 (weights 8.2, ")
 
 
 @pytest.mark.parametrize("fraction", [0.25, 1.0])
@@ -297,16 +291,10 @@ def test_a_rank_s_routes_go_to_the_memory_of_the_config(words, wanted):
 
 def test_meshes_divide_the_routes_and_the_estimate_counts_them():
     whole = TOKENS * 4 * 8
-    for mesh, world in (
-        (["mesh.pp=2"], 2),
-        (["mesh.tp=2", "mesh.ep=2"], 2),
-        (["mesh.cp=2"], 2),
-        (["mesh.dp=2"], 2),
-    ):
+    for mesh, world in ((["mesh.pp=2"], 2), (["mesh.tp=2", "mesh.ep=2"], 2), (["mesh.cp=2"], 2), (["mesh.dp=2"], 2)):
         assert routes_of_rank(routed_training("replay.kind=r2", *mesh, world=world), 0).device == whole // 2
     pinned, stored = (
-        memory_by_stage(routed_training("replay.kind=r2", f"replay.store={store}"))[0]
-        for store in ("pinned", "device")
+        memory_by_stage(routed_training("replay.kind=r2", f"replay.store={store}"))[0] for store in ("pinned", "device")
     )
     assert stored.total - pinned.total == stored.routes == pinned.host_routes == whole
     assert pinned.routes == stored.host_routes == 0
@@ -382,9 +370,7 @@ def test_too_little_room_is_a_warning_and_what_is_there_already_counts(tmp_path,
     total = planned.total
     monkeypatch.setattr("shutil.disk_usage", lambda path: USAGE(total, 1000, total - 1000))
     warning = disk_warning(run_dir, planned)
-    assert (
-        f"{tmp_path} has" in warning and "3 checkpoints of" in warning and "lower checkpoint.keep" in warning
-    )
+    assert f"{tmp_path} has" in warning and "3 checkpoints of" in warning and "lower checkpoint.keep" in warning
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "checkpoints/0.distcp").write_bytes(bytes(1000))
     assert disk_warning(run_dir, planned) == ""
@@ -396,9 +382,7 @@ GRPO = Path(__file__).parents[3] / "launch/recipes/qwen3_30b_a3b/grpo_r2.toml"
 def test_the_estimate_stands_beside_the_memory_of_the_device_and_warns_above_it():
     config = load_config(RlRunConfig, GRPO)
     (line,) = device_memory_lines(training_of(config, 16), 80 * GIB)
-    assert line.startswith(
-        "memory, estimated: 60.0 GiB on a rank of pipeline stage 0 (weights 7.5, gradients 15.0"
-    )
+    assert line.startswith("memory, estimated: 60.0 GiB on a rank of pipeline stage 0 (weights 7.5, gradients 15.0")
     assert line.endswith(" of 80.0")
     _, warning = device_memory_lines(training_of(config, 8), 80 * GIB)
     assert warning.startswith("warning: the estimate is 2.3 GiB more") and "mcore-rl plan" in warning

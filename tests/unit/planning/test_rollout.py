@@ -8,14 +8,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.planning.device import DEVICES, Rates
 from mcore_rl.planning.estimate import Place
-from mcore_rl.planning.rollout import (
-    PUBLISHED_FACTORS,
-    Engine,
-    Lengths,
-    decode_seconds,
-    generation,
-    share_longer,
-)
+from mcore_rl.planning.rollout import PUBLISHED_FACTORS, Engine, Lengths, decode_seconds, generation, share_longer
 from mcore_rl.planning.training import training_of
 from tests.unit.planning.test_search import RECIPES
 
@@ -52,8 +45,7 @@ def test_completions_have_the_mean_that_they_are_planned_for_and_none_is_longer_
 def test_more_slots_and_shorter_completions_are_never_slower():
     lengths = Lengths(num_completions=512, prompt=200, mean=500, longest=2000)
     seconds = [
-        generation(QWEN30, H100, replace(ONE, tp=8, ep=8, slots=slots), lengths, Rates())[0]
-        for slots in (16, 64, 512)
+        generation(QWEN30, H100, replace(ONE, tp=8, ep=8, slots=slots), lengths, Rates())[0] for slots in (16, 64, 512)
     ]
     assert seconds == sorted(seconds, reverse=True)
     longer = replace(lengths, mean=1000.0)

@@ -73,9 +73,7 @@ PINNED = ("replay.store=pinned",)
 
 def test_more_memory_never_fits_fewer_and_a_search_gives_the_same_twice():
     _, config = load("qwen3_30b_a3b/grpo_r2", *PINNED)
-    small, large = (
-        searched("qwen3_30b_a3b/grpo_r2", 8, room, overrides=PINNED).choices for room in (73.6, 134.4)
-    )
+    small, large = (searched("qwen3_30b_a3b/grpo_r2", 8, room, overrides=PINNED).choices for room in (73.6, 134.4))
     assert 0 < len(small) < len(large)
     assert search(config, 8, place()).choices == small
 
@@ -91,9 +89,7 @@ def test_the_published_mesh_of_qwen3_30b_is_among_the_fastest_that_leave_room():
     """16 H100 with tp 1 x pp 1 x ep 16, fp8 (Megatron-Bridge 26.04.01)."""
     fp8 = ("train.global_batch=1024", "platform.fp8=hybrid", "model.moe.dispatcher=deepep")
     choices = searched("qwen3_30b_a3b/pretrain", 16, overrides=fp8).with_spare()
-    of_mesh = (
-        one for one in choices if (one.mesh.tp, one.mesh.pp, one.mesh.cp, one.mesh.ep) == (1, 1, 1, 16)
-    )
+    of_mesh = (one for one in choices if (one.mesh.tp, one.mesh.pp, one.mesh.cp, one.mesh.ep) == (1, 1, 1, 16))
     assert next(of_mesh).seconds <= 1.03 * choices[0].seconds
     assert max(one.memory.total for one in choices) <= 0.96 * 73.6 * GIB
 

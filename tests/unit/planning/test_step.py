@@ -70,9 +70,7 @@ def test_a_fit_finds_the_speeds_that_made_the_steps():
     works = [run.workload() for run in RUNS[:4]]
     made = Rates(products=0.5, hbm=0.8, host_layer_s=1e-3)
     rates = fit(works, [predicted(work, made) for work in works])
-    assert [predicted(work, rates) / predicted(work, made) for work in works] == pytest.approx(
-        [1.0] * 4, rel=0.02
-    )
+    assert [predicted(work, rates) / predicted(work, made) for work in works] == pytest.approx([1.0] * 4, rel=0.02)
 
 
 def test_a_large_product_takes_its_flops_at_the_given_part_of_the_peak():
@@ -84,9 +82,7 @@ def test_a_large_product_takes_its_flops_at_the_given_part_of_the_peak():
 
 def test_a_small_product_takes_its_bytes():
     roof = Roofline(work(rates=Rates(products=1e9, hbm=1.0)))
-    assert roof.product(128, 256, 512, fp8=False) == pytest.approx(
-        2 * (128 * 512 + 256 * 512 + 128 * 256) / 3.35e12
-    )
+    assert roof.product(128, 256, 512, fp8=False) == pytest.approx(2 * (128 * 512 + 256 * 512 + 128 * 256) / 3.35e12)
 
 
 def test_a_ring_moves_all_but_the_own_part_over_the_slower_of_the_links():
@@ -241,9 +237,7 @@ def test_interleaved_passes_come_in_the_order_of_megatrons_table(shape):
         assert backward == table
         group = SimpleNamespace(size=lambda: pp, rank=lambda stage=stage: stage)
         communicator = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp)
-        _, are_all, warmup, _ = get_pp_rank_microbatches(
-            num_microbatches, vpp, pp, p2p_communicator=communicator
-        )
+        _, are_all, warmup, _ = get_pp_rank_microbatches(num_microbatches, vpp, pp, p2p_communicator=communicator)
         # After the warm-up every forward pass is followed by a backward pass.
         first_backward = [kind for kind, *_ in passes].index("B")
         assert first_backward == warmup + (not are_all)

@@ -31,9 +31,7 @@ def tokenizer_in(folder: Path, *words: str) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(folder)
 
 
-def test_a_checkpoint_of_another_tokenizer_is_refused_and_an_unknown_one_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_of_another_tokenizer_is_refused_and_an_unknown_one_is_not(tmp_path: Path) -> None:
     one, other = tokenizer_in(tmp_path / "one", "a", "b"), tokenizer_in(tmp_path / "other", "b", "a")
     run = tmp_path / "run"
     checkpoint = run / "checkpoints/iter_0000010"
@@ -42,9 +40,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused_and_an_unknown_one_is_not(
     (run / "config.toml").write_text(dump_config(PretrainConfig(data=DataConfig(tokenizer=named))))
     for load in (run, run / "checkpoints", checkpoint):
         refuse_other_tokenizer(one, str(load))
-        with pytest.raises(
-            DataError, match=r"is of a run with the tokenizer .*one, data.tokenizer.path names another"
-        ):
+        with pytest.raises(DataError, match=r"is of a run with the tokenizer .*one, data.tokenizer.path names another"):
             refuse_other_tokenizer(other, str(load))
     refuse_other_tokenizer(other, None)
     refuse_other_tokenizer(other, str(tmp_path / "imported/iter_0000000"))
@@ -52,10 +48,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused_and_an_unknown_one_is_not(
     assert checkpoint_to_evaluate(None, evaluated.run_dir, named, evaluated.model) == run / "checkpoints"
     with pytest.raises(DataError, match=r"^run_dir=.*/run/checkpoints is of a run with the tokenizer .*one"):
         checkpoint_to_evaluate(
-            None,
-            evaluated.run_dir,
-            named.model_copy(update={"path": str(tmp_path / "other")}),
-            evaluated.model,
+            None, evaluated.run_dir, named.model_copy(update={"path": str(tmp_path / "other")}), evaluated.model
         )
     (tmp_path / "one").rename(tmp_path / "gone")
     refuse_other_tokenizer(other, str(run))
@@ -85,14 +78,10 @@ def test_a_run_that_named_no_tokenizer_is_known_by_the_tokenizer_of_its_data(tmp
         refuse_other_tokenizer(other, str(run))
 
 
-@pytest.mark.parametrize(
-    "text", ["[model", "data = 1\n", "[model]\nlayers = 3\n", "[model]\nnum_layers = 'x'\n", "\0"]
-)
+@pytest.mark.parametrize("text", ["[model", "data = 1\n", "[model]\nlayers = 3\n", "[model]\nnum_layers = 'x'\n", "\0"])
 def test_a_config_that_no_training_wrote_is_refused_where_it_is_of_the_run(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.toml").write_text(text)
-    with pytest.raises(
-        ConfigError, match=r"config\.toml is damaged, or not written by a training: .* Copy it"
-    ):
+    with pytest.raises(ConfigError, match=r"config\.toml is damaged, or not written by a training: .* Copy it"):
         read_run(tmp_path)
 
 
@@ -107,15 +96,11 @@ def test_a_config_of_something_else_above_a_checkpoint_is_not_its_run(tmp_path: 
     assert run_of_checkpoint(tmp_path / "checkpoints/kept/iter_0000000") == tmp_path
 
 
-def test_an_evaluation_takes_the_adapters_of_the_checkpoint_where_the_config_goes_with_them(
-    tmp_path: Path,
-) -> None:
+def test_an_evaluation_takes_the_adapters_of_the_checkpoint_where_the_config_goes_with_them(tmp_path: Path) -> None:
     checkpoint = tmp_path / "iter_0000001"
     checkpoint.mkdir()
     settings = {"lora": {"rank": 8, "alpha": 4.0, "targets": ["attention"]}}
-    marker = Marker(
-        step=1, time="", world_size=1, mesh={}, model={}, megatron="", files={}, settings=settings
-    )
+    marker = Marker(step=1, time="", world_size=1, mesh={}, model={}, megatron="", files={}, settings=settings)
     write_marker(checkpoint, marker)
     plain = load_config(RewardModelConfig, None, [])
     adapted = with_stored_adapters(plain, tmp_path)

@@ -45,9 +45,7 @@ def test_a_finished_run_of_another_program_is_refused(tmp_path: Path, cls: type[
 def test_a_finished_run_of_another_model_or_tokenizer_is_refused_unless_allowed(tmp_path: Path) -> None:
     done = finish(SFTConfig(run_dir=str(tmp_path)))
     tokenizer = TokenizerConfig(kind="huggingface", path="other")
-    other = done.model_copy(
-        update={"model": ModelConfig(num_layers=3), "data": SFTDataConfig(tokenizer=tokenizer)}
-    )
+    other = done.model_copy(update={"model": ModelConfig(num_layers=3), "data": SFTDataConfig(tokenizer=tokenizer)})
     with pytest.raises(ConfigError) as raised:
         refuse(other)
     for said in ("model.num_layers is 4 there, 3 here", "data.tokenizer.path", "checkpoint.allow_changes="):
@@ -92,9 +90,7 @@ def test_what_the_config_names_is_used_and_the_difference_reported(
 ) -> None:
     resumed, (warning,) = keep_layers(settings, here, recorded(tmp_path, here, "torch"))
     assert resumed == here
-    assert warning.startswith(
-        f'run.json has the layers "torch", and this start computes with "cpu {here.build}"'
-    )
+    assert warning.startswith(f'run.json has the layers "torch", and this start computes with "cpu {here.build}"')
     assert "is not continued bit for bit" in warning
 
 

@@ -26,10 +26,7 @@ ALONE = ("checkpoint.load=none", "rl.loss.kind=gspo")
         ),
         (["model.moe.aux_loss_coeff=0"], None),
         (["model.moe.balance=none"], None),
-        (
-            ["model.moe.aux_loss_coeff=0", "model.moe.expert_bias=true", "rl.freeze_router=true"],
-            None,
-        ),
+        (["model.moe.aux_loss_coeff=0", "model.moe.expert_bias=true", "rl.freeze_router=true"], None),
         (["model.family=qwen3", "model.moe.num_experts=0", "model.moe.aux_loss_coeff=0.001"], None),
     ],
 )

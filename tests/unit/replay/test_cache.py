@@ -75,9 +75,7 @@ def imposed(run: Run) -> dict[str, Any]:
 def perturb(run: Run) -> None:
     with torch.no_grad():
         for router in routers_of(run):
-            router.weight.add_(
-                torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(1)) / 20
-            )
+            router.weight.add_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(1)) / 20)
 
 
 def test_observing_changes_nothing_and_counts_the_changes(run: Run) -> None:
@@ -103,10 +101,7 @@ def test_observing_changes_nothing_and_counts_the_changes(run: Run) -> None:
     assert metrics["routes/disjoint_fraction"] > 0
     assert metrics["routes/changed_fraction"] == pytest.approx(sum(changes.values()) / (4 * count))
     any_changed = {
-        name
-        for layer in before
-        for name in before[layer]
-        if set(before[layer][name]) != set(after[layer][name])
+        name for layer in before for name in before[layer] if set(before[layer][name]) != set(after[layer][name])
     }
     assert metrics["routes/changed_tokens_fraction"] == pytest.approx(len(any_changed) / sum(LENGTHS))
 
@@ -130,9 +125,7 @@ def test_the_gate_mass_moved_is_that_of_the_gates_that_experts_get(run: Run) -> 
     for layer, mass in enumerate(moved):
         found = metrics[f"routes/layer_{layer:02d}/gate_mass_moved"]
         assert found == pytest.approx(mass / sum(LENGTHS), rel=1e-5)
-    assert metrics["routes/gate_mass_moved"] == pytest.approx(
-        sum(moved) / len(moved) / sum(LENGTHS), rel=1e-5
-    )
+    assert metrics["routes/gate_mass_moved"] == pytest.approx(sum(moved) / len(moved) / sum(LENGTHS), rel=1e-5)
     assert min(moved) > 0
 
 
@@ -226,9 +219,7 @@ def test_a_sample_is_recorded_once(run: Run) -> None:
 
 
 def test_missing_routes_are_an_error_that_names_the_sample(run: Run) -> None:
-    with pytest.raises(
-        RoutingError, match=r"sample 0 of version 3, layers \[0, 1, 2, 3\]: there are no routes"
-    ):
+    with pytest.raises(RoutingError, match=r"sample 0 of version 3, layers \[0, 1, 2, 3\]: there are no routes"):
         imposed(run)
     assert all(router.router_replay is None for router in routers_of(run))
 
@@ -430,8 +421,7 @@ def rollouts(run: Run) -> dict[int, RolloutRoutes]:
         sample: RolloutRoutes(
             sample_tokens(sample, 120)[:length],
             torch.tensor(
-                [[routes[layer][sample * 1000 + n] for layer in range(4)] for n in range(length)],
-                dtype=torch.uint8,
+                [[routes[layer][sample * 1000 + n] for layer in range(4)] for n in range(length)], dtype=torch.uint8
             ),
         )
         for sample, length in enumerate(LENGTHS)
@@ -439,9 +429,7 @@ def rollouts(run: Run) -> dict[int, RolloutRoutes]:
 
 
 @pytest.mark.parametrize("batch_bytes", [1, from_rollouts.BATCH_BYTES])
-def test_routes_of_a_rollout_are_replayed(
-    run: Run, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routes_of_a_rollout_are_replayed(run: Run, batch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether they are checked sample by sample, or all together."""
     monkeypatch.setattr(from_rollouts, "BATCH_BYTES", batch_bytes)
     free = recorded(run)
@@ -533,9 +521,7 @@ def test_a_token_that_was_left_out_is_an_error_that_names_it_unless_it_may_be_mi
     experts_TLK[[2, 7]] = -1
     generated[4] = RolloutRoutes(generated[4].tokens_T, experts_TLK)
     cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
-    message = (
-        r'sample 4 of version 3: 2 of its 11 tokens have no routes, the first at position 2\..*missing="live"'
-    )
+    message = r'sample 4 of version 3: 2 of its 11 tokens have no routes, the first at position 2\..*missing="live"'
     with pytest.raises(RoutingError, match=message):
         imposed(run)
 
@@ -543,10 +529,7 @@ def test_a_token_that_was_left_out_is_an_error_that_names_it_unless_it_may_be_mi
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda routes: routes.short().index_fill(1, torch.tensor([1]), -1),
-            "layer 1, token 0: .* out of range",
-        ),
+        (lambda routes: routes.short().index_fill(1, torch.tensor([1]), -1), "layer 1, token 0: .* out of range"),
         (lambda routes: routes[:-1], "the engine returned routes"),
         (lambda routes: routes[:, :, :1], "the engine returned routes"),
         (lambda routes: routes.index_fill(2, torch.tensor([1]), 8), r"layer 0, token 0: .* out of range"),
@@ -572,9 +555,7 @@ def test_routes_that_are_no_integers_are_refused(run: Run, dtype: torch.dtype) -
     run.cache.drop(VERSION)
     good = generated[4]
     generated[4] = RolloutRoutes(good.tokens_T, good.experts_TLK.to(dtype))
-    message = (
-        f"sample 4: the engine returned routes as {str(dtype).removeprefix('torch.')}; indices of experts"
-    )
+    message = f"sample 4: the engine returned routes as {str(dtype).removeprefix('torch.')}; indices of experts"
     with pytest.raises(RoutingError, match=f"{message} are integers: uint8, int8, int16, int32 or int64"):
         cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
 

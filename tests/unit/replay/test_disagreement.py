@@ -122,9 +122,7 @@ def test_with_several_experts_a_token_few_choices_are_disjoint_by_rounding() -> 
     limit = limit_of("auto", top_k=2)
     assert limit.problem(totals(30.0)) is None
     assert "layer 0: 6.1% of 1000 tokens (limit 6.0%). " in str(limit.problem(totals(61.0)))
-    assert "layer 0: 3.1% of 1000 tokens (limit 3.0%). " in str(
-        limit_of("auto", top_k=2).problem(totals(31.0))
-    )
+    assert "layer 0: 3.1% of 1000 tokens (limit 3.0%). " in str(limit_of("auto", top_k=2).problem(totals(31.0)))
     # 60 of 1,000 choices, four standard deviations, and five.
     assert limit.problems_of_samples({0: (95, 1000)}) == {}
     assert [*limit.problems_of_samples({0: (96, 1000)})] == [0]
@@ -147,9 +145,7 @@ def test_an_expert_that_the_engine_never_has_where_the_trainer_does_is_named() -
     ("chosen", "missed", "is_wrong"),
     [(1000.0, 757.0, False), (1000.0, 758.0, True), (99.0, 99.0, False), (100.0, 99.0, True)],
 )
-def test_chance_and_an_experts_few_choices_are_no_exchange(
-    chosen: float, missed: float, is_wrong: bool
-) -> None:
+def test_chance_and_an_experts_few_choices_are_no_exchange(chosen: float, missed: float, is_wrong: bool) -> None:
     """70 % and four standard deviations: 57.97 of 1,000 choices, 18.3 of 100."""
     others = 100.0 if chosen <= 100 else 1000.0
     assert bool(limit_of("auto").problem(choices(chosen, missed, others))) == is_wrong
@@ -195,9 +191,7 @@ def test_older_tokens_with_their_logprobs_and_newer_weights_routes_are_a_warning
     found = stale_routes(stale=(0, 10_000), current=(0, 10_000), stale_nats=0.1)
     warning = str(found.warning())
     assert "routes of 10000 tokens that older weights sampled agree" in warning
-    assert (
-        "(0.00% of the choices differ, and 0.00% of those of tokens" in warning and "by 0.1 nats" in warning
-    )
+    assert "(0.00% of the choices differ, and 0.00% of those of tokens" in warning and "by 0.1 nats" in warning
     assert found.warning() is None
 
 

@@ -70,9 +70,7 @@ def with_rows(rows: Callable[[int], slice], change: Callable[[Tensor], Tensor]) 
 
 
 def with_layer(layer: int, change: Callable[[Tensor], Tensor]) -> Fault:
-    return of_each(
-        lambda one: torch.cat([one[:, :layer], change(one)[:, layer : layer + 1], one[:, layer + 1 :]], 1)
-    )
+    return of_each(lambda one: torch.cat([one[:, :layer], change(one)[:, layer : layer + 1], one[:, layer + 1 :]], 1))
 
 
 def relabelled(*order: int) -> Fault:

@@ -11,9 +11,7 @@ from mcore_rl.replay.cache import MicrobatchLayout, SampleSpan, local_tokens
 def mesh(cp: int = 1, tp: int = 1, cp_rank: int = 0, tp_rank: int = 0) -> SimpleNamespace:
     """Return the three properties of a mesh that decide; no process group is needed."""
     return SimpleNamespace(
-        cp=SimpleNamespace(size=cp, rank=cp_rank),
-        tp=SimpleNamespace(size=tp, rank=tp_rank),
-        sequence_parallel=tp > 1,
+        cp=SimpleNamespace(size=cp, rank=cp_rank), tp=SimpleNamespace(size=tp, rank=tp_rank), sequence_parallel=tp > 1
     )
 
 
@@ -70,9 +68,7 @@ def test_every_token_is_on_one_rank(layout: MicrobatchLayout) -> None:
 
 def test_routes_are_current_from_a_position_of_the_sample_on_wherever_it_lies() -> None:
     layout = MicrobatchLayout(
-        ((SampleSpan(7, 3, 4), SampleSpan(9, 6, 8, first_current=3), SampleSpan(-1, 0, 4)),),
-        row_length=16,
-        packed=True,
+        ((SampleSpan(7, 3, 4), SampleSpan(9, 6, 8, first_current=3), SampleSpan(-1, 0, 4)),), row_length=16, packed=True
     )
     for cp_rank in range(2):
         part = local_tokens(layout, mesh(cp=2, cp_rank=cp_rank))  # type: ignore[arg-type]

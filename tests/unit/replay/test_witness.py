@@ -15,9 +15,7 @@ WIDE = MicrobatchLayout(
     packed=True,
 )
 TWO_ROWS = MicrobatchLayout(
-    ((SampleSpan(4, 13, 16),), (SampleSpan(-1, 0, 16),), (SampleSpan(1, 16, 16),)),
-    row_length=16,
-    packed=False,
+    ((SampleSpan(4, 13, 16),), (SampleSpan(-1, 0, 16),), (SampleSpan(1, 16, 16),)), row_length=16, packed=False
 )
 
 
@@ -33,9 +31,7 @@ def test_positions_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("layout", [PADDED, PACKED, WIDE, TWO_ROWS])
 def test_every_rank_of_every_mesh_sees_the_tokens_that_the_tape_lays_out(layout: MicrobatchLayout) -> None:
-    ranks = [
-        (cp, tp, c, t) for cp, tp in ((1, 1), (2, 1), (1, 2), (2, 2)) for c in range(cp) for t in range(tp)
-    ]
+    ranks = [(cp, tp, c, t) for cp, tp in ((1, 1), (2, 1), (1, 2), (2, 2)) for c in range(cp) for t in range(tp)]
     for cp, tp, cp_rank, tp_rank in ranks:
         where = mesh(cp=cp, tp=tp, cp_rank=cp_rank, tp_rank=tp_rank)
         tokens = local_tokens(layout, where)  # type: ignore[arg-type]
@@ -47,11 +43,7 @@ def test_every_rank_of_every_mesh_sees_the_tokens_that_the_tape_lays_out(layout:
 def test_four_ranks_of_context_parallelism_have_each_token_once() -> None:
     layout = MicrobatchLayout(((SampleSpan(0, 15, 16), SampleSpan(1, 8, 8)),), row_length=24, packed=True)
     labels = [labels_at_routers(layout, mesh(cp=4, cp_rank=rank)) for rank in range(4)]  # type: ignore[arg-type]
-    found = [
-        pair
-        for index_t, position_t in labels
-        for pair in zip(index_t.tolist(), position_t.tolist(), strict=True)
-    ]
+    found = [pair for index_t, position_t in labels for pair in zip(index_t.tolist(), position_t.tolist(), strict=True)]
     expected = [*itertools.product([0], range(15)), *itertools.product([1], range(8)), (-1, -1)]
     assert sorted(found) == sorted(expected)
     assert labels[1][1].tolist() == [2, 3, 12, 13, 1, 6]

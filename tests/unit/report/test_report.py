@@ -44,16 +44,12 @@ def series(run, name):
 
 
 def data_of(page):
-    return json.loads(
-        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
-    )
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
 def test_every_line_of_the_page_has_the_numbers_of_the_metrics(page, runs):
     data = data_of(page)
-    drawn = [
-        one for chart in data["charts"] if chart["kind"] == "lines" for one in chart["series"] if one["y"]
-    ]
+    drawn = [one for chart in data["charts"] if chart["kind"] == "lines" for one in chart["series"] if one["y"]]
     assert {one["metric"] for one in drawn} >= {"train/loss_nats", "reward/mean", "memory/resident_bytes"}
     for one in drawn:
         steps, values = series(runs[one["run"]], one["metric"])
@@ -77,9 +73,7 @@ def test_the_tables_of_the_experts_are_sums_over_the_steps_between_them(page):
     assert chart["steps"] == list(range(5, 61, 5))
     for step, table in zip(chart["steps"], chart["tables"], strict=True):
         parts = [load_table(at) for at in range(step - 4, step + 1)]
-        assert table == [
-            [sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)
-        ]
+        assert table == [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)]
 
 
 def test_the_busiest_expert_is_told_over_its_mean_and_a_dense_layer_has_none():
@@ -89,11 +83,7 @@ def test_the_busiest_expert_is_told_over_its_mean_and_a_dense_layer_has_none():
 
 def test_maps_beside_each_other_have_one_scale():
     maps = [{"title": "a", "most": 2}, {"title": "b", "most": 9}, {"title": "a", "most": 5}]
-    assert [(one["title"], one["most"]) for one in charts.on_one_scale(maps)] == [
-        ("a", 5),
-        ("a", 5),
-        ("b", 9),
-    ]
+    assert [(one["title"], one["most"]) for one in charts.on_one_scale(maps)] == [("a", 5), ("a", 5), ("b", 9)]
 
 
 def test_phases_of_a_step_sum_to_its_time(runs):
@@ -295,15 +285,7 @@ def test_samples_that_are_not_what_a_run_writes_are_left_out(tmp_path):
     (path,) = (run_dir / "samples").glob("*.jsonl")
     whole = path.read_text()
     good = json.loads(whole.splitlines()[0])
-    odd = [
-        [1],
-        None,
-        "text",
-        good | {"reward": [1]},
-        good | {"reasons": None},
-        good | {"tokens": {}},
-        {"problem": "a"},
-    ]
+    odd = [[1], None, "text", good | {"reward": [1]}, good | {"reasons": None}, good | {"tokens": {}}, {"problem": "a"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in odd) + whole + '{"problem": "a", "pro')
     (read,) = before_and_after(run_dir)
     assert (read.mean, [len(group.completions) for group in read.groups]) == (0.5, [3, 3])
@@ -343,13 +325,9 @@ def test_a_run_that_ended_badly_says_how(tmp_path):
     headline = "rank 3 on n2 was killed by SIGKILL"
     (run_dir / "logs/17.1").mkdir()
     (run_dir / "logs/17.1/failure.json").write_text(json.dumps({"headline": headline, "text": "its text"}))
-    (logs / "rank_0.log").write_text(
-        "a.py:3: UserWarning: mind this\n  warn()\na.py:3: UserWarning: mind this\n"
-    )
+    (logs / "rank_0.log").write_text("a.py:3: UserWarning: mind this\n  warn()\na.py:3: UserWarning: mind this\n")
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"step": 7, "time": 0, "train/loss_nats": "nan", "train/skipped_steps": 2}) + "\n"
-        )
+        file.write(json.dumps({"step": 7, "time": 0, "train/loss_nats": "nan", "train/skipped_steps": 2}) + "\n")
         file.write('{"step": 8, "ti')
     (run,) = read_runs([run_dir])
     words = [f"{notice.level}: {notice.text} {notice.detail}".strip() for notice in notices(run)]
@@ -368,13 +346,7 @@ def test_a_text_in_place_of_a_number_is_no_point_of_a_curve(tmp_path):
     run_dir = write_run(tmp_path, PretrainConfig(run_dir="texts"), 3)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "time": 0, "train/loss_nats": "damaged"}) + "\n")
-        for damaged in (
-            {},
-            {"time": None},
-            {"time": 10**400},
-            {"time": "noon"},
-            {"time": 0, "step": 10**400},
-        ):
+        for damaged in ({}, {"time": None}, {"time": 10**400}, {"time": "noon"}, {"time": 0, "step": 10**400}):
             file.write(json.dumps({"step": 5, "train/loss_nats": 1.0} | damaged) + "\n")
     (run,) = read_runs([run_dir])
     assert 4 not in run.series("train/loss_nats").steps and len(run.series("train/loss_nats")) == 3
@@ -403,9 +375,7 @@ def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path):
         read_runs([tmp_path])
     ends = [{"event": "start"}, {"event": "end", "cause": "every node is unfit in the same way: no scratch"}]
     (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(end) + "\n" for end in ends))
-    with pytest.raises(
-        DataError, match=r"before the program began: every node is unfit in the same way: no scratch$"
-    ):
+    with pytest.raises(DataError, match=r"before the program began: every node is unfit in the same way: no scratch$"):
         read_runs([tmp_path])
     (tmp_path / "config.toml").write_text("[model]\nfamily =")
     with pytest.raises(DataError, match=r"config\.toml is damaged: Invalid value \(at end of document\)"):

@@ -40,9 +40,7 @@ def totals_of(lengths) -> BatchTotals:
     return BatchTotals(int(lengths.sum()), int((lengths > 0).sum()))
 
 
-def tokens_of(
-    rows, aggregation="seq_mean_token_mean", *, sequences=None, norm_tokens=20, advantages="advantages"
-):
+def tokens_of(rows, aggregation="seq_mean_token_mean", *, sequences=None, norm_tokens=20, advantages="advantages"):
     """The sequences (all, or these) end to end, with the weights of the whole batch."""
     lengths = rows["mask"].sum(1)
     weights = loss_weights(lengths, totals_of(lengths), aggregation, norm_tokens=norm_tokens)
@@ -66,9 +64,7 @@ def tokens_of(
 
 def responses(rows) -> list[dict[str, Tensor]]:
     """Each sequence's response alone, without padding."""
-    return [
-        {name: values[row][rows["mask"][row]] for name, values in rows.items()} for row in range(len(LENGTHS))
-    ]
+    return [{name: values[row][rows["mask"][row]] for name, values in rows.items()} for row in range(len(LENGTHS))]
 
 
 def over_sequences(rows, value) -> Tensor:

@@ -48,10 +48,7 @@ def config_of(loss: AnyLoss, advantage: AnyAdvantage, max_tokens: int = 40) -> R
         rl=RlConfig(
             prompts=PromptConfig(max_tokens=8),
             rollout=RolloutConfig(
-                prompts_per_step=GROUPS,
-                group_size=SIZE,
-                max_new_tokens=MAX_TOKENS,
-                temperature=TEMPERATURE,
+                prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=MAX_TOKENS, temperature=TEMPERATURE
             ),
             loss=loss,
             advantage=advantage,
@@ -77,8 +74,7 @@ class Batch:
         rewards_PG[3] = 1 / 3
         rewards_PG[2, 1] = nan  # is not trained on
         shapes = {
-            n: replace(shape, is_trained=shape.is_trained and n not in (0, 5))
-            for n, shape in plain.shapes.items()
+            n: replace(shape, is_trained=shape.is_trained and n not in (0, 5)) for n, shape in plain.shapes.items()
         }
         self.rollout: Rollout = replace(plain, rewards_PG=rewards_PG, shapes=shapes)
         self.rewards = rewards_PG.tolist()
@@ -128,9 +124,7 @@ class Batch:
             ("reference_logprobs_T", self.reference),
             ("values_T", self.values),
         ):
-            minibatch = minibatch.with_numbers(
-                name, [self.packed(one, numbers) for one in minibatch.microbatches]
-            )
+            minibatch = minibatch.with_numbers(name, [self.packed(one, numbers) for one in minibatch.microbatches])
         return minibatch
 
 
@@ -217,9 +211,7 @@ CASES = {
             - 0.03 * t.entropy
         ),
     ),
-    "dual_clip": Case(
-        loss={"dual_clip": 1.3, "aggregation": "token_mean"}, formula=dual_clipped, average=over_tokens
-    ),
+    "dual_clip": Case(loss={"dual_clip": 1.3, "aggregation": "token_mean"}, formula=dual_clipped, average=over_tokens),
     "dr_grpo": Case(
         loss={"aggregation": "seq_mean_token_sum_norm"},
         formula=lambda t: -least(t.ratio, t.advantage, 0.2, 0.2),
@@ -244,11 +236,7 @@ CASES = {
         average=over_tokens,
     ),
     "masked sequences": Case(
-        loss={
-            "importance_sampling": "sequence_mask",
-            "importance_sampling_low": 0.9,
-            "importance_sampling_high": 1.1,
-        },
+        loss={"importance_sampling": "sequence_mask", "importance_sampling_low": 0.9, "importance_sampling_high": 1.1},
         formula=masked,
     ),
 }

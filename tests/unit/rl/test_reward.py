@@ -62,9 +62,7 @@ def own_module(tmp_path, monkeypatch):
 
 
 def test_parts_are_weighed_and_added_and_told_by_name(own_module):
-    config = RewardConfig(
-        parts=("exact", "regex", f"{own_module}:bonus"), weights=(1.0, 0.5, 2.0), regex_pattern="a"
-    )
+    config = RewardConfig(parts=("exact", "regex", f"{own_module}:bonus"), weights=(1.0, 0.5, 2.0), regex_pattern="a")
     with Reward(config, max_new_tokens=8) as reward:
         scores = reward([text_group("ab", "ab", "b", more=1), text_group("c", "a", "c", more=0)])
     assert scores.parts["exact"].tolist() == [[1, 0], [0, 1]]
@@ -99,21 +97,10 @@ def test_a_reward_that_always_raises_or_is_not_a_number_is_counted(own_module):
     with Reward(config, max_new_tokens=8) as reward:
         scores = reward([text_group("a", "a", "b")])
     assert scores.rewards_PG.tolist() == [[-1, -2]]
-    failures = {
-        failed.part.partition(":")[2]: (failed.failure.kind, failed.failure.text)
-        for failed in scores.failures
-    }
+    failures = {failed.part.partition(":")[2]: (failed.failure.kind, failed.failure.text) for failed in scores.failures}
     assert failures == {"never": ("raised", "KeyError: 'lost'"), "nan": ("not_finite", "nan")}
     metrics = reduced(scores.metrics())
-    assert (
-        metrics["reward/errors"],
-        metrics["reward/errors_raised"],
-        metrics["reward/errors_not_finite"],
-    ) == (
-        4,
-        2,
-        2,
-    )
+    assert (metrics["reward/errors"], metrics["reward/errors_raised"], metrics["reward/errors_not_finite"]) == (4, 2, 2)
     assert metrics["reward/unscored_completions"] == 0
 
 
@@ -242,18 +229,13 @@ def test_a_completion_to_which_no_part_with_a_weight_applies_has_no_reward(own_m
 
 def test_numpy_s_bool_is_a_value_of_a_step_and_of_a_score(own_module):
     with Reward(RewardConfig(parts=(f"{own_module}:evaluated",)), max_new_tokens=8) as reward:
-        scores = reward(
-            [text_group("", "[(1, __import__('numpy').bool_(True))]", "__import__('numpy').bool_(1)")]
-        )
+        scores = reward([text_group("", "[(1, __import__('numpy').bool_(True))]", "__import__('numpy').bool_(1)")])
     assert scores.failures == () and scores.rewards_PG.tolist() == [[1.0, 1.0]]
 
 
 def test_steps_of_parts_are_weighed_and_those_with_the_same_end_added(own_module):
     config = RewardConfig(
-        parts=(f"{own_module}:steps", "exact"),
-        weights=(2.0, 4.0),
-        overlong_buffer_tokens=4,
-        overlong_penalty=1.0,
+        parts=(f"{own_module}:steps", "exact"), weights=(2.0, 4.0), overlong_buffer_tokens=4, overlong_penalty=1.0
     )
     with Reward(config, max_new_tokens=8) as reward:
         scores = reward([text_group("abcdef", "abc", "abcdef")])
@@ -273,9 +255,7 @@ def test_bad_steps_are_counted_by_their_kind(own_module):
         "[(1, float('nan'))]",
         "[]",
     )
-    with Reward(
-        RewardConfig(parts=(f"{own_module}:evaluated",), error_value=-1.0), max_new_tokens=8
-    ) as reward:
+    with Reward(RewardConfig(parts=(f"{own_module}:evaluated",), error_value=-1.0), max_new_tokens=8) as reward:
         scores = reward([text_group("", *texts)])
     assert [failed.failure.kind for failed in scores.failures] == ["bad_steps"] * 6 + ["not_finite"]
     assert scores.rewards_PG.tolist() == [[-1, -1, -1, -1, -1, -1, -1, 0]]
@@ -293,8 +273,7 @@ def test_steps_that_add_up_to_1_but_for_rounding_are_correct(own_module):
 
 
 @pytest.mark.parametrize(
-    ("rollout", "ends"),
-    [({}, False), ({"dynamic_sampling": True, "dynamic_sampling_by": "accuracy"}, True)],
+    ("rollout", "ends"), [({}, False), ({"dynamic_sampling": True, "dynamic_sampling_by": "accuracy"}, True)]
 )
 def test_a_part_that_only_measures_ends_no_run_however_often_it_fails(own_module, one_rank, rollout, ends):
     """Unless groups are sampled by it."""
@@ -323,11 +302,7 @@ def test_a_part_that_only_measures_ends_no_run_however_often_it_fails(own_module
 def test_a_step_ends_at_the_first_token_with_which_the_text_is_as_long():
     pieces = ["ab", "c", "", "def", "g", "<end>"]
     completion = Completion(
-        text="abcdefg",
-        tokens_T=tuple(range(6)),
-        logprobs_T=(0.0,) * 6,
-        versions=single_version(0, 6),
-        finish="stop",
+        text="abcdefg", tokens_T=tuple(range(6)), logprobs_T=(0.0,) * 6, versions=single_version(0, 6), finish="stop"
     )
     steps = [TextStep(end, 0.5) for end in range(1, 8)]
     ends = token_steps(completion, steps, lambda tokens: "".join(pieces[t] for t in tokens), 0.0)
@@ -465,9 +440,7 @@ def leave_running(completion):
 
 def jobs(*texts):
     return [
-        Job(
-            0, RewardInput(prompt="", completion=text, answer="", num_tokens=1, is_truncated=False, fields={})
-        )
+        Job(0, RewardInput(prompt="", completion=text, answer="", num_tokens=1, is_truncated=False, fields={}))
         for text in texts
     ]
 
@@ -491,8 +464,7 @@ def test_what_was_handed_behind_a_crash_is_judged_once(workers, tmp_path):
     with RewardWorkers([obey], workers=workers, timeout_s=1.0) as judges:
         outcomes = judges.run(jobs(*texts))
     expected = [
-        {"crash": "died", "exit": "died", "hang": "timeout"}.get(text, number)
-        for number, text in enumerate(texts)
+        {"crash": "died", "exit": "died", "hang": "timeout"}.get(text, number) for number, text in enumerate(texts)
     ]
     assert [getattr(one, "kind", None) or one.value for one in outcomes] == expected
     judged = sorted(int(number) for number in file.read_text().split())

@@ -113,13 +113,7 @@ def test_packed_scores_are_those_of_each_completion_alone(
     platform = start(PlatformConfig())
     source = source_of(f"model:{path}", config, Tokenizer.__new__(Tokenizer))
     frozen = FrozenModel(
-        source.model,
-        source.path,
-        one_rank,
-        platform,
-        config.platform,
-        store=store,
-        verify_checksums=True,
+        source.model, source.path, one_rank, platform, config.platform, store=store, verify_checksums=True
     )
     model = RewardModel(
         source,
@@ -180,10 +174,7 @@ def test_the_score_of_a_step_is_that_of_the_text_up_to_its_end(
     assert models is not None
     every = [stepped("fg\n\nhi\nj", (5, 6, 10, 10, 7, 8, 10, 9)), stepped("d", (3, 1)), stepped("\n", (10,))]
     outcomes = models.outcomes(every, are_counted=True)[part]
-    ends = [
-        [(4, [5, 6, 10, 10]), (7, [5, 6, 10, 10, 7, 8, 10]), (8, [5, 6, 10, 10, 7, 8, 10, 9])],
-        [(1, [3, 1])],
-    ]
+    ends = [[(4, [5, 6, 10, 10]), (7, [5, 6, 10, 10, 7, 8, 10]), (8, [5, 6, 10, 10, 7, 8, 10, 9])], [(1, [3, 1])]]
     for outcome, wanted in zip(outcomes, ends, strict=False):
         assert isinstance(outcome, Score) and outcome.steps is not None
         scores = [score_of(path, one_rank, [20, 21, *tokens]) for _, tokens in wanted]
@@ -200,9 +191,7 @@ def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(
 ) -> None:
     path, _ = checkpoint
     words = ["<unk>", "<end>", "ask", "one", "two", "long"]
-    own = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
-    )
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     own.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     own.add_special_tokens(["<end>"])
     own.save(str(tmp_path / "tokenizer.json"))
@@ -213,9 +202,7 @@ def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(
     problem = Problem(problem_id="p", prompt="ask", answer="", fields={})
     texts = ["one\ntwo", "long " * MODEL.max_position]
     completions = tuple(
-        Completion(
-            text=text, tokens_T=(7, 8), logprobs_T=(0.0, 0.0), versions=single_version(0, 2), finish="stop"
-        )
+        Completion(text=text, tokens_T=(7, 8), logprobs_T=(0.0, 0.0), versions=single_version(0, 2), finish="stop")
         for text in texts
     )
     group = Group(prompt=Prompt(problem=problem, tokens_T=(99,)), completions=completions)
@@ -234,16 +221,11 @@ def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(
     found = models.outcomes([group], are_counted=True)
     first, both = score_of(path, one_rank, [2, 3]), score_of(path, one_rank, [2, 3, 4, 1])
     assert found[whole][0].value == pytest.approx(both, abs=ROUNDING["atol"])  # type: ignore[union-attr]
-    assert [step.value for step in found[steps][0].steps] == pytest.approx(
-        [first, both], abs=ROUNDING["atol"]
-    )  # type: ignore[union-attr]
+    assert [step.value for step in found[steps][0].steps] == pytest.approx([first, both], abs=ROUNDING["atol"])  # type: ignore[union-attr]
     assert [step.end for step in found[steps][0].steps] == [4, 7]  # type: ignore[union-attr]
     too_long = found[whole][1]
     assert isinstance(too_long, FailedScore)
-    assert (
-        too_long.text
-        == f"the text has {MODEL.max_position + 2} tokens, the reward model reads {MODEL.max_position}"
-    )
+    assert too_long.text == f"the text has {MODEL.max_position + 2} tokens, the reward model reads {MODEL.max_position}"
 
 
 def test_scores_are_normalised_by_all_those_of_the_training_so_far(
@@ -274,10 +256,7 @@ def test_a_reward_is_the_weighted_sum_of_models_and_functions_and_the_function_d
     reward_config = config.rl.reward.model_copy(update={"length_max_tokens": 4})
     scores_PG = alone_PG.clone()
     scores_PG[0, 0] = torch.nan
-    outcomes: list[Outcome] = [
-        FailedScore("not_finite", "nan"),
-        *map(Score, scores_PG.flatten().tolist()[1:]),
-    ]
+    outcomes: list[Outcome] = [FailedScore("not_finite", "nan"), *map(Score, scores_PG.flatten().tolist()[1:])]
     with Reward(reward_config, max_new_tokens=12) as reward:
         scores = reward(groups(), {part: outcomes})
     lengths = scores.parts["length"]
@@ -295,10 +274,7 @@ def test_a_language_model_and_another_vocabulary_are_refused(one_rank: Mesh, tmp
         chunks = build_model(model, one_rank, start(platform), platform)
         save_weights(chunks, one_rank, model, tmp_path / name)
     tokenizer = Tokenizer.__new__(Tokenizer)
-    for name, reason in (
-        ("logits", "gives no score"),
-        ("small", "99 tokens, the policy 120, and nothing says which"),
-    ):
+    for name, reason in (("logits", "gives no score"), ("small", "99 tokens, the policy 120, and nothing says which")):
         path = tmp_path / name
         with pytest.raises(ConfigError, match=reason):
             source_of(f"model:{path}", config_of(path), tokenizer)
@@ -320,28 +296,17 @@ def test_a_critic_of_another_family_or_size_is_refused_before_work(one_rank: Mes
     settings = PlatformConfig()
     other = TINY["deepseek_v3"].model_copy(update={"mtp_layers": 0})
     small = MODEL.model_copy(update={"num_layers": 1})
-    for name, model in (
-        ("other", other.scored),
-        ("small", small.scored),
-        ("same", MODEL.scored),
-        ("policy", MODEL),
-    ):
-        save_weights(
-            build_model(model, one_rank, start(settings), settings), one_rank, model, tmp_path / name
-        )
+    for name, model in (("other", other.scored), ("small", small.scored), ("same", MODEL.scored), ("policy", MODEL)):
+        save_weights(build_model(model, one_rank, start(settings), settings), one_rank, model, tmp_path / name)
 
     def refuse(name: str) -> None:
         refuse_other_critic(str(tmp_path / name), MODEL, tmp_path / "run")
 
     for name in ("same", "policy"):
         refuse(name)
-    with pytest.raises(
-        ConfigError, match=r"a model with family deepseek_v3 instead of qwen3_moe.*Name a checkpoint"
-    ):
+    with pytest.raises(ConfigError, match=r"a model with family deepseek_v3 instead of qwen3_moe.*Name a checkpoint"):
         refuse("other")
-    with pytest.raises(
-        ConfigError, match=rf"a model with num_layers 1 instead of {MODEL.num_layers}: the critic"
-    ):
+    with pytest.raises(ConfigError, match=rf"a model with num_layers 1 instead of {MODEL.num_layers}: the critic"):
         refuse("small")
     same = find_checkpoint(tmp_path / "same")
     write_marker(same, replace(read_marker(same), settings={"lora": {"rank": 4}}))

@@ -26,12 +26,7 @@ TAG = r"<answer>(.*?)</answer>"
 
 def scored(completion, answer="", num_tokens=5, **fields):
     return RewardInput(
-        prompt="?",
-        completion=completion,
-        answer=answer,
-        num_tokens=num_tokens,
-        is_truncated=False,
-        fields=fields,
+        prompt="?", completion=completion, answer=answer, num_tokens=num_tokens, is_truncated=False, fields=fields
     )
 
 
@@ -51,13 +46,7 @@ def test_the_answer_is_the_last_match_or_all(text, pattern, wanted):
 
 @pytest.mark.parametrize(
     ("completion", "pattern", "reward"),
-    [
-        ("dcba", "", 1),
-        (" dcba\n", "", 1),
-        ("dcb", "", 0),
-        ("<answer>dcba</answer>", TAG, 1),
-        ("dcba", TAG, 0),
-    ],
+    [("dcba", "", 1), (" dcba\n", "", 1), ("dcb", "", 0), ("<answer>dcba</answer>", TAG, 1), ("dcba", TAG, 0)],
 )
 def test_exact(completion, pattern, reward):
     assert exact(scored(completion, "dcba"), answer_pattern=pattern) == reward
@@ -320,9 +309,7 @@ def test_numbers_of_countdown_are_those_that_are_written():
     assert countdown(scored("1 / 10", target=0.1, numbers=[1.0, 10]), answer_pattern="") == 1
 
 
-@pytest.mark.parametrize(
-    "fields", [{"target": "24"}, {"target": None}, {"target": True}, {"numbers": ["3", 5, 3]}]
-)
+@pytest.mark.parametrize("fields", [{"target": "24"}, {"target": None}, {"target": True}, {"numbers": ["3", 5, 3]}])
 def test_fields_of_countdown_that_no_answer_could_equal_are_an_error(fields):
     given = {"target": 24, "numbers": [3, 5, 3]} | fields
     with pytest.raises(ValueError, match="is no number"):

@@ -29,9 +29,7 @@ def test_a_missing_sandbox_is_refused_by_name(tmp_path, monkeypatch):
 def test_a_sandbox_that_does_not_work_here_is_refused_with_its_own_words(tmp_path, monkeypatch):
     stand_in(tmp_path, "bwrap", "echo 'No permissions to create new namespace' >&2; exit 1")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=r"runs no program on this machine .status 1.: No permissions to create"
-    ):
+    with pytest.raises(ConfigError, match=r"runs no program on this machine .status 1.: No permissions to create"):
         Sandbox(needed_by=NEEDED_BY, limits=LIMITS)
 
 
@@ -44,16 +42,12 @@ def test_an_interpreter_that_is_none_is_refused(tmp_path, monkeypatch):
 
 def test_limits_and_the_filter_of_calls_do_not_depend_on_the_sandbox(tmp_path, monkeypatch):
     """A stand-in that only starts the program after "--" shows what the program's first lines do by themselves."""
-    stand_in(
-        tmp_path, "bwrap", 'while [ "$1" != -- ]; do echo "$1" >>"$0.log"; shift; done; shift; exec "$@"'
-    )
+    stand_in(tmp_path, "bwrap", 'while [ "$1" != -- ]; do echo "$1" >>"$0.log"; shift; done; shift; exec "$@"')
     monkeypatch.setenv("PATH", str(tmp_path))
     sandbox = Sandbox(needed_by=NEEDED_BY, limits=LIMITS, python=sys.executable)
     given = (tmp_path / "bwrap.log").read_text().splitlines()
     assert "--unshare-all" in given and given[given.index("--size") + 1] == "134217728"
-    program = (
-        "import os\ntry:\n    os.fork()\nexcept PermissionError:\n    print('no process')\nbytearray(2**28)"
-    )
+    program = "import os\ntry:\n    os.fork()\nexcept PermissionError:\n    print('no process')\nbytearray(2**28)"
     result = sandbox.run(program)
     assert (result.status, result.output) == (1, "no process\n")
     assert result.errors.endswith("MemoryError\n")

@@ -81,9 +81,7 @@ def test_batches_come_back_in_order_in_every_form_of_a_score(server: Server) -> 
     }
     server.reply = lambda body, _: (200, {"scores": [forms[one["completion"]] for one in body["samples"]]})
     part = f"{server.url}/score"
-    config = RewardConfig(
-        parts=("exact", part), correct=part, server=RewardServerConfig(batch_size=3, **QUICK)
-    )
+    config = RewardConfig(parts=("exact", part), correct=part, server=RewardServerConfig(batch_size=3, **QUICK))
     scores = scored(config, *forms)
     assert scores.parts[part][0].tolist()[:4] == [0.5, 2.0, 3.0, 1.25]
     assert scores.parts[part][0].isnan().tolist() == [False] * 4 + [True] * 3
@@ -95,9 +93,7 @@ def test_batches_come_back_in_order_in_every_form_of_a_score(server: Server) -> 
     assert scores.correct_PG is not None and scores.correct_PG[0].tolist()[:4] == [0, 1, 1, 1]
     assert sorted(len(body["samples"]) for _, body, _ in server.requests) == [1, 3, 3]
     assert {path for path, _, _ in server.requests} == {"/score"}
-    sample = next(
-        one for _, body, _ in server.requests for one in body["samples"] if one["completion"] == "bb"
-    )
+    sample = next(one for _, body, _ in server.requests for one in body["samples"] if one["completion"] == "bb")
     assert sample == {
         "prompt": "2+3=",
         "completion": "bb",
@@ -137,9 +133,7 @@ def test_a_request_is_repeated_and_then_its_scores_have_failed(
     assert (counted["reward/errors_raised"], counted["reward/unscored_completions"]) == (2, 2)
 
 
-def test_a_server_that_goes_down_in_the_middle_is_counted_by_policy_and_costs_its_waiting_once(
-    server: Server,
-) -> None:
+def test_a_server_that_goes_down_in_the_middle_is_counted_by_policy_and_costs_its_waiting_once(server: Server) -> None:
     server.reply = lambda body, _: (200, {"scores": [1.0] * len(body["samples"])})
     settings = RewardServerConfig(batch_size=1, concurrency=1, retries=3, **QUICK)
     config = RewardConfig(parts=("exact", server.url), error_value=-1.0, server=settings)
@@ -156,9 +150,7 @@ def test_a_server_that_goes_down_in_the_middle_is_counted_by_policy_and_costs_it
 
 
 @pytest.mark.parametrize("max_failed_fraction", [0.9, 1.0])
-def test_a_server_that_is_down_at_the_start_is_refused_before_work(
-    server: Server, max_failed_fraction: float
-) -> None:
+def test_a_server_that_is_down_at_the_start_is_refused_before_work(server: Server, max_failed_fraction: float) -> None:
     url = f"{server.url}/score"
     server.close()
     settings = RewardServerConfig(retries=1, **QUICK)
@@ -172,9 +164,7 @@ def test_a_server_that_is_down_at_the_start_is_refused_before_work(
     assert "Start the server" in str(caught.value)
 
 
-def test_a_key_comes_from_the_environment_and_is_needed(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_comes_from_the_environment_and_is_needed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.reply = lambda body, _: (200, {"scores": [1.0] * len(body["samples"])})
     settings = RewardServerConfig(api_key_env="MY_REWARD_KEY", **QUICK)
     config = RewardConfig(parts=(server.url,), server=settings)
@@ -189,9 +179,7 @@ def test_a_key_comes_from_the_environment_and_is_needed(
 
 def test_a_judge_is_asked_by_a_template_and_its_last_score_counts(server: Server, tmp_path) -> None:  # type: ignore[no-untyped-def]
     template = tmp_path / "judge.jinja"
-    template.write_text(
-        "Question: {{ prompt }} Answer: {{ completion }} of level {{ fields.level }}. Score 0 to 10?"
-    )
+    template.write_text("Question: {{ prompt }} Answer: {{ completion }} of level {{ fields.level }}. Score 0 to 10?")
     part = f"judge:{template}"
 
     def reply(body: Any, _: int) -> tuple[int, Any]:
@@ -261,9 +249,7 @@ def test_a_score_of_a_judge_is_read_whole_or_has_failed(
     (tmp_path / "judge.jinja").write_text("Score?")
     server.reply = lambda _, __: (200, {"choices": [{"message": {"content": answer}}]})
     judge = JudgeConfig(url=f"{server.url}/v1", model="big")
-    config = RewardConfig(
-        parts=(f"judge:{tmp_path}/judge.jinja",), judge=judge, server=RewardServerConfig(**QUICK)
-    )
+    config = RewardConfig(parts=(f"judge:{tmp_path}/judge.jinja",), judge=judge, server=RewardServerConfig(**QUICK))
     scores = scored(config, "5")
     if isinstance(score, str):
         (failed,) = scores.failures
@@ -277,15 +263,11 @@ def test_the_number_of_a_score_is_whole_where_a_pattern_takes_a_part_of_it(serve
     (tmp_path / "judge.jinja").write_text("Rate it.")
     server.reply = lambda _, __: (200, {"choices": [{"message": {"content": "Rating: [-2.5]"}}]})
     judge = JudgeConfig(url=f"{server.url}/v1", model="big", score_pattern=r"Rating:\W*(\d+)")
-    config = RewardConfig(
-        parts=(f"judge:{tmp_path}/judge.jinja",), judge=judge, server=RewardServerConfig(**QUICK)
-    )
+    config = RewardConfig(parts=(f"judge:{tmp_path}/judge.jinja",), judge=judge, server=RewardServerConfig(**QUICK))
     assert scored(config, "5").rewards_PG.tolist() == [[-2.5]]
 
 
-def test_a_template_that_cannot_be_read_is_refused_and_one_that_names_too_much_fails(
-    server: Server, tmp_path
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_template_that_cannot_be_read_is_refused_and_one_that_names_too_much_fails(server: Server, tmp_path) -> None:  # type: ignore[no-untyped-def]
     template = tmp_path / "judge.jinja"
     judge = JudgeConfig(url=f"{server.url}/v1", model="big")
     config = RewardConfig(parts=(f"judge:{template}",), judge=judge, server=RewardServerConfig(**QUICK))

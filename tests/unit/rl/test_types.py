@@ -7,9 +7,7 @@ from mcore_rl.rl.types import Completion, VersionSpan, grown_routes, single_vers
 
 
 def completion(*versions: VersionSpan, length: int = 5) -> Completion:
-    return Completion(
-        text="", tokens_T=(1,) * length, logprobs_T=(0.0,) * length, versions=versions, finish="stop"
-    )
+    return Completion(text="", tokens_T=(1,) * length, logprobs_T=(0.0,) * length, versions=versions, finish="stop")
 
 
 def test_the_version_of_a_completion_is_that_of_its_first_token() -> None:

@@ -26,13 +26,7 @@ def make_checkpoint(path: Path, step: int, *, complete: bool = True) -> Path:
     (path / "__0_0.distcp").write_bytes(b"12345")
     if complete:
         marker = Marker(
-            step=step,
-            time="now",
-            world_size=1,
-            mesh={"tp": 1},
-            model={},
-            megatron="0.16",
-            files={"__0_0.distcp": 5},
+            step=step, time="now", world_size=1, mesh={"tp": 1}, model={}, megatron="0.16", files={"__0_0.distcp": 5}
         )
         write_marker(path, marker)
     return path
@@ -46,11 +40,7 @@ def test_checkpoints_are_ordered_by_step_not_by_name(tmp_path: Path) -> None:
     for step in (9_999_999, 20_000_000, 100):
         make_checkpoint(path_of_step(tmp_path, step), step)
     (tmp_path / "iter_0000007").write_text("a file")
-    assert [path.name for path in checkpoints_in(tmp_path)] == [
-        "iter_0000100",
-        "iter_9999999",
-        "iter_20000000",
-    ]
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["iter_0000100", "iter_9999999", "iter_20000000"]
 
 
 def test_a_checkpoint_with_a_missing_marker_or_a_short_file_is_not_complete(tmp_path: Path) -> None:
@@ -59,8 +49,7 @@ def test_a_checkpoint_with_a_missing_marker_or_a_short_file_is_not_complete(tmp_
     (make_checkpoint(path_of_step(tmp_path, 3), 3) / "__0_0.distcp").write_bytes(b"123")
     assert [path.name for path in complete_in(tmp_path)] == ["iter_0000001"]
     with pytest.raises(
-        CheckpointError,
-        match=r"iter_0000003 is damaged: its file __0_0.distcp has 3 bytes, 5 were.*iter_0000001",
+        CheckpointError, match=r"iter_0000003 is damaged: its file __0_0.distcp has 3 bytes, 5 were.*iter_0000001"
     ):
         check(path_of_step(tmp_path, 3))
 

@@ -145,9 +145,7 @@ def test_a_model_of_the_hubs_cache_is_found_by_name_and_an_unfinished_one_is_ref
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     assert main(["inspect", "org/tiny"]) == main(["convert", "plan", "org/tiny"]) == 0
     monkeypatch.setattr(generate, "ensure_imported", lambda *_: None)
-    with pytest.raises(
-        CheckpointError, match=f"no import of it yet. .*: mcore-rl convert import {snapshot} "
-    ):
+    with pytest.raises(CheckpointError, match=f"no import of it yet. .*: mcore-rl convert import {snapshot} "):
         generate.model_of_arguments(Namespace(model="org/tiny"))
 
     (snapshot / "model-00002-of-00003.safetensors").unlink()
@@ -157,9 +155,7 @@ def test_a_model_of_the_hubs_cache_is_found_by_name_and_an_unfinished_one_is_ref
     assert f"Its download is unfinished ({cached}/blobs/0123.incomplete)" in capfd.readouterr().err
     # Without its tokenizer it would pass for a folder that has none.
     (cached / "blobs/tokenizer.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"tokenizer.json is a link to .*, which is not there: .* Give `hf d"
-    ):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is a link to .*, which is not there: .* Give `hf d"):
         read_model_folder(snapshot)
 
 

@@ -21,8 +21,7 @@ from tests.ranks import run_ranks
 from tests.tokenizer_files import WORDS
 
 LINES = [
-    {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": f"{word} sat"}]}
-    for word in WORDS
+    {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": f"{word} sat"}]} for word in WORDS
 ]
 
 
@@ -40,9 +39,7 @@ def test_any_folder_answers_as_transformers_does(
     monkeypatch.setenv("MCORE_RL_CACHE", str(tmp_path / "imports"))
     tokenizer = AutoTokenizer.from_pretrained(hf_folder)
     chat = [{"role": "user", "content": "the cat"}]
-    ids = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=False
-    )
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
     with torch.no_grad():
         made = theirs.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
@@ -50,17 +47,11 @@ def test_any_folder_answers_as_transformers_does(
     answer = said(capsys, "--model", hf_folder, *words)
     assert answer.split() == tokenizer.decode(made).removesuffix("<|im_end|>").split()
     checkpoint = imported(hf_folder, tmp_path / "import", vocab_multiple=128)
-    for option, path in (
-        ("--model", checkpoint.parent),
-        ("--model", checkpoint),
-        ("--checkpoint", checkpoint),
-    ):
+    for option, path in (("--model", checkpoint.parent), ("--model", checkpoint), ("--checkpoint", checkpoint)):
         assert said(capsys, option, path, *words) == answer
 
 
-def test_a_run_from_a_folder_is_the_run_from_its_import_and_all_settings(
-    hf_folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_from_a_folder_is_the_run_from_its_import_and_all_settings(hf_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     common = [
         f'data.train=["{tmp_path / "chat.jsonl"}"]', "data.seq_length=64", "train.steps=2", "train.global_batch=2",
@@ -85,10 +76,7 @@ def test_a_run_from_a_folder_is_the_run_from_its_import_and_all_settings(
 
     # What was trained opens in transformers, from the run alone; an import comes back byte for byte.
     assert main(["convert", "export", str(tmp_path / "by_folder"), str(tmp_path / "trained")]) == 0
-    assert (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.num_hidden_layers
-        == model.num_layers
-    )
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.num_hidden_layers == model.num_layers
     assert main(["convert", "export", str(checkpoint.parent), str(tmp_path / "back")]) == 0
     for file in hf_folder.iterdir():
         if "safetensors" not in file.name:

@@ -16,9 +16,7 @@ from mcore_rl.storage.run_config import load_run_config, with_origins
 from tests.conversion import imported
 
 
-def test_a_folder_gives_model_tokenizer_and_weights_and_what_is_set_beside_it_overrides(
-    hf_folder: Path,
-) -> None:
+def test_a_folder_gives_model_tokenizer_and_weights_and_what_is_set_beside_it_overrides(hf_folder: Path) -> None:
     config = load_run_config(RlRunConfig, None, [f"model.path={hf_folder}", "model.moe.aux_loss_coeff=0.5"])
     described = model_from_hf(json.loads((hf_folder / "config.json").read_text()))
     moe = described.moe.model_copy(update={"aux_loss_coeff": 0.5})
@@ -54,19 +52,13 @@ def test_a_tokenizer_is_one_choice_and_a_model_without_a_template_keeps_the_reci
     hf_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(
-        '[data]\nchat_template = "raw"\ntokenizer = { kind = "sentencepiece", path = "theirs.model" }\n'
-    )
-    named = load_run_config(
-        RlRunConfig, recipe, [f"model.path={hf_folder}", "data.tokenizer.path=mine.model"]
-    )
+    recipe.write_text('[data]\nchat_template = "raw"\ntokenizer = { kind = "sentencepiece", path = "theirs.model" }\n')
+    named = load_run_config(RlRunConfig, recipe, [f"model.path={hf_folder}", "data.tokenizer.path=mine.model"])
     assert (named.data.tokenizer.kind, named.data.tokenizer.path) == ("sentencepiece", "mine.model")
     assert named.data.chat_template == "raw"
     # Another path of the same tokenizer stays as it is written, with the template of the folder.
     (tmp_path / "link").symlink_to(hf_folder)
-    words = (
-        recipe.read_text().replace("sentencepiece", "huggingface").replace("theirs.model", f"{tmp_path}/link")
-    )
+    words = recipe.read_text().replace("sentencepiece", "huggingface").replace("theirs.model", f"{tmp_path}/link")
     (tmp_path / "same.toml").write_text(words)
     same = load_run_config(RlRunConfig, tmp_path / "same.toml", [f"model.path={hf_folder}"])
     assert same.data.tokenizer.path == f"{tmp_path}/link" and same.data.chat_template == "tokenizer"
@@ -96,9 +88,7 @@ def test_fields_that_contradict_the_weights_are_refused_with_both_values(hf_fold
     assert fresh.checkpoint.load is None and fresh.model.hidden_size == 4096
 
 
-def test_an_import_and_a_run_name_their_own_model_tokenizer_and_template(
-    hf_folder: Path, tmp_path: Path
-) -> None:
+def test_an_import_and_a_run_name_their_own_model_tokenizer_and_template(hf_folder: Path, tmp_path: Path) -> None:
     source = load_run_config(PretrainConfig, None, [f"model.path={hf_folder}"])
     folder = imported(hf_folder, tmp_path / "import", vocab_multiple=128)
     taken = load_run_config(SFTConfig, None, [f"checkpoint.load={folder.parent}"])
@@ -108,9 +98,7 @@ def test_an_import_and_a_run_name_their_own_model_tokenizer_and_template(
 
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    trained = SFTConfig(
-        model=source.model, data=SFTDataConfig(chat_template="plain", tokenizer=source.data.tokenizer)
-    )
+    trained = SFTConfig(model=source.model, data=SFTDataConfig(chat_template="plain", tokenizer=source.data.tokenizer))
     (run / "config.toml").write_text(dump_config(trained))
     own = load_run_config(RlRunConfig, None, [f"checkpoint.load={run}"])
     assert own.model == source.model.model_copy(update={"path": None})
@@ -123,8 +111,7 @@ def test_an_import_and_a_run_name_their_own_model_tokenizer_and_template(
 
 
 @pytest.mark.parametrize(
-    ("cls", "recipe"),
-    [(SFTConfig, "tiny_moe/sft"), (RlRunConfig, "tiny_moe/grpo"), (RlRunConfig, "tiny_moe/ppo")],
+    ("cls", "recipe"), [(SFTConfig, "tiny_moe/sft"), (RlRunConfig, "tiny_moe/grpo"), (RlRunConfig, "tiny_moe/ppo")]
 )
 def test_a_recipe_goes_on_from_a_run_of_ones_own_with_nothing_of_its_quickstart(
     cls: type[SFTConfig | RlRunConfig], recipe: str, hf_folder: Path, tmp_path: Path
@@ -136,14 +123,8 @@ def test_a_recipe_goes_on_from_a_run_of_ones_own_with_nothing_of_its_quickstart(
     (run / "config.toml").write_text(dump_config(SFTConfig(model=source.model, data=data)))
     mine = tmp_path / "mine.toml"
     mine.write_text(f'extends = "{recipe}"\n[checkpoint]\nload = "{run}"\n')
-    for config in (
-        load_run_config(cls, Path(recipe), [f"checkpoint.load={run}"]),
-        load_run_config(cls, mine),
-    ):
-        assert (
-            config.model.model_copy(update={"moe": source.model.moe, "path": source.model.path})
-            == source.model
-        )
+    for config in (load_run_config(cls, Path(recipe), [f"checkpoint.load={run}"]), load_run_config(cls, mine)):
+        assert config.model.model_copy(update={"moe": source.model.moe, "path": source.model.path}) == source.model
         assert config.data.tokenizer == source.data.tokenizer and config.data.chat_template == "plain"
         # Balance losses are of the training.
         assert config.model.moe.aux_loss_coeff == 1e-2

@@ -41,11 +41,7 @@ def test_cosine_after_a_linear_warm_up() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "after"),
-    [
-        ("constant", [1.0] * 6),
-        ("linear", [1 - 0.9 * step / 6 for step in range(6)]),
-        ("wsd", [1, 1, 1, 1, 0.7, 0.4]),
-    ],
+    [("constant", [1.0] * 6), ("linear", [1 - 0.9 * step / 6 for step in range(6)]), ("wsd", [1, 1, 1, 1, 0.7, 0.4])],
 )
 @pytest.mark.parametrize("warmup_steps", [0, 1, 2, 5])
 def test_step_t_of_a_warm_up_over_w_has_t_over_w_of_the_rate(
@@ -163,9 +159,7 @@ def test_adam_with_moments_in_bf16_equals_the_formula_and_goes_on_alike_after_a_
     assert all(torch.equal(states[name], first.state[parts][name]) for name in states)
 
 
-def test_moments_in_bf16_are_refused_where_megatron_has_an_adam_without_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_moments_in_bf16_are_refused_where_megatron_has_an_adam_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with apex, whose Adam has fp32 moments only."""
     monkeypatch.setattr("megatron.core.optimizer.Adam", torch.optim.AdamW)
     settings = SimpleNamespace(overlap_param_gather=False)

@@ -128,9 +128,7 @@ def test_losses_and_gradients_are_the_closed_forms(kind, one_rank):
     config = KINDS[kind]
     microbatch = packed_microbatch(config.uses_reference)
     generator = torch.Generator().manual_seed(5)
-    logits_1TV = 2 * torch.randn(
-        1, microbatch.shape[1], PADDED_VOCAB, generator=generator, dtype=torch.float64
-    )
+    logits_1TV = 2 * torch.randn(1, microbatch.shape[1], PADDED_VOCAB, generator=generator, dtype=torch.float64)
     logits_1TV.requires_grad_()
     head = DPOHead(AnswerLogprobHead(one_rank, VOCAB, chunk_tokens=4), one_rank, config)
     result = head(microbatch, logits_1TV)
@@ -220,8 +218,7 @@ def test_losses_are_those_of_trl(settings, is_mean, one_rank):
     assert sums["rejected_reward"].item() == pytest.approx(rewards[rejected].sum().item(), abs=1e-9)
     assert sums["right"].item() == (rewards[chosen] > rewards[rejected]).sum().item()
     metrics = {
-        metric.name: metric.value / metric.count
-        for metric in head.metrics({k: float(v) for k, v in sums.items()})
+        metric.name: metric.value / metric.count for metric in head.metrics({k: float(v) for k, v in sums.items()})
     }
     assert metrics["pairs/reward_margin"] == pytest.approx(
         (rewards[chosen] - rewards[rejected]).mean().item(), abs=1e-9

@@ -9,13 +9,7 @@ import torch
 from mcore_rl.config.preferences import DPOConfig, DPOSection
 from mcore_rl.config.run import CheckpointConfig, TrainConfig
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.train.preferences import (
-    cache_path,
-    find_origin,
-    read_cached,
-    refuse_changed_origin,
-    write_cached,
-)
+from mcore_rl.train.preferences import cache_path, find_origin, read_cached, refuse_changed_origin, write_cached
 from mcore_rl.train.run_folder import RunFolder
 from tests.unit.train.test_preference_losses import preferences
 

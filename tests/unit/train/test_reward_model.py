@@ -41,9 +41,7 @@ def sigmoid(x: float) -> float:
 
 @pytest.mark.parametrize(("smoothing", "centering"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.3)])
 @pytest.mark.parametrize("count", [5, 1])
-def test_losses_and_gradients_of_pairs_equal_the_closed_form(
-    smoothing: float, centering: float, count: int
-) -> None:
+def test_losses_and_gradients_of_pairs_equal_the_closed_form(smoothing: float, centering: float, count: int) -> None:
     chosen_P, rejected_P = (tensor(x[:count]).requires_grad_() for x in (CHOSEN, REJECTED))
     losses_P = pair_losses(
         chosen_P,
@@ -137,16 +135,12 @@ def test_losses_and_gradients_of_steps_equal_the_closed_form_and_other_tokens_ha
     losses_T = step_losses(scores_T, tensor(labels), label_smoothing=smoothing)
     losses_T.sum().backward()
     assert scores_T.grad is not None
-    for score, label, loss, slope in zip(
-        scores, labels, losses_T.tolist(), scores_T.grad.tolist(), strict=True
-    ):
+    for score, label, loss, slope in zip(scores, labels, losses_T.tolist(), scores_T.grad.tolist(), strict=True):
         if math.isnan(label):
             assert (loss, slope) == (0.0, 0.0)
             continue
         right = label * (1 - smoothing) + (1 - label) * smoothing
-        assert loss == pytest.approx(
-            right * softplus(-score) + (1 - right) * softplus(score), rel=1e-12, abs=1e-9
-        )
+        assert loss == pytest.approx(right * softplus(-score) + (1 - right) * softplus(score), rel=1e-12, abs=1e-9)
         assert slope == pytest.approx(sigmoid(score) - right, rel=1e-12, abs=1e-9)
 
 

@@ -59,9 +59,7 @@ class Formula:
         scores = logits_NSE.sigmoid() if self.is_sigmoid else logits_NSE.softmax(-1)
         scores = scores / scores.sum(-1, keepdim=True)
         chosen = torch.zeros_like(scores).scatter(-1, scores.topk(top_k).indices, 1.0)
-        per_sequence = [
-            (chosen[n][is_token], scores[n][is_token]) for n, is_token in enumerate(self.is_token_NS)
-        ]
+        per_sequence = [(chosen[n][is_token], scores[n][is_token]) for n, is_token in enumerate(self.is_token_NS)]
         groups = (
             per_sequence
             if self.case.balance == "seq_aux_loss"
@@ -82,9 +80,7 @@ class Formula:
         if self.case.capacity_factor is None:
             return torch.ones_like(weights_TK)
         is_token_T = self.is_token_NS.flatten()
-        capacity = math.ceil(
-            int(is_token_T.sum()) * experts_TK.shape[1] / num_experts * self.case.capacity_factor
-        )
+        capacity = math.ceil(int(is_token_T.sum()) * experts_TK.shape[1] / num_experts * self.case.capacity_factor)
         kept_TK = torch.zeros_like(weights_TK)
         for expert in range(num_experts):
             asking = ((experts_TK == expert) & is_token_T[:, None]).nonzero().tolist()
@@ -101,10 +97,7 @@ def filled(sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs, labels = torch.zeros(2, *shape, dtype=torch.int64)
     mask, is_token = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
     for n, sequence in enumerate(sequences):
-        inputs[n, : sequence.length], labels[n, : sequence.length] = (
-            sequence.tokens_T[:-1],
-            sequence.tokens_T[1:],
-        )
+        inputs[n, : sequence.length], labels[n, : sequence.length] = (sequence.tokens_T[:-1], sequence.tokens_T[1:])
         mask[n, : sequence.length], is_token[n, : sequence.length] = sequence.mask_S, True
     return inputs, labels, mask, is_token
 
@@ -137,9 +130,7 @@ def gradients_by_the_formula(main: Any, mtp: Any, case: Case) -> tuple[Tensors, 
         loss = loss + total(main.lm_head(hidden), labels, mask)
         for depth in range(2 if mtp is not None else 0):
             inputs, labels, mask = (shifted(values, lengths) for values in (inputs, labels, mask))
-            hidden = mtp.forward_layer(
-                depth, hidden, torch.arange(inputs.shape[1])[None], None, input_ids=inputs
-            )
+            hidden = mtp.forward_layer(depth, hidden, torch.arange(inputs.shape[1])[None], None, input_ids=inputs)
             loss = loss + MTP_COEFF / 2 * total(main.lm_head(hidden), labels, mask)
     loss = loss / counted + (COEFF * formula.balance + Z_COEFF * formula.z) / formula.routed
     loss.backward()
@@ -192,9 +183,7 @@ def test_gradients_equal_those_of_the_formulas(case: Case) -> None:
         metrics = {metric.name: metric.value for metric in taken}
     finally:
         destroy_mesh()
-    expected = {
-        key: value for key, value in to_global(theirs, model).items() if not key.endswith("expert_bias")
-    }
+    expected = {key: value for key, value in to_global(theirs, model).items() if not key.endswith("expert_bias")}
     errors = relative_errors({key: ours[key] for key in expected}, expected)
     assert max(errors.values()) <= 2e-5, largest(errors)
     num_layers = sum(model.moe_layers) + model.mtp_layers

@@ -17,9 +17,7 @@ from tests.tiny_models import TINY
 
 
 @pytest.mark.parametrize("kind", [PretrainConfig, SFTConfig])
-def test_buffers_have_the_tokens_of_a_microbatch_on_all_tensor_parallel_ranks(
-    kind: type[PretrainConfig],
-) -> None:
+def test_buffers_have_the_tokens_of_a_microbatch_on_all_tensor_parallel_ranks(kind: type[PretrainConfig]) -> None:
     words = ["data.seq_length=64", "train.micro_batch=3", "mesh.cp=2", "mesh.tp=4", "model.hidden_size=96"]
     config = load_config(kind, None, words)
     found = user_buffer_shape(config.train, config.packed_length, config.mesh.cp, config.model.hidden_size)

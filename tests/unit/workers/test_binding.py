@@ -6,15 +6,7 @@ import sys
 
 import pytest
 
-from mcore_rl.workers.binding import (
-    RANKS_PER_NODE,
-    Core,
-    allowed_cores,
-    bind,
-    by_numa,
-    divide,
-    visible_gpus,
-)
+from mcore_rl.workers.binding import RANKS_PER_NODE, Core, allowed_cores, bind, by_numa, divide, visible_gpus
 
 SOCKETS = [Core(threads=(i, i + 8), numa=i // 4) for i in range(8)]
 """Two NUMA nodes of four cores with two hardware threads each."""
@@ -36,10 +28,7 @@ def machine(tmp_path):
         write(tmp_path / f"sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list", siblings)
     for index, numa in enumerate((1, 0, 0, 1)):
         bus = f"0000:{index + 1}b:00.0"
-        write(
-            tmp_path / f"proc/driver/nvidia/gpus/{bus}/information",
-            f"Model: H100\nGPU UUID: \t GPU-{index}\n",
-        )
+        write(tmp_path / f"proc/driver/nvidia/gpus/{bus}/information", f"Model: H100\nGPU UUID: \t GPU-{index}\n")
         write(tmp_path / f"sys/bus/pci/devices/{bus}/numa_node", f"{numa}\n")
     return tmp_path
 

@@ -9,15 +9,7 @@ import time
 
 import pytest
 
-from mcore_rl.workers.failures import (
-    FAILURES,
-    OomKills,
-    Order,
-    first_cause,
-    note_failure,
-    rank_death,
-    rank_failure,
-)
+from mcore_rl.workers.failures import FAILURES, OomKills, Order, first_cause, note_failure, rank_death, rank_failure
 from tests.unit.launch.conftest import ROOT
 
 HOST = platform.node()

@@ -69,8 +69,7 @@ def test_ranks_that_hang_leave_files_in_which_torchs_reader_finds_the_rank_that_
     shared |= {FAILURES: str(tmp_path / "failures")}
     files = [tmp_path / f"errors_{rank}" for rank in range(2)]
     ranks = [
-        forkserver().Process(target=hang, args=(rank, files[rank], shared | {"RANK": str(rank)}))
-        for rank in range(2)
+        forkserver().Process(target=hang, args=(rank, files[rank], shared | {"RANK": str(rank)})) for rank in range(2)
     ]
     for rank in ranks:
         rank.start()
@@ -84,8 +83,6 @@ def test_ranks_that_hang_leave_files_in_which_torchs_reader_finds_the_rank_that_
     assert cause is not None and "The last collectives: " in cause.headline
     command = re.search(r"\(python (-m \S+ \S+ --prefix \S+) compares the ranks\)", errors[0])
     assert command is not None
-    found = subprocess.run(
-        [sys.executable, *command[1].split()], capture_output=True, text=True, cwd=Path("/")
-    ).stderr
+    found = subprocess.run([sys.executable, *command[1].split()], capture_output=True, text=True, cwd=Path("/")).stderr
     lines = [line.split(" - ")[-1].strip() for line in found.splitlines()]
     assert "missing ranks: {1}" in found and "input sizes: [[7]]" in found, lines

@@ -44,9 +44,7 @@ def start_launcher(tmp_path, num_ranks, imports=(), devices=(), most_bytes=resou
     `devices` are the files of accelerators of this torch, `most_bytes` what a file may have, as on a disk that is full.
     """
     settings = f"forked_rank.DEVICES = {{'__version__': {list(devices)}}}; "
-    words = (
-        f"'a_program', ['x', 'a=b'], {num_ranks}, pathlib.Path({str(tmp_path / 'logs')!r}), {list(imports)}"
-    )
+    words = f"'a_program', ['x', 'a=b'], {num_ranks}, pathlib.Path({str(tmp_path / 'logs')!r}), {list(imports)}"
     code = (
         f"import pathlib, resource, sys; from mcore_rl.workers import forked_rank, launcher; {settings}"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {resource.RLIM_INFINITY})); "
@@ -83,9 +81,7 @@ def test_what_is_refused_before_the_ranks_starts_none(program, tmp_path):
         "def refuse(): raise ValueError('no prompt')\n"
         f"launch_local('a_program', [], 1, pathlib.Path({str(tmp_path / 'logs')!r}), ['json'], refuse)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=ENDED_WITHIN_S
-    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=ENDED_WITHIN_S)
     assert ended.returncode == 1 and ended.stderr.splitlines()[-1] == "ValueError: no prompt"
     assert not (tmp_path / "started").exists()
 
@@ -161,9 +157,7 @@ def test_where_a_fork_is_unsound_ranks_are_fresh(program, tmp_path, reason):
 
 
 @pytest.mark.parametrize(("imports", "is_copy"), [("a_helper", False), ("json", True)])
-def test_a_single_rank_is_a_copy_where_the_launcher_has_imported_its_program(
-    program, tmp_path, imports, is_copy
-):
+def test_a_single_rank_is_a_copy_where_the_launcher_has_imported_its_program(program, tmp_path, imports, is_copy):
     (tmp_path / "a_helper.py").touch()
     program("(notes / 'parent').write_text(str('mcore_rl.workers.launcher' in sys.modules))")
     assert start_launcher(tmp_path, 1, [imports]).wait(timeout=300) == 0
@@ -251,9 +245,7 @@ def test_of_ranks_without_a_written_cause_the_one_with_a_message_is_named(progra
     assert "TrainingError: full" in errors.decode()
 
 
-def test_a_disk_without_room_for_a_start_is_refused_in_a_sentence_and_the_reserve_takes_none(
-    program, tmp_path
-):
+def test_a_disk_without_room_for_a_start_is_refused_in_a_sentence_and_the_reserve_takes_none(program, tmp_path):
     program("")
     process = start_launcher(tmp_path, 1, most_bytes=10)
     _, errors = process.communicate(timeout=ENDED_WITHIN_S)
@@ -274,9 +266,7 @@ def test_the_first_failure_is_shown_and_ends_the_others(program, tmp_path, capfd
     assert time.monotonic() - start < ENDED_WITHIN_S
     errors = capfd.readouterr().err
     assert errors.startswith("Traceback")
-    headline = (
-        f"First cause: rank {failing} on {platform.node()}: ValueError: boom of {failing} (exit status 1)"
-    )
+    headline = f"First cause: rank {failing} on {platform.node()}: ValueError: boom of {failing} (exit status 1)"
     assert errors.splitlines()[-1] == f"{headline}; its output: {tmp_path}/logs/rank_{failing}.log"
 
 
@@ -293,9 +283,7 @@ def test_a_killed_rank_is_named_with_its_signal(program, tmp_path, capfd):
     assert json.loads((tmp_path / "logs/failure.json").read_text())["headline"] == headline
 
 
-def test_a_rank_that_does_not_heed_sigterm_and_the_children_of_a_failed_one_are_killed(
-    program, tmp_path, monkeypatch
-):
+def test_a_rank_that_does_not_heed_sigterm_and_the_children_of_a_failed_one_are_killed(program, tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "GRACE_S", 0.3)
     module = program("""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -334,9 +322,7 @@ STOPPABLE = """
         (signal.SIGINT, "TRAINING", 0),  # it came after the last step
     ],
 )
-def test_a_stop_signal_reaches_every_rank_that_trains_and_it_may_save(
-    program, tmp_path, number, stage, status
-):
+def test_a_stop_signal_reaches_every_rank_that_trains_and_it_may_save(program, tmp_path, number, stage, status):
     program(STOPPABLE.format(number=int(number), stage=stage))
     process = start_launcher(tmp_path, 2, ["json"] if number == signal.SIGTERM else [])
     pids(tmp_path, 2)
@@ -409,11 +395,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(program, tmp_path, imports):
         ({"RANK": "1", "WORLD_SIZE": "4"}, True, 4),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}, True, 4),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, False, 1),  # the batch script itself
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"},
-            False,
-            1,
-        ),  # a shell by srun
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, False, 1),  # a shell by srun
     ],
 )
 def test_a_launcher_is_known_by_its_variables(monkeypatch, variables, is_rank, world_size):

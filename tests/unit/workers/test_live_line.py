@@ -45,10 +45,7 @@ def test_lines_are_written_above_it_and_half_a_line_has_none_below(
     live.write(terminal, b" a line\n")
     live.close()
     line = CLEAR + b"step 1/20"
-    assert (
-        terminal.getvalue()
-        == line + CLEAR + b"a line\n" + line + CLEAR + b"half" + b" a line\n" + line + CLEAR
-    )
+    assert terminal.getvalue() == line + CLEAR + b"a line\n" + line + CLEAR + b"half" + b" a line\n" + line + CLEAR
 
 
 def test_without_a_terminal_the_output_is_as_it_is(tmp_path: Path) -> None:
@@ -62,9 +59,7 @@ def test_without_a_terminal_the_output_is_as_it_is(tmp_path: Path) -> None:
 
 def started(folder: Path, **streams: int) -> "subprocess.Popen[bytes]":
     (folder / "a_program.py").write_text(PROGRAM)
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "COLUMNS")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "COLUMNS")}
     environment["PYTHONPATH"] = f"{folder}:{Path(__file__).parents[3]}"
     return subprocess.Popen([sys.executable, "-c", LAUNCH], cwd=folder, env=environment, **streams)
 

@@ -181,13 +181,7 @@ def assign(rows_N: Tensor, gates_index_N: Tensor, counts: list[int]) -> Assignme
 
 
 def swiglu_experts(
-    input_TD: Tensor,
-    gates: Tensor,
-    fc1_EFD: Tensor,
-    fc2_EDF: Tensor,
-    assignment: Assignment,
-    *,
-    rounds: bool,
+    input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment, *, rounds: bool
 ) -> Tensor:
     """Return for each row the sum over its experts of gate * (silu(x @ g.T) * (x @ u.T)) @ fc2[e].T, `[T, D]`, fp32.
 
@@ -235,9 +229,7 @@ class _SwiGLUExperts(torch.autograd.Function):
         assignment: Assignment,
         rounds: bool,
     ) -> Tensor:
-        output_TD, input_TD, gates_N, hidden_NF = _forward(
-            input_TD, gates, fc1_EFD, fc2_EDF, assignment, rounds
-        )
+        output_TD, input_TD, gates_N, hidden_NF = _forward(input_TD, gates, fc1_EFD, fc2_EDF, assignment, rounds)
         ctx.assignment, ctx.rounds, ctx.gates_shape = assignment, rounds, gates.shape
         ctx.save_for_backward(input_TD, gates_N, fc1_EFD, fc2_EDF, hidden_NF)
         return output_TD
@@ -273,9 +265,7 @@ class _WeightGradient:
         self._weight = weight
         main_grad = getattr(weight, "main_grad", None)
         self._is_fused = (
-            main_grad is not None
-            and main_grad.dtype == torch.float32
-            and hasattr(weight, "grad_added_to_main_grad")
+            main_grad is not None and main_grad.dtype == torch.float32 and hasattr(weight, "grad_added_to_main_grad")
         )
         self.total = main_grad if self._is_fused and main_grad is not None else torch.zeros_like(weight)
         """Sum so far, fp32, with the shape of the weight."""

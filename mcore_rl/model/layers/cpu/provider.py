@@ -13,11 +13,7 @@ from mcore_rl.model.layers.cpu.experts import (
     RoundedOutputLayer,
     RoundedRowLinear,
 )
-from mcore_rl.model.layers.cpu.self_attention import (
-    CompiledAttention,
-    CompiledIndexedAttention,
-    FusedSelfAttention,
-)
+from mcore_rl.model.layers.cpu.self_attention import CompiledAttention, CompiledIndexedAttention, FusedSelfAttention
 from mcore_rl.model.layers.provider import TorchSpecProvider
 
 

@@ -3,9 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-    _yarn_get_concentration_factor_from_config,
-)
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -64,13 +62,7 @@ class CompiledIndexedAttention(IndexedAttention, CompiledAttention):
     """`IndexedAttention`, compiled for queries that attend to all earlier positions."""
 
 
-OF_INFERENCE = (
-    "inference_context",
-    "inference_params",
-    "rotary_pos_cos",
-    "rotary_pos_sin",
-    "rotary_pos_cos_sin",
-)
+OF_INFERENCE = ("inference_context", "inference_params", "rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin")
 """Arguments that Megatron's own inference passes to a layer."""
 
 
@@ -265,9 +257,7 @@ class _SplitHeads(torch.autograd.Function):
         width: int,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, inverse, mixed = _split(
-            mixed, query_weight, key_weight, cos, sin, positions_S, width, eps
-        )
+        query, key, value, inverse, mixed = _split(mixed, query_weight, key_weight, cos, sin, positions_S, width, eps)
         ctx.save_for_backward(mixed, query_weight, key_weight, cos, sin, positions_S, inverse)
         ctx.width = width
         return query, key, value

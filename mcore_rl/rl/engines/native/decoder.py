@@ -36,9 +36,7 @@ class Decoder:
         self._mesh, self._config = mesh, self._models[0].config
         weight = next(self._models[0].parameters())
         self._dtype, self.device = weight.dtype, weight.device
-        self._attentions = [
-            [layer.self_attention for layer in model.decoder.layers] for model in self._models
-        ]
+        self._attentions = [[layer.self_attention for layer in model.decoder.layers] for model in self._models]
         self._tables = [_rotary_table(model, max_tokens) for model in self._models]
         shape = (num_slots + 1, max_tokens)
         self._caches = [[self._new_cache(a, shape) for a in attentions] for attentions in self._attentions]
@@ -145,9 +143,7 @@ class Decoder:
         else:
             groups = attention.num_query_groups_per_partition
             widths = (self._config.kv_channels, self._config.kv_channels)
-        keys, values = (
-            torch.zeros(*shape, groups, width, dtype=self._dtype, device=self.device) for width in widths
-        )
+        keys, values = (torch.zeros(*shape, groups, width, dtype=self._dtype, device=self.device) for width in widths)
         if isinstance(core, IndexedAttention) and core.indexer is not None:
             index_keys = keys.new_zeros(*shape, self._config.indexer.width)
             return IndexedCache(keys, values, index_keys=index_keys)
@@ -187,9 +183,7 @@ def _rotary_rows(table: Any, positions_T: Tensor) -> Any:
 
 
 @contextmanager
-def _attending_over(
-    attentions: Sequence[Any], caches: Sequence[LayerCache], latent_table: Any
-) -> Iterator[None]:
+def _attending_over(attentions: Sequence[Any], caches: Sequence[LayerCache], latent_table: Any) -> Iterator[None]:
     """Context in which these self-attentions attend over the caches.
 
     Latent attention embeds positions itself, so its rotary embedding is replaced by `latent_table` at the step's
@@ -221,11 +215,7 @@ def copied_runs(copies: Iterable[Copy]) -> Iterator[tuple[int, slice, int]]:
     """
     pending: tuple[int, slice, int] | None = None
     for copy in copies:
-        if pending is not None and pending == (
-            copy.source,
-            slice(pending[1].start, copy.target),
-            copy.length,
-        ):
+        if pending is not None and pending == (copy.source, slice(pending[1].start, copy.target), copy.length):
             pending = copy.source, slice(pending[1].start, copy.target + 1), copy.length
             continue
         if pending is not None:
@@ -357,12 +347,7 @@ class StaticDecode:
     def _run(self, bucket: Bucket) -> Tensor:
         ids_B, slots_B, positions_B, seeds_B = self._inputs_4B[:, : bucket.rows]
         tokens = StepTokens(
-            ids_T=ids_B,
-            slots_T=slots_B,
-            positions_T=positions_B,
-            num_decode=bucket.rows,
-            longest=bucket.keys,
-            spans=(),
+            ids_T=ids_B, slots_T=slots_B, positions_T=positions_B, num_decode=bucket.rows, longest=bucket.keys, spans=()
         )
         return self._compute(tokens, self._rows_B[: bucket.rows], seeds_B)
 

@@ -25,15 +25,7 @@ from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
 from mcore_rl.model.layers.indexed import IndexedLatentAttention
-from mcore_rl.rl.engines.base import (
-    Capabilities,
-    Decode,
-    Engine,
-    QuietEngine,
-    Sampling,
-    StopStrings,
-    check_request,
-)
+from mcore_rl.rl.engines.base import Capabilities, Decode, Engine, QuietEngine, Sampling, StopStrings, check_request
 from mcore_rl.rl.engines.native.decoder import Decoder, NextToken, StaticDecode, reason_against_graphs
 from mcore_rl.rl.engines.native.scheduler import Draft, Scheduler, Step
 from mcore_rl.rl.sampling import draw, uniforms
@@ -99,11 +91,7 @@ class MegatronEngine(QuietEngine):
 
     def describe(self) -> list[str]:
         """Return a log line with the number of slots and how steps are computed."""
-        how = (
-            f"step by step: {self.why_no_graphs}"
-            if self.why_no_graphs
-            else "steps without prompts as CUDA graphs"
-        )
+        how = f"step by step: {self.why_no_graphs}" if self.why_no_graphs else "steps without prompts as CUDA graphs"
         return [f"rollout engine: native, {self._num_slots} slots, {how}"]
 
     @property
@@ -115,9 +103,7 @@ class MegatronEngine(QuietEngine):
         """Only record the version: the modules are the policy's own, and no cache outlives a call of `generate`."""
         self.policy_version = policy_version
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
-    ) -> list[Group]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
         """Collective over the world, or over each replica's ranks if replicas share no experts. Returns a group per
         prompt.
         """
@@ -148,9 +134,7 @@ class MegatronEngine(QuietEngine):
                 self._overlap_2 += watched.overlap(self.mesh, decoder.token_multiple)
         made = {(draft.group, draft.index): run.completion(draft) for draft in drafts}
         return [
-            Group(
-                prompt=prompt, completions=tuple(made[group, index] for index in range(len(seeds_PG[group])))
-            )
+            Group(prompt=prompt, completions=tuple(made[group, index] for index in range(len(seeds_PG[group]))))
             for group, prompt in enumerate(prompts)
         ]
 
@@ -195,13 +179,9 @@ def native_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
 class _Run:
     """State of a call of `generate`."""
 
-    def __init__(
-        self, engine: MegatronEngine, decoder: Decoder, scheduler: Scheduler, sampling: Sampling
-    ) -> None:
+    def __init__(self, engine: MegatronEngine, decoder: Decoder, scheduler: Scheduler, sampling: Sampling) -> None:
         self._engine, self._decoder, self.scheduler, self._sampling = engine, decoder, scheduler, sampling
-        self._strings = defaultdict[Draft, StopStrings](
-            lambda: StopStrings(sampling.stop_strings, engine.decode)
-        )
+        self._strings = defaultdict[Draft, StopStrings](lambda: StopStrings(sampling.stop_strings, engine.decode))
         self.routes: dict[Draft, Tensor] = {}
         self.static: StaticDecode | None = None
         """Computes steps without prompts in fixed shapes; None: all steps are computed in the same way."""
@@ -218,9 +198,7 @@ class _Run:
         # A graph would not show its choices.
         if self.static is not None and step.num_decode and not step.spans and not watched:
             active = self.scheduler.active
-            drawn = self._read(
-                self.static.step([NextToken(*row, active[row.slot].seed) for row in step.rows])
-            )
+            drawn = self._read(self.static.step([NextToken(*row, active[row.slot].seed) for row in step.rows]))
         else:
             drawn_3B = self.compute(*self._tokens(step))
             drawn = self._read(drawn_3B) if step.drawing else [[], [], [], []]
@@ -228,9 +206,7 @@ class _Run:
             self.chosen_keys.add(watched, [layer.kept_choice for layer in self.choosing])
         self.scheduler.computed(step)
         self._decoder.copy(step.branches)
-        finished = [
-            slot for slot, *numbers in zip(step.drawing, *drawn, strict=True) if self._add(slot, numbers)
-        ]
+        finished = [slot for slot, *numbers in zip(step.drawing, *drawn, strict=True) if self._add(slot, numbers)]
         if finished:
             self._decoder.copy(self.scheduler.remove(finished))
 
@@ -281,9 +257,7 @@ class _Run:
         fields = *zip(*step.rows, *[(0, -1, 0)] * padding, strict=True), drawing, seeds
         numbers = torch.tensor([number for part in fields for number in part], dtype=torch.int64)
         sizes = [len(part) for part in fields]
-        ids_T, slots_T, positions_T, drawing_B, seeds_B = to_device(numbers, self._decoder.device).split(
-            sizes
-        )
+        ids_T, slots_T, positions_T, drawing_B, seeds_B = to_device(numbers, self._decoder.device).split(sizes)
         tokens = StepTokens(
             ids_T=ids_T,
             slots_T=slots_T,
@@ -316,9 +290,7 @@ class _Run:
             numbers_B = uniforms(seeds_B, tokens.positions_T[drawing_B])
             cut, tp = self._sampling.cut, engine.mesh.tp
             vocab_size = self._sampling.vocab_size or engine.model.vocab_size
-            drawn = draw(
-                logits_Bv, numbers_B, cut, tp, vocab_size=vocab_size, as_in_training=engine.as_in_training
-            )
+            drawn = draw(logits_Bv, numbers_B, cut, tp, vocab_size=vocab_size, as_in_training=engine.as_in_training)
             drawn_3B = torch.stack([values_B.double() for values_B in drawn])
         if engine.mesh.pp.size > 1:
             dist.broadcast(drawn_3B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)
@@ -398,9 +370,7 @@ class ChosenKeys:
         """Add the choices of a step, `[T, 1, topk]` of each layer, at the rows of watched positions."""
         for position, index in rows.items():
             chosen = [choice[index, 0].cpu() for choice in kept if choice is not None]
-            assert len(chosen) == len(kept), (
-                "a token that sees more than topk keys has a choice in each layer"
-            )
+            assert len(chosen) == len(kept), "a token that sees more than topk keys has a choice in each layer"
             self._chosen[position] = chosen
 
     def overlap(self, mesh: Mesh, multiple: int) -> Tensor:

@@ -94,9 +94,7 @@ class Scheduler:
     slots cannot be cut back to the prompt (`can_cut`), later completions recompute it, and no slots are reserved.
     """
 
-    def __init__(
-        self, drafts: Iterable[Draft], num_slots: int, budget_tokens: int, *, can_cut: bool = True
-    ) -> None:
+    def __init__(self, drafts: Iterable[Draft], num_slots: int, budget_tokens: int, *, can_cut: bool = True) -> None:
         """Create the schedule.
 
         Args:

@@ -13,11 +13,7 @@ from mcore_rl.megatron.cpu import attention, compiled
 from mcore_rl.megatron.cpu.attention import causal_attention
 from mcore_rl.megatron.cpu.compiled import Library
 
-LEVELS = {
-    "x86-64": (),
-    "x86-64-v3": ("avx2", "fma", "bmi2"),
-    "x86-64-v4": ("avx512f", "avx512dq", "avx512vl"),
-}
+LEVELS = {"x86-64": (), "x86-64-v3": ("avx2", "fma", "bmi2"), "x86-64-v4": ("avx512f", "avx512dq", "avx512vl")}
 """Levels of x86-64 with registers of 4, 8 and 16 numbers, and flags of the processors that have them. ARM's have 4."""
 
 
@@ -114,9 +110,7 @@ def test_output_and_gradients_are_those_of_float64(
 
 
 @pytest.mark.parametrize("lengths", [None, (3, 1, 50, 7)], ids=["prefix", "packed"])
-def test_every_width_of_heads_has_the_output_and_gradients_of_float64(
-    lengths: tuple[int, ...] | None,
-) -> None:
+def test_every_width_of_heads_has_the_output_and_gradients_of_float64(lengths: tuple[int, ...] | None) -> None:
     """Widths are filled up to what the loops step by; one that is not runs over into the next numbers."""
     keys = 61
     for width in range(1, 129):
@@ -127,8 +121,7 @@ def test_every_width_of_heads_has_the_output_and_gradients_of_float64(
         found = torch.autograd.grad((actual * weight).sum(), (query, key, value))
         parts = itertools.pairwise((0, *itertools.accumulate(lengths or (keys,))))
         outputs = [
-            expected(query if lengths is None else query[a:b], key[a:b], value[a:b], width**-0.5)[0]
-            for a, b in parts
+            expected(query if lengths is None else query[a:b], key[a:b], value[a:b], width**-0.5)[0] for a, b in parts
         ]
         wanted = torch.cat(outputs)
         gradients = torch.autograd.grad((wanted * weight.double()).sum(), (query, key, value))
@@ -205,9 +198,7 @@ def test_exponentials_are_right_to_three_units_in_the_last_place() -> None:
     assert ((weights - wanted).abs() / ulp).max() <= 3
 
 
-@pytest.mark.parametrize(
-    "lengths", [(64, 128, 64), (5, 1, 130, 48, 49), (300,), (1, 1, 1), (9, 3, 16, 70)], ids=str
-)
+@pytest.mark.parametrize("lengths", [(64, 128, 64), (5, 1, 130, 48, 49), (300,), (1, 1, 1), (9, 3, 16, 70)], ids=str)
 def test_packed_sequences_are_each_by_itself_bit_for_bit(lengths: tuple[int, ...]) -> None:
     total = sum(lengths)
     inputs = [tensor.detach().requires_grad_() for tensor in operands((total, total), 1, (4, 2), (32, 32))]

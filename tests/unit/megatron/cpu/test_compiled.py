@@ -30,18 +30,14 @@ def test_a_build_is_named_by_all_that_is_compiled(tmp_path: Path, monkeypatch: p
     assert len(builds) == 3
 
 
-def test_where_there_is_no_compiler_the_reason_is_given(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_where_there_is_no_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiled, "get_cxx_compiler", lambda: str(tmp_path / "c++"))
     for cached in (build_id, library):
         with pytest.raises(BuildError, match=r"there is no compiler: .*No such file.*c\+\+"):
             cached.__wrapped__()
     broken = tmp_path / "broken"
-    broken.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "fatal error: no assembler" >&2; exit 4\n'
-    )
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "fatal error: no assembler" >&2; exit 4\n')
     broken.chmod(0o755)
     monkeypatch.setattr(compiled, "get_cxx_compiler", lambda: str(broken))
     monkeypatch.setattr(compiled, "build_id", lambda: "other")
@@ -142,9 +138,7 @@ def test_a_folder_is_private_if_no_other_user_may_write_to_it_or_move_it(
     assert compiled._is_private(folder) == compiled._is_private(tmp_path / "link") == is_private
 
 
-def test_a_cache_folder_that_is_no_whole_path_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_folder_that_is_no_whole_path_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("cache", "./cache", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", value)

@@ -11,13 +11,7 @@ from mcore_rl.megatron.patches.table import FACTORIES
 
 @pytest.mark.parametrize("name", [name for name in FACTORIES if not name.endswith("_like")])
 def test_a_device_context_still_decides_where_tensors_are_made(name: str) -> None:
-    arguments = {
-        "arange": (3,),
-        "tensor": ([1.0],),
-        "as_tensor": ([1.0],),
-        "full": ((2,), 1.0),
-        "randint": (3, (2,)),
-    }
+    arguments = {"arange": (3,), "tensor": ([1.0],), "as_tensor": ([1.0],), "full": ((2,), 1.0), "randint": (3, (2,))}
     with torch.device("meta"):
         assert getattr(torch, name)(*arguments.get(name, (2,))).is_meta
 
@@ -25,16 +19,8 @@ def test_a_device_context_still_decides_where_tensors_are_made(name: str) -> Non
 @pytest.mark.parametrize("name", FACTORIES)
 def test_cuda_is_read_as_the_cpu(name: str) -> None:
     like = torch.ones(2)
-    arguments = {
-        "arange": (3,),
-        "tensor": ([1.0],),
-        "as_tensor": ([1.0],),
-        "full": ((2,), 1.0),
-        "randint": (3, (2,)),
-    }
-    arguments |= {"full_like": (like, 1.0)} | {
-        f"{kind}_like": (like,) for kind in ("empty", "zeros", "ones", "rand")
-    }
+    arguments = {"arange": (3,), "tensor": ([1.0],), "as_tensor": ([1.0],), "full": ((2,), 1.0), "randint": (3, (2,))}
+    arguments |= {"full_like": (like, 1.0)} | {f"{kind}_like": (like,) for kind in ("empty", "zeros", "ones", "rand")}
     made = getattr(torch, name)(*arguments.get(name, (2,)), device="cuda")
     assert made.device.type == "cpu"
 

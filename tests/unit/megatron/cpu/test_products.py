@@ -57,16 +57,7 @@ def rounded(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", ["rows", "columns", "parts", "every second"])
 @pytest.mark.parametrize(
     ("rows", "columns", "depth"),
-    [
-        (1, 1, 1),
-        (5, 33, 7),
-        (12, 32, 64),
-        (97, 257, 514),
-        (130, 300, 1031),
-        (3, 16, 31),
-        (0, 4, 4),
-        (4, 4, 0),
-    ],
+    [(1, 1, 1), (5, 33, 7), (12, 32, 64), (97, 257, 514), (130, 300, 1031), (3, 16, 31), (0, 4, 4), (4, 4, 0)],
 )
 def test_rounded_products_are_those_of_float64(rows: int, columns: int, depth: int, layout: str) -> None:
     """Of operands rounded to the nearest bf16; also of views, whose neighbours in memory are not read."""

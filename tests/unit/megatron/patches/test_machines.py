@@ -20,12 +20,7 @@ MACHINES = [
     "+".join(name for name, is_there in zip((CUDA, TE, APEX), bits, strict=True) if is_there) or "none"
     for bits in [(c, t, a) for c in (0, 1) for t in (0, 1) for a in (0, 1)]
 ]
-OF_THE_STEP = {
-    "_unscale_main_grads_and_check_for_nan",
-    "get_grad_norm_fp32",
-    "world_sums",
-    "finalize_model_grads",
-}
+OF_THE_STEP = {"_unscale_main_grads_and_check_for_nan", "get_grad_norm_fp32", "world_sums", "finalize_model_grads"}
 """Functions that wait for the device once a step or optimizer, when its work is done: they return what is logged."""
 
 
@@ -102,11 +97,7 @@ def test_a_machine_gets_the_patches_of_what_it_lacks(machine: str, on_this_cpu: 
 def waits_of_a_layer(trained: dict[str, Any]) -> dict[str, float]:
     """How often a layer of experts waits for the device in a microbatch; nothing else may, but once a step."""
     times = trained["microbatches"] * trained["moe_layers"]
-    places = {
-        place: count
-        for place, count in trained["syncs"].items()
-        if place.partition(":")[2] not in OF_THE_STEP
-    }
+    places = {place: count for place, count in trained["syncs"].items() if place.partition(":")[2] not in OF_THE_STEP}
     assert sum(trained["syncs"].values()) - sum(places.values()) <= 6
     return {place: count / times for place, count in places.items()}
 
@@ -135,9 +126,7 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused_by_its_error(ma
 
 @pytest.mark.matrix()
 @pytest.mark.parametrize("machine", ["broken-te", "other-apex", "cuda+other-apex"])
-def test_packages_that_cannot_be_used_are_as_good_as_absent(
-    machine: str, on_this_cpu: dict[str, Any]
-) -> None:
+def test_packages_that_cannot_be_used_are_as_good_as_absent(machine: str, on_this_cpu: dict[str, Any]) -> None:
     done = emulated(machine, "train")
     assert done.returncode == 0, done.stderr[-3000:]
     trained = json.loads(done.stdout.splitlines()[-1])

@@ -43,14 +43,10 @@ def test_packed_sequences_are_each_rotated_from_their_start(
     bounds = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
     rotated = rope_utils._apply_rotary_pos_emb_thd(heads, bounds, freqs, cp_group=Alone(), **options)
     alone = rope_utils._apply_rotary_pos_emb_bshd
-    expected = torch.cat(
-        [alone(part[:, None], freqs[: len(part)], **options)[:, 0] for part in heads.split(lengths)]
-    )
+    expected = torch.cat([alone(part[:, None], freqs[: len(part)], **options)[:, 0] for part in heads.split(lengths)])
     weights = torch.randn_like(rotated)
     for one, other in (
         (rotated, expected),
-        *zip(
-            *[torch.autograd.grad((each * weights).sum(), heads) for each in (rotated, expected)], strict=True
-        ),
+        *zip(*[torch.autograd.grad((each * weights).sum(), heads) for each in (rotated, expected)], strict=True),
     ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

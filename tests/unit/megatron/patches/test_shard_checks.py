@@ -60,11 +60,7 @@ def test_two_shards_at_one_place_are_found(seed: int) -> None:
 
 @pytest.mark.parametrize(
     "boxes",
-    [
-        [((0, 0), (2, 2)), ((1, 1), (2, 2))],
-        [((0, 0), (2, 2)), ((0, 2), (2, 3))],
-        [((0, 0), (0, 2)), ((0, 2), (0, 2))],
-    ],
+    [[((0, 0), (2, 2)), ((1, 1), (2, 2))], [((0, 0), (2, 2)), ((0, 2), (2, 3))], [((0, 0), (0, 2)), ((0, 2), (0, 2))]],
     ids=["shifted", "uneven", "empty"],
 )
 def test_what_is_no_grid_is_left_to_torch(boxes: list[Box]) -> None:
@@ -87,8 +83,6 @@ def test_only_tensors_that_are_not_evidently_whole_are_left_to_torch() -> None:
         "without chunks": entry([], (8, 12)),
     }
     metadata = Metadata(state_dict_metadata=dict(entries))
-    left = validate_plan_on_grid(lambda plan, given: (plan, list(given.state_dict_metadata)))(
-        "plan", metadata
-    )
+    left = validate_plan_on_grid(lambda plan, given: (plan, list(given.state_dict_metadata)))("plan", metadata)
     assert left == ("plan", [name for name in entries if name != "whole"])
     assert metadata.state_dict_metadata.keys() == entries.keys(), "the plan itself is as it was"

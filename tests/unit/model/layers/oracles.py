@@ -39,12 +39,7 @@ def small_config(**changes: Any) -> TransformerConfig:
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    scale: float,
-    sinks_N: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, sinks_N: Tensor | None = None
 ) -> Tensor:
     """`[s, B, N, Dv]`: softmax(scale * q k) v over the keys that `visible [s, S]` shows, and over a head's sink."""
     shared = query.shape[2] // key.shape[2]

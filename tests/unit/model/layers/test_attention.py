@@ -46,9 +46,7 @@ def assert_equal_attention(actual: Tensor, expected: Tensor, inputs: list[Tensor
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_causal_attention_is_that_of_the_closed_form(
-    one_rank: Mesh, layer: Layer, length: int, groups: int
-) -> None:
+def test_causal_attention_is_that_of_the_closed_form(one_rank: Mesh, layer: Layer, length: int, groups: int) -> None:
     query, key, value = heads(length), heads(length, num_heads=groups), heads(length, num_heads=groups)
     expected = oracles.attention(query, key, value, oracles.causal(length, length), 8**-0.5)
     assert_equal_attention(layer()(query, key, value, None), expected, [query, key, value])
@@ -65,9 +63,7 @@ def test_fewer_queries_than_keys_are_the_last_positions(
 
 @pytest.mark.parametrize("value_width", [6, 12])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_values_may_have_another_width_than_keys(
-    one_rank: Mesh, layer: Layer, length: int, value_width: int
-) -> None:
+def test_values_may_have_another_width_than_keys(one_rank: Mesh, layer: Layer, length: int, value_width: int) -> None:
     query, key, value = heads(length, width=10), heads(length, width=10), heads(length, width=value_width)
     attention = layer({"softmax_scale": 0.7, "k_channels": 10, "v_channels": value_width})
     expected = oracles.attention(query, key, value, oracles.causal(length, length), 0.7)
@@ -199,11 +195,7 @@ def test_a_new_token_attends_to_its_own_slot(
     keys, values = torch.randn(5, 14, 2, width), torch.randn(5, 14, 2, value_width)
     for slot, position in enumerate(positions):
         keys[slot, position + 1 :], values[slot, position + 1 :] = 1e3, 1e3
-    query, key, value = (
-        torch.randn(4, 1, 4, width),
-        torch.randn(4, 1, 2, width),
-        torch.randn(4, 1, 2, value_width),
-    )
+    query, key, value = (torch.randn(4, 1, 4, width), torch.randn(4, 1, 2, width), torch.randn(4, 1, 2, value_width))
     attention = layer(window_size=None if window is None else (window, 0))
     step = StepTokens(
         ids_T=torch.zeros(4, dtype=torch.int64),

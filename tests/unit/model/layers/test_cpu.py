@@ -80,9 +80,9 @@ def test_a_model_computes_what_it_does_with_torchs_layers(
     assert (found - wanted).norm() <= times * 1e-6 * wanted.norm()
     assert found_gradients.keys() == wanted_gradients.keys()
     whole = torch.cat([gradient.flatten() for gradient in wanted_gradients.values()])
-    assert (
-        torch.cat([gradient.flatten() for gradient in found_gradients.values()]) - whole
-    ).norm() <= times * 1e-6 * (whole.norm())
+    assert (torch.cat([gradient.flatten() for gradient in found_gradients.values()]) - whole).norm() <= times * 1e-6 * (
+        whole.norm()
+    )
     for name, gradient in wanted_gradients.items():
         # Both are in fp32: terms of the gradient of a head's norm cancel, and each rounding counts for more there.
         assert (found_gradients[name] - gradient).norm() <= times * 3e-6 * gradient.norm(), name

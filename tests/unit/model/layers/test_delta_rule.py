@@ -6,13 +6,7 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from mcore_rl.model.layers import delta as delta_rule
-from mcore_rl.model.layers.delta import (
-    causal_conv,
-    causal_conv_step,
-    chunk_grid,
-    gated_delta,
-    gated_delta_step,
-)
+from mcore_rl.model.layers.delta import causal_conv, causal_conv_step, chunk_grid, gated_delta, gated_delta_step
 
 LENGTHS = (5, 200, 64, 1, 130, 65, 63, 128)
 """Around multiples of a chunk, in no order."""
@@ -108,8 +102,7 @@ def test_the_convolution_sees_its_own_sequence_only_and_hands_on_its_last_inputs
     inputs_TC, weight_CW = (torch.randn(*shape, generator=generator) for shape in ((sum(LENGTHS), 6), (6, 4)))
     ours, last = causal_conv(inputs_TC, weight_CW, chunk_grid(LENGTHS, CPU))
     apart = [
-        theirs.causal_conv1d_fn(part.T[None], weight_CW, activation="silu")[0].T
-        for part in inputs_TC.split(LENGTHS)
+        theirs.causal_conv1d_fn(part.T[None], weight_CW, activation="silu")[0].T for part in inputs_TC.split(LENGTHS)
     ]
     assert error(ours, torch.cat(apart)) <= 1e-6
     # A sequence of one token: two zeros before it, then it.

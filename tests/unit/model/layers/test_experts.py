@@ -32,9 +32,7 @@ def sorted_rows(counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_output_and_gradients_are_those_of_the_closed_form(
-    one_rank: Mesh, grouped: Layer, counts: list[int]
-) -> None:
+def test_output_and_gradients_are_those_of_the_closed_form(one_rank: Mesh, grouped: Layer, counts: list[int]) -> None:
     layer, (rows, tokens, gates) = grouped(one_rank), sorted_rows(counts)
     fc1, fc2 = layer.linear_fc1.weight, layer.linear_fc2.weight
     chosen = [expert for expert, count in enumerate(counts) for _ in range(count)]
@@ -48,9 +46,7 @@ def test_output_and_gradients_are_those_of_the_closed_form(
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_they_compute_what_megatrons_sequential_experts_do(
-    one_rank: Mesh, grouped: Layer, counts: list[int]
-) -> None:
+def test_they_compute_what_megatrons_sequential_experts_do(one_rank: Mesh, grouped: Layer, counts: list[int]) -> None:
     layer, (rows, tokens, gates) = grouped(one_rank), sorted_rows(counts)
     submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     megatrons = SequentialMLP(4, small_config(), submodules, one_rank.groups)
@@ -60,9 +56,7 @@ def test_they_compute_what_megatrons_sequential_experts_do(
             layer.linear_fc2.weight[index].copy_(expert.linear_fc2.weight)
     expected, actual = megatrons(rows, tokens, gates)[0], layer(rows, tokens, gates)[0]
     assert_close(actual, expected, 1e-6)
-    for ours, theirs in zip(
-        gradients(actual, [rows, gates]), gradients(expected, [rows, gates]), strict=True
-    ):
+    for ours, theirs in zip(gradients(actual, [rows, gates]), gradients(expected, [rows, gates]), strict=True):
         assert_close(ours, theirs, 1e-6)
 
 
@@ -98,9 +92,7 @@ def test_gradients_of_biases_are_those_of_the_closed_form(one_rank: Mesh, groupe
         assert_close(ours, theirs, 2e-6)
 
 
-def test_without_a_row_every_weight_and_the_gates_still_get_a_gradient(
-    one_rank: Mesh, grouped: Layer
-) -> None:
+def test_without_a_row_every_weight_and_the_gates_still_get_a_gradient(one_rank: Mesh, grouped: Layer) -> None:
     """Overlapped reduction of gradients waits for every parameter, and other ranks for the gradient of the gates."""
     for changes in ({}, {"activation_func": nn.functional.gelu}, {"add_bias_linear": True}):
         layer, (rows, tokens, gates) = grouped(one_rank, **changes), sorted_rows([0, 0, 0, 0])
@@ -132,15 +124,9 @@ def test_a_gradient_without_strides_is_taken(
     ],
     ids=["gelu", "clamped"],
 )
-@pytest.mark.parametrize(
-    "recompute", [{}, {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}]
-)
+@pytest.mark.parametrize("recompute", [{}, {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}])
 def test_other_activations_are_computed_too(
-    one_rank: Mesh,
-    grouped: Layer,
-    changes: dict[str, Any],
-    activate: Callable[..., Tensor],
-    recompute: dict[str, Any],
+    one_rank: Mesh, grouped: Layer, changes: dict[str, Any], activate: Callable[..., Tensor], recompute: dict[str, Any]
 ) -> None:
     layer, (rows, tokens, gates) = grouped(one_rank, **changes, **recompute), sorted_rows([4, 0, 2, 1])
     fc1, fc2 = layer.linear_fc1.weight, layer.linear_fc2.weight
@@ -163,16 +149,12 @@ def test_bf16_differs_by_rounding_only(one_rank: Mesh) -> None:
     layer = GroupedExperts(4, config, pg_collection=one_rank.groups)
     rows, tokens, gates = sorted_rows([70, 9, 0, 33])
     chosen = [0] * 70 + [1] * 9 + [3] * 33
-    expected = oracles.experts(
-        rows.bfloat16(), gates, chosen, layer.linear_fc1.weight, layer.linear_fc2.weight
-    )
+    expected = oracles.experts(rows.bfloat16(), gates, chosen, layer.linear_fc1.weight, layer.linear_fc2.weight)
     actual, _ = layer(rows.bfloat16(), tokens, gates)  # fp32 gates, as of a router in fp32
     assert actual.dtype == torch.bfloat16
     # Each step between the rows and the output is rounded; the loss's gradient of the output is in bf16, too.
     assert_close(actual, expected, 2**-6)
-    for ours, theirs in zip(
-        gradients(actual, [rows, gates]), gradients(expected, [rows, gates]), strict=True
-    ):
+    for ours, theirs in zip(gradients(actual, [rows, gates]), gradients(expected, [rows, gates]), strict=True):
         assert_close(ours, theirs, 2**-6)
 
 
@@ -197,9 +179,7 @@ def test_gradients_of_two_microbatches_are_summed_in_the_buffers_of_data_paralle
         assert weight.grad is None
 
 
-def test_every_weight_is_summed_over_the_data_parallel_ranks_of_experts(
-    one_rank: Mesh, grouped: Layer
-) -> None:
+def test_every_weight_is_summed_over_the_data_parallel_ranks_of_experts(one_rank: Mesh, grouped: Layer) -> None:
     for weight in grouped(one_rank).parameters():
         assert weight.allreduce is False
         assert weight.tensor_model_parallel is True
@@ -217,16 +197,12 @@ def test_adapters_are_added_to_the_weights(dtype: torch.dtype, num_blocks: int, 
     wanted = [tensor.to(dtype).requires_grad_() for tensor in (rows.detach(), a_ERI, b_EOr)]
     exact = [tensor.detach().double().requires_grad_() for tensor in wanted]
     fc1 = Linear(weights[0].to(dtype), None, LowRank(wanted[1], wanted[2], 0.5))
-    output = grouped_experts(
-        wanted[0], gates.to(dtype), fc1, Linear(weights[1].to(dtype), None), tokens, config
-    )
+    output = grouped_experts(wanted[0], gates.to(dtype), fc1, Linear(weights[1].to(dtype), None), tokens, config)
     blocks = zip(exact[1].chunk(num_blocks, 1), exact[2].chunk(num_blocks, 1), strict=True)
     added = torch.cat([part @ block for block, part in blocks], 1)
     chosen = [expert for expert, count in enumerate(counts) for _ in range(count)]
     merged = fc1.weight_EOI.double() + 0.5 * added
-    expected = oracles.experts(
-        exact[0], gates.to(dtype).double(), chosen, merged, weights[1].to(dtype).double()
-    )
+    expected = oracles.experts(exact[0], gates.to(dtype).double(), chosen, merged, weights[1].to(dtype).double())
     # bf16 has eight bits, and rounds four products one after another.
     relative = 2e-6 if dtype is torch.float32 else 0.02
     assert_close(output, expected, relative)

@@ -71,9 +71,7 @@ def test_of_equal_scores_the_earlier_key_is_chosen() -> None:
 
 @pytest.mark.parametrize("lengths", [(24,), (8, 40, 16)])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_choose_what_one_rank_does(
-    lengths: tuple[int, ...], ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_choose_what_one_rank_does(lengths: tuple[int, ...], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_double(monkeypatch)
     indexed = random_indexed(sum(lengths), 1)
     whole = choose(indexed, indexed.key, list(segments(lengths, 0, 1)), TOPK)
@@ -109,19 +107,13 @@ def test_sequences_up_to_topk_have_the_logits_of_deepseek_v3(family: str, one_ra
     model = TINY[family]
     plain = model.model_copy(update={"family": "deepseek_v3", "indexer": ModelConfig().indexer})
     ours, theirs = built(model, one_rank), built(plain, one_rank)
-    theirs.load_state_dict(
-        {key: tensor for key, tensor in ours.state_dict().items() if ".indexer." not in key}
-    )
+    theirs.load_state_dict({key: tensor for key, tensor in ours.state_dict().items() if ".indexer." not in key})
     topk = model.indexer.top_k
     assert topk is not None
     tokens_BS = torch.randint(0, 120, (2, topk + 4), generator=torch.Generator().manual_seed(1))
     at_BS = torch.arange(topk + 4).expand(2, -1)
     for length, is_equal in ((topk, True), (topk + 4, False)):
-        given = {
-            "input_ids": tokens_BS[:, :length],
-            "position_ids": at_BS[:, :length],
-            "attention_mask": None,
-        }
+        given = {"input_ids": tokens_BS[:, :length], "position_ids": at_BS[:, :length], "attention_mask": None}
         with torch.no_grad():
             assert torch.equal(ours(**given), theirs(**given)) == is_equal
 

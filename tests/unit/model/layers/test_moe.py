@@ -20,11 +20,7 @@ from tests.unit.model.layers.oracles import assert_close, gradients, small_confi
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
-    "balanced": {
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.1,
-        "moe_z_loss_coeff": 0.1,
-    },
+    "balanced": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1},
     "sigmoid with bias": {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -48,9 +44,7 @@ def ours_and_megatrons(
 ) -> tuple[MoELayer, moe_layer.MoELayer]:
     """Two layers with the same weights: ours, and Megatron's with its sequential experts."""
     provider = LocalSpecProvider()
-    parts = MLPSubmodules(
-        linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear()
-    )
+    parts = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
     sequential = moe_layer.MoESubmodules(experts=experts_spec(SequentialMLP, parts))
     stacked = moe_layer.MoESubmodules(experts=experts_spec(stacked_experts))
     settings = small_config(**changes)
@@ -73,9 +67,7 @@ def weights_of(layer: moe_layer.MoELayer) -> list[Tensor]:
 
 @pytest.mark.parametrize("experts", [GroupedExperts, CompiledExperts])
 @pytest.mark.parametrize("router", ROUTERS)
-def test_it_computes_what_megatrons_layer_does(
-    one_rank: Mesh, router: str, experts: type[GroupedExperts]
-) -> None:
+def test_it_computes_what_megatrons_layer_does(one_rank: Mesh, router: str, experts: type[GroupedExperts]) -> None:
     ours, megatrons = ours_and_megatrons(one_rank, experts, **ROUTERS[router])
     assert ours.is_local == (router != "dropping" or experts is CompiledExperts)
     input = torch.randn(19, 3, 32, requires_grad=True)
@@ -83,9 +75,7 @@ def test_it_computes_what_megatrons_layer_does(
     assert_close(actual, expected, 1e-6)
     d_input, d_router, d_fc1, d_fc2 = gradients(actual, [input, *weights_of(ours)])
     of_megatron = megatrons.experts.local_experts
-    leaves = [
-        weight for expert in of_megatron for weight in (expert.linear_fc1.weight, expert.linear_fc2.weight)
-    ]
+    leaves = [weight for expert in of_megatron for weight in (expert.linear_fc1.weight, expert.linear_fc2.weight)]
     d_input_m, d_router_m, *d_experts = gradients(expected, [input, megatrons.router.weight, *leaves])
     assert_close(d_input, d_input_m, 1e-6)
     assert_close(d_router, d_router_m, 2e-6)

@@ -57,8 +57,7 @@ def test_in_bf16_it_is_transformers_norm_up_to_one_rounding(one_rank: Mesh) -> N
 
 
 @pytest.mark.parametrize(
-    ("provider", "kind"),
-    [(TorchSpecProvider, ZeroCenteredRMSNorm), (CpuSpecProvider, CompiledZeroCenteredRMSNorm)],
+    ("provider", "kind"), [(TorchSpecProvider, ZeroCenteredRMSNorm), (CpuSpecProvider, CompiledZeroCenteredRMSNorm)]
 )
 def test_gamma_centered_at_zero_is_one_plus_the_parameter(
     one_rank: Mesh, provider: type[TorchSpecProvider], kind: type[RMSNorm]

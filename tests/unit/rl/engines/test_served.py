@@ -112,9 +112,7 @@ def served(
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_completions_are_the_native_engines_and_keep_the_contract(
-    kind: str, one_rank: Mesh, tmp_path: Path
-) -> None:
+def test_completions_are_the_native_engines_and_keep_the_contract(kind: str, one_rank: Mesh, tmp_path: Path) -> None:
     """Tokens, logprobs and routes; each server gets the same weights in an update, and prompts are spread."""
     with served(one_rank, tmp_path, kind) as ours:
         native = engine_on(ours.chunks, one_rank, oracle("qwen3_moe").ours)
@@ -132,9 +130,7 @@ def test_completions_are_the_native_engines_and_keep_the_contract(
         contract.check_all(ours.engine, VOCAB)
 
 
-def test_a_request_that_fails_is_made_by_the_other_server_with_the_same_seed(
-    one_rank: Mesh, tmp_path: Path
-) -> None:
+def test_a_request_that_fails_is_made_by_the_other_server_with_the_same_seed(one_rank: Mesh, tmp_path: Path) -> None:
     with served(one_rank, tmp_path) as ours:
         wanted = ours.completion((1, 2, 3), seed=5)
         for fault in ("status_500", "close", "cut_short", "null_logprob"):
@@ -166,15 +162,11 @@ def test_servers_that_all_fail_end_with_the_reasons(one_rank: Mesh, tmp_path: Pa
         assert sum(len(server.rollouts()) for server in ours.servers) == 3
 
 
-def test_a_refusal_and_an_id_that_would_end_a_server_are_not_sent_again(
-    one_rank: Mesh, tmp_path: Path
-) -> None:
+def test_a_refusal_and_an_id_that_would_end_a_server_are_not_sent_again(one_rank: Mesh, tmp_path: Path) -> None:
     with served(one_rank, tmp_path) as ours:
         before = sum(ours.asked(GENERATE["vllm"]))
         for token in (VOCAB, -1):
-            with pytest.raises(
-                EngineError, match=rf"has the id {token}, and the model has the ids 0 to {VOCAB - 1}"
-            ):
+            with pytest.raises(EngineError, match=rf"has the id {token}, and the model has the ids 0 to {VOCAB - 1}"):
                 ours.completion((1, token))
         assert sum(ours.asked(GENERATE["vllm"])) == before
         for server in ours.servers:
@@ -229,9 +221,7 @@ def test_a_server_without_the_weights_gets_no_request_until_an_update_has_proved
 def test_too_few_servers_with_the_weights_end_the_run(one_rank: Mesh, tmp_path: Path) -> None:
     with served(one_rank, tmp_path, min_servers=2) as ours:
         ours.servers[0].faults = [("/finish_weight_update", "status_500")]
-        with pytest.raises(
-            EngineError, match=r"1 servers have the weights of version 1.*min_servers=2.*status 500"
-        ):
+        with pytest.raises(EngineError, match=r"1 servers have the weights of version 1.*min_servers=2.*status 500"):
             ours.engine.update_weights(1)
 
 
@@ -258,9 +248,7 @@ def test_an_answer_during_an_update_counts_only_of_a_server_that_the_probe_has_p
         ours.engine.update_weights(1)
         thread.join(20)
         wanted = ours.completion((1, 2, 3), EIGHT, 4)
-        assert found[0].tokens_T == wanted.tokens_T and found[0].logprobs_T == pytest.approx(
-            wanted.logprobs_T
-        )
+        assert found[0].tokens_T == wanted.tokens_T and found[0].logprobs_T == pytest.approx(wanted.logprobs_T)
         assert found[0].policy_version == 1
 
 
@@ -306,10 +294,7 @@ def test_routes_that_newer_weights_computed_again_are_not_those_of_the_tokens_be
         assert (before_TLK != now_TLK[:num_prompt]).float().mean() > 0.2
         experts_TLK, num_recomputed = completion.experts_TLK.long(), num_prompt + num_old - 1
         if may_miss_routes:
-            assert [(span.version, span.start, span.end) for span in completion.versions] == [
-                (0, 0, 4),
-                (1, 4, 8),
-            ]
+            assert [(span.version, span.start, span.end) for span in completion.versions] == [(0, 0, 4), (1, 4, 8)]
             assert (experts_TLK[:num_recomputed] == -1).all()
             assert torch.equal(experts_TLK[num_recomputed:], now_TLK[num_recomputed:])
         else:
@@ -349,9 +334,7 @@ def test_what_another_run_has_left_in_a_servers_caches_is_not_read(
     assert [salt[-2:] for salt in of_runs[0]] == ["v0", "v1"]
 
 
-def test_a_server_that_was_started_anew_at_its_address_is_not_believed(
-    one_rank: Mesh, tmp_path: Path
-) -> None:
+def test_a_server_that_was_started_anew_at_its_address_is_not_believed(one_rank: Mesh, tmp_path: Path) -> None:
     with served(one_rank, tmp_path) as ours:
         ours.servers[0].version = "default"
         prompts = [prompt_of((1, 2, 3), str(name)) for name in range(6)]
@@ -415,23 +398,15 @@ def test_close_ends_requests_in_progress(one_rank: Mesh, tmp_path: Path) -> None
             ours.engine.request_group(0, prompt_of((1, 2)), EIGHT, [1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "version"), [("vllm", "0.31.9"), ("vllm", "0.34.0+cpu"), ("sglang", "0.5.24")]
-)
+@pytest.mark.parametrize(("kind", "version"), [("vllm", "0.31.9"), ("vllm", "0.34.0+cpu"), ("sglang", "0.5.24")])
 def test_versions_that_were_not_tried_are_refused(kind: str, version: str) -> None:
     with FakeServer(TableAnswers(), kind, software=version) as server:
         api = VllmApi(HttpClient(server.url), vocab_size=8, request_timeout_s=5, update_timeout_s=5)
         if kind == "sglang":
             api = SglangApi(
-                HttpClient(server.url),
-                vocab_size=8,
-                experts_per_token=2,
-                request_timeout_s=5,
-                update_timeout_s=5,
+                HttpClient(server.url), vocab_size=8, experts_per_token=2, request_timeout_s=5, update_timeout_s=5
             )  # type: ignore[assignment]
-        with pytest.raises(
-            EngineError, match=rf"is {kind} {version.replace('+', '.')}; tried are versions from"
-        ):
+        with pytest.raises(EngineError, match=rf"is {kind} {version.replace('+', '.')}; tried are versions from"):
             api.refuse_untried()
 
 
@@ -440,6 +415,4 @@ def test_logprobs_of_another_temperature_are_refused() -> None:
     cut = RlRunConfig.model_validate({"rl": rollout})
     assert refused_sampling(cut.rl, Sampling(max_new_tokens=1, cut=Cut(top_p=0.9))) is None
     assert refused_sampling(cut.rl, Sampling(max_new_tokens=1, cut=Cut(temperature=0.0))) is None
-    assert "one --logprobs-mode" in str(
-        refused_sampling(cut.rl, Sampling(max_new_tokens=1, cut=Cut(temperature=0.7)))
-    )
+    assert "one --logprobs-mode" in str(refused_sampling(cut.rl, Sampling(max_new_tokens=1, cut=Cut(temperature=0.7))))

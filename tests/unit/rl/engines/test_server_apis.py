@@ -14,14 +14,7 @@ import pytest
 
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.server_api import (
-    NO_VERSION,
-    HttpClient,
-    ServerApi,
-    ServerError,
-    logprobs_mode,
-    pick_layers,
-)
+from mcore_rl.rl.engines.server_api import NO_VERSION, HttpClient, ServerApi, ServerError, logprobs_mode, pick_layers
 from mcore_rl.rl.engines.sglang_api import SglangApi
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.sampling import Cut
@@ -33,18 +26,12 @@ SAMPLING = Sampling(max_new_tokens=5, cut=Cut(temperature=0.7), stop_tokens=froz
 KINDS = ["vllm", "sglang"]
 
 
-def api_of(
-    server: FakeServer, *, request_timeout_s: float = 5.0, vocab: int = VOCAB, **http: str
-) -> ServerApi:
+def api_of(server: FakeServer, *, request_timeout_s: float = 5.0, vocab: int = VOCAB, **http: str) -> ServerApi:
     client = HttpClient(server.url, **http)
     if server.kind == "vllm":
         return VllmApi(client, vocab_size=vocab, request_timeout_s=request_timeout_s, update_timeout_s=5.0)
     return SglangApi(
-        client,
-        vocab_size=vocab,
-        experts_per_token=2,
-        request_timeout_s=request_timeout_s,
-        update_timeout_s=5.0,
+        client, vocab_size=vocab, experts_per_token=2, request_timeout_s=request_timeout_s, update_timeout_s=5.0
     )
 
 
@@ -56,9 +43,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
 
 def test_all_rules_of_sampling_are_sent_and_the_answer_is_read(server: FakeServer) -> None:
     """Each field is sent, since a server has defaults of its own; ids beyond the tokenizer's are forbidden."""
-    sampling = Sampling(
-        max_new_tokens=5, cut=Cut(temperature=0.7), stop_tokens=frozenset({9, 3}), vocab_size=VOCAB - 2
-    )
+    sampling = Sampling(max_new_tokens=5, cut=Cut(temperature=0.7), stop_tokens=frozenset({9, 3}), vocab_size=VOCAB - 2)
     made = api_of(server).generate((5, 6), sampling, 11, salt="v3", request_id="a1")
     tokens = [(11 * 7919 + t * 104729 + 5) % VOCAB for t in range(5)]
     tokens = [0 if token >= VOCAB - 2 else token for token in tokens]
@@ -223,9 +208,7 @@ def test_a_server_with_a_certificate_of_ones_own_is_known_by_its_file(tmp_path: 
             HttpClient(url).get("/version", timeout_s=5)
 
 
-MODEL = ModelConfig(
-    num_layers=3, moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=8, first_dense_layers=1)
-)
+MODEL = ModelConfig(num_layers=3, moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=8, first_dense_layers=1))
 ROUTED = Sampling(max_new_tokens=5, stop_tokens=frozenset({70}), with_routes=True)
 
 
@@ -305,9 +288,7 @@ def test_rows_that_a_server_left_out_are_marked_where_they_may_be_missing(left_o
         (Cut(top_k=5, temperature=0.7), None),
     ],
 )
-def test_the_mode_of_logprobs_is_the_one_before_the_cut_at_the_temperature(
-    cut: Cut, mode: str | None
-) -> None:
+def test_the_mode_of_logprobs_is_the_one_before_the_cut_at_the_temperature(cut: Cut, mode: str | None) -> None:
     assert logprobs_mode(cut) == mode
 
 

@@ -21,9 +21,7 @@ FAKE = str(Path(__file__).parents[4] / "tests" / "fake_server.py")
 
 def config_of(tmp_path: Path, *overrides: str) -> RlRunConfig:
     path = tmp_path / "rl.toml"
-    path.write_text(
-        "[rl.prompts]\ntask = 'arithmetic'\nmax_tokens = 100\n[rl.rollout]\nmax_new_tokens = 28\n"
-    )
+    path.write_text("[rl.prompts]\ntask = 'arithmetic'\nmax_tokens = 100\n[rl.rollout]\nmax_new_tokens = 28\n")
     command = json.dumps([sys.executable, FAKE])
     return load_config(RlRunConfig, path, ["rl.engine.kind=vllm", f"rl.engine.command={command}", *overrides])
 
@@ -46,21 +44,8 @@ def test_the_command_of_vllm_has_what_the_run_needs(tmp_path: Path) -> None:
     assert found.command == (
         *(sys.executable, FAKE, "--model", str(tmp_path / "servers/model"), "--served-model-name", "policy"),
         *("--load-format", "dummy", "--host", "127.0.0.1", "--port", "8001", "--skip-tokenizer-init"),
-        *(
-            "--enable-scale-out",
-            "--dtype",
-            "float32",
-            "--max-model-len",
-            "128",
-            "--tensor-parallel-size",
-            "1",
-        ),
-        *(
-            "--logprobs-mode",
-            "processed_logprobs",
-            "--worker-extension-cls",
-            "mcore_rl.vllm_worker.Extension",
-        ),
+        *("--enable-scale-out", "--dtype", "float32", "--max-model-len", "128", "--tensor-parallel-size", "1"),
+        *("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
         *("--weight-transfer-config", '{"backend": "mcore_files"}'),
         *(() if not config.wants_engine_routes else ("--enable-return-routed-experts",)),
         *("--gpu-memory-utilization", "0.8"),
@@ -102,18 +87,10 @@ def test_the_command_follows_the_sampling_the_device_and_the_kind(tmp_path: Path
     many = server_command(config_of(tmp_path, "rl.engine.slots=9"), tmp_path / "s", 1, on_gpu=True).command
     assert many[many.index("--max-num-seqs") + 1] == "9"
     other = config_of(
-        *(tmp_path, "rl.engine.kind=sglang", "rl.engine.dtype=bf16", "rl.engine.tensor_parallel=4"),
-        "rl.engine.slots=9",
+        *(tmp_path, "rl.engine.kind=sglang", "rl.engine.dtype=bf16", "rl.engine.tensor_parallel=4"), "rl.engine.slots=9"
     )
     assert server_command(other, tmp_path / "s", 1, on_gpu=True).command[2:] == (
-        *(
-            "--model-path",
-            str(tmp_path / "s/model"),
-            "--served-model-name",
-            "policy",
-            "--load-format",
-            "dummy",
-        ),
+        *("--model-path", str(tmp_path / "s/model"), "--served-model-name", "policy", "--load-format", "dummy"),
         *("--host", "127.0.0.1", "--port", "1", "--skip-tokenizer-init", "--dtype", "bfloat16"),
         *("--context-length", "128", "--tp-size", "4", "--max-running-requests", "9"),
     )
@@ -162,9 +139,7 @@ def test_a_server_that_does_not_start_ends_the_run_with_the_end_of_its_log(tmp_p
     fleet = ServerFleet(
         config.rl.engine, api_at, tmp_path, lambda index: ServerProcess(command, tmp_path / "server_0.log")
     )
-    with pytest.raises(
-        EngineError, match=r"(?s)server_0 ended with status 1.*server_0\.log:.*no memory left"
-    ):
+    with pytest.raises(EngineError, match=r"(?s)server_0 ended with status 1.*server_0\.log:.*no memory left"):
         fleet.ready()
     fleet.close()
 

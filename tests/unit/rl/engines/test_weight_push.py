@@ -90,14 +90,7 @@ class ModelServer:
         return of_tokens(logits_SV, torch.tensor(tokens_T[1:])).tolist()  # type: ignore[no-any-return]
 
     def generate(
-        self,
-        prompt_T: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        *,
-        salt: str,
-        request_id: str,
-        adapter: None,
+        self, prompt_T: Sequence[int], sampling: Sampling, seed: int, *, salt: str, request_id: str, adapter: None
     ) -> ServedCompletion:
         assert salt and adapter is None and self.calls[-1] == "probe"
         with COMPLETING:  # so that a change of the weights is loaded once a completion
@@ -161,11 +154,7 @@ class Served:
     """A trainer whose weights are new, and servers with the old ones."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        mesh: Mesh,
-        precision: Precision = "fp32",
-        servers_precision: Precision = "fp32",
+        self, model: ModelConfig, mesh: Mesh, precision: Precision = "fp32", servers_precision: Precision = "fp32"
     ) -> None:
         self.mesh, self.model = mesh, model
         self.chunks = built(model, mesh, seed=1, precision=precision)
@@ -195,9 +184,7 @@ class Served:
             logits_NSV = self._modules[0].eval()(ids_NS, positions_NS, attention_mask=None)
         return logits_NSV[..., : self.model.vocab_size].double()
 
-    def push(
-        self, *servers: ModelServer, cut: Cut = SAMPLED, ids: int | None = None, **engine: Any
-    ) -> PushReport:
+    def push(self, *servers: ModelServer, cut: Cut = SAMPLED, ids: int | None = None, **engine: Any) -> PushReport:
         config = engine_config(kind="vllm", urls=tuple(server.url for server in servers), **engine)
         sampling = Sampling(max_new_tokens=5, cut=cut, vocab_size=ids)
         return WeightPush(servers, self.chunks, self.mesh, self.model, config, sampling).push(7)
@@ -251,19 +238,14 @@ FAULTS: dict[str, Callable[[str], bool]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_server_that_does_not_have_the_weights_fails_although_it_says_otherwise(
-    fault: str, served: Served
-) -> None:
+def test_a_server_that_does_not_have_the_weights_fails_although_it_says_otherwise(fault: str, served: Served) -> None:
     sound, broken = served.server("http://sound:1"), served.server("http://broken:2")
     broken.takes = FAULTS[fault]
     report = served.push(sound, broken)
     assert report.living == ("http://sound:1",)
     assert broken.calls == UPDATE
     assert report.failed.keys() == {"http://broken:2"}
-    assert (
-        "does not have the trainer's weights although its update succeeded"
-        in report.failed["http://broken:2"]
-    )
+    assert "does not have the trainer's weights although its update succeeded" in report.failed["http://broken:2"]
     assert report.probe < 2e-5 < 2e-4 < report.differences["http://broken:2"].largest
 
 
@@ -281,10 +263,7 @@ REPORTS: dict[str, tuple[Cut, Callable[[Tensor, Tensor, Cut], Tensor]]] = {
     "top-k only of two cuts": (Cut(top_k=5, top_p=0.8), lambda z, y, cut: of_tokens(cut_off(z, TOP), y)),
     "the temperature twice": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature**2, y)),
     "the inverse temperature": (SAMPLED, lambda z, y, cut: of_tokens(z * cut.temperature, y)),
-    "the temperature in bf16": (
-        SAMPLED,
-        lambda z, y, cut: of_tokens(z / float(torch.tensor(0.7).bfloat16()), y),
-    ),
+    "the temperature in bf16": (SAMPLED, lambda z, y, cut: of_tokens(z / float(torch.tensor(0.7).bfloat16()), y)),
     "logprobs divided by the temperature": (SAMPLED, lambda z, y, cut: of_tokens(z, y) / cut.temperature),
     "one token late": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, y).roll(1)),
     "of the next position": (SAMPLED, lambda z, y, cut: of_tokens(z.roll(-1, 0) / cut.temperature, y)),
@@ -293,14 +272,8 @@ REPORTS: dict[str, tuple[Cut, Callable[[Tensor, Tensor, Cut], Tensor]]] = {
     "a mean": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, y).mean().expand(len(y))),
     "to the base of 2": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, y) / math.log(2)),
     "rounded to bf16": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, y).bfloat16().double()),
-    "rounded to three digits": (
-        SAMPLED,
-        lambda z, y, cut: of_tokens(z / cut.temperature, y).round(decimals=3),
-    ),
-    "a wrong first one": (
-        SAMPLED,
-        lambda z, y, cut: of_tokens(z / cut.temperature, y) - 1e-3 * torch.eye(len(y))[0],
-    ),
+    "rounded to three digits": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, y).round(decimals=3)),
+    "a wrong first one": (SAMPLED, lambda z, y, cut: of_tokens(z / cut.temperature, y) - 1e-3 * torch.eye(len(y))[0]),
     "with a penalty of repetition": (
         SAMPLED,
         lambda z, y, cut: of_tokens(z / cut.temperature - 0.1 * torch.bincount(y, minlength=z.shape[1]), y),
@@ -341,9 +314,7 @@ UNSEEN: dict[str, tuple[Cut, Callable[[Tensor, Cut], Tensor]]] = {
 
 
 @pytest.mark.parametrize("ignored", UNSEEN)
-def test_a_server_that_samples_otherwise_and_reports_right_logprobs_is_not_found(
-    ignored: str, served: Served
-) -> None:
+def test_a_server_that_samples_otherwise_and_reports_right_logprobs_is_not_found(ignored: str, served: Served) -> None:
     """The probe does not see such a server, as docs/weight_updates.md says."""
     server = served.server()
     cut, server.samples = UNSEEN[ignored]
@@ -412,9 +383,7 @@ def test_more_sequences_are_taken_until_all_experts_are_reached(one_rank: Mesh) 
     assert stuck.num_unreached == 4 * 30 and len(stuck.sequences) == 96
 
 
-def test_a_limit_is_of_the_largest_difference_in_fp32_and_otherwise_of_the_mean_beside_what_rounding_makes() -> (
-    None
-):
+def test_a_limit_is_of_the_largest_difference_in_fp32_and_otherwise_of_the_mean_beside_what_rounding_makes() -> None:
     fp32, bf16 = probe_limit(None), probe_limit(0.01)
     assert (fp32.statistic, fp32.limit, bf16.statistic) == ("largest", 2e-4, "mean")
     assert bf16.limit == pytest.approx(0.03) and probe_limit(1.0).limit == 0.1
@@ -429,9 +398,7 @@ def test_a_limit_is_of_the_largest_difference_in_fp32_and_otherwise_of_the_mean_
 def test_the_expert_whose_tokens_differ_most_is_found_by_its_standard_errors() -> None:
     """1200 tokens of which every 10th has chosen expert 3 in layer 2; the oracle is a loop over tokens."""
     generator = torch.Generator().manual_seed(1)
-    experts_NTLK = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(3600)]).view(
-        60, 20, 3, 2
-    )
+    experts_NTLK = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(3600)]).view(60, 20, 3, 2)
     experts_NTLK[experts_NTLK == 3] = 0
     experts_NTLK[:, ::10, 2, 0], experts_NTLK[:, :, 1] = 3, -1
     noise_NT = torch.rand(60, 20, generator=generator, dtype=torch.float64) * 0.02 + 0.01

@@ -52,9 +52,7 @@ class Worker:
             rank = group["rank"] + self.index
             self.ranks.append(rank)
             limit = timedelta(seconds=group["timeout_s"])
-            store = PrefixStore(
-                group["key"], TCPStore(group["host"], group["port"], is_master=False, timeout=limit)
-            )
+            store = PrefixStore(group["key"], TCPStore(group["host"], group["port"], is_master=False, timeout=limit))
             self.group = ProcessGroupGloo(store, rank, group["size"], limit)
         tensors = {}
         for name, dtype, shape in zip(update["names"], update["dtypes"], update["shapes"], strict=True):
@@ -127,9 +125,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, unlimited[1]))
     try:
-        with pytest.raises(
-            EngineError, match=r"a bucket of 58 bytes cannot be written \(.*File too large.*\)\. Free"
-        ):
+        with pytest.raises(EngineError, match=r"a bucket of 58 bytes cannot be written \(.*File too large.*\)\. Free"):
             transport.send(buckets()[0], lambda update: None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)

@@ -22,17 +22,7 @@ from mcore_rl.rl.environments.conversations import _Draft
 from mcore_rl.rl.step.batch import TrainedSample, make_microbatch
 from mcore_rl.rl.step.heads import LogprobHead
 from mcore_rl.rl.types import Completion, Episode, Group, Prompt, single_version
-from tests.conversing import (
-    END,
-    LETTERS,
-    chat_of,
-    config_of,
-    conversations_of,
-    held,
-    problems,
-    sampling,
-    seeds_of,
-)
+from tests.conversing import END, LETTERS, chat_of, config_of, conversations_of, held, problems, sampling, seeds_of
 from tests.hf_models import VOCAB, Oracle
 from tests.unit.rl.engines.test_served import served
 
@@ -63,12 +53,8 @@ def test_masks_and_logprobs_are_those_of_a_teacher_forced_pass_over_the_whole_co
     difference_T = (output["logprobs"] - batch.rollout_logprobs_T).abs()
     assert difference_T[batch.mask_T].max() < 1e-5
     assert batch.lengths_N.tolist() == [one.num_sampled for _, one in pairs]
-    sampled = [
-        [token for start, end in one.sampled_spans for token in one.tokens_T[start:end]] for _, one in pairs
-    ]
-    assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [
-        token for tokens in sampled for token in tokens
-    ]
+    sampled = [[token for start, end in one.sampled_spans for token in one.tokens_T[start:end]] for _, one in pairs]
+    assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [token for tokens in sampled for token in tokens]
     assert torch.equal(batch.mask_T, batch.completion_mask_T)
     assert all(not output["logprobs"][~batch.mask_T].any() for _ in pairs)
 
@@ -225,10 +211,7 @@ def test_an_environment_that_fails_or_floods_ends_its_own_conversation_only(
             elif not fault or not meets_fault:
                 assert one.tokens_T == wanted.tokens_T and episode == healthy
     met = {
-        group.prompt.problem.answer
-        for group in groups
-        for one in group.completions
-        if episode_of(one).end == "failed"
+        group.prompt.problem.answer for group in groups for one in group.completions if episode_of(one).end == "failed"
     }
     assert met == set(FAULTS)
 
@@ -268,17 +251,11 @@ def test_groups_that_are_held_while_the_policy_trains_are_those_that_are_held_be
         conversations_of(config, Asking(engine), folder, one_rank) as conversations,
         ThreadPoolExecutor(len(prompts)) as threads,
     ):
-        found = threads.map(
-            lambda one: conversations.hold_group(0, one, rules, seeds_of(one)), reversed(prompts)
-        )
+        found = threads.map(lambda one: conversations.hold_group(0, one, rules, seeds_of(one)), reversed(prompts))
     for group, other in zip(reversed(list(found)), wanted, strict=True):
         assert group.prompt == other.prompt
         for one, want in zip(group.completions, other.completions, strict=True):
-            assert (one.tokens_T, one.finish, episode_of(one)) == (
-                want.tokens_T,
-                want.finish,
-                episode_of(want),
-            )
+            assert (one.tokens_T, one.finish, episode_of(one)) == (want.tokens_T, want.finish, episode_of(want))
             assert one.logprobs_T == pytest.approx(want.logprobs_T, abs=2e-5)
             assert one.experts_TLK is not None and want.experts_TLK is not None
             assert torch.equal(one.experts_TLK, want.experts_TLK)

@@ -35,9 +35,7 @@ def test_the_reference_that_a_kept_checkpoint_needs_stays(
     assert sorted(path.name for path in references.iterdir()) == [f"step_{step:07d}" for step in left]
 
 
-@pytest.mark.parametrize(
-    ("kl_target", "adapted", "expected"), [(6.0, 0.7, 0.7), (6.0, None, 0.2), (None, 0.7, 0.2)]
-)
+@pytest.mark.parametrize(("kl_target", "adapted", "expected"), [(6.0, 0.7, 0.7), (6.0, None, 0.2), (None, 0.7, 0.2)])
 def test_the_coefficient_is_the_configs_once_no_target_adapts_it(
     kl_target: float | None, adapted: float | None, expected: float
 ) -> None:

@@ -58,9 +58,7 @@ def test_a_file_is_read_once_an_epoch_in_another_order_each_time(tmp_path: Path)
 
 
 def test_long_prompts_and_bad_lines_of_a_file_are_left_out_and_counted(tmp_path: Path) -> None:
-    config = file_of(
-        tmp_path, {"prompt": "ok"}, {"prompt": "x" * 65}, {"question": "?"}, {"prompt": "y" * 64}
-    )
+    config = file_of(tmp_path, {"prompt": "ok"}, {"prompt": "x" * 65}, {"question": "?"}, {"prompt": "y" * 64})
     source = train_prompts(config, (), encoder(), seed=0)
     assert source.num_prompts == 2
     assert source.skipped == (
@@ -133,9 +131,7 @@ def test_a_conversation_as_prompt_goes_through_the_chat_template(tmp_path: Path)
     assert Letters().decode(list(tokens)) == "system:\nBe short.\n\nuser:\nHi\n\nassistant:\n"
 
 
-def test_a_conversation_that_ends_in_the_assistants_turn_has_the_beginning_of_the_answer(
-    tmp_path: Path,
-) -> None:
+def test_a_conversation_that_ends_in_the_assistants_turn_has_the_beginning_of_the_answer(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, I"}]
     (problem,) = read_problems(file_of(tmp_path, {"prompt": turns, "answer": "am"})).problems
     tokens = encoder(has_roles=True)(problem).tokens_T
@@ -167,16 +163,9 @@ def test_a_prompt_whose_tag_no_teacher_has_is_named(tmp_path: Path) -> None:
     entries = ({"prompt": f"p{n}"} | ({} if tag is None else {"area": tag}) for n, tag in enumerate(tags))
     source = train_prompts(file_of(tmp_path, *entries), (), encoder(), seed=0)
     tagged = {"math": "runs/math", "code": "runs/code"}
-    with pytest.raises(
-        DataError, match=r"2 prompts have no teacher of math, code: .*jsonl:3 .area='law'"
-    ) as error:
+    with pytest.raises(DataError, match=r"2 prompts have no teacher of math, code: .*jsonl:3 .area='law'") as error:
         refuse_prompts_without_teacher(source, DistillConfig(teachers=tagged, tag_field="area"))
     assert "jsonl:4 (area=None)" in str(error.value)
     others = DistillConfig(teacher="self", teachers=tagged, tag_field="area")
     refuse_prompts_without_teacher(source, others)
-    assert [others.paths[others.index_of(tag) or 0] for tag in tags] == [
-        "runs/math",
-        "runs/code",
-        "self",
-        "self",
-    ]
+    assert [others.paths[others.index_of(tag) or 0] for tag in tags] == ["runs/math", "runs/code", "self", "self"]

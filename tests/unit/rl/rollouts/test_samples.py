@@ -23,9 +23,7 @@ def completion_of(tokens_T: tuple[int, ...], text: str, episode: Episode | None 
     )
 
 
-def test_a_sample_on_disk_has_the_ids_of_its_prompt_and_of_the_tokens_after_it(
-    one_rank: Mesh, tmp_path: Path
-) -> None:
+def test_a_sample_on_disk_has_the_ids_of_its_prompt_and_of_the_tokens_after_it(one_rank: Mesh, tmp_path: Path) -> None:
     talk = Episode(messages=(), turns=(Turn(0, 1, 0.0), Turn(3, 5, 1.0)), end="done")
     completions = (completion_of((4, 5, 2), "45"), completion_of((6, 9, 9, 7, 2), "7", talk))
     problem = Problem(problem_id="p", prompt="13", answer="45")

@@ -69,9 +69,7 @@ def test_a_problem_depends_on_task_sizes_seed_and_number_alone():
 
 
 def write(path, *lines):
-    path.write_bytes(
-        b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
-    )
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
     return str(path)
 
 
@@ -119,9 +117,7 @@ def test_a_file_without_a_prompt_is_refused(tmp_path, lines, message):
 def test_lines_without_an_answer_are_no_prompts_where_the_reward_compares_with_one(tmp_path):
     lacking = write(tmp_path / "lacking.jsonl", {"prompt": "1 + 1?", "solution": "2"}, {"prompt": "2 + 2?"})
     assert len(read_problems(PromptConfig(files=(lacking,))).problems) == 2
-    with pytest.raises(
-        DataError, match=r"lacking.jsonl:1: no answer in 'answer'.*other keys: solution.*answer_field"
-    ):
+    with pytest.raises(DataError, match=r"lacking.jsonl:1: no answer in 'answer'.*other keys: solution.*answer_field"):
         read_problems(PromptConfig(files=(lacking,)), needs_answer=True)
     mixed = write(tmp_path / "mixed.jsonl", {"prompt": "?", "answer": 0}, {"prompt": "?", "answer": " "})
     read = read_problems(PromptConfig(files=(mixed,), max_bad=1), needs_answer=True)

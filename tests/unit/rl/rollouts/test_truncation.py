@@ -10,9 +10,7 @@ SAMPLING = Sampling(max_new_tokens=4, stop_tokens=frozenset([0, 9]))
 
 def group(*completions: tuple[int, ...]) -> Group:
     made = [
-        Completion(
-            text="", tokens_T=tokens, logprobs_T=(0.0,) * 4, versions=single_version(0, 4), finish="length"
-        )
+        Completion(text="", tokens_T=tokens, logprobs_T=(0.0,) * 4, versions=single_version(0, 4), finish="length")
         for tokens in completions
     ]
     return Group(prompt=prompt_of([1]), completions=tuple(made))

@@ -74,10 +74,7 @@ def test_every_kind_equals_its_definition_on_random_groups(kind, ddof):
 def test_groups_of_equal_rewards_get_exact_zeros_and_are_told(kind):
     # 0.1 + 0.1 + 0.1 over 3 is not 0.1 in floating point.
     rewards = tensor([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3]])
-    advantages, constant = (
-        group_advantages(rewards, estimate(kind, eps=0.0)),
-        constant_groups(rewards),
-    )
+    advantages, constant = (group_advantages(rewards, estimate(kind, eps=0.0)), constant_groups(rewards))
     assert constant.tolist() == [True, False, True]
     assert advantages[constant].abs().max() == 0
     assert advantages[1, 1] > 0 > advantages[1, 0]
@@ -154,13 +151,7 @@ def test_kl_is_taken_from_the_reward_except_in_groups_of_equal_rewards():
     rewards_PG, kl_PG = tensor([[1.0, 0.0], [1.0, 1.0]]), tensor([[2.0, 4.0], [2.0, 6.0]])
     # 1 - 0.5 and 0 - 1 are 0.75 above and below their mean; the second group's differ by the KL alone.
     for kind, wanted in (("mean", 0.75), ("zscore", 0.75 / (1.5 / 2**0.5))):
-        got = kl_penalised_advantages(
-            rewards_PG,
-            kl_PG,
-            estimate(kind, eps=0.0),
-            coeff=0.25,
-            spares_equal_others=False,
-        )
+        got = kl_penalised_advantages(rewards_PG, kl_PG, estimate(kind, eps=0.0), coeff=0.25, spares_equal_others=False)
         assert got.tolist() == [pytest.approx([wanted, -wanted]), [0.0, 0.0]]
 
 
@@ -170,26 +161,14 @@ def test_no_reward_is_divided_by_the_deviation_of_the_others_kl_alone():
     none = math.nan
     rewards_PG = tensor([[1.0, 0.0, 0.0, 0.0], [1.0, none, 0.0, 0.0]], dtype=torch.float64)
     kl_PG = tensor([[0.0, 1e-9, 2e-9, 4e-9]] * 2, dtype=torch.float64)
-    got_PG = kl_penalised_advantages(
-        rewards_PG,
-        kl_PG,
-        divided,
-        coeff=0.1,
-        spares_equal_others=True,
-    )
+    got_PG = kl_penalised_advantages(rewards_PG, kl_PG, divided, coeff=0.1, spares_equal_others=True)
     torch.testing.assert_close(got_PG, group_advantages(rewards_PG, divided), rtol=0, atol=1e-8)
     assert got_PG[:, 0].tolist() == pytest.approx([1.0, 1.0])
     # Where the others' rewards differ, the penalised ones are compared.
     best, *others = (reward - 0.1 * kl for reward, kl in zip((1.0, 0.5, 0.0, 0.0), (3, 1, 4, 2), strict=True))
     wanted = (best - statistics.mean(others)) / (statistics.stdev(others) + 1e-6)
     rewards_PG, kl_PG = tensor([[1.0, 0.5, 0.0, 0.0]]).double(), tensor([[3, 1, 4, 2]]).double()
-    got_PG = kl_penalised_advantages(
-        rewards_PG,
-        kl_PG,
-        divided,
-        coeff=0.1,
-        spares_equal_others=True,
-    )
+    got_PG = kl_penalised_advantages(rewards_PG, kl_PG, divided, coeff=0.1, spares_equal_others=True)
     assert got_PG[0, 0].item() == pytest.approx(wanted, rel=1e-12)
 
 
@@ -219,9 +198,7 @@ def test_advantages_of_the_users_own_are_masked_like_ours_and_checked(tmp_path, 
 @pytest.mark.parametrize("kind", ["zscore", "mean", "leave_one_out", "leave_one_out_zscore"])
 def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind: str) -> None:
     none = math.nan
-    rewards = tensor(
-        [[1.0, none, 0.5, 0.0], [0.0, 0.25, 1.0, 0.5], [none, none, none, 1.0], [none, none, none, none]]
-    )
+    rewards = tensor([[1.0, none, 0.5, 0.0], [0.0, 0.25, 1.0, 0.5], [none, none, none, 1.0], [none, none, none, none]])
     of_kind = estimate(kind, ddof=0, eps=1e-3)
     advantages = group_advantages(rewards, of_kind)
     without = group_advantages(tensor([[1.0, 0.5, 0.0]]), of_kind)

@@ -27,9 +27,7 @@ def test_the_weighted_sum_over_the_number_of_tokens_is_the_mean_on_any_cut(aggre
         for start, end in itertools.pairwise(cut):
             weights = loss_weights(LENGTHS[start:end], totals, aggregation, norm_tokens=8)
             assert weights.isfinite().all()
-            total += sum(
-                weight * values.sum() for weight, values in zip(weights, VALUES[start:end], strict=True)
-            )
+            total += sum(weight * values.sum() for weight, values in zip(weights, VALUES[start:end], strict=True))
         assert total / totals.num_tokens == pytest.approx(MEANS[aggregation])
 
 

@@ -14,9 +14,7 @@ ALONE = Axis(None, 0, 1)  # type: ignore[arg-type]
 CPU = torch.device("cpu")
 
 
-def sample(
-    prompt: list[int], said: list[int], *, is_trained: bool = True, num_stale_tokens: int = 0
-) -> TrainedSample:
+def sample(prompt: list[int], said: list[int], *, is_trained: bool = True, num_stale_tokens: int = 0) -> TrainedSample:
     return TrainedSample(
         tokens_T=torch.tensor(prompt + said),
         num_prompt_tokens=len(prompt),
@@ -77,9 +75,7 @@ def test_tokens_of_an_environment_are_read_and_neither_trained_on_nor_counted() 
 
 
 def test_advantages_and_loss_weights_come_by_the_samples_indices() -> None:
-    batch = make_microbatch(
-        SAMPLES, [8, 3], PackingLimits(max_tokens=16, multiple=1, sample_multiple=1), ALONE, CPU
-    )
+    batch = make_microbatch(SAMPLES, [8, 3], PackingLimits(max_tokens=16, multiple=1, sample_multiple=1), ALONE, CPU)
     numbers_N = torch.arange(10, dtype=torch.float64)
     weighted = batch.with_advantages({3: numbers_N[3].expand(4), 8: numbers_N[8].expand(4)}, 10 * numbers_N)
     assert weighted.advantages_T is not None and weighted.loss_weights_T is not None

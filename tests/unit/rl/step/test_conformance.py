@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.testing.conformance import (
-    ReplayPass,
-    ReplayResult,
-    RoutedModel,
-    conformance,
-    format_problems,
-)
+from mcore_rl.testing.conformance import ReplayPass, ReplayResult, RoutedModel, conformance, format_problems
 
 MODEL = RoutedModel(num_layers=3, num_experts=8, top_k=2)
 LENGTHS = (5, 9, 5)
@@ -55,9 +49,7 @@ class Toy:
         if one.backward:
             torch.cat(logprobs).square().sum().backward()
             gradients = {"router.weight": weight_LDE.grad}
-        return ReplayResult(
-            logprobs=tuple(x.detach() for x in logprobs), routes=tuple(routes), gradients=gradients
-        )
+        return ReplayResult(logprobs=tuple(x.detach() for x in logprobs), routes=tuple(routes), gradients=gradients)
 
     def imposed(self, mesh: str, experts_TLK: Tensor, live_TLK: Tensor) -> Tensor:
         if self.fault == "imposes nothing":
@@ -68,15 +60,11 @@ class Toy:
 
 
 def failed(fault: str, **options):
-    return {
-        (row.group, row.case) for row in conformance(Toy(fault), MODEL, ["one", "two"], **options).failures
-    }
+    return {(row.group, row.case) for row in conformance(Toy(fault), MODEL, ["one", "two"], **options).failures}
 
 
 def test_a_right_program_has_no_failure_and_a_row_for_everything():
-    found = conformance(
-        Toy(), MODEL, ["one", "two"], faults={"x": Toy("another layer on the second mesh"), "y": Toy()}
-    )
+    found = conformance(Toy(), MODEL, ["one", "two"], faults={"x": Toy("another layer on the second mesh"), "y": Toy()})
     verdicts = {row.case: row.verdict for row in found.rows if row.group == "faults"}
     assert [row.case for row in found.failures] == ["x"] and verdicts["y"] == "harmless"
     lines = found.table().splitlines()
@@ -93,10 +81,7 @@ def test_a_right_program_has_no_failure_and_a_row_for_everything():
         ("takes everything", ("damage", "an expert twice")),
         ("takes everything", ("damage", "one layer short")),
         ("dead routers", ("meshes", "impose: routers learn")),
-        (
-            "another layer on the second mesh",
-            ("meshes", "impose: other weights give the first mesh's gradients"),
-        ),
+        ("another layer on the second mesh", ("meshes", "impose: other weights give the first mesh's gradients")),
         ("another layer on the second mesh", ("damage", "shifted by one token")),
     ],
 )
@@ -110,9 +95,7 @@ def test_an_engine_that_only_records_is_asked_for_nothing_else():
 
 
 def test_routes_that_no_router_makes_are_named():
-    right = torch.stack(
-        [torch.randperm(8, generator=torch.Generator().manual_seed(i))[:2] for i in range(12)]
-    )
+    right = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(i))[:2] for i in range(12)])
     right = right.view(4, 3, 2)
     assert list(format_problems((right,), MODEL)) == []
     twice = right.clone()

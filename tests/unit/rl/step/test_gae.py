@@ -58,9 +58,7 @@ def test_an_advantage_is_the_sum_of_discounted_later_differences(gamma, lam, boo
 def test_with_lambda_one_a_return_is_the_discounted_sum_of_rewards_and_the_critic_cancels_out():
     rewards, values, lengths = ragged()
     ones = torch.ones(len(LENGTHS), dtype=torch.float64)
-    returns = values + generalized_advantages(
-        rewards, values, lengths, gamma=0.9, lambda_N=ones, ends_N=ones * 0
-    )
+    returns = values + generalized_advantages(rewards, values, lengths, gamma=0.9, lambda_N=ones, ends_N=ones * 0)
     for n, length in enumerate(LENGTHS):
         for t in range(length):
             wanted = math.fsum(0.9 ** (k - t) * rewards[n, k].item() for k in range(t, length))
@@ -108,22 +106,15 @@ def test_the_lambda_of_a_length_is_that_of_the_paper():
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_tokens(one_rank: Mesh, ddof: int) -> None:
     advantages, _, lengths = ragged(1)
-    advantages = (
-        advantages * 1e-3 + 1e4
-    )  # a large mean, in which a naive sum of squares would lose the deviation
+    advantages = advantages * 1e-3 + 1e4  # a large mean, in which a naive sum of squares would lose the deviation
     tokens = [advantages[n, t].item() for n, length in enumerate(LENGTHS) for t in range(length)]
     moments = world_moments(tensor(tokens, dtype=torch.float64), one_rank.dp)
     deviation = (statistics.stdev if ddof else statistics.pstdev)(tokens)
-    assert (moments.num_values, moments.mean) == (
-        sum(LENGTHS),
-        pytest.approx(statistics.fmean(tokens), rel=1e-15),
-    )
+    assert (moments.num_values, moments.mean) == (sum(LENGTHS), pytest.approx(statistics.fmean(tokens), rel=1e-15))
     assert moments.std(ddof) == pytest.approx(deviation, rel=1e-9)
     got = whitened(advantages, lengths, moments, ddof=ddof, eps=1e-8)
     for n, length in enumerate(LENGTHS):
-        wanted = [
-            (x - statistics.fmean(tokens)) / (deviation + 1e-8) for x in advantages[n, :length].tolist()
-        ]
+        wanted = [(x - statistics.fmean(tokens)) / (deviation + 1e-8) for x in advantages[n, :length].tolist()]
         assert got[n].tolist() == pytest.approx([*wanted, *[0.0] * (PADDED - length)], rel=0, abs=1e-7)
 
 

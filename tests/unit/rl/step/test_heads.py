@@ -48,9 +48,7 @@ def test_the_gradient_of_texts_is_that_of_their_mean_beside_the_mean_of_completi
         for size in (completions.shape[1], 4)
     )
     policy = PolicyHead(
-        LogprobHead(one_rank, 30, temperature=0.7, chunk_tokens=4),
-        one_rank,
-        policy_objective(loss_config(kind="ppo")),
+        LogprobHead(one_rank, 30, temperature=0.7, chunk_tokens=4), one_rank, policy_objective(loss_config(kind="ppo"))
     )
     head = MixedHead(policy, one_rank, vocab_size=30, chunk_tokens=4, weight=0.5 * num_tokens / 3)
     parts = [head(completions, logits_1TV), head(text, text_1TV)]

@@ -88,9 +88,7 @@ def test_dual_clip_bounds_what_a_bad_completion_counts():
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    ("spread", "low", "high"), [(0.3, 0.05, 0.07), (0.001, 3e-4, 4e-4), (1e-5, 3e-4, 4e-4)]
-)
+@pytest.mark.parametrize(("spread", "low", "high"), [(0.3, 0.05, 0.07), (0.001, 3e-4, 4e-4), (1e-5, 3e-4, 4e-4)])
 def test_gspo_clips_the_ratio_of_the_sequence(spread, low, high, seed):
     same(
         batch(spread, seed),
@@ -125,9 +123,7 @@ def test_gspo_token_has_the_ratio_of_the_sequence_and_the_advantage_of_the_token
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("spread", "floor"), [(0.3, 0.8), (0.3, 0.05), (0.05, 1.0)])
-def test_rspo_clips_the_ratios_of_tokens_times_the_router_shift_and_takes_their_geometric_mean(
-    spread, floor, seed
-):
+def test_rspo_clips_the_ratios_of_tokens_times_the_router_shift_and_takes_their_geometric_mean(spread, floor, seed):
     """The paper's formula with bounds e^-0.1 and e^0.1; at a floor of 1 it is GMPO."""
 
     def closed_form(response):
@@ -140,10 +136,7 @@ def test_rspo_clips_the_ratios_of_tokens_times_the_router_shift_and_takes_their_
 
     rows = batch(spread, seed)
     config = loss_config(
-        kind="rspo",
-        clip_low=1 - math.exp(-0.1),
-        clip_high=math.exp(0.1) - 1,
-        router_shift_floor=floor,
+        kind="rspo", clip_low=1 - math.exp(-0.1), clip_high=math.exp(0.1) - 1, router_shift_floor=floor
     )
     ours = same(rows, lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, closed_form))
     rows["router_shift"] = torch.ones_like(rows["router_shift"])
@@ -159,10 +152,7 @@ def test_the_router_shift_multiplies_the_ratio_of_other_objectives_before_their_
     rows, options = batch(), {"router_shift": True, "router_shift_floor": 0.7}
     for config, token in (
         (loss_config(**options), lambda response: grpo_token(response).mean()),
-        (
-            loss_config(kind="ppo", aggregation="seq_mean_token_mean", **options),
-            lambda r: grpo_token(r).mean(),
-        ),
+        (loss_config(kind="ppo", aggregation="seq_mean_token_mean", **options), lambda r: grpo_token(r).mean()),
         (
             loss_config(kind="gspo", clip_low=0.2, clip_high=0.3, **options),
             lambda response: gspo_sequence(response, 0.2, 0.3),
@@ -219,11 +209,7 @@ def test_cispo_weighs_the_logprob_by_the_clipped_ratio():
     )
 
 
-KL = {
-    "k1": lambda d: -d,
-    "k2": lambda d: d**2 / 2,
-    "k3": lambda d: torch.exp(d) - d - 1,
-}
+KL = {"k1": lambda d: -d, "k2": lambda d: d**2 / 2, "k3": lambda d: torch.exp(d) - d - 1}
 
 
 @pytest.mark.parametrize("gradient", ["estimator", "k2"])
@@ -254,9 +240,7 @@ def test_kl_in_the_reward_leaves_the_loss_alone():
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_entropy_bonus_is_a_mean_like_the_loss(kind):
     rows = batch()
-    _, (_, gradient) = with_gradient(
-        rows, lambda rows: loss_of(rows, loss_config(kind=kind, entropy_coeff=0.2))
-    )
+    _, (_, gradient) = with_gradient(rows, lambda rows: loss_of(rows, loss_config(kind=kind, entropy_coeff=0.2)))
 
     def bonus(rows):
         entropies = [response["entropy"] for response in responses(rows)]
@@ -291,11 +275,7 @@ def test_tokens_are_weighted_for_the_engine_that_sampled_them(kind, mismatch):
 
     clip = {} if kind == "grpo" else {"clip_low": 0.05, "clip_high": 0.07}
     config = loss_config(
-        kind=kind,
-        importance_sampling=mismatch,
-        importance_sampling_low=low,
-        importance_sampling_high=high,
-        **clip,
+        kind=kind, importance_sampling=mismatch, importance_sampling_low=low, importance_sampling_high=high, **clip
     )
     same(batch(), lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, closed_form))
 
@@ -308,11 +288,7 @@ def test_microbatches_and_their_order_change_nothing(kind):
     def in_parts(*parts):
         def loss(rows):
             results = [
-                policy_loss(
-                    tokens_of(rows, config.aggregation_in_use, sequences=part),
-                    policy_objective(config),
-                    ALONE,
-                )
+                policy_loss(tokens_of(rows, config.aggregation_in_use, sequences=part), policy_objective(config), ALONE)
                 for part in parts
             ]
             return sum(result.loss for result in results) / sum(result.count for result in results)
@@ -350,11 +326,7 @@ def metrics_of(result):
 def test_metrics_equal_counting_by_hand(kind):
     rows = batch(0.4)
     config = loss_config(
-        kind=kind,
-        clip_low=0.1,
-        clip_high=0.15,
-        importance_sampling="mask",
-        importance_sampling_low=0.8,
+        kind=kind, clip_low=0.1, clip_high=0.15, importance_sampling="mask", importance_sampling_low=0.8
     )
     result = policy_loss(tokens_of(rows, config.aggregation_in_use), policy_objective(config), ALONE)
     got = reduced(update_metrics(numbers(result.sums), numbers(result.maxima)))
@@ -384,9 +356,7 @@ def test_metrics_equal_counting_by_hand(kind):
         "policy/clip_ratio_high_sequences": tensor([x.any() for x in high]).double().mean(),
         "rollout/mismatch_kl_nats": (gap.exp() - 1 - gap).mean(),
         "rollout/mismatch_max": gap.abs().max(),
-        "rollout/importance_sampling_masked_fraction": ((gap.exp() < 0.8) | (gap.exp() > 2.0))
-        .double()
-        .mean(),
+        "rollout/importance_sampling_masked_fraction": ((gap.exp() < 0.8) | (gap.exp() > 2.0)).double().mean(),
     }
     assert wanted["policy/clip_ratio_low"] > 0 < wanted["policy/clip_ratio_high"]
     assert {name: got[name] for name in wanted} == pytest.approx(
@@ -403,9 +373,7 @@ def test_a_microbatch_without_a_trained_token_is_zero_and_finite():
         value, gradients = with_gradient(
             rows,
             lambda rows, kind=kind: (
-                policy_loss(
-                    tokens_of(rows, sequences=[1, 2]), policy_objective(loss_config(kind=kind)), ALONE
-                ).loss
+                policy_loss(tokens_of(rows, sequences=[1, 2]), policy_objective(loss_config(kind=kind)), ALONE).loss
             ),
         )
         assert value == 0
@@ -429,18 +397,11 @@ def clipped(tokens, config, cp):
 def test_a_loss_of_the_users_own_is_treated_like_the_one_it_copies(tmp_path, monkeypatch, aggregation):
     (tmp_path / "own_loss.py").write_text(OWN_LOSS)
     monkeypatch.syspath_prepend(tmp_path)
-    options = {
-        "aggregation": aggregation,
-        "kl_coeff": 0.1,
-        "entropy_coeff": 0.01,
-        "importance_sampling": "truncate",
-    }
+    options = {"aggregation": aggregation, "kl_coeff": 0.1, "entropy_coeff": 0.01, "importance_sampling": "truncate"}
     rows = batch()
     named, own = (loss_config(kind=kind, **options) for kind in ("grpo", "own_loss:clipped"))
     same(rows, lambda rows: loss_of(rows, own), lambda rows: loss_of(rows, named), tolerance=0)
-    of_named, of_own = (
-        policy_loss(tokens_of(rows), policy_objective(config), ALONE).sums for config in (named, own)
-    )
+    of_named, of_own = (policy_loss(tokens_of(rows), policy_objective(config), ALONE).sums for config in (named, own))
     assert of_named == of_own
 
 
@@ -513,14 +474,10 @@ def test_a_kl_that_overflows_float32_is_finite_and_beyond_e20_without_gradient(e
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    "name", ["rollout_logprobs", "old_logprobs", "logprobs", "reference_logprobs", "all"]
-)
+@pytest.mark.parametrize("name", ["rollout_logprobs", "old_logprobs", "logprobs", "reference_logprobs", "all"])
 def test_a_probability_of_zero_costs_its_own_token_only_and_is_counted(kind, sign, name):
     """The other tokens' gradients are those of a batch in which this token's log-ratio is 20 nats, the limit."""
-    names = (
-        ["rollout_logprobs", "old_logprobs", "logprobs", "reference_logprobs"] if name == "all" else [name]
-    )
+    names = ["rollout_logprobs", "old_logprobs", "logprobs", "reference_logprobs"] if name == "all" else [name]
     rows = float32(broken(dict.fromkeys(names, -torch.inf), sign))
     options = {} if kind == "kimi_k2" else {"importance_sampling": "sequence_truncate"}
     config = loss_config(kind=kind, kl_coeff=0.1, **options)
@@ -547,9 +504,7 @@ def test_a_probability_of_zero_costs_its_own_token_only_and_is_counted(kind, sig
 def test_the_mismatch_of_current_tokens_leaves_out_those_that_older_weights_sampled():
     rows = batch()
     is_stale_T = torch.arange(rows["mask"].numel()) % 3 == 0
-    result = policy_loss(
-        replace(tokens_of(rows), is_stale_T=is_stale_T), policy_objective(loss_config()), ALONE
-    )
+    result = policy_loss(replace(tokens_of(rows), is_stale_T=is_stale_T), policy_objective(loss_config()), ALONE)
     metrics = reduced(staleness_metrics(numbers(result.sums)))
     mask = rows["mask"].flatten()
     difference = (rows["old_logprobs"] - rows["rollout_logprobs"]).flatten()[mask & ~is_stale_T]
@@ -564,9 +519,9 @@ def test_the_mismatch_of_current_tokens_leaves_out_those_that_older_weights_samp
 def test_advantages_are_summed_by_size_over_trained_tokens_so_that_0_means_that_there_is_none():
     rows = batch()
     total = sum(float(response["advantages"].abs().sum()) for response in responses(rows))
-    assert policy_loss(tokens_of(rows), policy_objective(loss_config()), ALONE).sums[
-        "advantages_abs"
-    ] == pytest.approx(total)
+    assert policy_loss(tokens_of(rows), policy_objective(loss_config()), ALONE).sums["advantages_abs"] == pytest.approx(
+        total
+    )
     # The value outside of completions is no advantage.
     rows["advantages"] = rows["advantages"].masked_fill(rows["mask"], 0.0)
     assert policy_loss(tokens_of(rows), policy_objective(loss_config()), ALONE).sums["advantages_abs"] == 0

@@ -91,10 +91,7 @@ def test_staleness_is_what_the_tokens_of_older_weights_add_and_routing_is_of_the
 def test_where_no_token_is_of_present_weights_only_the_split_of_the_stale_ones_is_known() -> None:
     of_age = {"all": sums(2.0), "current": NONE, "stale": sums(2.0)}
     got = found(rollout_split_metrics(RoutingSplit(of_age, of_age, [((0,), of_age)]), is_ahead=True))
-    assert sorted(got) == [
-        "rollout/mismatch_kl_live_routes_stale_nats",
-        "rollout/mismatch_kl_same_routes_stale_nats",
-    ]
+    assert sorted(got) == ["rollout/mismatch_kl_live_routes_stale_nats", "rollout/mismatch_kl_same_routes_stale_nats"]
 
 
 def test_layers_are_grouped_in_order_and_evenly() -> None:

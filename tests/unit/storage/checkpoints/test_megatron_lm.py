@@ -117,26 +117,14 @@ def test_the_arguments_of_a_model_are_of_no_other_model(name: str) -> None:
         ("qwen3_moe", {"rotary_base": 10_000_000}, ["model.rope.theta is 10000000.0 there, 10000.0 here"]),
         ("qwen3_moe", {"norm_epsilon": 1e-5}, ["model.norm_eps is 1e-05 there, 1e-06 here"]),
         ("qwen3_moe", {"moe_router_topk": 4}, ["model.moe.top_k is 4 there, 2 here"]),
-        (
-            "qwen3_moe",
-            {"moe_router_pre_softmax": True},
-            ["model.moe.normalize_top_k is false there, true here"],
-        ),
+        ("qwen3_moe", {"moe_router_pre_softmax": True}, ["model.moe.normalize_top_k is false there, true here"]),
         (
             "qwen3_moe",
             {"moe_router_score_function": "sigmoid"},
             ['model.family is "moe_router_score_function=sigmoid" there, "qwen3_moe" here'],
         ),
-        (
-            "qwen3_moe",
-            {"window_size": (7, 0)},
-            ['model.sliding_window is 8 there, "none" here'],
-        ),
-        (
-            "deepseek_v3",
-            {"moe_router_topk_scaling_factor": None},
-            ["model.moe.routed_scaling is 1.0 there, 2.5 here"],
-        ),
+        ("qwen3_moe", {"window_size": (7, 0)}, ['model.sliding_window is 8 there, "none" here']),
+        ("deepseek_v3", {"moe_router_topk_scaling_factor": None}, ["model.moe.routed_scaling is 1.0 there, 2.5 here"]),
         ("deepseek_v3", {"moe_router_num_groups": None}, ['model.moe.num_groups is "none" there, 4 here']),
         ("deepseek_v3", {"moe_router_group_topk": 1}, ["model.moe.top_groups is 1 there, 2 here"]),
         # Megatron's latent attention is YaRN where nothing is said, and YaRN of the factor 1 is none.
@@ -149,24 +137,13 @@ def test_the_arguments_of_a_model_are_of_no_other_model(name: str) -> None:
         (
             "deepseek_v3 stretched",
             {"rotary_scaling_factor": 20.0, "mscale_all_dim": 0.707},
-            [
-                "model.rope.factor is 20.0 there, 40.0 here",
-                "model.rope.mscale_all_dim is 0.707 there, 1.0 here",
-            ],
+            ["model.rope.factor is 20.0 there, 40.0 here", "model.rope.mscale_all_dim is 0.707 there, 1.0 here"],
         ),
-        (
-            "llama stretched",
-            {"use_rope_scaling": False},
-            ['model.rope.scaling is "none" there, "llama3" here'],
-        ),
+        ("llama stretched", {"use_rope_scaling": False}, ['model.rope.scaling is "none" there, "llama3" here']),
         ("llama stretched", {"rope_scaling_factor": 8.0}, ["model.rope.factor is 8.0 there, 32.0 here"]),
         ("llama", {"use_rope_scaling": True}, ['model.rope.scaling is "llama3" there, "none" here']),
         ("llama", {"rotary_percent": 0.5}, ["model.rope.fraction is 0.5 there, 1.0 here"]),
-        (
-            "llama",
-            {"rotary_interleaved": True},
-            ['model.family is "rotary_interleaved=True" there, "llama" here'],
-        ),
+        ("llama", {"rotary_interleaved": True}, ['model.family is "rotary_interleaved=True" there, "llama" here']),
         ("llama", {"swiglu": False}, ['model.family is "swiglu=False" there, "llama" here']),
         # Megatron-LM's defaults of what a dense model does not have, and settings of training.
         ("llama", {"moe_router_topk": 2, "moe_router_score_function": "softmax", "hidden_dropout": 0.1}, []),
@@ -179,9 +156,7 @@ def test_the_arguments_of_a_model_are_of_no_other_model(name: str) -> None:
     ],
     ids=str,
 )
-def test_arguments_of_another_model_are_reported(
-    name: str, args: dict[str, Any], reported: list[str]
-) -> None:
+def test_arguments_of_another_model_are_reported(name: str, args: dict[str, Any], reported: list[str]) -> None:
     model = VARIANTS[name]
     changes = args_changes(vars(model_args(model)) | args, model)
     assert list(map(str, changes)) == reported

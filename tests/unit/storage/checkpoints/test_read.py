@@ -45,8 +45,6 @@ def test_garbage_or_nothing_in_the_tracker_is_a_clear_error(
         find_checkpoint(folder)
     message = str(error.value)
     assert message.startswith(f"{folder}/{TRACKER} {holds}")
-    assert (
-        "wanted the step of a checkpoint, or 'release'. Name one of iter_0000005, release itself" in message
-    )
+    assert "wanted the step of a checkpoint, or 'release'. Name one of iter_0000005, release itself" in message
     assert main(["inspect", str(folder)]) == 2
     assert f"{TRACKER} {holds}" in capsys.readouterr().err

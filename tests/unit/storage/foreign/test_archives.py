@@ -28,13 +28,7 @@ from mcore_rl.storage.foreign import (
 
 NUM_ARCHIVES = 10_000
 NAMES = (
-    *(
-        "archive/data.pkl",
-        "archive/x/data.pkl",
-        "archive//data.pkl",
-        "archive/DATA.PKL",
-        "archive/data.pkl\0x",
-    ),
+    *("archive/data.pkl", "archive/x/data.pkl", "archive//data.pkl", "archive/DATA.PKL", "archive/data.pkl\0x"),
     *("other/data.pkl", "archive/../data.pkl", "data.pkl", "/data.pkl", "archive/", "archive/.data/version"),
     *("archive/version", "archive/constants.pkl", "archive/data/0", "archive/byteorder", "archive\\data.pkl"),
     *("Archive/data.pkl", "archive/data.pkl/", "archive/\u00e9", "archive/" + "d" * 510 + "data.pkl", ""),
@@ -97,10 +91,7 @@ class Archive:
             directory += b"PK\1\2\x14\0" + common + struct.pack("<2L", size, size)
             directory += struct.pack("<3H", len(record.name), len(extra), len(record.comment))
             directory += (
-                struct.pack("<2H2L", 0, 0, record.attributes, offset % 2**32)
-                + record.name
-                + extra
-                + record.comment
+                struct.pack("<2H2L", 0, 0, record.attributes, offset % 2**32) + record.name + extra + record.comment
             )
         start = (len(data) - front + self.offset_change) % 2**32
         count, size = len(self.records) + self.count_change, (len(directory) + self.size_change) % 2**32
@@ -136,12 +127,7 @@ def random_record(rng: random.Random, name: str) -> Record:
 
 def random_archive(rng: random.Random) -> bytes:
     """Return an archive as torch writes it, but for what chance changes: often nothing, one thing or two."""
-    names = [
-        "archive/data.pkl",
-        "archive/version",
-        "archive/data/0",
-        *rng.choices(NAMES, k=rng.choice((0, 0, 1, 2))),
-    ]
+    names = ["archive/data.pkl", "archive/version", "archive/data/0", *rng.choices(NAMES, k=rng.choice((0, 0, 1, 2)))]
     rng.shuffle(names)
     records = tuple(random_record(rng, name) for name in names)
     records = tuple(replace(r, content=b"3\n") if r.name == b"archive/version" else r for r in records)
@@ -211,11 +197,7 @@ def saved(content: object) -> bytes:
 
 @pytest.mark.parametrize(
     "content",
-    [
-        {},
-        [torch.arange(5), torch.ones(3, dtype=torch.bfloat16)],
-        {"state": random.Random(1).getstate(), "set": {1, 2}},
-    ],
+    [{}, [torch.arange(5), torch.ones(3, dtype=torch.bfloat16)], {"state": random.Random(1).getstate(), "set": {1, 2}}],
     ids=["empty", "tensors", "random state"],
 )
 def test_what_torch_saves_is_accepted_and_loaded(content: Any) -> None:
@@ -242,13 +224,9 @@ class Program:
         return open, (self.file, "w")
 
 
-def test_nothing_is_run_even_where_the_check_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_run_even_where_the_check_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_rl.storage.foreign.refuse_programs", lambda data, what: None)
-    with pytest.raises(
-        CheckpointError, match=r"an entry: a pickle asks for _?io\.open, which could be any program"
-    ):
+    with pytest.raises(CheckpointError, match=r"an entry: a pickle asks for _?io\.open, which could be any program"):
         load_saved(saved(Program(tmp_path / "ran")), "an entry")
     assert not (tmp_path / "ran").exists()
 

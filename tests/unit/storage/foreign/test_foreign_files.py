@@ -76,9 +76,7 @@ class StorageWithProgram:
 SCALES = {"scale": torch.ones(3), "extra": {"num_gemms": 1}}
 
 
-@pytest.mark.parametrize(
-    "state", [extra_state(SCALES), saved_object(SCALES), torch.empty(0, dtype=torch.uint8)]
-)
+@pytest.mark.parametrize("state", [extra_state(SCALES), saved_object(SCALES), torch.empty(0, dtype=torch.uint8)])
 def test_the_scales_of_a_layer_are_accepted(state: Any) -> None:
     refuse_programs_inside(state, "a state")
 
@@ -88,9 +86,7 @@ def test_the_scales_of_a_layer_are_accepted(state: Any) -> None:
     [extra_state, saved_object, lambda program: extra_state({"scale": StorageWithProgram(program)})],
     ids=["in a tensor", "saved", "in a storage"],
 )
-def test_a_program_inside_the_scales_of_a_layer_is_refused(
-    wrap: Callable[[Program], Any], tmp_path: Path
-) -> None:
+def test_a_program_inside_the_scales_of_a_layer_is_refused(wrap: Callable[[Program], Any], tmp_path: Path) -> None:
     key = "layer._extra_state/shard_0_1"
     with pytest.raises(CheckpointError, match=rf"{key}: {REFUSED}"):
         refuse_programs_inside(wrap(Program(tmp_path / "ran")), key)

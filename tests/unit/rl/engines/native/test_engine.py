@@ -157,9 +157,7 @@ def test_text_and_stop_strings_are_of_the_tokenizer(one_rank: Mesh) -> None:
     # The string stays in the text that is scored: the exact answer is what a pattern finds before it.
     answer = "".join(f"{token} " for token in whole.tokens_T[:2])
     assert stopped.text == answer + f"{third} {fourth} "
-    scored = RewardInput(
-        prompt="", completion=stopped.text, answer=answer, num_tokens=4, is_truncated=False, fields={}
-    )
+    scored = RewardInput(prompt="", completion=stopped.text, answer=answer, num_tokens=4, is_truncated=False, fields={})
     assert exact(scored, answer_pattern="") == 0.0
     assert exact(scored, answer_pattern=f"(.*){third} {fourth} ") == 1.0
     place = whole.tokens_T.index(fourth)
@@ -169,9 +167,7 @@ def test_text_and_stop_strings_are_of_the_tokenizer(one_rank: Mesh) -> None:
     assert ended.text == "".join(f"{token} " for token in whole.tokens_T[:place])
 
 
-def test_completions_at_the_same_time_end_each_at_the_first_stop_string_of_its_own_text(
-    one_rank: Mesh,
-) -> None:
+def test_completions_at_the_same_time_end_each_at_the_first_stop_string_of_its_own_text(one_rank: Mesh) -> None:
     _, _, engine = engine_of("qwen3_moe", one_rank)
     prompts, seeds = ragged_prompts(3, VOCAB), [[0, 1], [2, 3], [4, 5]]
     sampling = dataclasses.replace(GREEDY, cut=Cut())

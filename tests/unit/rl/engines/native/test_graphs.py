@@ -65,9 +65,7 @@ def test_rows_that_fill_a_bucket_up_go_to_the_slot_that_nobody_has() -> None:
     seen = []
 
     def compute(tokens, drawing_B, seeds_B):  # type: ignore[no-untyped-def]
-        seen.append(
-            (tokens.ids_T.tolist(), tokens.slots_T.tolist(), tokens.positions_T.tolist(), seeds_B.tolist())
-        )
+        seen.append((tokens.ids_T.tolist(), tokens.slots_T.tolist(), tokens.positions_T.tolist(), seeds_B.tolist()))
         return torch.stack([tokens.ids_T.double()] * 4)
 
     decode = StaticDecode(compute, 4, 512, torch.device("cpu"), captures=False)
@@ -100,7 +98,4 @@ def test_on_an_emulated_gpu_graphs_replay_the_steps_and_the_host_waits_once_a_st
         steps = found["plain_waits"]["engine.py:_read"]
         routes = {"decoder.py:routes": found["completions"]}
         assert found["plain_waits"] == {"engine.py:_read": steps} | routes
-        assert (
-            found["waits"]
-            == {"engine.py:_read": steps, "graphs.py:_captured": len(found["replays"])} | routes
-        )
+        assert found["waits"] == {"engine.py:_read": steps, "graphs.py:_captured": len(found["replays"])} | routes

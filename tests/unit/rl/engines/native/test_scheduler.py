@@ -123,9 +123,4 @@ def test_a_prompt_beyond_the_budget_is_read_in_parts_while_others_go_on() -> Non
         for slot in step.drawing:
             scheduler.active[slot].tokens_T.append(5)
         seen.append((step.num_decode, [(span.start, span.stop) for span in step.spans], step.drawing))
-    assert seen == [
-        (0, [(0, 2), (0, 8)], (0,)),
-        (1, [(8, 17)], (0,)),
-        (1, [(17, 25)], (0, 1)),
-        (2, [], (0, 1)),
-    ]
+    assert seen == [(0, [(0, 2), (0, 8)], (0,)), (1, [(8, 17)], (0,)), (1, [(17, 25)], (0, 1)), (2, [], (0, 1))]
