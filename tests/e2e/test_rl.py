@@ -124,7 +124,7 @@ DELTA = (
 )
 
 
-@pytest.mark.matrix("r3")
+@pytest.mark.full
 @pytest.mark.parametrize("replay", ["r3", "r2"])
 def test_gated_delta_nets_learn_under_replayed_routes(replay: str, rl_file: Path, tmp_path: Path) -> None:
     """Trainer and engine compute the rule in chunks and token by token."""

@@ -152,6 +152,7 @@ def test_a_run_whose_checkpoints_have_adapters_alone_resumes_bit_equal(mesh: str
     assert all(torch.equal(found[name], base[name]) for name in expected if ".adapter." not in name)
 
 
+@pytest.mark.full
 def test_adapters_alone_are_read_and_exported_as_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     """On other meshes, by a run that adds to them and saves over the same base, and by conversions."""
     _, _, saved, _ = train(over_base(tmp_path, "whole", "tp2-etp2"), 2, [2])

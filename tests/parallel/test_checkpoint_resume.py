@@ -81,6 +81,7 @@ def test_gated_delta_nets_resume_on_other_meshes(tmp_path: Path) -> None:
         assert moved.losses == pytest.approx({step: stayed.losses[step] for step in (3, 4)}, rel=3e-6), name
 
 
+@pytest.mark.full
 def test_indexers_which_no_optimizer_holds_resume_on_other_meshes(tmp_path: Path) -> None:
     model = TINY["glm_moe_dsa"]
     stayed = run(config_of(tmp_path / "stayed", model, MeshConfig(tp=2, ep=2)), until=4, save_at=[2])

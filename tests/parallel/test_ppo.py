@@ -489,7 +489,7 @@ FIRST: dict[ReplayKind, tuple[str, ...]] = {
 """The meshes that are always compared; the others are of the matrix."""
 
 
-@pytest.mark.matrix("first-none", "first-r2", "first-r3")
+@pytest.mark.matrix("first-r2")
 @pytest.mark.parametrize("replay", MORE)
 @pytest.mark.parametrize("which", ["first", "others"])
 def test_ppo_does_not_depend_on_the_mesh(which: str, replay: ReplayKind, tmp_path: Path) -> None:

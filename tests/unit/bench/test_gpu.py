@@ -20,6 +20,7 @@ from tests.emulated_machine import emulated
 REPOSITORY = Path(__file__).parents[3]
 
 
+@pytest.mark.full
 def test_a_rehearsal_keeps_its_results_with_versions(tmp_path: Path) -> None:
     output = tmp_path / "rehearsal.json"
     command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--steps", "training", "--output", output]
@@ -107,6 +108,7 @@ def test_without_a_gpu_the_reason_is_given_before_a_step(tmp_path: Path) -> None
     assert f"torch cannot use a GPU here: {document['trouble']}" in done.stdout and not document["steps"]
 
 
+@pytest.mark.full
 def test_steps_run_on_an_emulated_gpu() -> None:
     """What a rehearsal on a CPU passes over: names, peaks, tensors on the device, graphs."""
     done = emulated("cuda", "tests.emulated_bench:run", "machine", "memory", "rl")

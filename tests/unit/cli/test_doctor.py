@@ -144,7 +144,7 @@ def test_gpus_that_are_not_there_and_shared_memory_that_is_too_small_are_faults(
     assert "MiB free" in shared_memory_faults(10**9)[0] and shared_memory_faults(1) == []
 
 
-@pytest.mark.matrix("1")
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_nodes_are_fit_and_told_at_what_speed_unless_more_is_wanted(ranks):
     def node(index: int, port: int, wanted: float) -> "subprocess.Popen[str]":

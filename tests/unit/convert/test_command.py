@@ -55,6 +55,7 @@ def test_arguments_that_an_action_does_not_take_are_refused_with_status_2(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_no_command_that_compares_no_logits_imports_transformers(tmp_path: Path) -> None:
     code = (
         "import sys, mcore_rl.cli.cli as cli\n"

@@ -26,6 +26,7 @@ def test_the_config_that_is_written_reads_back(family: str) -> None:
     assert (again.mtp_layers, again.max_position) == (tiny.mtp_layers, tiny.max_position)
 
 
+@pytest.mark.full
 def test_transformers_opens_exports_without_reference(converted: Converted, tmp_path: Path) -> None:
     """With its own classes: this package registers none. Without this package tests/unit/convert/test_export_text.py
     opens two."""

@@ -167,6 +167,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.matrix("no scales", "zero points")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_blocks_and_scales_that_do_not_fit_are_refused_by_name(fault: str, tmp_path: Path) -> None:
     config, stored, _ = model()
@@ -187,6 +188,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix("another format", "columns in another order")
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_settings_of_compressed_tensors_are_refused(other: str, tmp_path: Path) -> None:
     config, stored, _ = model()

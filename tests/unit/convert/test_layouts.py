@@ -32,6 +32,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.matrix("qwen3_moe-te-stacked", "qwen3_moe-te-each", "llama-te-stacked", "llama-local-stacked")
 @pytest.mark.parametrize(("case", "keys", "layers"), LAYOUTS)
 def test_every_layout_is_read_and_leads_back_to_the_same_bytes(
     case, keys, layers, converted: Converted, tmp_path: Path

@@ -184,7 +184,7 @@ def as_gradients(model: Any) -> Tensors:
     return as_saved(model)[1]
 
 
-@pytest.mark.matrix("Qwen3.5-27B", "GLM-5.2")
+@pytest.mark.matrix("Qwen3.5-27B")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_those_of_transformers(case: str, one_rank: Mesh) -> None:
     """In fp64, logits at 1,500 positions; YaRN's frequencies, which are rounded to fp32 in two ways, leave 2e-6."""

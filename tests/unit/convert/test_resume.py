@@ -197,6 +197,14 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.matrix(
+    "import-hf/model-00002-of-00003.safetensors-time",
+    "import-hf/model-00002-of-00003.safetensors-size",
+    "export-ckpt/iter_0000000/__0_0.distcp-time",
+    "export-ckpt/iter_0000000/common.pt-size",
+    "export-hf/tokenizer.json-time",
+    "relayout-ckpt/iter_0000000/.metadata-size",
+)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     ("kind", "name"),

@@ -154,6 +154,12 @@ def test_texts_have_the_logits_of_the_whole_model(name: str, one_rank: Mesh) -> 
     assert (found - wanted).abs().max() <= (2e-4 if name.startswith("qwen3_5") else TOLERANCE)
 
 
+@pytest.mark.matrix(
+    "qwen3_vl-as transformers saves",
+    "qwen3_vl_moe-as published",
+    "glm4v_moe-as transformers saves",
+    "qwen3_5_moe-as transformers saves",
+)
 @pytest.mark.parametrize("is_published", [False, True], ids=["as transformers saves", "as published"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_tensor_comes_back_bit_for_bit(name: str, is_published: bool, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_ids_of_random_texts_are_those_of_the_published_class(folder):
         assert ours.encode(text) == theirs.encode(text, allow_special_tokens=False), text
 
 
+@pytest.mark.matrix("tokenization_moonshot-ab ", "tokenization_kimi- ")
 @pytest.mark.parametrize("unit", ["漢字", " ", "ab ", "x" * 24_999 + " ", "y" * 25_001 + "\n"])
 def test_texts_of_more_than_400000_characters_are_cut_where_the_published_class_cuts(folder, unit):
     text = (unit * (410_000 // len(unit) + 1))[:410_000]

@@ -42,6 +42,20 @@ def read(config: dict[str, Any]) -> ModelConfig | None:
         return None
 
 
+@pytest.mark.matrix(
+    "llama",
+    "qwen3-yarn",
+    "mixtral",
+    "deepseek_v3-yarn",
+    "qwen2_moe-no-biases",
+    "olmoe-normalized",
+    "deepseek_v3-three-a-group",
+    "glm4_moe-plain",
+    "deepseek_v32-yarn",
+    "dots1",
+    "minimax_m2",
+    "qwen3_5_moe_text",
+)
 @pytest.mark.parametrize("case", [*CASES, *CLASSES])
 def test_an_absent_key_has_transformers_default_or_is_refused(case: str) -> None:
     config = (oracle(case) if case in CASES else whole(case)).config

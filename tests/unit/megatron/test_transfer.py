@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from mcore_rl.megatron.transfer import Ahead, to_device
@@ -38,6 +39,7 @@ def test_on_an_emulated_gpu_routes_travel_before_the_microbatch_in_front_of_them
     assert "overwrites what a copy to the GPU may not have read yet" in overwritten
 
 
+@pytest.mark.full
 def test_on_an_emulated_gpu_routes_in_page_locked_memory_are_read_after_their_copy() -> None:
     done = emulated("cuda", "tests.emulated_replay:kept_routes")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from mcore_rl.megatron.varlen import has_kernel, kernel_takes
@@ -32,6 +33,7 @@ def test_a_cpu_has_no_kernel() -> None:
     assert not kernel_takes(heads, 8)
 
 
+@pytest.mark.full
 def test_on_an_emulated_gpu_packed_sequences_take_one_call_where_the_kernel_can() -> None:
     done = emulated("cuda", "tests.emulated_packed:attention")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -46,6 +48,7 @@ def test_on_an_emulated_gpu_packed_sequences_take_one_call_where_the_kernel_can(
         assert max(case["differences"]) <= (BF16_TOLERANCE if name != "fp32" else 1e-5), name
 
 
+@pytest.mark.full
 def test_on_context_parallel_ranks_too_with_the_keys_of_each_chunk(tmp_path: Path) -> None:
     """Sequences and gradients of up to 4 times the length: those of keys are sums over more queries."""
     command = [sys.executable, "-m", "tests.emulated_machine", "--cuda"]

@@ -67,6 +67,7 @@ def distance_in_double(theirs: Oracle, ours: ModelConfig, weights: Tensors, mesh
     return difference.abs().max().item()
 
 
+@pytest.mark.matrix("qwen3_next")
 @pytest.mark.parametrize("case", WITH_DELTA_NETS)
 def test_logits_of_gated_delta_nets_equal_those_of_transformers(case: str, one_rank: Mesh) -> None:
     """At 1,500 positions, which are 24 chunks. In fp32 the same differs by 2e-4."""
@@ -74,6 +75,7 @@ def test_logits_of_gated_delta_nets_equal_those_of_transformers(case: str, one_r
     assert distance_in_double(theirs, theirs.ours, to_global(theirs.tensors, theirs.ours), one_rank, 1500) <= 1e-5
 
 
+@pytest.mark.matrix("deepseek_v32-yarn")
 @pytest.mark.parametrize("case", WITH_INDEXERS)
 def test_logits_over_chosen_keys_equal_those_of_transformers(case: str, one_rank: Mesh) -> None:
     """At 1,500 positions: a query attends to 8 of them, and the scores are computed in three blocks of queries.
@@ -340,6 +342,23 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
 }
 
 
+@pytest.mark.matrix(
+    "two experts of deepseek_v3 swapped",
+    "gate and up swapped",
+    "two layers swapped",
+    "shared expert dropped",
+    "biases of values reversed",
+    "full norm of keys dropped",
+    "full norm of queries reversed",
+    "gate and up of minimax_m2 swapped",
+    "biases of solar_open dropped",
+    "norm inside of delta nets one more",
+    "betas and alphas of qwen3_next exchanged",
+    "taps reversed",
+    "sinks dropped",
+    "biases of outputs dropped",
+    "gate and up exchanged",
+)
 @pytest.mark.parametrize("mistake", WRONG_TENSORS)
 def test_a_mistake_in_the_weights_changes_the_logits(mistake: str, one_rank: Mesh) -> None:
     case, change = WRONG_TENSORS[mistake]

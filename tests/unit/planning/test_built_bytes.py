@@ -91,6 +91,7 @@ def excesses(config, world, seq_length, ranks):
     return [(one.excess(stages[one.stage], config.platform), one.gaps) for one in counted]
 
 
+@pytest.mark.matrix("gpt_oss-score-bf16-{'pp': 2}")
 @pytest.mark.parametrize("case", MESHES + INDEXED, ids=lambda case: "-".join(map(str, case[:3])))
 def test_every_stage_of_every_mesh_has_the_bytes_that_megatron_builds(case):
     *shape, world, mtp_layers = case
@@ -103,6 +104,7 @@ def test_every_stage_of_every_mesh_has_the_bytes_that_megatron_builds(case):
         assert abs(excess["optimizer"]) <= 12 * gaps
 
 
+@pytest.mark.matrix("gpt_oss-score-bf16-{'pp': 2}-fused", "gpt_oss-score-bf16-{'pp': 2}-split")
 @pytest.mark.parametrize("gate_up", ["fused", "split"])
 @pytest.mark.parametrize("case", MESHES, ids=lambda case: "-".join(map(str, case[:3])))
 def test_low_rank_adapters_have_the_bytes_that_megatron_builds(case, gate_up):

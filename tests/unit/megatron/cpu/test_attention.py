@@ -109,6 +109,7 @@ def test_output_and_gradients_are_those_of_float64(
         assert_close(ours, theirs.double())
 
 
+@pytest.mark.matrix("native-packed", "x86-64-packed")
 @pytest.mark.parametrize("lengths", [None, (3, 1, 50, 7)], ids=["prefix", "packed"])
 def test_every_width_of_heads_has_the_output_and_gradients_of_float64(lengths: tuple[int, ...] | None) -> None:
     """Widths are filled up to what the loops step by; one that is not runs over into the next numbers."""
@@ -129,6 +130,7 @@ def test_every_width_of_heads_has_the_output_and_gradients_of_float64(lengths: t
             assert_close(ours, theirs.double())
 
 
+@pytest.mark.matrix("native-0", "x86-64-0")
 @pytest.mark.parametrize("window", [0, 6, 40])
 def test_every_width_of_heads_attends_to_its_window_alone(window: int, built: Library) -> None:
     """A new token, which alone has a compiled window, sees itself and `window` tokens before it."""
@@ -151,6 +153,7 @@ def test_every_width_of_heads_attends_to_its_window_alone(window: int, built: Li
         assert_close(mixed, torch.einsum("bnt,btnd->bnd", weights, every_value))
 
 
+@pytest.mark.matrix("native")
 def test_the_file_is_built_for_the_processors_that_this_is_none_of(tmp_path: Path) -> None:
     """It cannot run here, but its widths, which are those of the registers, are counted at the build."""
     for level in levels(here=False):

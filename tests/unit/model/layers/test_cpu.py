@@ -51,6 +51,24 @@ def logits_and_gradients(
     return logits.detach(), gradients
 
 
+@pytest.mark.matrix(
+    "deepseek_v3-()",
+    "deepseek_v2-()",
+    "deepseek_v32-()",
+    "dots1-()",
+    "glm4_moe-()",
+    "glm4_moe_lite-()",
+    "glm_moe_dsa-()",
+    "gpt_oss-()",
+    "llama-()",
+    "minimax_m2-()",
+    "mistral-()",
+    "olmoe-()",
+    "mixtral-()",
+    "qwen2-()",
+    "qwen2_moe-()",
+    "qwen3-()",
+)
 @pytest.mark.parametrize("lengths", [(), (5, 12, 1, 6), (24,)], ids=str)
 @pytest.mark.parametrize("family", sorted(TINY))
 def test_a_model_computes_what_it_does_with_torchs_layers(
