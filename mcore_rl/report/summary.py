@@ -157,10 +157,14 @@ def provenance(run: RunRecord) -> list[Detail]:
     ]
 
 
+RANK_PACKAGES = ("mcore_rl.programs.", "mcore_rl.run.")
+"""Packages of the modules that ranks run; the second is the name until 0.2."""
+
+
 def command_text(attempt: RunAttempt) -> str:
     """Return the command as a shell would read it; a rank's module becomes the command that starts such ranks."""
     words = attempt.command
-    if words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith("mcore_rl.cli."):
+    if words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith(RANK_PACKAGES):
         words = ["mcore-rl", words[2].rpartition(".")[2], *words[3:]]
     return shlex.join(words)
 

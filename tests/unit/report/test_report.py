@@ -114,8 +114,9 @@ def test_what_was_run_is_told_with_the_command_a_user_gives(runs):
     provenance = {fact.name: fact.value for fact in summary.provenance(runs[0])}
     assert provenance["mesh"] == "world 2" and "2 ranks on" in provenance["machine"]
     assert "torch" in provenance["versions"]
-    attempt = replace(runs[0].attempts[0], command=["python", "-m", "mcore_rl.programs.pretrain", "a b.toml"])
-    assert summary.command_text(attempt) == "mcore-rl pretrain 'a b.toml'"
+    for package in ("programs", "run"):
+        attempt = replace(runs[0].attempts[0], command=["python", "-m", f"mcore_rl.{package}.pretrain", "a b.toml"])
+        assert summary.command_text(attempt) == "mcore-rl pretrain 'a b.toml'"
 
 
 class Texts(HTMLParser):
