@@ -46,13 +46,13 @@ def given(completion, tests, **fields):
 )
 def test_the_program_of_a_completion_is_scored_by_the_tests_of_its_prompt(completion, tests, share, reason):
     for partial, wanted in ((True, share), (False, float(share == 1))):
-        function = code_function(CodeConfig(partial=partial), "")
+        function = code_function(RewardConfig(parts=("code",), code=CodeConfig(partial=partial)))
         assert function(given(completion, tests)) == (wanted, reason)
 
 
 def test_a_program_that_does_not_end_is_wrong_and_one_without_tests_fails():
-    config = CodeConfig(timeout_s=1.5, tests_field="checks")
-    function = code_function(config, "")
+    code = CodeConfig(timeout_s=1.5, tests_field="checks")
+    function = code_function(RewardConfig(parts=("code",), code=code))
     assert function(given("while True: pass", None, checks=ASSERTS)) == (0.0, "test 1: the time was over")
     with pytest.raises(ValueError, match='field "checks" is 3; wanted tests'):
         function(given(SQUARE, ASSERTS, checks=3))
