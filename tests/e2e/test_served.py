@@ -122,6 +122,7 @@ def test_a_server_with_vllms_default_logprobs_ends_a_run_at_another_temperature_
         assert run.returncode == 0 and server.rollouts(), run.stderr
 
 
+@pytest.mark.full
 def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engine(
     rl_file: Path,  # noqa: F811
     tmp_path: Path,

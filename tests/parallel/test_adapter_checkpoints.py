@@ -82,7 +82,7 @@ def test_a_resumed_run_is_bit_equal(targets: str, mesh: str, tmp_path: Path) -> 
     assert moved == {name for name in expected if ".adapter." in name}
 
 
-@pytest.mark.matrix("qwen")
+@pytest.mark.full
 @pytest.mark.parametrize("model", [SMALL, SMALL_DEEPSEEK], ids=["qwen", "deepseek"])
 def test_adapters_move_to_another_mesh_bit_for_bit(model: ModelConfig, tmp_path: Path) -> None:
     config = lora_config(tmp_path / "a", "tp2-etp2", "auto", model)  # type: ignore[arg-type]

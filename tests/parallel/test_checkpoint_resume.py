@@ -122,6 +122,7 @@ def test_a_resumed_run_is_bit_equal(model: ModelConfig, mesh: MeshConfig, tmp_pa
     assert resumed[1].source == tmp_path / "parts/checkpoints/iter_0000002"
 
 
+@pytest.mark.full
 def test_an_offloaded_optimizer_is_bit_equal_to_that_of_the_device_and_reads_its_checkpoints(tmp_path: Path) -> None:
     """Half of the state is the processor's, of another Adam; a resume gives each half its count of steps."""
     mesh = MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True)

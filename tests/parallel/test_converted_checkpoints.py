@@ -206,6 +206,7 @@ def test_verify_runs_both_models_a_layer_at_a_time(case: str, tmp_path: Path) ->
     assert run_ranks(apart, 1, source, checkpoint, 0)[0] > 50 * TOLERANCE
 
 
+@pytest.mark.full
 def test_verify_compares_the_logits_of_models_that_have_mtp_layers(tmp_path: Path) -> None:
     """Both sides leave the MTP layers out of the logits, which they do not change."""
     source = write_hf(tmp_path / "hf", *with_mtp())

@@ -37,7 +37,7 @@ def numbers(found: Any, path: str = "") -> dict[str, float]:
     return {place: number for key, part in items for place, number in numbers(part, f"{path}/{key}").items()}
 
 
-@pytest.mark.matrix("policy_updates")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["policy_updates", "ppo", "preferences"])
 def test_updates_are_those_of_a_cpu(name: str, folder: Path) -> None:
     (here,) = run_ranks(getattr(emulated_updates, name), 1, str(folder))

@@ -83,7 +83,7 @@ def checkpoint_of_megatron_lm(case: str, tmp_path: Path, singletons: bool) -> tu
     return source, tmp_path / "lm", config
 
 
-@pytest.mark.matrix("deepseek_v3")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_of_megatron_lm_is_exported_with_the_family_of_the_reference(case: str, tmp_path: Path) -> None:
     source, theirs, config = checkpoint_of_megatron_lm(case, tmp_path, singletons=False)

@@ -109,7 +109,7 @@ class Cluster:
         return done.stdout.strip()
 
     def attempt(
-        self, *words: object, node: str = "", as_root: bool = False, within_s: float = 60
+        self, *words: object, node: str = "", as_root: bool = False, within_s: float = 120
     ) -> "subprocess.CompletedProcess[str]":
         """The same, whatever becomes of it."""
         target = self._node_init(node) if node else self.init
