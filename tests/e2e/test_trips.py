@@ -13,7 +13,7 @@ STEP = {
     "rl/rollouts/signal.py": "how many groups have a signal, and warnings where few have",
     "rl/rollouts/prompts.py": "the prompts at the cursor: the recipe's problems are made by a task",
     "data/chat.py": "a problem as a conversation",
-    "data/labels.py": "keys of a turn that are null or empty are absent",
+    "data/shapes.py": "keys of a turn that are null or empty are absent",
     "data/tokenizer.py": "text to tokens, and back for the reward",
     "rl/types.py": "the records of prompts and completions",
     "rl/engines/base.py": "what an engine is asked, and where completions end",
@@ -26,6 +26,7 @@ STEP = {
     "megatron/agree.py": "an error of one rank's scores or proofs is raised on all",
     # Microbatches, routes, logprobs, advantages, the update.
     "rl/step/learner.py": "from a rollout to updates",
+    "rl/step/optional.py": "the parts that the config asks for",
     "rl/step/batch.py": "completions as packed microbatches",
     "data/packing.py": "which completions share a packed sequence",
     "model/inputs.py": "a microbatch as the model reads it",
@@ -53,6 +54,7 @@ STEP = {
     "megatron/patches/replacements.py": "positions of packed tokens, clipped gradients, collectives of one rank",
     "megatron/patches/torch_standins.py": "a CPU in the place of a GPU",
     # Metrics.
+    "rl/step_log.py": "the observer of the step",
     "planning/flops.py": "FLOPs of the step",
     "metrics/performance.py": "seconds of each phase, tokens per second, MFU, memory",
     "metrics/metrics.py": "a metric and its reduction",
@@ -69,7 +71,6 @@ REPLAYED = {
     "replay/tape.py": "a forward pass with imposed routes, and the proofs of its end",
     "replay/cache.py": "routes of the rollout batch, by sample and position; the memory that they are in",
     "replay/accounts.py": "routes are those recorded, how often each router took them, which changed",
-    "replay/from_rollouts.py": "which tokens of a microbatch the routers of this rank see",
     "replay/router_hooks.py": "a router takes the routes that are imposed on it",
 }
 """Files that it also enters where an update imposes the routes of the pass for old logprobs."""
