@@ -89,5 +89,6 @@ def test_the_report_of_a_run_is_written_by_its_command(
     written = mcore_rl("report", trained, "--output", page)
     assert written.returncode == 0 and written.stdout.startswith(f"{page}: 1 run,"), written.stderr
     assert f"mcore-rl pretrain {trained.parent}/pretrain.toml" in page.read_text(encoding="utf-8")
-    nothing = mcore_rl("report", tmp_path)
+    (tmp_path / "empty").mkdir()
+    nothing = mcore_rl("report", tmp_path / "empty")
     assert nothing.returncode == 2 and "give the run_dir of a training" in nothing.stderr

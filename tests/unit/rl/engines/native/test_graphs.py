@@ -98,4 +98,4 @@ def test_on_an_emulated_gpu_graphs_replay_the_steps_and_the_host_waits_once_a_st
         steps = found["plain_waits"]["engine.py:_read"]
         routes = {"decoder.py:routes": found["completions"]}
         assert found["plain_waits"] == {"engine.py:_read": steps} | routes
-        assert found["waits"] == {"engine.py:_read": steps, "graphs.py:_captured": len(found["replays"])} | routes
+        assert found["waits"] == {"engine.py:_read": steps, "decoder.py:_captured": len(found["replays"])} | routes
