@@ -293,10 +293,6 @@ class ServerApi(ABC):
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerError(f"{self.url}: {what} of another form: {error!r}") from None
 
-    def _refuse_other_tokens(self, returned: Sequence[int], tokens_T: Sequence[int], what: str) -> None:
-        if list(returned) != list(tokens_T):
-            raise ServerError(f"{self.url}: {what}")
-
 
 def server_apis(engine: ServedConfig, model: ModelConfig) -> Callable[[str], ServerApi]:
     """Return a function that maps a server's address to its API.
