@@ -39,6 +39,9 @@ def model_changes(before: Mapping[str, Any], now: ModelConfig) -> list[ConfigCha
         there, here = dict(leaves(recorded, "model.")), {key: plain[key] for key in here}
     if now.head == "score":  # without an output layer
         here.pop("model.tied_embeddings")
+    number, top = "model.moe.num_groups", "model.moe.top_groups"
+    if all(settings.get(number) == settings.get(top) for settings in (here, there)):  # all groups, or none: no limit
+        here = {key: value for key, value in here.items() if key not in (number, top)}
     return [
         ConfigChange(key=key, before=there[key], now=value)
         for key, value in here.items()
@@ -55,8 +58,6 @@ def _in_use(model: ModelConfig, family: Family) -> dict[str, Any]:
         f"model.{name}": "on" if is_on else "off" for name, is_on in switches.items()
     }
     settings["model.moe.shared_ffn_hidden_size"] = each
-    if moe.num_groups == moe.top_groups:  # all groups, or none
-        settings["model.moe.num_groups"] = None
     if model.rope.factor == 1:
         settings["model.rope.scaling"] = "none"
     unused = {f"model.{name}" for name in (*TRAINING_ONLY, *_unused(model, family))}
@@ -75,8 +76,6 @@ def _unused(model: ModelConfig, family: Family) -> Iterator[str]:
         yield "ffn_hidden_size"
     if not model.moe.shared_experts:
         yield "moe.shared_ffn_hidden_size"
-    if model.moe.num_groups == model.moe.top_groups:
-        yield "moe.top_groups"
     if model.indexer.top_k is None:
         yield "indexer"
     if model.delta.full_every is None:
