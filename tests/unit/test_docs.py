@@ -131,14 +131,11 @@ def test_every_message_of_troubleshooting_is_one_of_the_code():
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     shown = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
     assert len(shown) > 30
-    texts = list(templates())
+    texts = "\0".join(templates())  # one text: forty messages in ten thousand texts take seconds
     missing = [
         message
         for message in shown
-        if not any(
-            re.search(".*".join(re.escape(part) for part in message.split("…")), template, re.DOTALL)
-            for template in texts
-        )
+        if not re.search(r"[^\0]*".join(re.escape(part) for part in message.split("…")), texts)
     ]
     assert missing == []
 
