@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +23,7 @@ from mcore_rl.megatron.mesh import Axis, Mesh, is_first_chunk, is_last_chunk
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.megatron.vocab import DeferredLogits, cross_entropy, exclude_padding
 from mcore_rl.model.heads import ScoreModel, postprocessed_with_mtp
-from mcore_rl.model.layers.indexed import IndexedBlock
-from mcore_rl.model.spec import block_spec, mtp_spec, output_layer
+from mcore_rl.model.spec import INDEXED, block_spec, mtp_spec, output_layer
 from mcore_rl.model.transformer_config import transformer_config
 
 
@@ -277,7 +277,7 @@ def _build_chunk(
         chunk.logits_chunks = settings.logits_chunks(model.padded_vocab_size // config.tensor_model_parallel_size)
     if "shared" in model.mixers:
         # Megatron makes the block itself; this one has no further state.
-        chunk.decoder.__class__ = IndexedBlock
+        chunk.decoder.__class__ = import_module(INDEXED).IndexedBlock
     if config.recompute_granularity and chunk.pre_process:
         chunk.embedding.register_forward_hook(_require_gradient)
     chunk.model_type = ModelType.encoder_or_decoder

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from itertools import zip_longest
 from typing import Any
 
@@ -28,15 +29,14 @@ from megatron.core.transformer.transformer_layer import (
 
 from mcore_rl.config.model import LayerKind, Mixer
 from mcore_rl.megatron.patches.found import with_moe_layer
-from mcore_rl.model.layers.cpu.provider import CpuSpecProvider
-from mcore_rl.model.layers.delta import DeltaSubmodules, GatedDeltaNet
-from mcore_rl.model.layers.indexed import IndexedLatentAttention
 from mcore_rl.model.layers.linear import FullKeyNorm, FullQueryNorm, LatentAttention, OutputLayer, RMSNorm
 from mcore_rl.model.layers.moe import MoELayer
 from mcore_rl.model.layers.provider import TorchSpecProvider
 
-PROVIDERS: dict[str, type[TorchSpecProvider]] = {"torch": TorchSpecProvider, "cpu": CpuSpecProvider}
-"""Providers for the values of `platform.layers` except "te": Megatron's own specs have TransformerEngine's layers."""
+CPU = "mcore_rl.model.layers.cpu.provider"
+DELTA = "mcore_rl.model.layers.delta"
+INDEXED = "mcore_rl.model.layers.indexed"
+"""Modules of layers that few runs have, imported for a model that has them."""
 
 
 class LatentNorm(RMSNorm):
@@ -47,8 +47,11 @@ class LatentNorm(RMSNorm):
 
 
 def provider_of(config: TransformerConfig) -> TorchSpecProvider:
-    """Return the provider for a config that does not use TransformerEngine's layers."""
-    return PROVIDERS[config.layers](config)
+    """Return the provider for `platform.layers`, but for "te": Megatron's own specs have TransformerEngine's layers."""
+    provider: TorchSpecProvider = (
+        import_module(CPU).CpuSpecProvider(config) if config.layers == "cpu" else TorchSpecProvider(config)
+    )
+    return provider
 
 
 def block_spec(config: TransformerConfig, *, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -152,8 +155,11 @@ def _grouped_query(config: TransformerConfig, provider: TorchSpecProvider) -> tu
 
 
 def _delta_net(provider: TorchSpecProvider) -> tuple[ModuleSpec, dict[str, str]]:
-    submodules = DeltaSubmodules(in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear())
-    spec = ModuleSpec(module=GatedDeltaNet, params={"submodules": submodules})
+    delta = import_module(DELTA)
+    submodules = delta.DeltaSubmodules(
+        in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear()
+    )
+    spec = ModuleSpec(module=delta.GatedDeltaNet, params={"submodules": submodules})
     return spec, {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
 
@@ -183,8 +189,9 @@ def _latent(config: TransformerConfig, provider: TorchSpecProvider) -> tuple[Mod
 
 
 def _indexed(latent: ModuleSpec, provider: TorchSpecProvider, *, has_indexer: bool, slot: int | None) -> ModuleSpec:
+    indexed = import_module(INDEXED)
     return ModuleSpec(
-        module=IndexedLatentAttention,
+        module=indexed.IndexedLatentAttention,
         params={**latent.params, "has_indexer": has_indexer, "slot": slot},
-        submodules=replace(latent.submodules, core_attention=provider.indexed_attention),
+        submodules=replace(latent.submodules, core_attention=indexed.attention_over_choices(provider.attention)),
     )

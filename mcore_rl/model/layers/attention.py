@@ -241,6 +241,10 @@ class SDPAttention(MegatronModule):
             return self._packed(query, key, value, packed)
         return self._causal(query, key, value).flatten(2)
 
+    def new_cache(self, keys: Tensor, values: Tensor) -> KeyValueCache:
+        """Return a cache of these tensors."""
+        return KeyValueCache(keys, values)
+
     def _cached(self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the output `[T, 1, N * Dv]`: each token attends to its slot up to its own position; padding is 0."""
         step, num_decode = cache.step, cache.step.num_decode

@@ -7,7 +7,7 @@ attention mask is a tensor with room for the choices of a pass, which full recom
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -251,6 +251,13 @@ class IndexedAttention(SDPAttention):
         mixed = self._chosen(query, key, value, attention_mask, parts)
         return mixed[:, 0].flatten(1) if packed is not None else mixed.flatten(2)
 
+    def new_cache(self, keys: Tensor, values: Tensor) -> KeyValueCache:
+        """Return a cache of these tensors, with index keys if the layer has an indexer."""
+        if self.indexer is None:
+            return super().new_cache(keys, values)
+        index_keys = keys.new_zeros(*keys.shape[:2], self.config.indexer.width)
+        return IndexedCache(keys, values, index_keys=index_keys)
+
     def lengths(self, packed: PackedParams | None, num_tokens: int) -> tuple[int, ...]:
         """Return the lengths, over all context-parallel ranks, of the sequences in rows of this rank's `num_tokens`."""
         return (num_tokens * self.cp_group.size(),) if packed is None else packed.lengths
@@ -302,6 +309,12 @@ class IndexedAttention(SDPAttention):
             keys, values = cache.keys[slot, :stop, None], cache.values[slot, :stop, None]
             mixed[begin:end] = self._chosen(query[begin:end], keys, values, choice[begin:end], whole)
         return mixed.flatten(2)
+
+
+@cache
+def attention_over_choices(attention: type[SDPAttention]) -> type[IndexedAttention]:
+    """Return `IndexedAttention` that computes as `attention` does where queries attend to all earlier positions."""
+    return IndexedAttention if attention is SDPAttention else type("Indexed", (IndexedAttention, attention), {})
 
 
 class IndexedLatentAttention(LatentAttention):

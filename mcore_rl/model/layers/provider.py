@@ -9,7 +9,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mcore_rl.megatron.patches.found import as_experts_entry
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.experts import GroupedExperts
-from mcore_rl.model.layers.indexed import IndexedAttention
 from mcore_rl.model.layers.linear import OutputLayer, RMSNorm, ZeroCenteredRMSNorm
 
 
@@ -19,7 +18,6 @@ class TorchSpecProvider(LocalSpecProvider):
     norm: ClassVar[type[RMSNorm]] = RMSNorm
     zero_centered_norm: ClassVar[type[ZeroCenteredRMSNorm]] = ZeroCenteredRMSNorm
     attention: ClassVar[type[SDPAttention]] = SDPAttention
-    indexed_attention: ClassVar[type[IndexedAttention]] = IndexedAttention
     self_attention: ClassVar[type[SelfAttention]] = SelfAttention
     output_layer: type[OutputLayer] = OutputLayer
 

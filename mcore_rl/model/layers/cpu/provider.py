@@ -13,7 +13,7 @@ from mcore_rl.model.layers.cpu.experts import (
     RoundedOutputLayer,
     RoundedRowLinear,
 )
-from mcore_rl.model.layers.cpu.self_attention import CompiledAttention, CompiledIndexedAttention, FusedSelfAttention
+from mcore_rl.model.layers.cpu.self_attention import CompiledAttention, FusedSelfAttention
 from mcore_rl.model.layers.provider import TorchSpecProvider
 
 
@@ -23,7 +23,6 @@ class CpuSpecProvider(TorchSpecProvider):
     norm = CompiledRMSNorm
     zero_centered_norm = CompiledZeroCenteredRMSNorm
     attention = CompiledAttention
-    indexed_attention = CompiledIndexedAttention
     self_attention = FusedSelfAttention
 
     def __init__(self, config: TransformerConfig) -> None:

@@ -15,7 +15,6 @@ from mcore_rl.megatron.cpu.attention import causal_attention
 from mcore_rl.megatron.cpu.compiled import library
 from mcore_rl.model.layers.attention import KeyValueCache, PackedParams, SDPAttention
 from mcore_rl.model.layers.cpu.experts import CompiledRMSNorm
-from mcore_rl.model.layers.indexed import IndexedAttention
 
 
 class CompiledAttention(SDPAttention):
@@ -56,10 +55,6 @@ class CompiledAttention(SDPAttention):
             query_BND.new_empty(heads // groups * room),
         )
         return mixed
-
-
-class CompiledIndexedAttention(IndexedAttention, CompiledAttention):
-    """`IndexedAttention`, compiled for queries that attend to all earlier positions."""
 
 
 OF_INFERENCE = ("inference_context", "inference_params", "rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin")

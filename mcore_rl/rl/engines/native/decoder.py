@@ -13,10 +13,8 @@ from mcore_rl.errors import EngineError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.routers import replayed_routers
 from mcore_rl.model.build import MegatronModel, unwrap
-from mcore_rl.model.layers.attention import KeyValueCache, SDPAttention
+from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.cache import LayerCache, StepTokens
-from mcore_rl.model.layers.delta import GatedDeltaNet
-from mcore_rl.model.layers.indexed import IndexedAttention, IndexedCache
 from mcore_rl.model.layers.moe import MoELayer
 from mcore_rl.rl.engines.native.scheduler import Copy
 from mcore_rl.rl.types import BYTE_EXPERTS
@@ -127,9 +125,10 @@ class Decoder:
         return whole
 
     def _new_cache(self, attention: Any, shape: tuple[int, int]) -> LayerCache:
-        if isinstance(attention, GatedDeltaNet):
-            return attention.new_cache(shape[0])
-        core = attention.core_attention
+        core = _cached_part(attention)
+        if core is attention:
+            net_cache: LayerCache = attention.new_cache(shape[0])
+            return net_cache
         if not isinstance(core, SDPAttention):
             raise EngineError(
                 f"the native engine cannot give {type(core).__name__} a cache. Set "
@@ -144,10 +143,7 @@ class Decoder:
             groups = attention.num_query_groups_per_partition
             widths = (self._config.kv_channels, self._config.kv_channels)
         keys, values = (torch.zeros(*shape, groups, width, dtype=self._dtype, device=self.device) for width in widths)
-        if isinstance(core, IndexedAttention) and core.indexer is not None:
-            index_keys = keys.new_zeros(*shape, self._config.indexer.width)
-            return IndexedCache(keys, values, index_keys=index_keys)
-        return KeyValueCache(keys, values)
+        return core.new_cache(keys, values)
 
     @contextmanager
     def _recording(self) -> Iterator[list[Tensor]]:
@@ -205,8 +201,8 @@ def _attending_over(attentions: Sequence[Any], caches: Sequence[LayerCache], lat
 
 
 def _cached_part(attention: Any) -> Any:
-    """Return the module of a layer's mixer that holds the cache."""
-    return attention if isinstance(attention, GatedDeltaNet) else attention.core_attention
+    """Return the module of a layer's mixer that holds the cache: a gated delta net itself has no core attention."""
+    return getattr(attention, "core_attention", attention)
 
 
 def copied_runs(copies: Iterable[Copy]) -> Iterator[tuple[int, slice, int]]:

@@ -24,7 +24,6 @@ from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
-from mcore_rl.model.layers.indexed import IndexedLatentAttention
 from mcore_rl.rl.engines.base import Capabilities, Decode, Engine, QuietEngine, Sampling, StopStrings, check_request
 from mcore_rl.rl.engines.native.decoder import Decoder, NextToken, StaticDecode, reason_against_graphs
 from mcore_rl.rl.engines.native.scheduler import Draft, Scheduler, Step
@@ -187,7 +186,7 @@ class _Run:
         """Computes steps without prompts in fixed shapes; None: all steps are computed in the same way."""
         self.chosen_keys: ChosenKeys | None = None
         """Watch over the choices of keys of a completion."""
-        self.choosing: list[IndexedLatentAttention] = []
+        self.choosing: list[Any] = []
         """The layers that make these choices."""
 
     def step(self) -> None:
@@ -405,7 +404,7 @@ class ChosenKeys:
 
 
 @contextmanager
-def keeping_choices(chunks: Sequence[nn.Module]) -> Iterator[list[IndexedLatentAttention]]:
+def keeping_choices(chunks: Sequence[nn.Module]) -> Iterator[list[Any]]:
     """Inside, the layers with an indexer keep the choice of their last forward pass in `kept_choice`."""
     attentions = [
         layer.self_attention
