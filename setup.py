@@ -118,7 +118,7 @@ setup(
         "mcore_rl": ["py.typed"],
         "mcore_rl.config": ["*.toml"],
         "mcore_rl.metrics": ["*.toml"],
-        "mcore_rl.megatron.cpu": ["compiled.cpp", "compiled_attention.cpp", "compiled_products.h"],
+        "mcore_rl.megatron": ["compiled.cpp", "compiled_attention.cpp", "compiled_products.h"],
         "mcore_rl.report": ["page/*", "page/vendor/*"],
     },
     cmdclass={"build_py": WithLaunchFiles},

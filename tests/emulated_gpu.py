@@ -49,7 +49,7 @@ INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, 
 """Operators that take indices from the host too, and wait for the number of true values of a mask."""
 ANY_DEVICE = {aten.copy_.default, *INDEXING}
 # By its file: to import its package is to patch Megatron, for the machine that is not emulated yet.
-_STANDINS = Path(__file__).parents[1] / "mcore_rl/megatron/patches/torch_standins.py"
+_STANDINS = Path(__file__).parents[1] / "mcore_rl/megatron/patches/standins.py"
 cpu = importlib.machinery.SourceFileLoader("tests.emulated_standins", str(_STANDINS)).load_module()
 OURS = ("/mcore_rl/", "/megatron/")
 

@@ -103,7 +103,7 @@ class EmulatedPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _fused_adam() -> Any:
-    from mcore_rl.megatron.adam import FusedAdam
+    from mcore_rl.megatron.patches.standins import FusedAdam
 
     class ApexAdam(FusedAdam):
         """The interface of apex's, which Megatron calls with further options."""

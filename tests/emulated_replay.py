@@ -12,8 +12,8 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.megatron import platform
 from mcore_rl.megatron.mesh import destroy_mesh
+from mcore_rl.megatron.platform import Ahead, to_device
 from mcore_rl.megatron.schedule import run_pass
-from mcore_rl.megatron.transfer import Ahead, to_device
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.replay.cache import MicrobatchLayout, RouteStorage, RoutingCache, SampleSpan

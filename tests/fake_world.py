@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
@@ -26,7 +28,7 @@ from mcore_rl.config.model import LayerKind, Mixer, ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.speed import planned_flags
-from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks, without_other_groups
+from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import Platform, stop
 from mcore_rl.megatron.routers import routers
 from mcore_rl.model.adapters import add_adapters
@@ -60,7 +62,7 @@ def fake_rank(config: MeshConfig, rank: int, world_size: int) -> Iterator[Mesh]:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     functions.new_group, functions.all_gather_object = new_fake_group, gather_own
     try:
-        with without_other_groups(rank):
+        with _without_other_groups(rank):
             mesh = build_mesh(config)
         seed_ranks(1)
         yield mesh
@@ -70,6 +72,31 @@ def fake_rank(config: MeshConfig, rank: int, world_size: int) -> Iterator[Mesh]:
         dist.destroy_process_group()
         # Every start of a group puts its rank before all later tracebacks.
         sys.excepthook = show_error
+
+
+@contextmanager
+def _without_other_groups(rank: int) -> Iterator[None]:
+    """Let `build_mesh` make only the groups of `rank`, in a world that does not exist; a large world has thousands."""
+    functions: Any = parallel_state  # Megatron looks these up by name
+    create_group, list_groups = (parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups)
+
+    def create_own_group(ranks: Sequence[int], *args: Any, **options: Any) -> Any:
+        is_other = rank not in ranks
+        return dist.GroupMember.NON_GROUP_MEMBER if is_other else create_group(ranks, *args, **options)
+
+    def listed(world_size: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
+        groups: list[list[int]] = _listed_groups(world_size, tuple(sizes), tuple(mask))
+        return groups
+
+    functions.create_group, functions.generate_masked_orthogonal_rank_groups = create_own_group, listed
+    try:
+        yield
+    finally:
+        functions.create_group, functions.generate_masked_orthogonal_rank_groups = create_group, list_groups
+
+
+_listed_groups = cache(parallel_state.generate_masked_orthogonal_rank_groups)
+"""Megatron's lists of all groups of a kind, which every rank of a world lists again."""
 
 
 def fake_platform(settings: PlatformConfig, mesh: Mesh) -> Platform:

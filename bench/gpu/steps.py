@@ -30,9 +30,9 @@ from mcore_rl.config.rl.rollout import NativeConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.megatron import platform
+from mcore_rl.megatron.kernels import Bounds, attend_packed, has_kernel, kernel_takes
 from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.patches.found import has_module
-from mcore_rl.megatron.varlen import Bounds, attend_packed, has_kernel, kernel_takes
 from mcore_rl.metrics.performance import known_peak_tflops, measured_peak_flops
 from mcore_rl.model.build import build_model, copy_in, local_shards
 from mcore_rl.model.inputs import LocalMicrobatch, localize

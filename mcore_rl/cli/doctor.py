@@ -23,10 +23,10 @@ from mcore_rl.cli.node_check import shared_memory_faults
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.config.speed import SpeedFlags, run_flags
+from mcore_rl.megatron.kernels import KERNEL, has_kernel
 from mcore_rl.megatron.patches.found import Found, has_module
 from mcore_rl.megatron.patches.table import FOUND, INSTALLED
 from mcore_rl.megatron.platform import adam_package, compiled_layers, variables_of_device
-from mcore_rl.megatron.varlen import KERNEL, has_kernel
 from mcore_rl.model.layers.experts import HAS_GROUPED_MM
 from mcore_rl.model.transformer_config import PERMUTE_KERNELS, ROUTER_KERNELS, has_kernels, machine_here
 from mcore_rl.storage.files import write_atomically

@@ -1,10 +1,6 @@
 """The mesh of ranks; the one file that uses Megatron's `parallel_state`."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -71,31 +67,6 @@ def build_mesh(config: MeshConfig) -> Mesh:
     names = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "dp_cp": "dp_cp", "ep": "ep", "etp": "expt_tp"}
     axes = {name: _axis(getattr(groups, group)) for name, group in (names | {"expert_dp": "expt_dp"}).items()}
     return Mesh(config=config, groups=groups, world=_axis(world), **axes)
-
-
-@contextmanager
-def without_other_groups(rank: int) -> Iterator[None]:
-    """Let `build_mesh` make only the groups of `rank`, in a world that does not exist; a large world has thousands."""
-    functions: Any = parallel_state  # Megatron looks these up by name
-    create_group, list_groups = (parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups)
-
-    def create_own_group(ranks: Sequence[int], *args: Any, **options: Any) -> Any:
-        is_other = rank not in ranks
-        return dist.GroupMember.NON_GROUP_MEMBER if is_other else create_group(ranks, *args, **options)
-
-    def listed(world_size: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
-        groups: list[list[int]] = _listed_groups(world_size, tuple(sizes), tuple(mask))
-        return groups
-
-    functions.create_group, functions.generate_masked_orthogonal_rank_groups = create_own_group, listed
-    try:
-        yield
-    finally:
-        functions.create_group, functions.generate_masked_orthogonal_rank_groups = create_group, list_groups
-
-
-_listed_groups = cache(parallel_state.generate_masked_orthogonal_rank_groups)
-"""Megatron's lists of all groups of a kind, which every rank of a world lists again."""
 
 
 def destroy_mesh() -> None:

@@ -1,20 +1,22 @@
-"""The platform of this rank: CPU with gloo or CUDA with NCCL, chosen once and named in the log."""
+"""The platform of this rank, CPU with gloo or CUDA with NCCL, chosen once and named in the log, and copies to it."""
 
 import datetime
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import batch_invariant
-from mcore_rl.megatron.cpu.compiled import BuildError, build_id, library
+from mcore_rl.megatron.compiled import BuildError, build_id, library
+from mcore_rl.megatron.kernels import KERNEL, has_kernel
 from mcore_rl.megatron.patches.found import megatron_version
 from mcore_rl.megatron.patches.table import FOUND  # first: torch and Megatron are patched
-from mcore_rl.megatron.varlen import KERNEL, has_kernel
 from mcore_rl.workers import flight_recorder
 from mcore_rl.workers.launcher import rank_of_launcher, world_size_of_launcher
 
@@ -245,3 +247,45 @@ def _join(device: torch.device, rank: int, world_size: int, timeout_s: float) ->
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on `device`, by page-locked memory if it goes from a CPU to a GPU, which alone waits for it.
+
+    A copy of more than 64 KiB from other memory waits until the GPU has finished all earlier work. torch does not reuse
+    the page-locked memory before the copy is over.
+    """
+    if tensor.device == device:
+        return tensor
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class Ahead:
+    """Tensors that a GPU prepares on their own stream while it computes on earlier tensors.
+
+    Using a tensor makes the GPU wait for it by an event; the host continues. On a CPU a tensor is made when it is used.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Begin to make a tensor after all work that the GPU has been given so far; the result returns it for use."""
+        if self._stream is None:
+            return make
+        # The inputs of `make` on the device may not be computed yet.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            made = make()
+            is_made = self._stream.record_event()
+
+        def use() -> Tensor:
+            using = torch.cuda.current_stream()
+            using.wait_event(is_made)
+            # Its memory belongs to the other stream, which must not use it again before this one is done with it.
+            made.record_stream(using)
+            return made
+
+        return use

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.megatron.transfer import to_device
+from mcore_rl.megatron.platform import to_device
 from mcore_rl.megatron.vocab import zigzag, zigzag_spans
 from mcore_rl.model.layers.attention import PackedParams, packed_params
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.megatron.mesh import Axis, Mesh
+from mcore_rl.megatron.platform import to_device
 from mcore_rl.megatron.routers import routed_layers
-from mcore_rl.megatron.transfer import to_device
 from mcore_rl.megatron.vocab import zigzag_spans
 from mcore_rl.replay.exchange import NO_POSITIONS, NeededPositions, OfferedRoutes, SharedRows, exchange
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.agree import refuse_anywhere
 from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import Ahead, to_device
 from mcore_rl.megatron.schedule import Routing
-from mcore_rl.megatron.transfer import Ahead, to_device
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.replay.accounts import (
     LayerAccount,

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.agree import refuse_anywhere
 from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import to_device
 from mcore_rl.megatron.routers import best_in_groups, own_group_score, replayed_routers
 from mcore_rl.megatron.schedule import Routing
-from mcore_rl.megatron.transfer import to_device
 from mcore_rl.megatron.vocab import Logits, last_tensor
 from mcore_rl.replay.accounts import expert_hashes, token_hashes
 from mcore_rl.replay.cache import MicrobatchLayout

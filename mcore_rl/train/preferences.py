@@ -23,8 +23,8 @@ from mcore_rl.data.preference_batches import PackedPreferences, PreferenceOrder,
 from mcore_rl.data.preferences import Preferences
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.mesh import Axis, Mesh
+from mcore_rl.megatron.platform import to_device
 from mcore_rl.megatron.schedule import Head, HeadOutput, ReadsDeferredLogits, run_pass
-from mcore_rl.megatron.transfer import to_device
 from mcore_rl.megatron.vocab import IGNORED_TARGET, Logits, logprobs_and_entropy, zigzag_spans
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import PackedMicrobatch, localize

@@ -30,7 +30,7 @@ STEP = {
     "rl/step/batch.py": "completions as packed microbatches",
     "data/packing.py": "which completions share a packed sequence",
     "model/inputs.py": "a microbatch as the model reads it",
-    "megatron/transfer.py": "batches go to the device",
+    "megatron/platform.py": "batches go to the device",
     "rl/step/policy_routes.py": "a pass without gradient, and which pass records or imposes routes",
     "replay/witness.py": "the proof that a pass imposed routes, or none",
     "rl/models/reference.py": "the KL penalty has a reference, whose logprobs a pass adds",
@@ -42,7 +42,6 @@ STEP = {
     "megatron/schedule.py": "every pass goes through its door",
     "megatron/routers.py": "the routers of a chunk, which a pass gives its sequences",
     "megatron/vocab.py": "logprobs and entropy of sliced logits",
-    "megatron/adam.py": "the optimizer and the norm of gradients where there is no apex",
     # The model: what is ours in the place of Megatron's, and what is patched there.
     "model/build.py": "our model around Megatron's",
     "model/layers/attention.py": "attention, over keys and values of earlier positions in a generating step",
@@ -52,7 +51,7 @@ STEP = {
     "model/router_load.py": "tokens of each expert, and the balance loss",
     "megatron/patches/router_losses.py": "the recipe has a balance loss, and its routers see padding",
     "megatron/patches/replacements.py": "positions of packed tokens, clipped gradients, collectives of one rank",
-    "megatron/patches/torch_standins.py": "a CPU in the place of a GPU",
+    "megatron/patches/standins.py": "a CPU in the place of a GPU, and an Adam in that of apex's",
     # Metrics.
     "rl/step_log.py": "the observer of the step",
     "planning/flops.py": "FLOPs of the step",

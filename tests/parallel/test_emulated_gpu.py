@@ -1,7 +1,7 @@
 """A cell of each matrix on an emulated GPU, where the branches run that a CPU does not enter, beside the CPU's numbers.
 
 The devices are emulated (tests/emulated_gpu.py says how far); parity is in
-tests/unit/megatron/patches/test_machines.py, packed rows in tests/unit/megatron/test_varlen.py.
+tests/unit/megatron/patches/test_machines.py, packed rows in tests/unit/megatron/test_kernels.py.
 """
 
 import json

@@ -159,7 +159,7 @@ def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
 def compiled_layers_have_one_door(source: Source) -> Iterator[str]:
     """Code for CPUs alone is entered from the table of layers, and asked for by the platform, which chooses layers."""
     doors = {
-        "mcore_rl.megatron.cpu": ("megatron/cpu", "model/layers/cpu", "megatron/platform.py"),
+        "mcore_rl.megatron.compiled": ("model/layers/cpu", "megatron/platform.py"),
         "mcore_rl.model.layers.cpu": ("model/layers/cpu", "model/spec.py"),
     }
     for line, name in source.imports():

@@ -22,7 +22,7 @@ from tests.style.rules import parse
         ),
         (rules.only_the_mesh_asks_parallel_state, "train/a.py", "from megatron.core import parallel_state", 1),
         (rules.only_the_mesh_asks_parallel_state, "train/a.py", "from megatron.core.parallel_state import get_x", 1),
-        (rules.compiled_layers_have_one_door, "rl/a.py", "from mcore_rl.megatron.cpu import compiled", 1),
+        (rules.compiled_layers_have_one_door, "rl/a.py", "import mcore_rl.megatron.compiled", 1),
         (rules.compiled_layers_have_one_door, "model/build.py", "x = 1\nimport mcore_rl.model.layers.cpu.experts", 2),
         (rules.engines_are_one_protocol, "rl/trainer.py", "if isinstance(engine, ServedEngine):\n    x()", 1),
         (rules.engines_are_one_protocol, "cli/a.py", "x = 1\nisinstance(x.y, base.AskingEngine | None)", 2),

@@ -17,9 +17,8 @@ from typing import Any, Literal
 import torch
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.adam import FusedAdam, norm_of_tensors
 from mcore_rl.megatron.patches import replacements, router_losses
-from mcore_rl.megatron.patches import torch_standins as cpu
+from mcore_rl.megatron.patches import standins as cpu
 from mcore_rl.megatron.patches.found import Found, find_packages, megatron_version
 from mcore_rl.megatron.patches.replacements import (
     find_overlap_on_grid,
@@ -355,15 +354,15 @@ PATCHES_WITHOUT_FUSED_OPTIMIZER: tuple[Patch, ...] = (
     *(Patch(symbol=f"megatron.core.optimizer{name}", replace=replace, cause="no TransformerEngine or apex",
             reason=NO_FUSED_ADAM, until="DistributedOptimizer takes a torch Adam without state")
       for name, replace in (
-          (":Adam", lambda _: FusedAdam),
+          (":Adam", lambda _: cpu.FusedAdam),
           (":USING_PYTORCH_OPTIMIZER", lambda _: False),
-          (".distrib_optimizer:Adam", lambda _: FusedAdam),
+          (".distrib_optimizer:Adam", lambda _: cpu.FusedAdam),
           (".distrib_optimizer:HAVE_APEX_OR_TE", lambda _: True),
           (".distrib_optimizer:USING_APEX_OPTIMIZER", lambda _: True),
       )),
     Patch(
         symbol="megatron.core.optimizer.clip_grads:l2_norm_impl",
-        replace=lambda _: norm_of_tensors,
+        replace=lambda _: cpu.norm_of_tensors,
         cause="no TransformerEngine or apex",
         reason="it reads the norm of each gradient on the host, so that a GPU is drained once a tensor",
         until="it stacks the norms on the device",

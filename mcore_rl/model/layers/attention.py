@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.megatron import batch_invariant
+from mcore_rl.megatron.kernels import Bounds, attend_packed, has_kernel, kernel_takes
 from mcore_rl.megatron.mesh import layer_groups
-from mcore_rl.megatron.transfer import to_device
-from mcore_rl.megatron.varlen import Bounds, attend_packed, has_kernel, kernel_takes
+from mcore_rl.megatron.platform import to_device
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
 from mcore_rl.model.layers.sinks import with_sinks
 

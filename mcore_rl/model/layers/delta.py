@@ -25,9 +25,9 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from mcore_rl.megatron.delta import delta_kernel, gated_delta_by
+from mcore_rl.megatron.kernels import delta_kernel, gated_delta_by
 from mcore_rl.megatron.mesh import layer_groups
-from mcore_rl.megatron.transfer import to_device
+from mcore_rl.megatron.platform import to_device
 from mcore_rl.model.layers.attention import PackedParams, gathered_order
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from mcore_rl.config.model import IndexerConfig
-from mcore_rl.megatron.transfer import to_device
+from mcore_rl.megatron.platform import to_device
 from mcore_rl.model.layers.attention import KeyValueCache, PackedParams, SDPAttention, gathered_order, visible_keys
 from mcore_rl.model.layers.cache import StepTokens
 from mcore_rl.model.layers.linear import LatentAttention, ReplicatedLinear

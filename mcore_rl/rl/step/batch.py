@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.data.packing import PackingLimits, padded
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.megatron.transfer import to_device
+from mcore_rl.megatron.platform import to_device
 from mcore_rl.megatron.vocab import zigzag_spans
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import PackedMicrobatch, localize

@@ -14,7 +14,7 @@ import torch
 from mcore_rl.cli import doctor
 from mcore_rl.cli.node_check import UNFIT, Outcome, rounds, shared_memory_faults, unfit_links
 from mcore_rl.cli.node_check_rank import gpu_faults
-from mcore_rl.megatron.cpu.compiled import build_id, library_path
+from mcore_rl.megatron.compiled import build_id, library_path
 from mcore_rl.megatron.patches.found import Found
 from mcore_rl.megatron.patches.table import INSTALLED
 from mcore_rl.workers.launcher import free_port

@@ -10,7 +10,7 @@ from torch import nn
 
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.adam import FusedAdam
+from mcore_rl.megatron.patches.standins import FusedAdam
 from mcore_rl.train.optimizer import build_optimizer, build_schedule, decays
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from mcore_rl.megatron.cpu.compiled import library
-from mcore_rl.megatron.cpu.products import rounded_linear
+from mcore_rl.megatron.compiled import library, rounded_linear
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.linear import OutputLayer, RMSNorm, ZeroCenteredRMSNorm
 

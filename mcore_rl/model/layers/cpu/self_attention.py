@@ -11,8 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.megatron.cpu.attention import causal_attention
-from mcore_rl.megatron.cpu.compiled import library
+from mcore_rl.megatron.compiled import causal_attention, library
 from mcore_rl.model.layers.attention import KeyValueCache, PackedParams, SDPAttention
 from mcore_rl.model.layers.cpu.experts import CompiledRMSNorm
 

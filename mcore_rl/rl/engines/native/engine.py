@@ -17,9 +17,9 @@ from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.megatron import batch_invariant
 from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import to_device
 from mcore_rl.megatron.routers import routers
 from mcore_rl.megatron.schedule import HeadOutput, ReadsDeferredLogits, run_pass
-from mcore_rl.megatron.transfer import to_device
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.model.inputs import LocalMicrobatch, localize

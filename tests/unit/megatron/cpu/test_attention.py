@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.megatron.cpu import attention, compiled
-from mcore_rl.megatron.cpu.attention import causal_attention
-from mcore_rl.megatron.cpu.compiled import Library
+from mcore_rl.megatron import compiled
+from mcore_rl.megatron.compiled import Library, causal_attention
 
 LEVELS = {"x86-64": (), "x86-64-v3": ("avx2", "fma", "bmi2"), "x86-64-v4": ("avx512f", "avx512dq", "avx512vl")}
 """Levels of x86-64 with registers of 4, 8 and 16 numbers, and flags of the processors that have them. ARM's have 4."""
@@ -44,7 +43,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(autouse=True)
 def use_build(built: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
-    monkeypatch.setattr(attention, "library", lambda: built)
+    monkeypatch.setattr(compiled, "library", lambda: built)
 
 
 def expected(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -162,8 +161,8 @@ def test_the_file_is_built_for_the_processors_that_this_is_none_of(tmp_path: Pat
 
 def test_the_log_sum_exp_is_that_of_float64() -> None:
     query, key, value = (tensor.detach() for tensor in operands((90, 130), 2, (4, 2), (32, 32)))
-    bounds = (attention._numbers(0, 90), attention._numbers(0, 130))
-    _, lse = attention._forward(query, key, value, 0.5, bounds)
+    bounds = (compiled._numbers(0, 90), compiled._numbers(0, 130))
+    _, lse = compiled._attended(query, key, value, 0.5, bounds)
     assert_close(lse, expected(query, key, value, 0.5)[1])
 
 
@@ -256,8 +255,8 @@ def test_large_scores_neither_overflow_nor_lose_the_largest() -> None:
     key, value = 3e4 * torch.eye(32)[:, None, None], torch.randn(32, 1, 1, 32)
     matching = torch.arange(32) // 2
     query = key[matching]
-    bounds = (attention._numbers(0, 32),) * 2
-    output, lse = attention._forward(query, key, value, 1.0, bounds)
+    bounds = (compiled._numbers(0, 32),) * 2
+    output, lse = compiled._attended(query, key, value, 1.0, bounds)
     assert torch.equal(output, value[matching])
     assert (lse.double() / 9e8 - 1).abs().max() < 3e-7
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.megatron.cpu import compiled
-from mcore_rl.megatron.cpu.compiled import BuildError, build_id, library, library_path
+from mcore_rl.megatron import compiled
+from mcore_rl.megatron.compiled import BuildError, build_id, library, library_path
 
 
 def test_a_build_is_named_by_all_that_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

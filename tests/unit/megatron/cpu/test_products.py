@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.megatron.cpu import compiled, products
-from mcore_rl.megatron.cpu.compiled import Library
-from mcore_rl.megatron.cpu.products import rounded_linear, rounded_product
+from mcore_rl.megatron import compiled
+from mcore_rl.megatron.compiled import Library, rounded_linear, rounded_product
 
 ROUNDING = 2e-6
 """Relative error of a sum in fp32."""
@@ -47,7 +46,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(autouse=True)
 def use_build(built: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "library", lambda: built)
+    monkeypatch.setattr(compiled, "library", lambda: built)
 
 
 def rounded(tensor: Tensor) -> Tensor:

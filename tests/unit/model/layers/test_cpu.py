@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.megatron.cpu.compiled import library
+from mcore_rl.megatron.compiled import library
 from mcore_rl.megatron.mesh import Mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from mcore_rl.megatron.transfer import Ahead, to_device
+from mcore_rl.megatron.platform import Ahead, to_device
 from tests import emulated_replay
 from tests.emulated_machine import emulated
 

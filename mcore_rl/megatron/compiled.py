@@ -1,4 +1,5 @@
-"""The optional C++ library with layers for a CPU, built if there is a compiler and kept in the user's cache.
+"""The optional C++ library with layers for a CPU, built if there is a compiler and kept in the user's cache; attention
+and rounded products by it. `model/layers/cpu` makes layers of it.
 
 It is plain C++ without torch's headers, which compiles in a second where an extension of torch takes half a minute, and
 is called with addresses: nothing in it depends on torch's version except the product, which torch's library computes.
@@ -13,12 +14,14 @@ import shlex
 import stat
 import subprocess
 import tempfile
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import Array, c_float, c_int64, c_void_p
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.cpp_extension import get_cxx_compiler
 
 from mcore_rl.errors import DataError
@@ -212,3 +215,145 @@ def _address_of_sgemm() -> int:
         raise BuildError(f"torch's library has no product that can be called: {error}") from error
     assert address is not None
     return address
+
+
+BoundArrays = tuple["Array[c_int64]", "Array[c_int64]"]
+"""Bounds of each sequence in the queries, and in the keys."""
+LANES, KEYS, ROWS, WIDTH = 48, 64, 8, 16
+"""Maximum of each that the file uses, for the size of its scratch memory."""
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: tuple[int, ...] | None = None
+) -> Tensor:
+    """Return the output `[s, B, N, Dv]` of queries `[s, B, N, D]`, keys `[S, B, G, D]` and values `[S, B, G, Dv]`.
+
+    Query i is at position S - s + i and attends to the keys up to there. A query's result depends only on its own keys,
+    bit for bit: not on other rows, sequences or later positions. There are no scores in memory, and no copies of the
+    caller's layout: the backward pass computes the weights again from the log-sum-exp of each query's scores.
+
+    Args:
+        query: Queries, with any strides but along D; so are keys and values.
+        key: Keys, of G heads; G divides N.
+        value: Values.
+        scale: Factor of the scores.
+        lengths: Lengths of packed sequences, which do not see one another; they add up to s, which is S.
+    """
+    if lengths is None:
+        bounds = _numbers(0, query.shape[0]), _numbers(0, key.shape[0])
+    else:
+        assert sum(lengths) == query.shape[0] == key.shape[0]
+        bounds = (_numbers(0, *accumulate(lengths)),) * 2
+    operands = query, key, value
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands):
+        mixed: Tensor = _CausalAttention.apply(*operands, scale, bounds)  # type: ignore[no-untyped-call]
+        return mixed
+    query, key, value = _dense(*operands)
+    return _attended(query, key, value, scale, bounds)[0]
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: BoundArrays) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp `[B, N, s]` of each query's scores."""
+    length, batch, heads, width = query.shape
+    output, lse = query.new_empty(length, batch, heads, value.shape[3]), query.new_empty(batch, heads, length)
+    width, value_width = (-(-w // WIDTH) * WIDTH for w in (width, value.shape[3]))
+    rows = _longest(bounds[1]) + ROWS + LANES
+    scratch = query.new_empty(rows * (width + value_width) + LANES * (KEYS + 3))
+    sequences = len(bounds[0]) - 1, _sizes(query, key, value, output)
+    library().attention_forward(query, key, value, *bounds, *sequences, scale, output, lse, scratch)
+    return output, lse
+
+
+class _CausalAttention(torch.autograd.Function):
+    """`causal_attention` with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: BoundArrays) -> Tensor:
+        ctx.scale, ctx.bounds = scale, bounds
+        query, key, value = _dense(query, key, value)
+        output, lse = _attended(query, key, value, scale, bounds)
+        ctx.save_for_backward(query, key, value, output, lse)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, output, lse = ctx.saved_tensors
+        (gradient,) = _dense(gradient)
+        d_query, d_key, d_value = (operand.new_empty(operand.shape) for operand in (query, key, value))
+        width, value_width = (-(-w // WIDTH) * WIDTH for w in (query.shape[3], value.shape[3]))
+        rows = _longest(ctx.bounds[1]) + ROWS + LANES
+        scratch = query.new_empty((2 * rows + LANES) * (width + value_width) + LANES * (2 * KEYS + 3))
+        operands = gradient, query, key, value, output, lse
+        sequences = len(ctx.bounds[0]) - 1, _sizes(query, key, value, gradient)
+        results = d_query, d_key, d_value, scratch
+        library().attention_backward(*operands, *ctx.bounds, *sequences, ctx.scale, *results)
+        return d_query, d_key, d_value, None, None
+
+
+def _dense(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors, copied where the last axis is not dense: the file reads any other strides."""
+    return tuple(tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in operands)
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> "Array[c_int64]":
+    """Return the numbers that the file calls Sizes."""
+    strides = [stride for tensor in (query, key, value, gradient) for stride in tensor.stride()[:3]]
+    return _numbers(*query.shape[1:3], key.shape[2], query.shape[3], value.shape[3], *strides)
+
+
+def _longest(bounds: "Array[c_int64]") -> int:
+    return max((end - begin for begin, end in pairwise(bounds)), default=0)
+
+
+def _numbers(*numbers: int) -> "Array[c_int64]":
+    return (c_int64 * len(numbers))(*numbers)
+
+
+def rounded_product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
+    """Return `left_MK @ right_NK.T`, fp32, of operands rounded to bf16. No gradient is recorded.
+
+    By AMX it is four times as fast as a product in fp32, by AVX-512's instruction for bf16 twice as fast on AMD. On
+    other processors it saves nothing: rounded operands are multiplied in fp32, which is exact.
+    """
+    product_MN = left_MK.new_empty(len(left_MK), len(right_NK))
+    left, is_left_by_column, left_stride = _stored(left_MK)
+    right, is_right_by_column, right_stride = _stored(right_NK)
+    # The C++ file calls the right operand transposed where it is stored by rows of the left operand's width.
+    sizes = is_left_by_column, not is_right_by_column, *product_MN.shape, left_MK.shape[1]
+    compiled = library()
+    compiled.rounded_product(
+        compiled.sgemm, *sizes, left, left_stride, right, right_stride, product_MN, product_MN.stride(0)
+    )
+    return product_MN
+
+
+def rounded_linear(input: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return `input @ weight_OI.T` over the last axis, fp32; its three products round their operands."""
+    rows_NI = input.reshape(-1, weight_OI.shape[1])
+    rows_NO: Tensor = _RoundedLinear.apply(rows_NI, weight_OI)  # type: ignore[no-untyped-call]
+    # Viewed out here, so that the caller may change the output in place.
+    return rows_NO.view(*input.shape[:-1], weight_OI.shape[0])
+
+
+class _RoundedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_NI, weight_OI)
+        return rounded_product(rows_NI, weight_OI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows_NI, weight_OI = ctx.saved_tensors
+        d_rows = rounded_product(gradient_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
+        d_weight = rounded_product(gradient_NO.t(), rows_NI.t()) if ctx.needs_input_grad[1] else None
+        return d_rows, d_weight
+
+
+def _stored(matrix: Tensor) -> tuple[Tensor, bool, int]:
+    """Return a matrix with contiguous rows or else columns, whether it is columns, and their distance."""
+    if matrix.stride(1) != 1 and matrix.stride(0) == 1:
+        return matrix, True, matrix.stride(1)
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    return matrix, False, matrix.stride(0)

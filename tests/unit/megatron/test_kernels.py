@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.megatron.varlen import has_kernel, kernel_takes
+from mcore_rl.megatron.kernels import has_kernel, kernel_takes
 from mcore_rl.workers.launcher import free_port
 from tests.emulated_machine import emulated
 

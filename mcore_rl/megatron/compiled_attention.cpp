@@ -1,5 +1,5 @@
-// Causal attention for one thread, in tiles whose scores stay in the cache. mcore_rl/megatron/cpu/compiled.py builds it
-// and mcore_rl/megatron/cpu/attention.py calls it. All is float32; exponentials are of base 2.
+// Causal attention for one thread, in tiles whose scores stay in the cache. mcore_rl/megatron/compiled.py builds and
+// calls it. All is float32; exponentials are of base 2.
 //
 // A tile is LANES queries of a head, one in each lane of VECTORS vectors: a query's scores, maximum and sum lie in its
 // lane. Products broadcast one operand and add to sums in registers in ascending order of keys, so that a query's

@@ -1,4 +1,4 @@
-// Layers in one pass over memory each, for one thread. mcore_rl/megatron/cpu/compiled.py builds them, and the modules of
+// Layers in one pass over memory each, for one thread. mcore_rl/megatron/compiled.py builds them, and the modules of
 // mcore_rl/model/layers/cpu call them. All matrices are row-major, contiguous, float32. The order of sums is
 // fixed by the build. Loops carry "omp simd" because a compiler may not reorder sums of floats by itself.
 #include <cmath>
