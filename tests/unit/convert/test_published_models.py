@@ -29,7 +29,7 @@ from tests.unit.families.test_hf_config import (
     PUBLISHED_MINIMAX_M2,
 )
 from tests.unit.launch.test_published_sizes import PUBLISHED as OF_RECIPES
-from tests.unit.model.test_delta_nets import eager, our_gradients
+from tests.unit.model.test_gradients_equal_transformers import eager, our_gradients
 from tests.unit.planning.test_memory import saved_numbers
 
 QWEN3_5: dict[str, Any] = {

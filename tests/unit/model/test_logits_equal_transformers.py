@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -88,70 +89,61 @@ def test_logits_over_chosen_keys_equal_those_of_transformers(case: str, one_rank
     assert distance_in_double(theirs, theirs.ours, weights, one_rank, length) <= 1e-5
 
 
-def moe(model: ModelConfig, **changes: object) -> ModelConfig:
-    return model.model_copy(update={"moe": model.moe.model_copy(update=changes)})
+def with_(model: ModelConfig, section: str, **changes: object) -> ModelConfig:
+    """The model with other fields of itself, or of one of its sections."""
+    if section == "model":
+        return model.model_copy(update=changes)
+    return model.model_copy(update={section: getattr(model, section).model_copy(update=changes)})
 
 
-def rope(model: ModelConfig, **changes: object) -> ModelConfig:
-    return model.model_copy(update={"rope": model.rope.model_copy(update=changes)})
-
-
-def mla(model: ModelConfig, **changes: object) -> ModelConfig:
-    return model.model_copy(update={"mla": model.mla.model_copy(update=changes)})
-
-
-def indexer(model: ModelConfig, **changes: object) -> ModelConfig:
-    return model.model_copy(update={"indexer": model.indexer.model_copy(update=changes)})
-
-
-WRONG_CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
-    "gates not normalized": ("qwen3_moe", lambda m: moe(m, normalize_top_k=False)),
-    "gates normalized": ("qwen3_moe-raw-gates", lambda m: moe(m, normalize_top_k=True)),
-    "one expert more": ("mixtral", lambda m: moe(m, top_k=3)),
-    "theta": ("mixtral", lambda m: rope(m, theta=1e4)),
-    "epsilon of the norms": ("llama", lambda m: m.model_copy(update={"norm_eps": 1e-3})),
-    "llama3 stretching dropped": ("llama-llama3", lambda m: rope(m, scaling="none")),
-    "yarn dropped": ("qwen3-yarn", lambda m: rope(m, scaling="none")),
-    "yarn dropped from latent attention": ("deepseek_v3-yarn", lambda m: rope(m, scaling="none")),
-    "mscale_all_dim dropped": ("deepseek_v3-yarn", lambda m: rope(m, mscale_all_dim=0.0)),
-    "groups dropped": ("deepseek_v3", lambda m: moe(m, num_groups=None, top_groups=None)),
-    "half of the rotation": ("glm4_moe", lambda m: rope(m, fraction=1.0)),
-    "groups of glm4_moe dropped": ("glm4_moe", lambda m: moe(m, num_groups=None, top_groups=None)),
-    "scaling factor of glm4_moe dropped": ("glm4_moe", lambda m: moe(m, routed_scaling=1.0)),
-    "gates of qwen2_moe normalized": ("qwen2_moe", lambda m: moe(m, normalize_top_k=True)),
-    "gates of olmoe normalized": ("olmoe", lambda m: moe(m, normalize_top_k=True)),
-    "gates of deepseek_v2 normalized": ("deepseek_v2", lambda m: moe(m, normalize_top_k=True)),
-    "groups of deepseek_v2 dropped": ("deepseek_v2", lambda m: moe(m, num_groups=None, top_groups=None)),
-    "scaling factor of deepseek_v2 dropped": ("deepseek_v2", lambda m: moe(m, routed_scaling=1.0)),
-    "yarn dropped from deepseek_v2": ("deepseek_v2-lite", lambda m: rope(m, scaling="none")),
-    "window dropped": ("gpt_oss", lambda m: m.model_copy(update={"sliding_window": None})),
-    "one position more in the window": ("gpt_oss", lambda m: m.model_copy(update={"sliding_window": 8})),
-    "yarn's range rounded": ("gpt_oss", lambda m: rope(m, truncate=True)),
-    "groups of glm4_moe_lite dropped": ("glm4_moe_lite", lambda m: moe(m, num_groups=None, top_groups=None)),
-    "scaling factor of glm4_moe_lite dropped": ("glm4_moe_lite", lambda m: moe(m, routed_scaling=1.0)),
-    "groups of dots1 dropped": ("dots1", lambda m: moe(m, num_groups=None, top_groups=None)),
-    "groups of solar_open dropped": ("solar_open", lambda m: moe(m, num_groups=None, top_groups=None)),
-    "whole heads of minimax_m2 turned": ("minimax_m2", lambda m: rope(m, fraction=1.0)),
-    "one expert more of minimax_m2": ("minimax_m2", lambda m: moe(m, top_k=3)),
-    "theta of mistral": ("mistral", lambda m: rope(m, theta=1e6)),
-    "whole heads of qwen3_next turned": ("qwen3_next", lambda m: rope(m, fraction=1.0)),
-    "gates of qwen3_next not normalized": ("qwen3_next", lambda m: moe(m, normalize_top_k=False)),
-    "one key more": ("deepseek_v32", lambda m: indexer(m, top_k=9)),
-    "one key less": ("glm_moe_dsa-shared", lambda m: indexer(m, top_k=7)),
-    "all keys": ("glm_moe_dsa", lambda m: indexer(m, top_k=1500)),
-    "halves of an index head as pairs": ("deepseek_v32", lambda m: m.model_copy(update={"family": "glm_moe_dsa"})),
-    "pairs of an index head as halves": ("glm_moe_dsa", lambda m: m.model_copy(update={"family": "deepseek_v32"})),
-    "scaling factor dropped": ("deepseek_v3", lambda m: moe(m, routed_scaling=1.0)),
+WRONG_CONFIGS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "gates not normalized": ("qwen3_moe", "moe", {"normalize_top_k": False}),
+    "gates normalized": ("qwen3_moe-raw-gates", "moe", {"normalize_top_k": True}),
+    "one expert more": ("mixtral", "moe", {"top_k": 3}),
+    "theta": ("mixtral", "rope", {"theta": 1e4}),
+    "epsilon of the norms": ("llama", "model", {"norm_eps": 1e-3}),
+    "llama3 stretching dropped": ("llama-llama3", "rope", {"scaling": "none"}),
+    "yarn dropped": ("qwen3-yarn", "rope", {"scaling": "none"}),
+    "yarn dropped from latent attention": ("deepseek_v3-yarn", "rope", {"scaling": "none"}),
+    "mscale_all_dim dropped": ("deepseek_v3-yarn", "rope", {"mscale_all_dim": 0.0}),
+    "groups dropped": ("deepseek_v3", "moe", {"num_groups": None, "top_groups": None}),
+    "half of the rotation": ("glm4_moe", "rope", {"fraction": 1.0}),
+    "groups of glm4_moe dropped": ("glm4_moe", "moe", {"num_groups": None, "top_groups": None}),
+    "scaling factor of glm4_moe dropped": ("glm4_moe", "moe", {"routed_scaling": 1.0}),
+    "gates of qwen2_moe normalized": ("qwen2_moe", "moe", {"normalize_top_k": True}),
+    "gates of olmoe normalized": ("olmoe", "moe", {"normalize_top_k": True}),
+    "gates of deepseek_v2 normalized": ("deepseek_v2", "moe", {"normalize_top_k": True}),
+    "groups of deepseek_v2 dropped": ("deepseek_v2", "moe", {"num_groups": None, "top_groups": None}),
+    "scaling factor of deepseek_v2 dropped": ("deepseek_v2", "moe", {"routed_scaling": 1.0}),
+    "yarn dropped from deepseek_v2": ("deepseek_v2-lite", "rope", {"scaling": "none"}),
+    "window dropped": ("gpt_oss", "model", {"sliding_window": None}),
+    "one position more in the window": ("gpt_oss", "model", {"sliding_window": 8}),
+    "yarn's range rounded": ("gpt_oss", "rope", {"truncate": True}),
+    "groups of glm4_moe_lite dropped": ("glm4_moe_lite", "moe", {"num_groups": None, "top_groups": None}),
+    "scaling factor of glm4_moe_lite dropped": ("glm4_moe_lite", "moe", {"routed_scaling": 1.0}),
+    "groups of dots1 dropped": ("dots1", "moe", {"num_groups": None, "top_groups": None}),
+    "groups of solar_open dropped": ("solar_open", "moe", {"num_groups": None, "top_groups": None}),
+    "whole heads of minimax_m2 turned": ("minimax_m2", "rope", {"fraction": 1.0}),
+    "one expert more of minimax_m2": ("minimax_m2", "moe", {"top_k": 3}),
+    "theta of mistral": ("mistral", "rope", {"theta": 1e6}),
+    "whole heads of qwen3_next turned": ("qwen3_next", "rope", {"fraction": 1.0}),
+    "gates of qwen3_next not normalized": ("qwen3_next", "moe", {"normalize_top_k": False}),
+    "one key more": ("deepseek_v32", "indexer", {"top_k": 9}),
+    "one key less": ("glm_moe_dsa-shared", "indexer", {"top_k": 7}),
+    "all keys": ("glm_moe_dsa", "indexer", {"top_k": 1500}),
+    "halves of an index head as pairs": ("deepseek_v32", "model", {"family": "glm_moe_dsa"}),
+    "pairs of an index head as halves": ("glm_moe_dsa", "model", {"family": "deepseek_v32"}),
+    "scaling factor dropped": ("deepseek_v3", "moe", {"routed_scaling": 1.0}),
 }
 
 
 @pytest.mark.parametrize("mistake", WRONG_CONFIGS)
 def test_a_mistake_in_the_config_changes_the_logits(mistake: str, one_rank: Mesh) -> None:
-    case, change = WRONG_CONFIGS[mistake]
+    case, section, changes = WRONG_CONFIGS[mistake]
     theirs = oracle(case)
     weights = to_global(theirs.tensors, theirs.ours)
     length = 512 if case == "llama-llama3" else 32
-    assert distance(theirs, change(theirs.ours), weights, one_rank, length) > SEEN
+    assert distance(theirs, with_(theirs.ours, section, **changes), weights, one_rank, length) > SEEN
 
 
 def test_activations_of_gpt_oss_are_cut_off_at_seven(one_rank: Mesh) -> None:
@@ -167,22 +159,26 @@ def test_the_latents_norms_have_an_epsilon_of_their_own(one_rank: Mesh) -> None:
     theirs = oracle("deepseek_v3")
     weights = to_global(theirs.tensors, theirs.ours)
     assert theirs.ours.norm_eps == 1e-5
-    assert distance(theirs, mla(theirs.ours, norm_eps=1e-5), weights, one_rank) > 2 * TOLERANCE
+    assert distance(theirs, with_(theirs.ours, "mla", norm_eps=1e-5), weights, one_rank) > 2 * TOLERANCE
 
 
-def test_transformer_engine_which_knows_one_epsilon_refuses_two(one_rank: Mesh) -> None:
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("deepseek_v3", r"model.mla.norm_eps=1e-06 and model.norm_eps=1e-05 differ"),
+        (
+            "deepseek_v2-three-groups",
+            r'ranks a group of experts by its best 1, .* by its best 2 .* Set platform.layers="torch"',
+        ),
+        ("olmoe", r'olmoe norms .* Set platform.layers="torch"'),
+    ],
+)
+def test_transformer_engine_refuses_what_its_layers_do_not_compute(case: str, message: str, one_rank: Mesh) -> None:
+    """It knows one epsilon, ranks groups by other experts, and norms each head by itself."""
     settings = PlatformConfig()
     platform = dataclasses.replace(start(settings), layers="te")
-    with pytest.raises(ConfigError, match=r"model.mla.norm_eps=1e-06 and model.norm_eps=1e-05 differ"):
-        transformer_config(oracle("deepseek_v3").ours, one_rank, platform, settings)
-
-
-def test_transformer_engine_which_ranks_groups_by_other_experts_refuses_deepseek_v2(one_rank: Mesh) -> None:
-    settings = PlatformConfig()
-    platform = dataclasses.replace(start(settings), layers="te")
-    message = r"ranks a group of experts by its best 1, .* by its best 2 .* Set platform.layers=\"torch\""
     with pytest.raises(ConfigError, match=message):
-        transformer_config(oracle("deepseek_v2-three-groups").ours, one_rank, platform, settings)
+        transformer_config(oracle(case).ours, one_rank, platform, settings)
 
 
 @pytest.mark.parametrize("case", ["deepseek_v2-three-groups", "deepseek_v3-three-a-group"])
@@ -193,13 +189,6 @@ def test_groups_ranked_as_megatron_ranks_them_change_the_logits(
     weights = to_global(theirs.tensors, theirs.ours)
     monkeypatch.setattr(Family, "own_group_score", lambda family, model: None)
     assert distance(theirs, theirs.ours, weights, one_rank) > SEEN
-
-
-def test_transformer_engine_which_norms_each_head_refuses_a_norm_of_all(one_rank: Mesh) -> None:
-    settings = PlatformConfig()
-    platform = dataclasses.replace(start(settings), layers="te")
-    with pytest.raises(ConfigError, match=r'olmoe norms .* Set platform.layers="torch"'):
-        transformer_config(oracle("olmoe").ours, one_rank, platform, settings)
 
 
 def swap(tensors: Tensors, one: str, other: str) -> Tensors:
@@ -252,94 +241,79 @@ def values_and_gates_exchanged(qkvz: Tensor) -> Tensor:
     return torch.cat([query, key, z, value], 1).reshape(qkvz.shape)
 
 
-WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
-    "two experts swapped": ("qwen3_moe", lambda t: swap(t, "layers.1.mlp.experts.2.", "layers.1.mlp.experts.5.")),
-    "two experts of deepseek_v3 swapped": ("deepseek_v3", lambda t: swap(t, "2.mlp.experts.0.", "2.mlp.experts.1.")),
-    "experts rotated": ("mixtral", lambda t: rotated(t, 6)),
-    "gate and up swapped in experts": ("mixtral", lambda t: swap(t, ".w1.", ".w3.")),
-    "gate and up swapped": ("llama", lambda t: swap(t, ".gate_proj.", ".up_proj.")),
+WRONG_TENSORS: dict[str, tuple[Any, ...]] = {
+    "two experts swapped": ("qwen3_moe", swap, "layers.1.mlp.experts.2.", "layers.1.mlp.experts.5."),
+    "two experts of deepseek_v3 swapped": ("deepseek_v3", swap, "2.mlp.experts.0.", "2.mlp.experts.1."),
+    "experts rotated": ("mixtral", rotated, 6),
+    "gate and up swapped in experts": ("mixtral", swap, ".w1.", ".w3."),
+    "gate and up swapped": ("llama", swap, ".gate_proj.", ".up_proj."),
     "gate and up swapped in the shared expert": (
         "deepseek_v3",
-        lambda t: swap(t, "shared_experts.gate_proj.", "shared_experts.up_proj."),
+        swap,
+        "shared_experts.gate_proj.",
+        "shared_experts.up_proj.",
     ),
-    "two layers swapped": ("qwen3", lambda t: swap(t, "layers.0.", "layers.1.")),
-    "query and key norms swapped": ("qwen3", lambda t: swap(t, ".q_norm.", ".k_norm.")),
-    "norms dropped": ("qwen3_moe", lambda t: replaced(t, "norm.weight", torch.ones_like)),
-    "expert bias dropped": ("deepseek_v3", lambda t: replaced(t, "correction_bias", torch.zeros_like)),
-    "expert bias rounded": ("deepseek_v3", lambda t: replaced(t, "correction_bias", lambda b: (b * 4).round() / 4)),
-    "shared expert dropped": (
-        "deepseek_v3",
-        lambda t: replaced(t, "shared_experts.down_proj.weight", torch.zeros_like),
-    ),
-    "biases dropped": ("qwen2", lambda t: replaced(t, "_proj.bias", torch.zeros_like)),
-    "biases of values reversed": ("qwen2", lambda t: replaced(t, "v_proj.bias", lambda b: b.flip(0))),
-    "gate of the shared expert dropped": (
-        "qwen2_moe",
-        lambda t: replaced(t, "shared_expert_gate.weight", torch.zeros_like),
-    ),
-    "norms of queries dropped": ("glm4_moe", lambda t: replaced(t, "q_norm.weight", torch.ones_like)),
-    "expert bias of glm4_moe dropped": ("glm4_moe", lambda t: replaced(t, "correction_bias", torch.zeros_like)),
-    "full norm of keys dropped": ("olmoe", lambda t: replaced(t, "k_norm.weight", torch.ones_like)),
-    "full norm of queries reversed": ("olmoe", lambda t: replaced(t, "q_norm.weight", lambda w: w.flip(0))),
-    "full norm of keys of minimax_m2 reversed": (
-        "minimax_m2",
-        lambda t: replaced(t, "k_norm.weight", lambda w: w.flip(0)),
-    ),
-    "expert bias of minimax_m2 dropped": ("minimax_m2", lambda t: replaced(t, "correction_bias", torch.zeros_like)),
-    "gate and up of minimax_m2 swapped": ("minimax_m2", lambda t: swap(t, ".w1.", ".w3.")),
-    "expert bias of glm4_moe_lite dropped": (
-        "glm4_moe_lite",
-        lambda t: replaced(t, "correction_bias", torch.zeros_like),
-    ),
-    "norms of queries of dots1 dropped": ("dots1", lambda t: replaced(t, "q_norm.weight", torch.ones_like)),
-    "biases of solar_open dropped": ("solar_open-yarn", lambda t: replaced(t, "_proj.bias", torch.zeros_like)),
-    "biases of seed_oss dropped": ("seed_oss", lambda t: replaced(t, "_proj.bias", torch.zeros_like)),
-    "norms of qwen3_next one more": ("qwen3_next", lambda t: replaced(t, "layernorm.weight", lambda w: w + 1)),
-    "norm inside of delta nets one more": (
-        "qwen3_next",
-        lambda t: replaced(t, "linear_attn.norm.weight", lambda w: w + 1),
-    ),
-    "queries and gates exchanged": ("qwen3_next", lambda t: replaced(t, "q_proj.weight", halves_exchanged)),
-    "betas and alphas exchanged": ("qwen3_5_text", lambda t: swap(t, ".in_proj_a.", ".in_proj_b.")),
+    "two layers swapped": ("qwen3", swap, "layers.0.", "layers.1."),
+    "query and key norms swapped": ("qwen3", swap, ".q_norm.", ".k_norm."),
+    "norms dropped": ("qwen3_moe", replaced, "norm.weight", torch.ones_like),
+    "expert bias dropped": ("deepseek_v3", replaced, "correction_bias", torch.zeros_like),
+    "expert bias rounded": ("deepseek_v3", replaced, "correction_bias", lambda b: (b * 4).round() / 4),
+    "shared expert dropped": ("deepseek_v3", replaced, "shared_experts.down_proj.weight", torch.zeros_like),
+    "biases dropped": ("qwen2", replaced, "_proj.bias", torch.zeros_like),
+    "biases of values reversed": ("qwen2", replaced, "v_proj.bias", lambda b: b.flip(0)),
+    "gate of the shared expert dropped": ("qwen2_moe", replaced, "shared_expert_gate.weight", torch.zeros_like),
+    "norms of queries dropped": ("glm4_moe", replaced, "q_norm.weight", torch.ones_like),
+    "expert bias of glm4_moe dropped": ("glm4_moe", replaced, "correction_bias", torch.zeros_like),
+    "full norm of keys dropped": ("olmoe", replaced, "k_norm.weight", torch.ones_like),
+    "full norm of queries reversed": ("olmoe", replaced, "q_norm.weight", lambda w: w.flip(0)),
+    "full norm of keys of minimax_m2 reversed": ("minimax_m2", replaced, "k_norm.weight", lambda w: w.flip(0)),
+    "expert bias of minimax_m2 dropped": ("minimax_m2", replaced, "correction_bias", torch.zeros_like),
+    "gate and up of minimax_m2 swapped": ("minimax_m2", swap, ".w1.", ".w3."),
+    "expert bias of glm4_moe_lite dropped": ("glm4_moe_lite", replaced, "correction_bias", torch.zeros_like),
+    "norms of queries of dots1 dropped": ("dots1", replaced, "q_norm.weight", torch.ones_like),
+    "biases of solar_open dropped": ("solar_open-yarn", replaced, "_proj.bias", torch.zeros_like),
+    "biases of seed_oss dropped": ("seed_oss", replaced, "_proj.bias", torch.zeros_like),
+    "norms of qwen3_next one more": ("qwen3_next", replaced, "layernorm.weight", lambda w: w + 1),
+    "norm inside of delta nets one more": ("qwen3_next", replaced, "linear_attn.norm.weight", lambda w: w + 1),
+    "queries and gates exchanged": ("qwen3_next", replaced, "q_proj.weight", halves_exchanged),
+    "betas and alphas exchanged": ("qwen3_5_text", swap, ".in_proj_a.", ".in_proj_b."),
     "betas and alphas of qwen3_next exchanged": (
         "qwen3_next",
-        lambda t: replaced(t, "in_proj_ba.weight", lambda w: w.view(4, 2, 2, -1).flip(1).reshape(w.shape)),
+        replaced,
+        "in_proj_ba.weight",
+        lambda w: w.view(4, 2, 2, -1).flip(1).reshape(w.shape),
     ),
-    "values and gates exchanged": (
-        "qwen3_next",
-        lambda t: replaced(t, "in_proj_qkvz.weight", values_and_gates_exchanged),
-    ),
+    "values and gates exchanged": ("qwen3_next", replaced, "in_proj_qkvz.weight", values_and_gates_exchanged),
     "queries and keys exchanged": (
         "qwen3_5_moe_text",
-        lambda t: replaced(t, "in_proj_qkv.weight", lambda w: torch.cat([w[64:128], w[:64], w[128:]])),
+        replaced,
+        "in_proj_qkv.weight",
+        lambda w: torch.cat([w[64:128], w[:64], w[128:]]),
     ),
-    "taps reversed": ("qwen3_next", lambda t: replaced(t, "conv1d.weight", lambda w: w.flip(-1))),
-    "decay forgotten": ("qwen3_next", lambda t: replaced(t, "A_log", torch.zeros_like)),
-    "bias of the decay dropped": ("qwen3_next", lambda t: replaced(t, "dt_bias", torch.zeros_like)),
-    "sinks dropped": ("gpt_oss", lambda t: replaced(t, "sinks", lambda s: s - 100)),
-    "sinks zero": ("gpt_oss", lambda t: replaced(t, "sinks", torch.zeros_like)),
-    "router bias dropped": ("gpt_oss", lambda t: replaced(t, "router.bias", torch.zeros_like)),
-    "biases of outputs dropped": ("gpt_oss", lambda t: replaced(t, "o_proj.bias", torch.zeros_like)),
-    "biases of experts dropped": ("gpt_oss", lambda t: replaced(t, "down_proj_bias", torch.zeros_like)),
-    "gate and up exchanged": ("gpt_oss", lambda t: replaced(t, "gate_up_proj", exchanged)),
-    "biases of gate and up exchanged": ("gpt_oss", lambda t: replaced(t, "gate_up_proj_bias", exchanged)),
-    "gate above up": ("gpt_oss", lambda t: replaced(t, "gate_up_proj", halves_for_turns)),
-    "two fused experts swapped": (
-        "gpt_oss",
-        lambda t: replaced(t, "1.mlp.experts.down_proj", lambda w: w[[1, 0, 2, 3, 4, 5]]),
-    ),
-    "norm of index keys dropped": ("deepseek_v32", lambda t: replaced(t, "k_norm.weight", torch.ones_like)),
-    "bias of index keys dropped": ("deepseek_v32", lambda t: replaced(t, "k_norm.bias", torch.zeros_like)),
-    "weights of index heads reversed": (
-        "glm_moe_dsa",
-        lambda t: replaced(t, "weights_proj.weight", lambda w: w.flip(0)),
-    ),
+    "taps reversed": ("qwen3_next", replaced, "conv1d.weight", lambda w: w.flip(-1)),
+    "decay forgotten": ("qwen3_next", replaced, "A_log", torch.zeros_like),
+    "bias of the decay dropped": ("qwen3_next", replaced, "dt_bias", torch.zeros_like),
+    "sinks dropped": ("gpt_oss", replaced, "sinks", lambda s: s - 100),
+    "sinks zero": ("gpt_oss", replaced, "sinks", torch.zeros_like),
+    "router bias dropped": ("gpt_oss", replaced, "router.bias", torch.zeros_like),
+    "biases of outputs dropped": ("gpt_oss", replaced, "o_proj.bias", torch.zeros_like),
+    "biases of experts dropped": ("gpt_oss", replaced, "down_proj_bias", torch.zeros_like),
+    "gate and up exchanged": ("gpt_oss", replaced, "gate_up_proj", exchanged),
+    "biases of gate and up exchanged": ("gpt_oss", replaced, "gate_up_proj_bias", exchanged),
+    "gate above up": ("gpt_oss", replaced, "gate_up_proj", halves_for_turns),
+    "two fused experts swapped": ("gpt_oss", replaced, "1.mlp.experts.down_proj", lambda w: w[[1, 0, 2, 3, 4, 5]]),
+    "norm of index keys dropped": ("deepseek_v32", replaced, "k_norm.weight", torch.ones_like),
+    "bias of index keys dropped": ("deepseek_v32", replaced, "k_norm.bias", torch.zeros_like),
+    "weights of index heads reversed": ("glm_moe_dsa", replaced, "weights_proj.weight", lambda w: w.flip(0)),
     "indexers of two layers swapped": (
         "glm_moe_dsa-shared",
-        lambda t: swap(t, "layers.0.self_attn.indexer.", "layers.2.self_attn.indexer."),
+        swap,
+        "layers.0.self_attn.indexer.",
+        "layers.2.self_attn.indexer.",
     ),
-    "rotary rows permuted": ("deepseek_v3", lambda t: replaced(t, "q_b_proj.weight", deinterleaved)),
+    "rotary rows permuted": ("deepseek_v3", replaced, "q_b_proj.weight", deinterleaved),
 }
+"""Case of an oracle, and the change of its tensors with its further arguments."""
 
 
 @pytest.mark.matrix(
@@ -361,9 +335,10 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
 )
 @pytest.mark.parametrize("mistake", WRONG_TENSORS)
 def test_a_mistake_in_the_weights_changes_the_logits(mistake: str, one_rank: Mesh) -> None:
-    case, change = WRONG_TENSORS[mistake]
+    case, change, *arguments = WRONG_TENSORS[mistake]
     theirs = oracle(case)
-    assert distance(theirs, theirs.ours, to_global(change(theirs.tensors), theirs.ours), one_rank) > SEEN
+    wrong = change(theirs.tensors, *arguments)
+    assert distance(theirs, theirs.ours, to_global(wrong, theirs.ours), one_rank) > SEEN
 
 
 def test_queries_keys_and_values_below_one_another_are_no_attention(one_rank: Mesh) -> None:

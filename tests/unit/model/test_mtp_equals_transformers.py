@@ -16,9 +16,10 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
-from mcore_rl.model.build import build_model, copy_in, local_shards
+from mcore_rl.model.build import build_model, copy_in
 from tests.hf_models import DEEPSEEK, GLM4, TOLERANCE, VOCAB, Tensors, random_tokens, randomize
 from tests.hf_weights import to_global, to_hf
+from tests.unit.model.test_gradients_equal_transformers import our_gradients
 
 DEPTH, WEIGHT = 2, 0.3
 LAYERS = DEEPSEEK["num_hidden_layers"]
@@ -91,13 +92,7 @@ def gradients_of_megatron(model: ModelConfig, weights: Tensors, tokens_BT: Tenso
         loss_mask=torch.ones(len(tokens_BT), tokens_BT.shape[1] - 1),
     )
     losses_BS.sum().backward()
-    with torch.no_grad():
-        for param in chunk.parameters():
-            param.copy_(param.grad)
-    gradients: Tensors = {}
-    for shard in local_shards([chunk]):
-        gradients.setdefault(shard.key, torch.zeros(shard.global_shape))[shard.where] = shard.data
-    return gradients
+    return our_gradients(chunk)
 
 
 @each_family

@@ -109,7 +109,7 @@ def test_every_familys_logits_on_cuda_are_those_of_transformers(machine: str) ->
     assert done.returncode == 0, done.stderr[-3000:]
     differences = json.loads(done.stdout.splitlines()[-1])
     assert differences.keys() == FAMILIES.keys() - {"gpt_oss"}  # YaRN's tables are not emulated
-    # Gated delta nets amplify rounding; in fp64 they are held to 2e-7 (tests/unit/model/test_delta_nets.py).
+    # Gated delta nets amplify rounding; tests/unit/model/test_gradients_equal_transformers.py compares them in fp64.
     amplified = {name for name in differences if name.startswith(("qwen3_next", "qwen3_5"))}
     assert max(differences[name] for name in amplified) <= 1e-4
     assert max(differences[name] for name in differences.keys() - amplified) <= 2e-5

@@ -5,9 +5,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.layers.cpu.experts import CompiledRMSNorm, CompiledZeroCenteredRMSNorm
-from mcore_rl.model.layers.cpu.provider import CpuSpecProvider
+from mcore_rl.model.layers.cpu.self_attention import CpuSpecProvider
 from mcore_rl.model.layers.linear import RMSNorm, ZeroCenteredRMSNorm
-from mcore_rl.model.layers.provider import TorchSpecProvider
+from mcore_rl.model.spec import TorchSpecProvider
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 
 SHAPES = [(7, 2, 32), (5, 3, 4, 8), (0, 2, 32), (700, 2, 33), (1, 1, 7)]
