@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
@@ -14,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_mlp_module_spec_for_backend,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -28,15 +29,48 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from mcore_rl.config.model import LayerKind, Mixer
-from mcore_rl.megatron.patches.found import with_moe_layer
-from mcore_rl.model.layers.linear import FullKeyNorm, FullQueryNorm, LatentAttention, OutputLayer, RMSNorm
+from mcore_rl.megatron.patches.found import as_experts_entry, with_moe_layer
+from mcore_rl.model.layers.attention import SDPAttention
+from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.model.layers.linear import (
+    FullKeyNorm,
+    FullQueryNorm,
+    LatentAttention,
+    OutputLayer,
+    RMSNorm,
+    ZeroCenteredRMSNorm,
+)
 from mcore_rl.model.layers.moe import MoELayer
-from mcore_rl.model.layers.provider import TorchSpecProvider
 
-CPU = "mcore_rl.model.layers.cpu.provider"
+CPU = "mcore_rl.model.layers.cpu.self_attention"
 DELTA = "mcore_rl.model.layers.delta"
 INDEXED = "mcore_rl.model.layers.indexed"
 """Modules of layers that few runs have, imported for a model that has them."""
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    """Provider of Megatron's linear layers with our norm, attention and experts, for CPUs and CUDA without TE."""
+
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
+    zero_centered_norm: ClassVar[type[ZeroCenteredRMSNorm]] = ZeroCenteredRMSNorm
+    attention: ClassVar[type[SDPAttention]] = SDPAttention
+    self_attention: ClassVar[type[SelfAttention]] = SelfAttention
+    output_layer: type[OutputLayer] = OutputLayer
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self.config = config
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        """Return our norm, which marks its weight for sequence parallelism."""
+        return self.zero_centered_norm if self.config.layernorm_zero_centered_gamma else self.norm
+
+    def core_attention(self) -> type:
+        """Return attention with all features that families need."""
+        return self.attention
+
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        """Return experts that use grouped matrix products."""
+        return as_experts_entry(GroupedExperts)
 
 
 class LatentNorm(RMSNorm):

@@ -362,12 +362,12 @@ class Witness:
     def num_calls(self) -> dict[tuple[int, int], tuple[int, int]]:
         """Return (layer, microbatch) -> number of calls of its router, in the forward pass and in recomputation."""
         nothing: tuple[list[Tensor], list[Tensor]] = ([], [])
-        calls = {}
-        for index, microbatch in enumerate(self._microbatches):
-            for layer in self._layers:
-                forward, recomputed = microbatch.used.get(layer, nothing)
-                calls[layer, index] = (len(forward), len(recomputed))
-        return calls
+        calls = {
+            (layer, index): microbatch.used.get(layer, nothing)
+            for index, microbatch in enumerate(self._microbatches)
+            for layer in self._layers
+        }
+        return {key: (len(forward), len(recomputed)) for key, (forward, recomputed) in calls.items()}
 
     def checksums(self) -> list[Tensor]:
         """Return for each microbatch the checksums of this rank's part of its samples, `[N, l]`; 0 without a call."""
@@ -407,8 +407,8 @@ class Witness:
                 # No checksum covers these tokens, so all of them are compared.
                 row_n = torch.cat([_some(is_counted_t.nonzero()[:, 0], seed), is_missing_t.nonzero()[:, 0]])
                 is_live_n = to_device(is_missing_t[row_n], self._device)
-        row_n = to_device(row_n, self._device)
-        return WitnessedMicrobatch(samples, sample_index_t, position_t, is_counted_t, row_n, is_live_n)
+        sampled_n = to_device(row_n, self._device)
+        return WitnessedMicrobatch(samples, sample_index_t, position_t, is_counted_t, sampled_n, is_live_n)
 
     def _on_input(self, chunk: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Hash the token ids that the chunk received, at the positions given by the layout."""
@@ -590,10 +590,9 @@ def _scores_of_choice(router: TopKRouter, logits_nE: Tensor, bias_nE: Tensor | N
 
 def _best_scores(router: TopKRouter, scores_nE: Tensor) -> Tensor:
     """Return the scores `[n, K]` of the experts that a live router would choose."""
-    if not router.config.moe_router_group_topk:
+    config, top_groups = router.config, router.config.moe_router_group_topk
+    if not top_groups:
         return scores_nE.topk(router.topk).values
-    config = router.config
-    top_groups = config.moe_router_group_topk
     return best_in_groups(
         scores_nE,
         router.topk,

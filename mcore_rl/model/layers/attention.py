@@ -27,12 +27,13 @@ from mcore_rl.megatron.kernels import Bounds, attend_packed, has_kernel, kernel_
 from mcore_rl.megatron.mesh import layer_groups
 from mcore_rl.megatron.platform import to_device
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
-from mcore_rl.model.layers.sinks import with_sinks
 
 SHORT = 64
 """Sequences up to this length are padded to a multiple of WIDTH_MULTIPLE, so that more of them share a batch."""
 WIDTH_MULTIPLE = 8
 """The widths of batches of short sequences are multiples of this."""
+FUSED_MULTIPLE = 8
+"""torch's fused kernels accept head widths that are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,3 +429,24 @@ def visible_keys(step: StepTokens, window: int | None) -> Tensor:
         seen_BL = behind_BL >= 0 if window is None else (behind_BL >= 0) & (behind_BL <= window)
         step.masks[window] = seen_BL[:, None, None]
     return step.masks[window]
+
+
+def with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the arguments of attention with an additional first key, the sink, for which head n has the score
+    `scores_N[n]`: it is part of the softmax and adds nothing to the output.
+
+    The key's value is zero. The heads get additional columns, in which each query has its head's score, the new key
+    has a 1, and all other keys have 0. Any attention then computes sinks, even if heads share keys. Shapes are as in
+    `SDPAttention.forward`.
+    """
+    width = query.shape[-1]
+    more = FUSED_MULTIPLE - width % FUSED_MULTIPLE
+    scores = scores_N.to(query.dtype)[:, None].expand(*query.shape[:-1], 1)
+    query = pad(torch.cat([query, scores], -1), (0, more - 1))
+    sink = key.new_zeros(1, *key.shape[1:-1], width + more)
+    sink[..., width] = 1.0
+    key = torch.cat([sink, pad(key, (0, more))])
+    value = torch.cat([value.new_zeros(1, *value.shape[1:]), value])
+    return query, key, value, None if visible is None else pad(visible, (1, 0), value=True)

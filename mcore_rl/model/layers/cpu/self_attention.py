@@ -1,4 +1,4 @@
-"""Megatron's self-attention with fewer passes over memory on a CPU."""
+"""Megatron's self-attention with fewer passes over memory on a CPU, and the provider of all compiled layers."""
 
 from typing import Any, NamedTuple
 
@@ -12,8 +12,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.megatron.compiled import causal_attention, library
+from mcore_rl.megatron.patches.found import as_experts_entry
 from mcore_rl.model.layers.attention import KeyValueCache, PackedParams, SDPAttention
-from mcore_rl.model.layers.cpu.experts import CompiledRMSNorm
+from mcore_rl.model.layers.cpu.experts import (
+    CompiledExperts,
+    CompiledRMSNorm,
+    CompiledZeroCenteredRMSNorm,
+    RoundedColumnLinear,
+    RoundedOutputLayer,
+    RoundedRowLinear,
+)
+from mcore_rl.model.spec import TorchSpecProvider
 
 
 class CompiledAttention(SDPAttention):
@@ -270,3 +279,31 @@ class _SplitHeads(torch.autograd.Function):
         library().join_heads(*operands, d_mixed, d_weights, mixed.new_empty(3, ctx.width))
         d_query_weight, d_key_weight = d_weights if query_weight is not None else (None, None)
         return d_mixed, d_query_weight, d_key_weight, *[None] * 5
+
+
+class CpuSpecProvider(TorchSpecProvider):
+    """Provider of the layers for `platform.layers = "cpu"`; layers without a compiled form are torch's."""
+
+    norm = CompiledRMSNorm
+    zero_centered_norm = CompiledZeroCenteredRMSNorm
+    attention = CompiledAttention
+    self_attention = FusedSelfAttention
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        if config.rounds_products:
+            self.output_layer = RoundedOutputLayer
+
+    def column_parallel_linear(self) -> type:
+        """Return Megatron's layer, or ours with `platform.bf16_products`."""
+        layer: type = RoundedColumnLinear if self.config.rounds_products else super().column_parallel_linear()
+        return layer
+
+    def row_parallel_linear(self) -> type:
+        """Return Megatron's layer, or ours with `platform.bf16_products`."""
+        layer: type = RoundedRowLinear if self.config.rounds_products else super().row_parallel_linear()
+        return layer
+
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        """Return experts that the compiled library computes block by block."""
+        return as_experts_entry(CompiledExperts)
