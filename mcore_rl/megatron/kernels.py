@@ -207,18 +207,7 @@ def gated_delta_by(
     lengths: tuple[int, ...],
     states: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs and states as `mcore_rl.model.layers.delta.gated_delta` does, by a kernel.
-
-    Args:
-        kernel: The kernel.
-        query: `[T, G, K]`.
-        key: `[T, G, K]`.
-        value: `[T, H, V]`.
-        decay_TH: Logarithms of the decay, fp32.
-        beta_TH: Shares of a value that are written.
-        lengths: Tokens of each of the R sequences.
-        states: State of each sequence before its first token `[R, H, K, V]`; None for zeros.
-    """
+    """Return outputs and states as `mcore_rl.model.layers.delta.gated_delta` does, for sequences of these lengths."""
     repeat = value.shape[1] // key.shape[1]
     bounds = torch.tensor((0, *lengths), device=value.device).cumsum(0)
     output, after = kernel(

@@ -154,14 +154,11 @@ def reverse_kl(
 ) -> Tensor:
     """Collective over `tp` (forward only): return KL(p || q) over the vocabulary, `[T]`, with the gradient of p.
 
+    p is the softmax of the logits, which are given as to `logprobs_and_entropy`.
+
     Args:
-        logits_Tv: this rank's slice of the logits, of which p is the softmax at `temperature`.
         other_Nv: logprobs of q at the positions `rows_N`, as `vocabulary_logprobs` returns them.
         rows_N: positions with a result; other positions have 0.
-        tp: the tensor-parallel ranks.
-        vocab_size: number of token ids; the columns after them pad the vocabulary.
-        temperature: divides the logits.
-        chunk_tokens: positions that are computed at once; deferred logits have a number of their own.
         limit_nats: q counts as no more than this below p, where the KL would be infinite otherwise.
     """
     shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)

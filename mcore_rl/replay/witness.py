@@ -452,8 +452,7 @@ class Witness:
                 if not gates_TE.requires_grad:
                     self._without_gradient.add(layer)
                 elif index == self._differentiated.get(layer):
-                    row_n = microbatch.row_n[:SAMPLED_TOKENS]
-                    self._add_derivative(layer, router, logits, gates_TE, used_TE, row_n)
+                    self._add_derivative(layer, router, logits, gates_TE, used_TE, microbatch.row_n[:SAMPLED_TOKENS])
 
         return on_call
 
@@ -568,11 +567,10 @@ def proving(chunks: Sequence[nn.Module], *, is_imposed: bool) -> Iterator[None]:
 
 def _some(index_n: Tensor, seed: int) -> Tensor:
     """Return at most SAMPLED_TOKENS of the given indices, evenly spread; the selection depends on the seed."""
-    if not len(index_n):
-        return index_n
-    count = min(SAMPLED_TOKENS, len(index_n))
-    chosen = (torch.arange(count, device=index_n.device) * len(index_n) // count + seed * 7919) % len(index_n)
-    return index_n[chosen]
+    if count := min(SAMPLED_TOKENS, len(index_n)):
+        places = torch.arange(count, device=index_n.device) * len(index_n) // count
+        index_n = index_n[(places + seed * 7919) % len(index_n)]
+    return index_n
 
 
 def _as_shares(gates_nE: Tensor) -> Tensor:
@@ -580,7 +578,7 @@ def _as_shares(gates_nE: Tensor) -> Tensor:
 
 
 def _scores_of_choice(router: TopKRouter, logits_nE: Tensor, bias_nE: Tensor | None) -> Tensor:
-    """Return the scores that a router selects the top-k of."""
+    """Return the scores whose top-k a router selects."""
     logits_nE = logits_nE.float()
     if router.score_function == "softmax":
         return logits_nE.softmax(1) if router.config.moe_router_pre_softmax else logits_nE

@@ -30,20 +30,10 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def wait_stream(self, _: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, _: Any) -> None:
-        """Nothing to wait for."""
-
     def wait(self, _: Any = None) -> None:
-        """Nothing to wait for."""
+        """Nothing to wait for, or to record."""
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def record(self, _: Any = None) -> None:
-        """Nothing to record."""
+    wait_stream = wait_event = synchronize = record = wait
 
     def record_event(self, _: Any = None) -> "Stream":
         """An event that has happened."""

@@ -15,14 +15,13 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from mcore_rl.families.rules import Rows
 from mcore_rl.model.layers.experts import Linear, LowRank, StackedLinear
-from mcore_rl.model.layers.linear import ReplicatedLinear
+from mcore_rl.model.layers.linear import ReplicatedLinear, sharded_weights
 
 
 class Adapter(nn.Module):
@@ -90,7 +89,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the tensors as shards; Megatron's method would save B as replicated and lose parts of it."""
-        state = _sharded(self, prefix, {"weight": 0, "bias": 0, "adapter.B": 0}, sharded_offsets, metadata)
+        state = sharded_weights(self, prefix, {"weight": 0, "bias": 0, "adapter.B": 0}, sharded_offsets, metadata)
         if self.is_gated:  # as Megatron's MLP does for the weight
             key = f"{prefix}adapter.B"
             state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
@@ -119,7 +118,7 @@ class AdaptedRowLinear(RowParallelLinear):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the tensors as shards; A is split like the weight."""
-        return _sharded(self, prefix, {"weight": 1, "adapter.A": 1}, sharded_offsets, metadata)
+        return sharded_weights(self, prefix, {"weight": 1, "adapter.A": 1}, sharded_offsets, metadata)
 
 
 class AdaptedReplicatedLinear(ReplicatedLinear):
@@ -159,22 +158,3 @@ class AdaptedStackedLinear(StackedLinear):
         else:
             weight_b = copy_to_tensor_model_parallel_region(weight_b, group=self.etp)
         return Linear(self.weight, self.bias, LowRank(weight_a, weight_b, self.adapter.scale))
-
-
-def _sharded(
-    layer: ColumnParallelLinear | RowParallelLinear,
-    prefix: str,
-    axes: dict[str, int],
-    offsets: Any,
-    metadata: dict[str, Any] | None,
-) -> dict[str, Any]:
-    assert metadata is not None
-    state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-        layer.state_dict(prefix="", keep_vars=True),
-        prefix,
-        axes,
-        offsets,
-        tp_group=layer.tp_group,
-        dp_cp_group=metadata["dp_cp_group"],
-    )
-    return state

@@ -13,11 +13,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    is_layer_window_attention,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import divide
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -27,6 +23,7 @@ from mcore_rl.megatron.kernels import Bounds, attend_packed, has_kernel, kernel_
 from mcore_rl.megatron.mesh import layer_groups
 from mcore_rl.megatron.platform import to_device
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
+from mcore_rl.model.layers.linear import sharded_weights
 
 SHORT = 64
 """Sequences up to this length are padded to a multiple of WIDTH_MULTIPLE, so that more of them share a batch."""
@@ -410,15 +407,7 @@ class SDPAttention(MegatronModule):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the sinks, if the model has them, as a single tensor over all heads."""
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
-        return sharded
+        return sharded_weights(self, prefix, {"softmax_offset": 0}, sharded_offsets, metadata)
 
 
 def visible_keys(step: StepTokens, window: int | None) -> Tensor:

@@ -149,15 +149,9 @@ def gated_delta(
 def gated_delta_step(
     query: Tensor, key: Tensor, value: Tensor, decay_BH: Tensor, beta_BH: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[B, H, V]` of one token for each of B states, and the states after it, fp32.
+    """Return the outputs `[B, H, V]` of one token for each of B states `[B, H, K, V]`, fp32, and the states after it.
 
-    Args:
-        query: `[B, G, K]`, not normalized; H is a multiple of G.
-        key: `[B, G, K]`, not normalized.
-        value: `[B, H, V]`.
-        decay_BH: Logarithm of the decay.
-        beta_BH: Written share of the value.
-        states: States before the tokens `[B, H, K, V]`, fp32.
+    Tokens are described as in `gated_delta`.
     """
     repeat = value.shape[1] // key.shape[1]
     query, key = (unit(heads.float()).repeat_interleave(repeat, 1) for heads in (query, key))

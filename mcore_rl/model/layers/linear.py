@@ -128,6 +128,21 @@ class OutputLayer(ColumnParallelLinear):
         return linear(rows, weight)
 
 
+def sharded_weights(
+    layer: Any, prefix: str, axes: dict[str, int], offsets: Any, metadata: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the state of a layer as shards; the tensors named in `axes` are split over its tensor-parallel ranks."""
+    sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        layer.state_dict(prefix="", keep_vars=True),
+        prefix,
+        axes,
+        offsets,
+        tp_group=layer.tp_group,
+        dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+    )
+    return sharded
+
+
 class ReplicatedLinear(nn.Module):
     """`input @ weight.T` with the same weight on all tensor-parallel ranks; called and saved like Megatron's layers.
 
@@ -166,15 +181,7 @@ class ReplicatedLinear(nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the weight as a single tensor, replicated over the ranks of a TP group."""
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
-        return sharded
+        return sharded_weights(self, prefix, {}, sharded_offsets, metadata)
 
     def get_extra_state(self) -> None:
         """Return None. TransformerEngine's layers save an extra state, so checkpoints of both need the key."""
