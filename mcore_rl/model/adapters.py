@@ -214,7 +214,6 @@ def _added(adapter: Adapter) -> Tensor:
 
 
 def _adapt(module: Any, rows: Rows, rank: int, scale: float) -> None:
-    """Add an adapter to a layer."""
     num_out, num_in = module.weight.shape
     module.adapter = Adapter((len(rows.sizes) * rank, num_in), (num_out, rank), module.weight, scale=scale, rows=rows)
     weight_a, weight_b = module.adapter()

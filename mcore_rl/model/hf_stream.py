@@ -290,5 +290,4 @@ def _axes(shard: LocalShard) -> Iterator[tuple[int | slice, int]]:
 
 
 def _region(tensor: Tensor, where: Region) -> Tensor:
-    """Return a region of a tensor as a view."""
     return tensor[tuple(slice(*axis) for axis in where)]

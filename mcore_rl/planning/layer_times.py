@@ -293,7 +293,9 @@ class Roofline:
         nodes, inside = ranks / domain, domain
         remote = (nodes - 1) / nodes
         if work.deepep:
-            reached = _distinct(moe.top_k, nodes, moe.top_groups or nodes)
+            # So many nodes a token reaches with picks that are spread evenly over `limit` of them.
+            limit = min(moe.top_groups or nodes, nodes)
+            reached = limit * (1 - (1 - 1 / limit) ** moe.top_k)
             across = self.slice * token * reached * remote / self.nic
             within = sent * (inside - 1) / inside / self.link
             return max(across, within) * work.load + 3 * self.rates.nic_latency_s
@@ -480,9 +482,3 @@ def _experts(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
         yield "shared experts", roof.adapter("shared_experts", scattered, hidden, shared)
         gather = roof.ring(roof.tokens * hidden * roof.element, mesh.tp)
         yield "tensor parallel", (2 * gather, 3 * gather)
-
-
-def _distinct(picks: int, nodes: float, limit: float) -> float:
-    """Return how many of `nodes` a token reaches with `picks` experts that are spread evenly over `limit` of them."""
-    limit = min(limit, nodes)
-    return limit * (1 - (1 - 1 / limit) ** picks)

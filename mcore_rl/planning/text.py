@@ -9,7 +9,7 @@ from mcore_rl.config.cluster import RatesConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.planning.device import Rates
 from mcore_rl.planning.estimate import Estimate, Place, StepEstimate
-from mcore_rl.planning.memory import GIB, Memory, disk_of
+from mcore_rl.planning.memory import GIB, disk_of
 from mcore_rl.planning.rollout import PUBLISHED_FACTORS
 from mcore_rl.planning.search import SPARE, WITHIN, Choice, Search, toml_lines
 from mcore_rl.planning.training import Rollouts, Training
@@ -60,7 +60,6 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
 
 
 def _node_gib(plan: Estimate, num_bytes: int) -> float:
-    """Return the GiB on a node of ranks with this many bytes each."""
     return num_bytes * plan.place.ranks_per_node / GIB
 
 
@@ -393,7 +392,7 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "recompute": plan.training.platform.recompute,
         "room_bytes": None if isinf(plan.place.room_bytes) else plan.place.room_bytes,
         "fits": plan.fits,
-        "stages": [_stage(stage) for stage in plan.stages],
+        "stages": [asdict(stage) | {"total": stage.total} for stage in plan.stages],
         "chunks_alive": plan.chunks_alive,
         "bubble": plan.bubble,
         "imbalance": plan.place.rates.imbalance,
@@ -402,10 +401,6 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "rl_step": None if plan.rl is None else asdict(plan.rl) | {"seconds": plan.rl.seconds},
         "warnings": plan.warnings,
     }
-
-
-def _stage(stage: Memory) -> dict[str, int]:
-    return asdict(stage) | {"total": stage.total}
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -381,7 +381,6 @@ class RoutingTape:
             microbatch.drop_checksums_Nl[:, columns] = drops_Nl
 
     def _add_changes(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
-        """Compare the live choices with the cached choices."""
         routers = self._routers[chunk]
         live_ltK, cached_ltK, scores_ltK = in_chunk.live_ltK, in_chunk.cached_ltK, in_chunk.scores_ltK
         if cached_ltK is None or scores_ltK is None or not routers.layers:

@@ -279,7 +279,6 @@ class SDPAttention(MegatronModule):
         return torch.cat([self._prefix(*part) for part in self._chunks(query, key, value)])
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedParams) -> Tensor:
-        """Return the output of packed sequences."""
         ranks, lengths = self.cp_group.size(), packed.lengths
         if (at_once := self._at_once(query, key, value, packed)) is not None:
             return at_once

@@ -44,39 +44,46 @@ def assert_equal_attention(actual: Tensor, expected: Tensor, inputs: list[Tensor
         assert_close(ours, theirs, 5e-6)
 
 
+def assert_closed_form(
+    attention: SDPAttention,
+    sizes: tuple[int, int, int, int],
+    groups: int,
+    window: int | None = None,
+    scale: float = 8**-0.5,
+) -> None:
+    """Compare output and gradients with the closed form's; sizes are of queries, keys, and both widths."""
+    num_queries, num_keys, width, value_width = sizes
+    query, key = heads(num_queries, width=width), heads(num_keys, num_heads=groups, width=width)
+    value, sinks_N = heads(num_keys, num_heads=groups, width=value_width), attention.softmax_offset
+    visible = oracles.causal(num_queries, num_keys, window)
+    expected = oracles.attention(query, key, value, visible, scale, sinks_N)
+    inputs = [query, key, value] + ([] if sinks_N is None else [sinks_N])
+    assert_equal_attention(attention(query, key, value, None), expected, inputs)
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_causal_attention_is_that_of_the_closed_form(one_rank: Mesh, layer: Layer, length: int, groups: int) -> None:
-    query, key, value = heads(length), heads(length, num_heads=groups), heads(length, num_heads=groups)
-    expected = oracles.attention(query, key, value, oracles.causal(length, length), 8**-0.5)
-    assert_equal_attention(layer()(query, key, value, None), expected, [query, key, value])
+    assert_closed_form(layer(), (length, length, 8, 8), groups)
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(64, 192), (1, 50), (13, 40)])
 def test_fewer_queries_than_keys_are_the_last_positions(
     one_rank: Mesh, layer: Layer, num_queries: int, num_keys: int
 ) -> None:
-    query, key, value = heads(num_queries), heads(num_keys, num_heads=2), heads(num_keys, num_heads=2)
-    expected = oracles.attention(query, key, value, oracles.causal(num_queries, num_keys), 8**-0.5)
-    assert_equal_attention(layer()(query, key, value, None), expected, [query, key, value])
+    assert_closed_form(layer(), (num_queries, num_keys, 8, 8), 2)
 
 
 @pytest.mark.parametrize("value_width", [6, 12])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_values_may_have_another_width_than_keys(one_rank: Mesh, layer: Layer, length: int, value_width: int) -> None:
-    query, key, value = heads(length, width=10), heads(length, width=10), heads(length, width=value_width)
     attention = layer({"softmax_scale": 0.7, "k_channels": 10, "v_channels": value_width})
-    expected = oracles.attention(query, key, value, oracles.causal(length, length), 0.7)
-    assert_equal_attention(attention(query, key, value, None), expected, [query, key, value])
+    assert_closed_form(attention, (length, length, 10, value_width), 4, scale=0.7)
 
 
 @pytest.mark.parametrize("window", [1, 5, 1000])
 def test_a_window_hides_what_is_further_back(one_rank: Mesh, layer: Layer, window: int) -> None:
-    query, key, value = heads(128), heads(128, num_heads=2), heads(128, num_heads=2)
-    visible = oracles.causal(128, 128, window)
-    expected = oracles.attention(query, key, value, visible, 8**-0.5)
-    actual = layer(window_size=(window, 0))(query, key, value, None)
-    assert_equal_attention(actual, expected, [query, key, value])
+    assert_closed_form(layer(window_size=(window, 0)), (128, 128, 8, 8), 2, window)
 
 
 def test_a_window_is_as_wide_as_in_megatrons_attention(one_rank: Mesh, layer: Layer) -> None:
@@ -91,12 +98,9 @@ def test_a_window_is_as_wide_as_in_megatrons_attention(one_rank: Mesh, layer: La
 def test_sinks_take_their_share_of_the_softmax(
     one_rank: Mesh, layer: Layer, num_queries: int, num_keys: int, window: int | None
 ) -> None:
-    query, key, value = heads(num_queries), heads(num_keys, num_heads=2), heads(num_keys, num_heads=2)
     attention = layer(softmax_type="learnable", window_size=None if window is None else (window, 0))
-    sinks_N = attention.softmax_offset
-    visible = oracles.causal(num_queries, num_keys, window)
-    expected = oracles.attention(query, key, value, visible, 8**-0.5, sinks_N)
-    assert_equal_attention(attention(query, key, value, None), expected, [query, key, value, sinks_N])
+    assert attention.softmax_offset is not None
+    assert_closed_form(attention, (num_queries, num_keys, 8, 8), 2, window)
 
 
 def test_sinks_are_those_of_megatrons_attention_and_saved_as_such(one_rank: Mesh, layer: Layer) -> None:

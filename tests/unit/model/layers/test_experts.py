@@ -45,21 +45,6 @@ def test_output_and_gradients_are_those_of_the_closed_form(one_rank: Mesh, group
         assert_close(ours, theirs, 2e-6)
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_they_compute_what_megatrons_sequential_experts_do(one_rank: Mesh, grouped: Layer, counts: list[int]) -> None:
-    layer, (rows, tokens, gates) = grouped(one_rank), sorted_rows(counts)
-    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    megatrons = SequentialMLP(4, small_config(), submodules, one_rank.groups)
-    with torch.no_grad():
-        for index, expert in enumerate(megatrons.local_experts):
-            layer.linear_fc1.weight[index].copy_(expert.linear_fc1.weight)
-            layer.linear_fc2.weight[index].copy_(expert.linear_fc2.weight)
-    expected, actual = megatrons(rows, tokens, gates)[0], layer(rows, tokens, gates)[0]
-    assert_close(actual, expected, 1e-6)
-    for ours, theirs in zip(gradients(actual, [rows, gates]), gradients(expected, [rows, gates]), strict=True):
-        assert_close(ours, theirs, 1e-6)
-
-
 def test_biases_are_those_of_megatrons_sequential_experts(one_rank: Mesh, grouped: Layer) -> None:
     biased = {"add_bias_linear": True}
     layer, (rows, tokens, gates) = grouped(one_rank, **biased), sorted_rows([3, 0, 5, 1])
