@@ -22,14 +22,13 @@ from mcore_rl.megatron import platform as platforms
 from mcore_rl.programs.open_run import open_run
 from mcore_rl.programs.rl import load_reference
 from mcore_rl.programs.rollouts import load_prompts, open_rollouts
+from mcore_rl.rl.batch import Minibatch
 from mcore_rl.rl.rewards.score import FailureReport
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.step.batch import Minibatch
-from mcore_rl.rl.step.learner import Learner, policy_logprobs
+from mcore_rl.rl.step.learner import Learner, OptionalParts, policy_logprobs
 from mcore_rl.rl.step.objective import Advantages
-from mcore_rl.rl.step.optional import OptionalParts
 from mcore_rl.rl.step.policy_routes import PolicyRoutes
 from mcore_rl.rl.trainer import RlTrainer
+from mcore_rl.rl.types import Rollout
 from mcore_rl.storage.run_config import load_run_config
 
 

@@ -18,16 +18,15 @@ from mcore_rl.megatron.platform import start, stop
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.tape import RoutingTape
+from mcore_rl.rl.batch import BatchTotals, LogprobHead, evaluating, layout_of, make_microbatch
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
+from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.rollouts.rollout import sample_seed
 from mcore_rl.rl.step.advantages import group_advantages
-from mcore_rl.rl.step.batch import TrainedSample, make_microbatch
-from mcore_rl.rl.step.heads import LogprobHead, PolicyHead
-from mcore_rl.rl.step.losses import BatchTotals, loss_weights
+from mcore_rl.rl.step.learner import PolicyHead
+from mcore_rl.rl.step.losses import loss_weights
 from mcore_rl.rl.step.objective import group_estimate, policy_objective
-from mcore_rl.rl.step.policy_routes import layout_of
-from mcore_rl.rl.types import Group, Problem, Prompt
+from mcore_rl.rl.types import Group, Problem, Prompt, TrainedSample
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import compute_gradients, optimizer_step

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.build import copy_in, unwrap
+from mcore_rl.rl.batch import evaluating, without_capacity
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.native.engine import evaluating, without_capacity
 from mcore_rl.rl.sampling import Cut
 from tests.fake_server import Answer, Asked
 from tests.generating import engine_on, loaded, prompt_of

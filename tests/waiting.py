@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from mcore_rl.config.section import Store
-from mcore_rl.rl.models import frozen_model
+from mcore_rl.rl import frozen_model
 from mcore_rl.train import offload
 
 

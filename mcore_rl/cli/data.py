@@ -35,7 +35,8 @@ from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.errors import INTERRUPTED_STATUS, ConfigError, DataError, escaped
 from mcore_rl.megatron import platform as platforms
-from mcore_rl.programs.inputs import PreferenceData, describe_preferences, load_matching_tokenizer, load_preferences
+from mcore_rl.programs.inputs import load_matching_tokenizer
+from mcore_rl.programs.preferences import PreferenceData, describe_preferences, load_preferences
 from mcore_rl.programs.pretrain import sample_counts
 from mcore_rl.programs.rollouts import Prompts, load_prompts
 from mcore_rl.programs.sft import describe_data, packed_train

@@ -27,7 +27,8 @@ from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.metrics.metrics import reduced
-from mcore_rl.programs.inputs import load_model, load_preferences, refuse_other_tokenizer
+from mcore_rl.programs.inputs import load_model, refuse_other_tokenizer
+from mcore_rl.programs.preferences import load_preferences
 from mcore_rl.programs.rollouts import load_prompts, open_rollouts
 from mcore_rl.rl.rewards.score import FailureReport
 from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_metrics

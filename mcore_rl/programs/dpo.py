@@ -14,8 +14,8 @@ from mcore_rl.config.preferences import DPOConfig
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.model.adapters import adapters_off
-from mcore_rl.programs.inputs import data_metrics, describe_preferences, load_preferences
 from mcore_rl.programs.open_run import is_done, open_run, run_rank
+from mcore_rl.programs.preferences import data_metrics, describe_preferences, load_preferences
 from mcore_rl.rl.models.reference import Reference
 from mcore_rl.storage.checkpoint import saved_steps
 from mcore_rl.storage.checkpoints.read import inspect

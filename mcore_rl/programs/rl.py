@@ -32,16 +32,15 @@ from mcore_rl.metrics.metrics import Metric
 from mcore_rl.programs.inputs import refuse_other_tokenizer
 from mcore_rl.programs.open_run import is_done, open_run
 from mcore_rl.programs.rollouts import Prompts, load_prompts, make_flow, open_rollouts
+from mcore_rl.rl.batch import LogprobHead
 from mcore_rl.rl.environments.conversations import try_environment
+from mcore_rl.rl.frozen_model import FrozenModel, model_to_freeze
 from mcore_rl.rl.models.critic import Critic, critic_routes
-from mcore_rl.rl.models.frozen_model import FrozenModel, model_to_freeze
 from mcore_rl.rl.models.reference import Reference, ReferencePass
 from mcore_rl.rl.models.teachers import Teachers, TeacherSource
 from mcore_rl.rl.rewards.score import TRIED_AT_START, FailedPart, FailureReport, try_reward
 from mcore_rl.rl.rollouts.prompts import refuse_prompts_without_teacher
-from mcore_rl.rl.step.heads import LogprobHead
-from mcore_rl.rl.step.learner import Learner, policy_logprobs
-from mcore_rl.rl.step.optional import OptionalParts
+from mcore_rl.rl.step.learner import Learner, OptionalParts, policy_logprobs
 from mcore_rl.rl.step.policy_routes import PolicyLogprobs, PolicyRoutes
 from mcore_rl.rl.step.routing_split import RoutingSplits
 from mcore_rl.rl.step.texts import Texts

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from mcore_rl.checks.preferences import check_rm
 from mcore_rl.config.preferences import RewardModelConfig
 from mcore_rl.megatron import platform as platforms
-from mcore_rl.programs.inputs import data_metrics, describe_preferences, load_preferences
 from mcore_rl.programs.open_run import is_done, open_run, run_rank
+from mcore_rl.programs.preferences import data_metrics, describe_preferences, load_preferences
 from mcore_rl.train.reward_model import RewardModelTrainer, reward_head
 from mcore_rl.workers.launcher import world_size_of_launcher
 

@@ -24,7 +24,7 @@ from mcore_rl.programs.inputs import load_matching_tokenizer
 from mcore_rl.rl.engines.base import asking, make_engine, sampling_of
 from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.environments.interface import EnvironmentWorkers, environment_maker
-from mcore_rl.rl.models.frozen_model import FrozenModel, model_to_freeze
+from mcore_rl.rl.frozen_model import FrozenModel, model_to_freeze
 from mcore_rl.rl.rewards.from_model import (
     OwnText,
     Reader,

@@ -1,12 +1,13 @@
-"""Records passed between the stages of an RL step: Problem -> Prompt -> Completion -> Group."""
+"""Records passed between the stages of an RL step: Problem -> Prompt -> Completion -> Group -> Rollout."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.workers import FailedScore
 
 FinishReason = Literal["stop", "length"]
@@ -191,3 +192,166 @@ class WaitingBytes(NamedTuple):
 
     device: int = 0
     host: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleShape:
+    """Lengths of a sample (a prompt with one completion), known to all ranks."""
+
+    replica_rank: int
+    """Rank, in the data- and context-parallel group, of the replica that generated the completion."""
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    is_trained: bool
+    """Whether the completion takes part in the loss."""
+    num_stale_tokens: int = 0
+    """Number of leading completion tokens that are stale: weights older than the current weights sampled them."""
+    is_truncated: bool = False
+    """Whether the completion was cut off at the largest number of new tokens."""
+    teacher: int = 0
+    """Index of the prompt's teacher in `rl.distill.paths`."""
+    sampled_spans: tuple[tuple[int, int], ...] | None = None
+    """(start, end) in the completion of each run of tokens that the policy sampled, in order; None: all tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in prompt and completion."""
+        return self.num_prompt_tokens + self.num_completion_tokens
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions that enter the model; the last token is only a label."""
+        return self.num_tokens - 1
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of the completion's tokens that the policy sampled; an environment wrote the rest."""
+        if self.sampled_spans is None:
+            return self.num_completion_tokens
+        return sum(end - start for start, end in self.sampled_spans)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens in the loss."""
+        return self.num_sampled if self.is_trained else 0
+
+    @property
+    def sampled_positions(self) -> Tensor:
+        """Positions at which the sampled tokens are predicted, int64, in order."""
+        spans = ((0, self.num_completion_tokens),) if self.sampled_spans is None else self.sampled_spans
+        # The first token of the completion is predicted at the last position of the prompt.
+        first = self.num_prompt_tokens - 1
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(first + a, first + b) for a, b in spans)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedSample:
+    """One prompt with one completion, `T` tokens, on the CPU."""
+
+    tokens_T: Tensor
+    """int64: tokens of the prompt, then of the completion."""
+    num_prompt_tokens: int
+    rollout_logprobs_C: Tensor
+    """float32: logprob of each completion token at the time it was sampled."""
+    is_trained: bool
+    """Whether the completion takes part in the loss."""
+    num_stale_tokens: int = 0
+    """Number of leading completion tokens that are stale: weights older than the current weights sampled them."""
+    sampled_spans: tuple[tuple[int, int], ...] | None = None
+    """(start, end) in the completion of each run of tokens that the policy sampled; None: all tokens."""
+
+    @property
+    def sampled_C(self) -> Tensor:
+        """bool: True for tokens of the completion that the policy sampled."""
+        is_sampled_C = torch.full((len(self.rollout_logprobs_C),), self.sampled_spans is None)
+        for start, end in self.sampled_spans or ():
+            is_sampled_C[start:end] = True
+        return is_sampled_C
+
+
+class StepReward(NamedTuple):
+    """Reward of a step of a completion; `end` is the index of the step's last token among the completion's sampled
+    tokens.
+    """
+
+    end: int
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signal:
+    """Statistics on the differences between a rollout batch's scores, from which a policy learns."""
+
+    num_scores: int
+    """Number of scores that are not NaN."""
+    are_equal: bool
+    """Whether all these scores are the same."""
+    mean_score: float
+    num_groups: int
+    num_without_signal: int
+    """Number of groups in which all scores are the same, or that have fewer than two scores."""
+    num_correct: int
+    num_decided: int
+    """Number of completions known to be correct or incorrect."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """The scored groups of a rollout batch. Completion g of group p is the sample with index p * G + g.
+
+    Groups and samples have the same indices on all ranks; texts, tokens and logprobs stay on the replica that generated
+    them until `exchange_samples`.
+    """
+
+    groups: dict[int, Group]
+    """Groups that this replica generated, by index."""
+    rewards_PG: Tensor
+    """Rewards of all groups, float64. A completion with NaN has no reward and is left out of its group and the loss."""
+    shapes: dict[int, SampleShape]
+    """Shapes of all samples, by index."""
+    num_prompts: int
+    """Number of prompts used up, including prompts that dynamic sampling left out."""
+    metrics: list[Metric]
+    """Metrics of all replicas."""
+    steps_PGI: Sequence[Sequence[Sequence[StepReward]]] = ()
+    """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
+    truncation_warning: str | None = None
+    """Likely reason why all completions are truncated; None if some are not."""
+    signal: Signal | None = None
+    """Signal in all groups generated for this batch; None if unknown."""
+    baseline_P: Tensor | None = None
+    """Reward with which each prompt's completions are compared, float64, NaN if its score failed; None: they are
+    compared with each other."""
+    refused: frozenset[int] = frozenset()
+    """Samples left out of all passes and updates because of the engine's routes; their reward is NaN."""
+
+    def without(self, samples: Collection[int]) -> "Rollout":
+        """Return the rollout batch with these samples refused. All samples keep their indices."""
+        group_size = self.rewards_PG.shape[1]
+        rewards_PG = self.rewards_PG.clone()
+        rewards_PG.view(-1)[list(samples)] = torch.nan
+        return replace(
+            self,
+            rewards_PG=rewards_PG,
+            steps_PGI=[
+                [() if p * group_size + g in samples else steps_I for g, steps_I in enumerate(steps_GI)]
+                for p, steps_GI in enumerate(self.steps_PGI)
+            ],
+            refused=self.refused | frozenset(samples),
+        )
+
+    def samples(self) -> dict[int, TrainedSample]:
+        """Return the samples that this replica generated, by index."""
+        group_size = self.rewards_PG.shape[1]
+        return {
+            (index := p * group_size + g): TrainedSample(
+                tokens_T=torch.tensor(group.prompt.tokens_T + completion.tokens_T),
+                num_prompt_tokens=len(group.prompt.tokens_T),
+                rollout_logprobs_C=torch.tensor(completion.logprobs_T, dtype=torch.float32),
+                is_trained=self.shapes[index].is_trained,
+                sampled_spans=self.shapes[index].sampled_spans,
+                num_stale_tokens=self.shapes[index].num_stale_tokens,
+            )
+            for p, group in self.groups.items()
+            for g, completion in enumerate(group.completions)
+        }

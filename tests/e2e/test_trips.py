@@ -7,7 +7,7 @@ import pytest
 from tests.forked import run_main
 
 STEP = {
-    "rl/trainer.py": "the step, in order",
+    "rl/trainer.py": "the step, in order, and its observer",
     # Prompts, completions, rewards.
     "rl/rollouts/rollout.py": "scored groups of the next prompts",
     "rl/rollouts/signal.py": "how many groups have a signal, and warnings where few have",
@@ -25,9 +25,8 @@ STEP = {
     "rl/workers.py": "reward functions run in processes of their own",
     "megatron/agree.py": "an error of one rank's scores or proofs is raised on all",
     # Microbatches, routes, logprobs, advantages, the update.
-    "rl/step/learner.py": "from a rollout to updates",
-    "rl/step/optional.py": "the parts that the config asks for",
-    "rl/step/batch.py": "completions as packed microbatches",
+    "rl/step/learner.py": "from a rollout to updates, with the parts that the config asks for",
+    "rl/batch.py": "completions as packed microbatches, and their logprobs",
     "data/packing.py": "which completions share a packed sequence",
     "model/inputs.py": "a microbatch as the model reads it",
     "megatron/platform.py": "batches go to the device",
@@ -37,7 +36,6 @@ STEP = {
     "rl/step/objective.py": "advantages by their kind, and a KL in the reward",
     "rl/step/advantages.py": "rewards to advantages",
     "rl/step/losses.py": "the weight of each token in the loss; the loss, and how far the update went",
-    "rl/step/heads.py": "logits to logprobs and loss",
     "train/step.py": "one optimizer step, and an end of the run where it reaches no parameter",
     "megatron/schedule.py": "every pass goes through its door",
     "megatron/routers.py": "the routers of a chunk, which a pass gives its sequences",
@@ -53,7 +51,6 @@ STEP = {
     "megatron/patches/replacements.py": "positions of packed tokens, clipped gradients, collectives of one rank",
     "megatron/patches/standins.py": "a CPU in the place of a GPU, and an Adam in that of apex's",
     # Metrics.
-    "rl/step_log.py": "the observer of the step",
     "planning/flops.py": "FLOPs of the step",
     "metrics/performance.py": "seconds of each phase, tokens per second, MFU, memory",
     "metrics/metrics.py": "a metric and its reduction",

@@ -18,18 +18,13 @@ from mcore_rl.megatron.routers import replayed_routers, routers
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.build import copy_in, settle_weights, unwrap
-from mcore_rl.rl.engines.native.engine import evaluating
+from mcore_rl.rl.batch import Advantages, LogprobHead, Minibatch, evaluating
 from mcore_rl.rl.models.reference import Reference, ReferencePass
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.step.advantages import StepReward
-from mcore_rl.rl.step.batch import Advantages, Minibatch, SampleShape
-from mcore_rl.rl.step.heads import LogprobHead
-from mcore_rl.rl.step.learner import Learner, policy_logprobs
-from mcore_rl.rl.step.optional import OptionalParts
+from mcore_rl.rl.step.learner import Learner, OptionalParts, policy_logprobs
 from mcore_rl.rl.step.policy_routes import PolicyLogprobs, PolicyRoutes
 from mcore_rl.rl.step.routing_split import RoutingSplits
 from mcore_rl.rl.step.texts import Texts
-from mcore_rl.rl.types import Completion, Group, single_version
+from mcore_rl.rl.types import Completion, Group, Rollout, SampleShape, StepReward, single_version
 from mcore_rl.train.state import TrainState
 from tests.generating import prompt_of
 from tests.parallel.parity import Tensors, owned, set_up_plain

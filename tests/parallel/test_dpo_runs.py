@@ -24,8 +24,8 @@ from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 from mcore_rl.programs import dpo
 from mcore_rl.programs.rl import teacher_source
-from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.models.frozen_model import FrozenModel
+from mcore_rl.rl.batch import evaluating
+from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.storage.checkpoints.read import find_checkpoint
 from mcore_rl.train.preferences import PreferenceTrainer
 from tests.conversion import assert_adapters_alone_moved, exported, imported

@@ -31,17 +31,15 @@ from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.megatron.schedule import free_routing
 from mcore_rl.model.build import copy_in, settle_weights
 from mcore_rl.replay.tape import RoutingTape
+from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.models.critic import Critic, critic_routes
-from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.models.reference import Reference
 from mcore_rl.rl.models.teachers import Teachers
 from mcore_rl.rl.rewards.from_model import Reading, RewardModel, RewardModelSource, whole_reader
 from mcore_rl.rl.rewards.interface import Score
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.step.learner import Learner, policy_logprobs
-from mcore_rl.rl.step.optional import OptionalParts
+from mcore_rl.rl.step.learner import Learner, OptionalParts, policy_logprobs
 from mcore_rl.rl.step.policy_routes import PolicyRoutes
-from mcore_rl.rl.types import Completion, Group
+from mcore_rl.rl.types import Completion, Group, Rollout
 from mcore_rl.storage.checkpoints.write import save_weights
 from mcore_rl.train.offload import all_present
 from mcore_rl.train.state import TrainState

@@ -32,8 +32,7 @@ from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.score import FailureReport, Reward
 from mcore_rl.rl.rollouts.rollout import Rollouts, runs_rewards
-from mcore_rl.rl.step.learner import Learner, policy_logprobs
-from mcore_rl.rl.step.optional import OptionalParts
+from mcore_rl.rl.step.learner import Learner, OptionalParts, policy_logprobs
 from mcore_rl.rl.step.policy_routes import PolicyRoutes
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.types import Group, Prompt

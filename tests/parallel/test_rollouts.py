@@ -24,8 +24,8 @@ from mcore_rl.programs.rollouts import make_flow
 from mcore_rl.rl.engines.base import Capabilities, Engine, QuietEngine, Sampling
 from mcore_rl.rl.rewards.score import FailureReport, Reward
 from mcore_rl.rl.rollouts.prompts import TaskProblems, TaskPrompts
-from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts, runs_rewards
-from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
+from mcore_rl.rl.rollouts.rollout import Rollouts, runs_rewards
+from mcore_rl.rl.types import Completion, Group, Problem, Prompt, Rollout, single_version
 from mcore_rl.train.state import Progress
 from tests.ranks import run_ranks
 

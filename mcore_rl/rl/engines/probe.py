@@ -27,11 +27,9 @@ from mcore_rl.megatron.schedule import HeadOutput, Routing, run_pass
 from mcore_rl.megatron.vocab import Logits
 from mcore_rl.model.layers.adapters import Adapter
 from mcore_rl.replay.cache import LocalTokens, local_tokens
+from mcore_rl.rl.batch import LogprobHead, PolicyMicrobatch, evaluating, layout_of, make_microbatch, without_capacity
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.native.engine import evaluating, without_capacity
-from mcore_rl.rl.step.batch import PolicyMicrobatch, TrainedSample, make_microbatch
-from mcore_rl.rl.step.heads import LogprobHead
-from mcore_rl.rl.step.policy_routes import layout_of
+from mcore_rl.rl.types import TrainedSample
 
 FP32_LIMIT = 2e-4
 """Limit of the largest difference, in nats, if both compute in fp32; vLLM 0.32 was measured at 5e-6."""

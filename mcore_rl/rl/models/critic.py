@@ -13,20 +13,44 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.loss import CriticConfig, GrpoLoss
 from mcore_rl.config.rl_run import RlConfig
 from mcore_rl.config.run import CheckpointConfig
-from mcore_rl.megatron.schedule import Routing, free_routing, run_pass
+from mcore_rl.megatron.schedule import HeadOutput, Routing, free_routing, run_pass, signal_of
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.adapters import adapters_in
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.planning.flops import train_flops_by_length
 from mcore_rl.replay.witness import proving
-from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.step.batch import Advantages, Minibatch, PolicyMicrobatch
-from mcore_rl.rl.step.heads import ValueHead, ValueLossHead
+from mcore_rl.rl.batch import Advantages, Minibatch, PolicyMicrobatch, ValueHead, evaluating
+from mcore_rl.rl.step.advantages import clipped_value_loss
 from mcore_rl.rl.step.policy_routes import PolicyRoutes
+from mcore_rl.rl.types import Rollout
 from mcore_rl.storage.checkpoints.write import load_weights
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, refuse_no_gradient
+
+
+class ValueLossHead:
+    """Computes the clipped squared error of the critic's values, averaged over all trained tokens."""
+
+    wants_losses = False
+
+    def __init__(self, clip: float | None) -> None:
+        """Take rl.advantage.critic.clip_value; None: values are not clipped."""
+        self._clip = clip
+
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return the number of trained tokens, as for the policy's loss."""
+        return microbatch.mask_T.sum().to(torch.int)
+
+    def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
+        """Return the loss of one microbatch from scores `[1, T, 1]`, with the loss and clipped tokens as outputs."""
+        assert microbatch.values_T is not None and microbatch.returns_T is not None
+        values_T = output[0, :, 0].float()
+        loss_T, is_clipped_T = clipped_value_loss(values_T, microbatch.values_T, microbatch.returns_T, self._clip)
+        loss = loss_T.where(microbatch.mask_T, 0.0).sum()
+        count = self.count(microbatch)
+        clipped = (is_clipped_T & microbatch.mask_T).sum()
+        outputs = {"loss": loss.detach(), "count": count, "clipped": clipped} | signal_of(values_T)
+        return HeadOutput(loss=loss, count=count, outputs=outputs)
 
 
 class Critic:

@@ -20,11 +20,10 @@ from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import settle_weights, unwrap
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.step.batch import Minibatch, PolicyMicrobatch
+from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch
 from mcore_rl.rl.step.losses import Objective, kl_estimate, next_kl_coeff
 from mcore_rl.rl.step.policy_routes import PolicyLogprobs, PolicyRoutes
-from mcore_rl.rl.types import WaitingBytes
+from mcore_rl.rl.types import Rollout, WaitingBytes
 from mcore_rl.storage.checkpoint import delete, saved_steps
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from mcore_rl.storage.files import checkpoint_errors_explained

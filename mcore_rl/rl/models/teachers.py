@@ -5,19 +5,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.loss import DistillConfig
-from mcore_rl.megatron.schedule import run_pass
+from mcore_rl.megatron.schedule import HeadOutput, ReadsDeferredLogits, run_pass
+from mcore_rl.megatron.vocab import Logits
 from mcore_rl.replay.witness import proving
-from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.models.frozen_model import FrozenModel
+from mcore_rl.rl.batch import LogprobHead, Minibatch, PolicyMicrobatch, evaluating
+from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.models.reference import Reference, refresh_when_due
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.step.batch import Minibatch, PolicyMicrobatch, SampleShape
-from mcore_rl.rl.step.heads import LogprobHead, TeacherHead
 from mcore_rl.rl.step.losses import LOG_RATIO_LIMIT, log_difference
-from mcore_rl.rl.types import WaitingBytes
+from mcore_rl.rl.types import Rollout, SampleShape, WaitingBytes
 from mcore_rl.train.state import TrainState
 
 
@@ -27,6 +26,28 @@ class TeacherSource:
 
     path: Path
     model: ModelConfig
+
+
+class TeacherHead(ReadsDeferredLogits):
+    """Outputs a teacher's `logprobs` `[T]` of completion tokens and, if asked, its logprobs over the `vocabulary`."""
+
+    wants_losses = False
+
+    def __init__(self, logprobs: LogprobHead, *, vocabulary: bool) -> None:
+        """Take the head of the policy's logprobs, for the same tokens and temperature."""
+        self._logprobs = logprobs
+        self._vocabulary = vocabulary
+
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return 0: there is no loss."""
+        return self._logprobs.count(microbatch)
+
+    def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
+        """Return the logprobs of one microbatch; there is no loss."""
+        found = self._logprobs(microbatch, output)
+        if self._vocabulary:
+            found.outputs["vocabulary"] = self._logprobs.vocabulary(microbatch, output)
+        return found
 
 
 class Teachers:

@@ -19,13 +19,11 @@ from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatch
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import run_pass
-from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.models.frozen_model import FrozenModel
+from mcore_rl.rl.batch import ValueHead, evaluating, exchange_samples, make_microbatch
+from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.rewards.interface import Outcome, Score, TextStep
-from mcore_rl.rl.step.advantages import Moments
-from mcore_rl.rl.step.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
-from mcore_rl.rl.step.heads import ValueHead
-from mcore_rl.rl.types import Completion, Group, WaitingBytes
+from mcore_rl.rl.rewards.score import Moments
+from mcore_rl.rl.types import Completion, Group, SampleShape, TrainedSample, WaitingBytes
 from mcore_rl.rl.workers import FailedScore
 
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from mcore_rl.rl.rewards.interface import (
     TextStep,
 )
 from mcore_rl.rl.rewards.rules import RULES
-from mcore_rl.rl.step.advantages import ROUNDING, overlong_penalty
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
 from mcore_rl.rl.workers import FailedScore, cut
 
@@ -35,6 +34,10 @@ FILE_NAME = "reward_failures.jsonl"
 """File in the run folder that records the first failure of each kind."""
 SHOWN = 1000
 """Maximum number of characters of a prompt, completion or answer in a report."""
+
+
+ROUNDING = 1e-12
+"""Relative difference below which float64 sums count as equal: their last bits depend on the order of summation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -457,3 +460,33 @@ def _trial_completion(text: str, tokens_T: tuple[int, ...]) -> Completion:
         versions=single_version(0, len(tokens_T)),
         finish="stop",
     )
+
+
+def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
+    """Return the penalty to add to each reward: 0 up to max - buffer tokens, then falling linearly to -penalty at max
+    tokens (DAPO, arXiv 2503.14476).
+    """
+    excess_N = lengths_N - (max_tokens - buffer_tokens)
+    return -penalty * (excess_N / buffer_tokens).clamp(0.0, 1.0)
+
+
+class Moments(NamedTuple):
+    """Moments of a quantity over all tokens of the world."""
+
+    num_values: int
+    mean: float
+    squares: float
+    """Sum of squared differences from the mean."""
+
+    @property
+    def size(self) -> float:
+        """Root mean square of the values."""
+        return math.hypot(self.mean, self.std(0))
+
+    def are_equal(self, size: float) -> bool:
+        """Return whether the values are equal up to the rounding of sums of numbers of magnitude `size`."""
+        return self.squares <= self.num_values * (ROUNDING * size) ** 2
+
+    def std(self, ddof: int) -> float:
+        """Return the standard deviation; 0 for fewer than 1 + ddof values."""
+        return (self.squares / (self.num_values - ddof)) ** 0.5 if self.num_values > ddof else 0.0

@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -32,73 +32,15 @@ from mcore_rl.rl.rewards.score import (
 )
 from mcore_rl.rl.rollouts.flow import GroupFlow
 from mcore_rl.rl.rollouts.prompts import PromptSource, own_positions
-from mcore_rl.rl.rollouts.signal import Signal, episodes_reason, signal_of, truncation_reason
+from mcore_rl.rl.rollouts.signal import (
+    constant_groups,
+    episodes_reason,
+    groups_to_train_on,
+    signal_of,
+    truncation_reason,
+)
 from mcore_rl.rl.sampling import Cut
-from mcore_rl.rl.step.advantages import StepReward, constant_groups, groups_to_train_on
-from mcore_rl.rl.step.batch import SampleShape, TrainedSample
-from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
-    """The scored groups of a rollout batch. Completion g of group p is the sample with index p * G + g.
-
-    Groups and samples have the same indices on all ranks; texts, tokens and logprobs stay on the replica that generated
-    them until `exchange_samples`.
-    """
-
-    groups: dict[int, Group]
-    """Groups that this replica generated, by index."""
-    rewards_PG: Tensor
-    """Rewards of all groups, float64. A completion with NaN has no reward and is left out of its group and the loss."""
-    shapes: dict[int, SampleShape]
-    """Shapes of all samples, by index."""
-    num_prompts: int
-    """Number of prompts used up, including prompts that dynamic sampling left out."""
-    metrics: list[Metric]
-    """Metrics of all replicas."""
-    steps_PGI: Sequence[Sequence[Sequence[StepReward]]] = ()
-    """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
-    truncation_warning: str | None = None
-    """Likely reason why all completions are truncated; None if some are not."""
-    signal: Signal | None = None
-    """Signal in all groups generated for this batch; None if unknown."""
-    baseline_P: Tensor | None = None
-    """Reward with which each prompt's completions are compared, float64, NaN if its score failed; None: they are
-    compared with each other."""
-    refused: frozenset[int] = frozenset()
-    """Samples left out of all passes and updates because of the engine's routes; their reward is NaN."""
-
-    def without(self, samples: Collection[int]) -> "Rollout":
-        """Return the rollout batch with these samples refused. All samples keep their indices."""
-        group_size = self.rewards_PG.shape[1]
-        rewards_PG = self.rewards_PG.clone()
-        rewards_PG.view(-1)[list(samples)] = torch.nan
-        return replace(
-            self,
-            rewards_PG=rewards_PG,
-            steps_PGI=[
-                [() if p * group_size + g in samples else steps_I for g, steps_I in enumerate(steps_GI)]
-                for p, steps_GI in enumerate(self.steps_PGI)
-            ],
-            refused=self.refused | frozenset(samples),
-        )
-
-    def samples(self) -> dict[int, TrainedSample]:
-        """Return the samples that this replica generated, by index."""
-        group_size = self.rewards_PG.shape[1]
-        return {
-            (index := p * group_size + g): TrainedSample(
-                tokens_T=torch.tensor(group.prompt.tokens_T + completion.tokens_T),
-                num_prompt_tokens=len(group.prompt.tokens_T),
-                rollout_logprobs_C=torch.tensor(completion.logprobs_T, dtype=torch.float32),
-                is_trained=self.shapes[index].is_trained,
-                sampled_spans=self.shapes[index].sampled_spans,
-                num_stale_tokens=self.shapes[index].num_stale_tokens,
-            )
-            for p, group in self.groups.items()
-            for g, completion in enumerate(group.completions)
-        }
+from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt, Rollout, SampleShape, StepReward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,14 +2,14 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.step.advantages import constant_groups
-from mcore_rl.rl.types import EpisodeEnd, Group
+from mcore_rl.rl.rewards.score import ROUNDING
+from mcore_rl.rl.types import EpisodeEnd, Group, Signal
 
 NUM_BATCHES = 10
 """Number of rollout batches over which groups are counted, and of calls after which a warning may be repeated."""
@@ -20,21 +20,24 @@ FEW, MOST = 0.1, 0.9
 """Accuracy below which a task is probably too hard, and accuracy above which it is probably too easy."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Signal:
-    """Statistics on the differences between a rollout batch's scores, from which a policy learns."""
+def constant_groups(rewards_XN: Tensor) -> Tensor:
+    """Return a mask of groups without a learning signal, bool `[X]`: the rewards of the last axis that are not NaN are
+    equal up to rounding, or fewer than two.
 
-    num_scores: int
-    """Number of scores that are not NaN."""
-    are_equal: bool
-    """Whether all these scores are the same."""
-    mean_score: float
-    num_groups: int
-    num_without_signal: int
-    """Number of groups in which all scores are the same, or that have fewer than two scores."""
-    num_correct: int
-    num_decided: int
-    """Number of completions known to be correct or incorrect."""
+    Rounding matters: 0.1 + 0.2 for two parts of a reward is not exactly 0.3.
+    """
+    has_none_XN = rewards_XN.isnan()
+    largest_X = rewards_XN.masked_fill(has_none_XN, -torch.inf).amax(dim=-1)
+    smallest_X = rewards_XN.masked_fill(has_none_XN, torch.inf).amin(dim=-1)
+    return largest_X - smallest_X <= ROUNDING * rewards_XN.nan_to_num(nan=0.0).abs().amax(dim=-1)
+
+
+def groups_to_train_on(scores_PG: Tensor, num_groups: int) -> list[int]:
+    """Return the indices of the first `num_groups` groups with unequal scores, or of fewer if there are not enough
+    (dynamic sampling, arXiv 2503.14476; the paper's score is whether the answer is correct).
+    """
+    indices: list[int] = (~constant_groups(scores_PG)).nonzero().flatten().tolist()
+    return indices[:num_groups]
 
 
 def signal_of(scores_PN: Tensor, correct: Sequence[bool | None]) -> Signal:

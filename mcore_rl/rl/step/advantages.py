@@ -1,8 +1,6 @@
 """Advantages from rewards: how much better a completion is than other completions of the same prompt."""
 
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,10 +8,9 @@ from torch import Tensor
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.mesh import Axis
-
-ROUNDING = 1e-12
-"""Relative difference below which float64 sums count as equal: their last bits depend on the order of summation."""
-
+from mcore_rl.rl.rewards.score import Moments
+from mcore_rl.rl.rollouts.signal import constant_groups
+from mcore_rl.rl.types import StepReward
 
 Estimate = Callable[[Tensor], Tensor]
 """Function from rewards `[P, G]`, float64, to advantages of the same shape."""
@@ -42,32 +39,6 @@ def group_advantages(rewards_PG: Tensor, estimate: Estimate) -> Tensor:
             )
         advantages_PG[chosen_PG] = found_PG.flatten()
     return advantages_PG
-
-
-def constant_groups(rewards_PG: Tensor) -> Tensor:
-    """Return a mask of groups without a learning signal, bool `[P]`: all rewards that are not NaN are equal, or there
-    are fewer than two.
-    """
-    return _are_equal(rewards_PG)
-
-
-def _are_equal(rewards_XN: Tensor) -> Tensor:
-    """Return where the rewards of the last axis, without NaN, are equal up to rounding or fewer than two.
-
-    Rounding matters: 0.1 + 0.2 for two parts of a reward is not exactly 0.3.
-    """
-    has_none_XN = rewards_XN.isnan()
-    largest_X = rewards_XN.masked_fill(has_none_XN, -torch.inf).amax(dim=-1)
-    smallest_X = rewards_XN.masked_fill(has_none_XN, torch.inf).amin(dim=-1)
-    return largest_X - smallest_X <= ROUNDING * rewards_XN.nan_to_num(nan=0.0).abs().amax(dim=-1)
-
-
-def groups_to_train_on(scores_PG: Tensor, num_groups: int) -> list[int]:
-    """Return the indices of the first `num_groups` groups with unequal scores, or of fewer if there are not enough
-    (dynamic sampling, arXiv 2503.14476; the paper's score is whether the answer is correct).
-    """
-    indices: list[int] = (~constant_groups(scores_PG)).nonzero().flatten().tolist()
-    return indices[:num_groups]
 
 
 def group_centered(rewards_PG: Tensor) -> Tensor:
@@ -103,7 +74,7 @@ def leave_one_out_zscore(rewards_PG: Tensor, *, ddof: int, eps: float) -> Tensor
 
 def others_are_equal(rewards_PG: Tensor) -> Tensor:
     """Return a mask, bool `[P, G]`: True where all other scored completions of the prompt have the same reward."""
-    return _are_equal(_others(rewards_PG))
+    return constant_groups(_others(rewards_PG))
 
 
 def _others(rewards_PG: Tensor) -> Tensor:
@@ -112,15 +83,6 @@ def _others(rewards_PG: Tensor) -> Tensor:
     off_diagonal = ~torch.eye(group_size, dtype=torch.bool, device=rewards_PG.device)
     others_PGO = rewards_PG[:, None, :].expand(-1, group_size, -1)[:, off_diagonal]
     return others_PGO.reshape(-1, group_size, group_size - 1)
-
-
-class StepReward(NamedTuple):
-    """Reward of a step of a completion; `end` is the index of the step's last token among the completion's sampled
-    tokens.
-    """
-
-    end: int
-    value: float
 
 
 def step_advantages(
@@ -135,7 +97,7 @@ def step_advantages(
     """
     values_I = torch.tensor([step.value for steps in steps_GI for step in steps], dtype=torch.float64)
     assert values_I.isfinite().all(), "a step's reward is not finite"
-    constant = len(values_I) == 0 or bool(_are_equal(values_I))
+    constant = len(values_I) == 0 or bool(constant_groups(values_I))
     advantages = []
     for steps, length in zip(steps_GI, lengths_G, strict=True):
         at_end_T = torch.zeros(length, dtype=torch.float64)
@@ -146,14 +108,6 @@ def step_advantages(
             at_end_T /= values_I.std(correction=ddof) + eps
         advantages.append(at_end_T.flip(0).cumsum(0).flip(0).float())  # sum from each token to the end
     return advantages
-
-
-def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
-    """Return the penalty to add to each reward: 0 up to max - buffer tokens, then falling linearly to -penalty at max
-    tokens (DAPO, arXiv 2503.14476).
-    """
-    excess_N = lengths_N - (max_tokens - buffer_tokens)
-    return -penalty * (excess_N / buffer_tokens).clamp(0.0, 1.0)
 
 
 def kl_penalised_advantages(
@@ -179,7 +133,7 @@ def above_baseline(rewards_PG: Tensor, baseline_P: Tensor) -> Tensor:
     result is 0 where the two differ only by rounding, and where a reward is NaN (missing).
     """
     baseline_PG = baseline_P[:, None].expand_as(rewards_PG)
-    is_equal_PG = _are_equal(torch.stack([rewards_PG, baseline_PG], dim=-1))
+    is_equal_PG = constant_groups(torch.stack([rewards_PG, baseline_PG], dim=-1))
     return (rewards_PG - baseline_PG).masked_fill(is_equal_PG, 0.0)
 
 
@@ -244,28 +198,6 @@ def length_adaptive_lambda(lengths_N: Tensor, alpha: float) -> Tensor:
     fraction of long and short completions (VAPO, arXiv 2504.05118).
     """
     return (1.0 - 1.0 / (alpha * lengths_N.clamp(min=1).double())).clamp(min=0.0)
-
-
-class Moments(NamedTuple):
-    """Moments of a quantity over all tokens of the world."""
-
-    num_values: int
-    mean: float
-    squares: float
-    """Sum of squared differences from the mean."""
-
-    @property
-    def size(self) -> float:
-        """Root mean square of the values."""
-        return math.hypot(self.mean, self.std(0))
-
-    def are_equal(self, size: float) -> bool:
-        """Return whether the values are equal up to the rounding of sums of numbers of magnitude `size`."""
-        return self.squares <= self.num_values * (ROUNDING * size) ** 2
-
-    def std(self, ddof: int) -> float:
-        """Return the standard deviation; 0 for fewer than 1 + ddof values."""
-        return (self.squares / (self.num_values - ddof)) ** 0.5 if self.num_values > ddof else 0.0
 
 
 def world_moments(values_T: Tensor, dp: Axis) -> Moments:

@@ -1,10 +1,10 @@
 """Turns a rollout batch into updates: microbatches, old and reference logprobs, advantages, optimizer steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,21 +12,134 @@ from torch import Tensor
 
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
-from mcore_rl.megatron.schedule import Head
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.schedule import MAX, Head, HeadOutput, ReadsDeferredLogits, signal_of
+from mcore_rl.megatron.vocab import Logits
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.step.batch import Advantages, Minibatch, PolicyMicrobatch, exchange_samples, make_microbatch
-from mcore_rl.rl.step.heads import LogprobHead, PolicyHead
-from mcore_rl.rl.step.losses import BatchTotals, loss_weights
-from mcore_rl.rl.step.objective import estimator_of, policy_objective
-from mcore_rl.rl.step.optional import OptionalParts
+from mcore_rl.rl.batch import (
+    Advantages,
+    BatchTotals,
+    LogprobHead,
+    Minibatch,
+    PolicyMicrobatch,
+    exchange_samples,
+    make_microbatch,
+)
+from mcore_rl.rl.step.losses import LOG_RATIO_LIMIT, Objective, PolicyTokens, loss_weights, policy_loss
+from mcore_rl.rl.step.objective import RewardKl, estimator_of, policy_objective
 from mcore_rl.rl.step.policy_routes import PolicyLogprobs, PolicyRoutes, RefusedCompletionsError
+from mcore_rl.rl.types import Rollout
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, refuse_no_gradient
 
+if TYPE_CHECKING:  # a run imports only the parts that it has, when its program makes them
+    from mcore_rl.rl.models.critic import Critic
+    from mcore_rl.rl.models.reference import ReferencePass
+    from mcore_rl.rl.models.teachers import Teachers
+    from mcore_rl.rl.step.routing_split import RoutingSplits
+    from mcore_rl.rl.step.texts import Texts
+
+
 CPU_LENGTH_MULTIPLE = 8
 """On a CPU packed sequences are padded to a multiple of this many tokens; more padding would only cost time."""
+
+
+class AddsTensor(Protocol):
+    """A part with a pass of its own over a rollout batch, without gradient."""
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether it reads the first minibatch's old logprobs or routes outside that minibatch's only update."""
+
+    def add(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """Collective over the world: return the minibatches with an additional tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptionalParts:
+    """The optional parts of a run's step, made by its program; None where the config does not ask for one."""
+
+    splits: "RoutingSplits | None" = None
+    reference: "ReferencePass | None" = None
+    teachers: "Teachers | None" = None
+    critic: "Critic | None" = None
+    texts: "Texts | None" = None
+
+    @property
+    def with_passes(self) -> list[AddsTensor]:
+        """The parts that add a tensor to each minibatch, in the order of their passes."""
+        return [part for part in (self.reference, self.teachers, self.critic) if part is not None]
+
+    @property
+    def reward_kl(self) -> RewardKl | None:
+        """The KL penalty on rewards; None without."""
+        return None if self.reference is None else self.reference.reward_kl
+
+
+class PolicyHead(ReadsDeferredLogits):
+    """Computes the policy's loss from the logprobs of `LogprobHead`.
+
+    A microbatch without old logprobs is on-policy: its ratios are 1, with the gradient of the policy.
+    """
+
+    wants_losses = False
+
+    def __init__(
+        self,
+        logprobs: LogprobHead,
+        mesh: Mesh,
+        objective: Objective,
+        router_shift: Callable[[], Tensor] | None = None,
+        trace: Callable[[PolicyMicrobatch, Tensor], None] | None = None,
+    ) -> None:
+        """Prepare the head.
+
+        Args:
+            logprobs: the head that computes logprobs.
+            mesh: the mesh.
+            objective: the terms of the loss.
+            router_shift: returns the router-shift ratio `[T]` of the next microbatch at each call; None: it is 1.
+            trace: takes each microbatch with its logprobs `[T]`, to show some of them; None: nothing is shown.
+        """
+        self._logprobs = logprobs
+        self._mesh = mesh
+        self._objective = objective
+        self._router_shift = router_shift
+        self._trace = trace
+
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return the number of trained tokens."""
+        return microbatch.mask_T.sum().to(torch.int)
+
+    def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
+        """Return the loss of one microbatch, with the sums and maxima of `update_statistics` as outputs."""
+        assert microbatch.advantages_T is not None and microbatch.loss_weights_T is not None
+        logprobs_T, entropy_T = self._logprobs.logprobs_and_entropy(microbatch, output, microbatch.mask_T)
+        old_logprobs_T = microbatch.old_logprobs_T
+        tokens = PolicyTokens(
+            logprobs_T=logprobs_T,
+            # Without an entropy bonus the entropy is only reported, and its backward would cost a pass over the logits.
+            entropy_T=entropy_T if self._objective.entropy_coeff else entropy_T.detach(),
+            old_logprobs_T=logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T,
+            reference_logprobs_T=microbatch.reference_logprobs_T,
+            rollout_logprobs_T=microbatch.rollout_logprobs_T,
+            advantages_T=microbatch.advantages_T,
+            mask_T=microbatch.mask_T,
+            loss_weights_T=microbatch.loss_weights_T,
+            sequence_T=microbatch.sequence_T,
+            lengths_N=microbatch.lengths_N,
+            router_shift_T=None if self._router_shift is None else self._router_shift(),
+            teacher_logprobs_T=microbatch.teacher_logprobs_T,
+            teacher_kl_T=self._logprobs.teacher_kl(microbatch, output, limit_nats=LOG_RATIO_LIMIT),
+            is_stale_T=microbatch.is_stale_T,
+        )
+        if self._trace is not None:
+            self._trace(microbatch, logprobs_T)
+        loss = policy_loss(tokens, self._objective, self._mesh.cp)
+        maxima = {MAX + name: value.detach() for name, value in loss.maxima.items()}
+        outputs = loss.sums | maxima | signal_of(logprobs_T)
+        return HeadOutput(loss=loss.loss, count=loss.count, outputs=outputs)
 
 
 class Learner:

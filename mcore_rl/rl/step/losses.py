@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_rl.config.rl.loss import Aggregation, Clip, Correction
 from mcore_rl.megatron.mesh import Axis
 from mcore_rl.metrics.metrics import Metric
+from mcore_rl.rl.batch import BatchTotals
 
 LOG_RATIO_LIMIT = 20.0
 """Largest x, in nats, for which e^x is computed: a ratio of 5e8 only arises when training has broken down. In float32
@@ -100,15 +101,6 @@ class TokenLoss(NamedTuple):
     """bool: tokens clipped at the lower bound."""
     clipped_high_T: Tensor
     """bool: tokens clipped at the upper bound."""
-
-
-class BatchTotals(NamedTuple):
-    """World-wide totals of one optimizer step."""
-
-    num_tokens: int
-    """Trained tokens."""
-    num_sequences: int
-    """Sequences with at least one trained token."""
 
 
 def loss_weights(lengths_N: Tensor, totals: BatchTotals, aggregation: Aggregation, *, norm_tokens: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from mcore_rl.config.rl.loss import (
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.mesh import Axis, Mesh
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.batch import Advantages, Minibatch, PolicyMicrobatch, at_positions, samples_of
 from mcore_rl.rl.step.advantages import (
     Estimate,
     above_baseline,
@@ -48,7 +49,6 @@ from mcore_rl.rl.step.advantages import (
     whitened,
     world_moments,
 )
-from mcore_rl.rl.step.batch import Advantages, Minibatch, PolicyMicrobatch, SampleShape, at_positions, samples_of
 from mcore_rl.rl.step.losses import (
     KlTerm,
     Objective,
@@ -61,7 +61,21 @@ from mcore_rl.rl.step.losses import (
     kimi_k2,
     rspo,
 )
-from mcore_rl.rl.step.optional import RewardKl
+from mcore_rl.rl.types import Rollout, SampleShape
+
+
+class RewardKl(Protocol):
+    """KL of the old policy to a reference, as a penalty on rewards."""
+
+    @property
+    def coeff(self) -> float:
+        """Coefficient in this rollout batch."""
+
+    def of_tokens(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return the KL `[T]` at each position of a microbatch, on the last stage."""
+
+    def sums(self, num_samples: int, minibatches: Sequence[Minibatch]) -> Tensor:
+        """Collective over the world: return the KL summed over each completion, float64 `[N]`."""
 
 
 def policy_objective(loss: AnyLoss, distill: DistillConfig | None = None) -> Objective:

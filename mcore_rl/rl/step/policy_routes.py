@@ -17,18 +17,15 @@ from mcore_rl.megatron.schedule import Routing, free_routing, run_pass
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.replay.accounts import RouteTotals
-from mcore_rl.replay.cache import MicrobatchLayout, RoutingCache, SampleSpan
+from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.disagreement import DisagreementLimit, StaleRoutes
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.replay.witness import proving
-from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.step.batch import Minibatch, PolicyMicrobatch
-from mcore_rl.rl.step.heads import LogprobHead
+from mcore_rl.rl.batch import LogprobHead, Minibatch, PolicyMicrobatch, evaluating, layout_of
 from mcore_rl.rl.step.router_shift import RouterShift
 from mcore_rl.rl.step.trace import TokenTrace
-from mcore_rl.rl.types import Completion, Prompt
+from mcore_rl.rl.types import Completion, Prompt, Rollout
 from mcore_rl.train.state import TrainState
 
 
@@ -370,24 +367,6 @@ class PolicyRoutes:
         self._metrics += metrics if name else []
         if self.trace is not None and name:
             self.trace.add_changed(name, tape.changed_tokens())
-
-
-def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool = False) -> MicrobatchLayout:
-    """Return the layout of a packed microbatch: the spans of its samples, then padding.
-
-    A text counts as padding: it has no routes to replay and is routed live. With `of_engine`, for the rollout engine's
-    routes, spans mark leading positions with routes of older weights.
-    """
-    row_length = microbatch.shape[1]
-    if isinstance(microbatch, LocalMicrobatch):
-        return MicrobatchLayout(rows=((SampleSpan(-1, 0, row_length),),), row_length=row_length, packed=True)
-    first_current = microbatch.first_current if of_engine else [0] * len(microbatch.samples)
-    of_samples = zip(microbatch.samples, microbatch.spans, first_current, strict=True)
-    spans = [SampleSpan(sample, *sizes, first) for sample, sizes, first in of_samples]
-    filled = sum(span.num_positions for span in spans)
-    if filled < row_length:
-        spans.append(SampleSpan(-1, 0, row_length - filled))
-    return MicrobatchLayout(rows=(tuple(spans),), row_length=row_length, packed=True)
 
 
 def routes_of(prompt: Prompt, completion: Completion, group: int | None = None) -> RolloutRoutes | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.rl.step.batch import Minibatch
+from mcore_rl.rl.batch import Minibatch
 from mcore_rl.rl.step.losses import LOG_RATIO_LIMIT, kl_estimate, log_difference
 from mcore_rl.rl.step.policy_routes import PolicyLogprobs, PolicyRoutes
 from mcore_rl.train.state import TrainState

@@ -5,14 +5,76 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mcore_rl.config.rl.loss import PtxConfig
 from mcore_rl.data.batch import BatchSource, SampleDataset
-from mcore_rl.megatron.schedule import Head
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.schedule import MAX, Head, HeadOutput, ReadsDeferredLogits
+from mcore_rl.megatron.vocab import IGNORED_TARGET, Logits, logprobs_and_entropy
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.rl.step.batch import PolicyMicrobatch
-from mcore_rl.rl.step.heads import MixedHead
+from mcore_rl.rl.batch import PolicyMicrobatch
 from mcore_rl.train.state import TrainState
+
+
+class MixedHead(ReadsDeferredLogits):
+    """Computes the policy's loss on completions and the cross entropy on the texts that follow them (PTX).
+
+    Each loss is averaged over its own tokens. The schedule divides both by the number of completion tokens, so the sum
+    over the texts is first multiplied by the ratio of the two numbers.
+    """
+
+    wants_losses = False
+
+    def __init__(
+        self, policy: Head[PolicyMicrobatch], mesh: Mesh, *, vocab_size: int, chunk_tokens: int, weight: float
+    ) -> None:
+        """Prepare one optimizer step.
+
+        Args:
+            policy: the policy's loss.
+            mesh: the mesh.
+            vocab_size: size of the tokenizer's vocabulary; larger ids have no probability.
+            chunk_tokens: number of positions with logits in fp32 at a time.
+            weight: rl.ptx.coeff x completion tokens / text tokens, trained tokens of the world.
+        """
+        self._policy = policy
+        self._mesh = mesh
+        self._vocab_size = vocab_size
+        self._chunk_tokens = chunk_tokens
+        self._weight = weight
+        self._without_completions: dict[str, Tensor] = {}
+
+    def count(self, microbatch: PolicyMicrobatch | LocalMicrobatch) -> Tensor:
+        """Return the number of trained completion tokens."""
+        if isinstance(microbatch, PolicyMicrobatch):
+            return self._policy.count(microbatch)
+        return microbatch.loss_mask_Bs.new_zeros((), dtype=torch.int)
+
+    def __call__(self, microbatch: PolicyMicrobatch | LocalMicrobatch, output: Logits) -> HeadOutput:
+        """Return the loss of one microbatch, with `PolicyHead`'s outputs and the sum and count of the cross entropy."""
+        if isinstance(microbatch, PolicyMicrobatch):
+            result = self._policy(microbatch, output)
+            self._without_completions = {
+                name: torch.full_like(value, -torch.inf if name.startswith(MAX) else 0)
+                for name, value in result.outputs.items()
+            }
+            zero = result.loss.detach().new_zeros(())
+            result.outputs.update({"ptx_loss": zero, "ptx_count": zero})
+            return result
+        mask_T = microbatch.loss_mask_Bs[0]
+        logprobs_T, _ = logprobs_and_entropy(
+            output[0],
+            microbatch.labels_Bs[0].where(mask_T > 0, IGNORED_TARGET),
+            self._mesh.tp,
+            vocab_size=self._vocab_size,
+            temperature=1.0,
+            chunk_tokens=self._chunk_tokens,
+        )
+        loss = -(logprobs_T * mask_T).sum()
+        # A rank's first microbatches are completions; their statistics are zero (or -inf for maxima) for texts.
+        outputs = self._without_completions | {"ptx_loss": loss.detach(), "ptx_count": mask_T.sum()}
+        return HeadOutput(loss=self._weight * loss, count=self.count(microbatch), outputs=outputs)
 
 
 class Texts:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mcore_rl.data.answer_ends import text_ends
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.step.batch import PolicyMicrobatch
+from mcore_rl.rl.batch import PolicyMicrobatch
+from mcore_rl.rl.types import Rollout
 
 TRACED_GROUPS, TRACED_TOKENS = 4, 1000
 """Groups of a rollout batch that are traced, its first, and the leading tokens of each of their completions."""

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.rl.step.losses import BatchTotals, PolicyTokens, loss_weights
+from mcore_rl.rl.batch import BatchTotals
+from mcore_rl.rl.step.losses import PolicyTokens, loss_weights
 
 ALONE = Axis(None, 0, 1)
 LENGTHS = (5, 1, 9, 3, 14, 2, 7)

@@ -20,14 +20,12 @@ from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.megatron.platform import start
+from mcore_rl.rl.batch import LogprobHead, Minibatch, PolicyMicrobatch
 from mcore_rl.rl.models.reference import ReferencePass
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.step.batch import Minibatch, PolicyMicrobatch
-from mcore_rl.rl.step.heads import LogprobHead, PolicyHead
-from mcore_rl.rl.step.learner import Learner, policy_logprobs
+from mcore_rl.rl.step.learner import Learner, OptionalParts, PolicyHead, policy_logprobs
 from mcore_rl.rl.step.objective import policy_objective
-from mcore_rl.rl.step.optional import OptionalParts
 from mcore_rl.rl.step.policy_routes import PolicyRoutes
+from mcore_rl.rl.types import Rollout
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, sampled_positions

@@ -18,12 +18,12 @@ from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.megatron import batch_invariant
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import to_device
-from mcore_rl.megatron.routers import routers
 from mcore_rl.megatron.schedule import HeadOutput, ReadsDeferredLogits, run_pass
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.model.build import settle_weights, unwrap
+from mcore_rl.model.build import unwrap
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
+from mcore_rl.rl.batch import evaluating, without_capacity
 from mcore_rl.rl.engines.base import Capabilities, Decode, Engine, QuietEngine, Sampling, StopStrings, check_request
 from mcore_rl.rl.engines.native.decoder import Decoder, NextToken, StaticDecode, reason_against_graphs
 from mcore_rl.rl.engines.native.scheduler import Draft, Scheduler, Step
@@ -304,38 +304,6 @@ class _Run:
                 "earlier checkpoint, or lower optim.lr."
             )
         return drawn
-
-
-@contextmanager
-def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Context in which the chunks have the last step's weights and are in evaluation mode (no dropout, no counters)."""
-    modes = [chunk.training for chunk in chunks]
-    settle_weights(chunks)
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for chunk, mode in zip(chunks, modes, strict=True):
-            chunk.train(mode)
-
-
-@contextmanager
-def without_capacity(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Context without a limit on the experts' capacity, for generation.
-
-    A capacity counts the tokens of a forward pass, so a completion would depend on the requests that happen to be in
-    the same batch. Inference servers do not drop tokens either.
-    """
-    configs = {id(router.config): router.config for chunk in chunks for _, router in routers(chunk)}
-    factors = {key: config.moe_expert_capacity_factor for key, config in configs.items()}
-    for config in configs.values():
-        config.moe_expert_capacity_factor = None
-    try:
-        yield
-    finally:
-        for key, config in configs.items():
-            config.moe_expert_capacity_factor = factors[key]
 
 
 NUM_POSITIONS = 64

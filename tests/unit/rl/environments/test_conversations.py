@@ -16,12 +16,11 @@ from mcore_rl.data.chat import Conversation
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import run_pass
+from mcore_rl.rl.batch import LogprobHead, evaluating, make_microbatch
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
+from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.environments.conversations import _Draft
-from mcore_rl.rl.step.batch import TrainedSample, make_microbatch
-from mcore_rl.rl.step.heads import LogprobHead
-from mcore_rl.rl.types import Completion, Episode, Group, Prompt, single_version
+from mcore_rl.rl.types import Completion, Episode, Group, Prompt, TrainedSample, single_version
 from tests.conversing import END, LETTERS, chat_of, config_of, conversations_of, held, problems, sampling, seeds_of
 from tests.hf_models import VOCAB, Oracle
 from tests.unit.rl.engines.test_served import served

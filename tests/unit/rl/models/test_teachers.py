@@ -3,8 +3,9 @@
 import torch
 
 from mcore_rl.data.packing import PackingLimits
+from mcore_rl.rl.batch import make_microbatch
 from mcore_rl.rl.models.teachers import with_outputs_of_teacher
-from mcore_rl.rl.step.batch import SampleShape, make_microbatch
+from mcore_rl.rl.types import SampleShape
 from tests.unit.rl.step.test_batch import ALONE, CPU, SAMPLES
 
 

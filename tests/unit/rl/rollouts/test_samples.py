@@ -8,8 +8,7 @@ import torch
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.report.samples import before_and_after
 from mcore_rl.rl.rollouts.evaluation import gather_samples, write_samples
-from mcore_rl.rl.rollouts.rollout import Rollout
-from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, Turn, single_version
+from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, Rollout, Turn, single_version
 
 
 def completion_of(tokens_T: tuple[int, ...], text: str, episode: Episode | None = None) -> Completion:

@@ -8,20 +8,19 @@ import torch
 from torch import tensor
 
 from mcore_rl.errors import ConfigError
+from mcore_rl.rl.rewards.score import overlong_penalty
+from mcore_rl.rl.rollouts.signal import constant_groups, groups_to_train_on
 from mcore_rl.rl.step.advantages import (
-    StepReward,
     above_baseline,
     above_group_mean,
-    constant_groups,
     group_advantages,
     group_centered,
-    groups_to_train_on,
     kl_penalised_advantages,
     leave_one_out_zscore,
-    overlong_penalty,
     step_advantages,
 )
 from mcore_rl.rl.step.objective import group_estimate
+from mcore_rl.rl.types import StepReward
 from tests.sections import advantage_config
 
 EXAMPLE = tensor([[0.2, 0.9, 0.4, 0.1]], dtype=torch.float64)

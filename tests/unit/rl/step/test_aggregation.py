@@ -7,7 +7,8 @@ import torch
 from torch import tensor
 
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.rl.step.losses import BatchTotals, anchored_means, loss_weights
+from mcore_rl.rl.batch import BatchTotals
+from mcore_rl.rl.step.losses import anchored_means, loss_weights
 
 ALONE = Axis(None, 0, 1)
 LENGTHS = tensor([4, 0, 2, 1])

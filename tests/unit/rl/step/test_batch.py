@@ -7,8 +7,9 @@ import torch
 
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.rl.step.batch import SampleShape, TrainedSample, make_microbatch
+from mcore_rl.rl.batch import make_microbatch
 from mcore_rl.rl.step.objective import at_positions
+from mcore_rl.rl.types import SampleShape, TrainedSample
 
 ALONE = Axis(None, 0, 1)  # type: ignore[arg-type]
 CPU = torch.device("cpu")

@@ -8,9 +8,8 @@ import torch
 from torch import tensor
 
 from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.rl.rewards.score import Moments
 from mcore_rl.rl.step.advantages import (
-    Moments,
-    StepReward,
     clipped_value_loss,
     generalized_advantages,
     length_adaptive_lambda,
@@ -18,6 +17,7 @@ from mcore_rl.rl.step.advantages import (
     whitened,
     world_moments,
 )
+from mcore_rl.rl.types import StepReward
 
 LENGTHS = (5, 1, 0, 9, 3, 1, 14)
 PADDED = 16

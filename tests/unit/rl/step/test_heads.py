@@ -6,9 +6,10 @@ import torch
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.rl.step.batch import make_microbatch
-from mcore_rl.rl.step.heads import LogprobHead, MixedHead, PolicyHead
+from mcore_rl.rl.batch import LogprobHead, make_microbatch
+from mcore_rl.rl.step.learner import PolicyHead
 from mcore_rl.rl.step.objective import policy_objective
+from mcore_rl.rl.step.texts import MixedHead
 from tests.sections import loss_config
 from tests.unit.rl.step.test_batch import ALONE, CPU, SAMPLES
 

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from mcore_rl.config.rl.rollout import NativeConfig
 from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.rl.batch import evaluating
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
+from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Prompt
 from tests.generating import loaded, prompt_of, spelled

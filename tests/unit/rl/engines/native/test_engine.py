@@ -13,8 +13,9 @@ from mcore_rl.megatron.routers import routers
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.model.inputs import localize
 from mcore_rl.model.router_load import RouterLoad
+from mcore_rl.rl.batch import evaluating
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
+from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.rules import exact
 from mcore_rl.rl.sampling import Cut

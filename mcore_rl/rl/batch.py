@@ -1,97 +1,44 @@
-"""Completions as the packed microbatches that this rank trains on."""
+"""Completions as packed microbatches, and passes over them without a gradient: logprobs and values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.data.packing import PackingLimits, padded
-from mcore_rl.megatron.mesh import Axis
+from mcore_rl.megatron.mesh import Axis, Mesh
 from mcore_rl.megatron.platform import to_device
-from mcore_rl.megatron.vocab import zigzag_spans
+from mcore_rl.megatron.routers import routers
+from mcore_rl.megatron.schedule import HeadOutput, ReadsDeferredLogits
+from mcore_rl.megatron.vocab import (
+    IGNORED_TARGET,
+    Logits,
+    TokenStatistics,
+    logprobs_and_entropy,
+    reverse_kl,
+    vocabulary_logprobs,
+    zigzag_spans,
+)
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.model.inputs import PackedMicrobatch, localize
-from mcore_rl.rl.step.losses import BatchTotals
+from mcore_rl.model.build import settle_weights
+from mcore_rl.model.inputs import LocalMicrobatch, PackedMicrobatch, localize
+from mcore_rl.replay.cache import MicrobatchLayout, SampleSpan
+from mcore_rl.rl.types import SampleShape, TrainedSample
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleShape:
-    """Lengths of a sample (a prompt with one completion), known to all ranks."""
+class BatchTotals(NamedTuple):
+    """World-wide totals of one optimizer step."""
 
-    replica_rank: int
-    """Rank, in the data- and context-parallel group, of the replica that generated the completion."""
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    is_trained: bool
-    """Whether the completion takes part in the loss."""
-    num_stale_tokens: int = 0
-    """Number of leading completion tokens that are stale: weights older than the current weights sampled them."""
-    is_truncated: bool = False
-    """Whether the completion was cut off at the largest number of new tokens."""
-    teacher: int = 0
-    """Index of the prompt's teacher in `rl.distill.paths`."""
-    sampled_spans: tuple[tuple[int, int], ...] | None = None
-    """(start, end) in the completion of each run of tokens that the policy sampled, in order; None: all tokens."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in prompt and completion."""
-        return self.num_prompt_tokens + self.num_completion_tokens
-
-    @property
-    def num_positions(self) -> int:
-        """Number of positions that enter the model; the last token is only a label."""
-        return self.num_tokens - 1
-
-    @property
-    def num_sampled(self) -> int:
-        """Number of the completion's tokens that the policy sampled; an environment wrote the rest."""
-        if self.sampled_spans is None:
-            return self.num_completion_tokens
-        return sum(end - start for start, end in self.sampled_spans)
-
-    @property
-    def num_trained(self) -> int:
-        """Number of tokens in the loss."""
-        return self.num_sampled if self.is_trained else 0
-
-    @property
-    def sampled_positions(self) -> Tensor:
-        """Positions at which the sampled tokens are predicted, int64, in order."""
-        spans = ((0, self.num_completion_tokens),) if self.sampled_spans is None else self.sampled_spans
-        # The first token of the completion is predicted at the last position of the prompt.
-        first = self.num_prompt_tokens - 1
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(first + a, first + b) for a, b in spans)])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedSample:
-    """One prompt with one completion, `T` tokens, on the CPU."""
-
-    tokens_T: Tensor
-    """int64: tokens of the prompt, then of the completion."""
-    num_prompt_tokens: int
-    rollout_logprobs_C: Tensor
-    """float32: logprob of each completion token at the time it was sampled."""
-    is_trained: bool
-    """Whether the completion takes part in the loss."""
-    num_stale_tokens: int = 0
-    """Number of leading completion tokens that are stale: weights older than the current weights sampled them."""
-    sampled_spans: tuple[tuple[int, int], ...] | None = None
-    """(start, end) in the completion of each run of tokens that the policy sampled; None: all tokens."""
-
-    @property
-    def sampled_C(self) -> Tensor:
-        """bool: True for tokens of the completion that the policy sampled."""
-        is_sampled_C = torch.full((len(self.rollout_logprobs_C),), self.sampled_spans is None)
-        for start, end in self.sampled_spans or ():
-            is_sampled_C[start:end] = True
-        return is_sampled_C
+    num_tokens: int
+    """Trained tokens."""
+    num_sequences: int
+    """Sequences with at least one trained token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,6 +177,38 @@ def samples_of(minibatches: Sequence[Minibatch]) -> list[int]:
     )
 
 
+@contextmanager
+def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Context in which the chunks have the last step's weights and are in evaluation mode (no dropout, no counters)."""
+    modes = [chunk.training for chunk in chunks]
+    settle_weights(chunks)
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, mode in zip(chunks, modes, strict=True):
+            chunk.train(mode)
+
+
+@contextmanager
+def without_capacity(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Context without a limit on the experts' capacity, for generation.
+
+    A capacity counts the tokens of a forward pass, so a completion would depend on the requests that happen to be in
+    the same batch. Inference servers do not drop tokens either.
+    """
+    configs = {id(router.config): router.config for chunk in chunks for _, router in routers(chunk)}
+    factors = {key: config.moe_expert_capacity_factor for key, config in configs.items()}
+    for config in configs.values():
+        config.moe_expert_capacity_factor = None
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config.moe_expert_capacity_factor = factors[key]
+
+
 def make_microbatch(
     samples: Mapping[int, TrainedSample], indices: Sequence[int], limits: PackingLimits, cp: Axis, device: torch.device
 ) -> PolicyMicrobatch:
@@ -360,3 +339,107 @@ def exchange_samples(
         )
         for index, part in zip(order, parts, strict=True)
     }
+
+
+def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool = False) -> MicrobatchLayout:
+    """Return the layout of a packed microbatch: the spans of its samples, then padding.
+
+    A text counts as padding: it has no routes to replay and is routed live. With `of_engine`, for the rollout engine's
+    routes, spans mark leading positions with routes of older weights.
+    """
+    row_length = microbatch.shape[1]
+    if isinstance(microbatch, LocalMicrobatch):
+        return MicrobatchLayout(rows=((SampleSpan(-1, 0, row_length),),), row_length=row_length, packed=True)
+    first_current = microbatch.first_current if of_engine else [0] * len(microbatch.samples)
+    of_samples = zip(microbatch.samples, microbatch.spans, first_current, strict=True)
+    spans = [SampleSpan(sample, *sizes, first) for sample, sizes, first in of_samples]
+    filled = sum(span.num_positions for span in spans)
+    if filled < row_length:
+        spans.append(SampleSpan(-1, 0, row_length - filled))
+    return MicrobatchLayout(rows=(tuple(spans),), row_length=row_length, packed=True)
+
+
+class LogprobHead(ReadsDeferredLogits):
+    """Outputs `logprobs` `[T]` of completion tokens at the sampling temperature, in nats; zeros elsewhere.
+
+    Completions that are not trained on are included: a KL in the reward applies to every completion of a group.
+    """
+
+    wants_losses = False
+
+    def __init__(self, mesh: Mesh, vocab_size: int, *, temperature: float, chunk_tokens: int) -> None:
+        self._mesh = mesh
+        self._vocab_size = vocab_size
+        self._temperature = temperature
+        self._chunk_tokens = chunk_tokens
+
+    def logprobs_and_entropy(self, microbatch: PolicyMicrobatch, output: Logits, mask_T: Tensor) -> TokenStatistics:
+        """Collective over the tensor-parallel ranks: compute logprobs and entropy `[T]` from logits `[1, T, v]` where
+        the mask is True; zeros elsewhere.
+        """
+        targets_T = microbatch.inputs.labels_Bs[0].where(mask_T, IGNORED_TARGET)
+        return logprobs_and_entropy(
+            output[0],
+            targets_T,
+            self._mesh.tp,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+    def vocabulary(self, microbatch: PolicyMicrobatch, output: Logits) -> Tensor:
+        """Collective over the tensor-parallel ranks: compute logprobs `[N, v]` over this rank's slice of the vocabulary
+        at positions that predict a sampled completion token, float32 in main memory.
+        """
+        rows_N = microbatch.completion_mask_T.nonzero().flatten()
+        return vocabulary_logprobs(
+            output[0],
+            rows_N,
+            self._mesh.tp,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+        ).cpu()
+
+    def teacher_kl(self, microbatch: PolicyMicrobatch, output: Logits, *, limit_nats: float) -> Tensor | None:
+        """Collective over the tensor-parallel ranks: compute KL(policy || teacher) over the vocabulary, `[T]` with
+        gradient; None if the microbatch has no `teacher_vocabulary_Nv`. Each difference of logprobs is
+        limited to +-`limit_nats`.
+        """
+        if microbatch.teacher_vocabulary_Nv is None:
+            return None
+        return reverse_kl(
+            output[0],
+            microbatch.teacher_vocabulary_Nv,
+            microbatch.completion_mask_T.nonzero().flatten(),
+            self._mesh.tp,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+            limit_nats=limit_nats,
+        )
+
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return 0: there is no loss."""
+        return microbatch.mask_T.new_zeros((), dtype=torch.int)
+
+    def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
+        """Return the logprobs of one microbatch; there is no loss."""
+        logprobs_T = self.logprobs_and_entropy(microbatch, output, microbatch.completion_mask_T).logprobs_T.detach()
+        zero = logprobs_T.new_zeros((), dtype=torch.float32)
+        return HeadOutput(loss=zero, count=zero.int(), outputs={"logprobs": logprobs_T})
+
+
+class ValueHead:
+    """Outputs `values` `[T]`, float32: the critic's score at each position, before it sees the predicted token."""
+
+    wants_losses = False
+
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return 0: there is no loss."""
+        return microbatch.mask_T.new_zeros((), dtype=torch.int)
+
+    def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
+        """Return the values of one microbatch, from scores `[1, T, 1]`; there is no loss."""
+        zero = output.new_zeros((), dtype=torch.float32)
+        return HeadOutput(loss=zero, count=zero.int(), outputs={"values": output[0, :, 0].detach().float()})
