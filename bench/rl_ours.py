@@ -20,9 +20,9 @@ from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.programs.open_run import open_run
-from mcore_rl.programs.rl import load_reference
 from mcore_rl.programs.rollouts import load_prompts, open_rollouts
 from mcore_rl.rl.batch import Minibatch
+from mcore_rl.rl.models.reference import load_reference
 from mcore_rl.rl.rewards.score import FailureReport
 from mcore_rl.rl.step.learner import Learner, OptionalParts, policy_logprobs
 from mcore_rl.rl.step.objective import Advantages

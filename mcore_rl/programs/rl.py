@@ -1,29 +1,19 @@
 """One rank of reinforcement learning: `mcore-rl rl`, or `torchrun ... -m mcore_rl.programs.rl CONFIG.toml`."""
 
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mcore_rl.checks.inputs import has_checkpoints
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import refuse
-from mcore_rl.config.data import DataConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.loss import SELF, AnyLoss, DistillConfig, PtxConfig
+from mcore_rl.config.rl.loss import SELF, DistillConfig
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
-from mcore_rl.config.run import TrainConfig
-from mcore_rl.config.sft import SFTDataConfig
-from mcore_rl.data.batch import SampleDataset
-from mcore_rl.data.examples import read_examples
-from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
-from mcore_rl.data.packing import PackedSequences, PackingOptions
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import platform as platforms
@@ -33,27 +23,21 @@ from mcore_rl.programs.inputs import refuse_other_tokenizer
 from mcore_rl.programs.open_run import is_done, open_run
 from mcore_rl.programs.rollouts import Prompts, load_prompts, make_flow, open_rollouts
 from mcore_rl.rl.batch import LogprobHead
-from mcore_rl.rl.environments.conversations import try_environment
-from mcore_rl.rl.frozen_model import FrozenModel, model_to_freeze
-from mcore_rl.rl.models.critic import Critic, critic_routes
-from mcore_rl.rl.models.reference import Reference, ReferencePass
-from mcore_rl.rl.models.teachers import Teachers, TeacherSource
 from mcore_rl.rl.rewards.score import TRIED_AT_START, FailedPart, FailureReport, try_reward
 from mcore_rl.rl.rollouts.prompts import refuse_prompts_without_teacher
 from mcore_rl.rl.step.learner import Learner, OptionalParts, policy_logprobs
 from mcore_rl.rl.step.policy_routes import PolicyLogprobs, PolicyRoutes
-from mcore_rl.rl.step.routing_split import RoutingSplits
-from mcore_rl.rl.step.texts import Texts
 from mcore_rl.rl.trainer import RlTrainer
-from mcore_rl.storage.checkpoint import check, find_checkpoint
-from mcore_rl.storage.folders import read_run, run_of_checkpoint, stored_lora
+from mcore_rl.storage.checkpoint import find_checkpoint
+from mcore_rl.storage.folders import read_run, run_of_checkpoint
 from mcore_rl.storage.run_config import load_run_config
 from mcore_rl.train.loop import Run
 from mcore_rl.workers.launcher import world_size_of_launcher
 from mcore_rl.workers.rank_guard import rank_guard
 
-OF_LAYERS = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-"""Model fields that must be the same in a critic's checkpoint and the policy; loading checks the rest."""
+if TYPE_CHECKING:
+    from mcore_rl.rl.models.teachers import Teachers, TeacherSource
+    from mcore_rl.rl.step.texts import TextSource
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,23 +52,18 @@ def train(config: RlRunConfig) -> None:
     # Everything that a user can get wrong comes first, before a model costs time.
     check_rl(config, world_size_of_launcher())
     if config.critic is not None and config.critic.load is not None:
+        from mcore_rl.rl.models.critic import refuse_other_critic
+
         refuse_other_critic(config.critic.load, config.model, Path(config.run_dir))
-    prompts = load_prompts(config)
-    text_source = read_texts(
-        config.rl.ptx, prompts, config.model.vocab_size, config.train, config.packed_length, config.mesh.zigzag
-    )
+    prompts, text_source = load_prompts(config), None
+    if config.rl.ptx.coeff:
+        from mcore_rl.rl.step.texts import read_texts
+
+        text_source = read_texts(config, prompts.chat, prompts.tokenizer.eod_id)
     platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
         failed_at_start = on_rank_zero(lambda: try_reward_of(config.rl, prompts))
-        source_of = partial(
-            teacher_source,
-            policy=config.model,
-            mesh=config.mesh,
-            longest_sample=config.longest_sample,
-            packed_length=config.packed_length,
-            tokenizer=prompts.tokenizer,
-        )
-        teacher_sources = on_rank_zero(lambda: sources_of_teachers(config.rl.distill, prompts, source_of))
+        teacher_sources = on_rank_zero(lambda: sources_of_teachers(config, prompts))
         with ExitStack() as stack:
             run = stack.enter_context(open_run(config, platform))
             failures = FailureReport(run.log.message, run.folder.path)
@@ -107,19 +86,62 @@ def train(config: RlRunConfig) -> None:
             for line in [*rollouts.engine.describe(), *rollouts.engine.take_lines()]:
                 run.log.message(line)
             routes = PolicyRoutes(run.state, config.rl, config.replay)
-            vocab_size = prompts.tokenizer.vocab_size
-            logprobs = policy_logprobs(run.state, config.rl, vocab_size)
-            updates_per_rollout = config.updates_per_rollout
-            parts = OptionalParts(
-                splits=make_splits(config, run, logprobs, routes),
-                reference=load_reference(config.rl.loss, config.replay, run, logprobs, routes, updates_per_rollout),
-                teachers=load_teachers(config.rl.distill, run, teacher_sources, logprobs.head, updates_per_rollout),
-                critic=load_critic(config, run),
-                texts=load_texts(config.rl, config.train.seed, run, text_source, vocab_size),
-            )
+            logprobs = policy_logprobs(run.state, config.rl, prompts.tokenizer.vocab_size)
+            parts = optional_parts(config, run, logprobs, routes, teacher_sources, text_source)
             learner = Learner(run.state, config, routes, logprobs, parts)
             RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
     platforms.stop()
+
+
+def optional_parts(
+    config: RlRunConfig,
+    run: Run,
+    logprobs: PolicyLogprobs,
+    routes: PolicyRoutes,
+    teachers: "Sequence[TeacherSource | None]",
+    texts: "TextSource | None",
+) -> OptionalParts:
+    """Collective over the world: load the parts of a step that the config asks for; of the others nothing is imported.
+
+    Args:
+        config: the run's config.
+        run: the open run.
+        logprobs: the pass over the policy's modules.
+        routes: routing of the policy's passes.
+        teachers: from `sources_of_teachers`.
+        texts: the texts of `rl.ptx`; None without them.
+    """
+    parts, updates_per_rollout = OptionalParts(), config.updates_per_rollout
+    if config.replay.split_interval is not None:
+        from mcore_rl.rl.step.routing_split import RoutingSplits
+
+        splits = RoutingSplits(
+            logprobs,
+            routes,
+            config.replay,
+            run.state,
+            updates_per_rollout=updates_per_rollout,
+            is_ahead=bool(config.rl.rollout.max_staleness),
+        )
+        parts = replace(parts, splits=splits)
+    if config.rl.loss.kl_coeff:
+        from mcore_rl.rl.models.reference import load_reference
+
+        reference = load_reference(config.rl.loss, config.replay, run, logprobs, routes, updates_per_rollout)
+        parts = replace(parts, reference=reference)
+    if teachers:
+        parts = replace(
+            parts, teachers=load_teachers(config.rl.distill, run, teachers, logprobs.head, updates_per_rollout)
+        )
+    if config.critic is not None:
+        from mcore_rl.rl.models.critic import load_critic
+
+        parts = replace(parts, critic=load_critic(config, run))
+    if texts is not None:
+        from mcore_rl.rl.step.texts import load_texts
+
+        parts = replace(parts, texts=load_texts(config.rl, config.train.seed, run, texts, logprobs.head.vocab_size))
+    return parts
 
 
 def try_reward_of(rl: RlConfig, prompts: Prompts) -> tuple[FailedPart, ...]:
@@ -127,10 +149,12 @@ def try_reward_of(rl: RlConfig, prompts: Prompts) -> tuple[FailedPart, ...]:
     always fails.
     """
     tried = prompts.train.take(0, TRIED_AT_START)
-    return (
-        *try_environment(rl, tried, prompts.chat),
-        *try_reward(rl.reward, rl.max_completion_tokens, tried, prompts.tokenizer.encode),
-    )
+    failed: tuple[FailedPart, ...] = ()
+    if rl.environment.name is not None:
+        from mcore_rl.rl.environments.conversations import try_environment
+
+        failed = try_environment(rl, tried, prompts.chat)
+    return *failed, *try_reward(rl.reward, rl.max_completion_tokens, tried, prompts.tokenizer.encode)
 
 
 def warnings_of(config: RlRunConfig) -> Iterator[str]:
@@ -206,156 +230,34 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
         )
 
 
-def refuse_other_critic(load: str, model: ModelConfig, run_dir: Path) -> None:
-    """Raise a ConfigError if the model in rl.advantage.critic.load has different layers from the policy's, or low-rank
-    adapters.
-    """
-    if has_checkpoints(run_dir):
-        return
-    path = find_checkpoint(Path(load))
-    stored = ModelConfig.model_validate_json(json.dumps(check(path).model))
-    differing = [
-        f"{name} {getattr(stored, name)} instead of {getattr(model, name)}"
-        for name in OF_LAYERS
-        if getattr(stored, name) != getattr(model, name)
-    ]
-    if differing:
-        raise ConfigError(
-            f"rl.advantage.critic.load={load} is of a model with {', '.join(differing)}: the critic has the "
-            "policy's layers. Name a checkpoint of the policy's model, or leave it out to start from the policy."
-        )
-    if stored_lora(path).is_on:
-        raise ConfigError(
-            f"rl.advantage.critic.load={load} has low-rank adapters, and a critic is trained whole. Add them to its "
-            "weights with `mcore-rl convert export --merge`, import the result, and name that."
-        )
-
-
-def make_splits(config: RlRunConfig, run: Run, logprobs: PolicyLogprobs, routes: PolicyRoutes) -> RoutingSplits | None:
-    """Return the splits of mismatches by routing for `replay.split_interval`; None without it."""
-    if config.replay.split_interval is None:
-        return None
-    return RoutingSplits(
-        logprobs,
-        routes,
-        config.replay,
-        run.state,
-        updates_per_rollout=config.updates_per_rollout,
-        is_ahead=bool(config.rl.rollout.max_staleness),
-    )
-
-
-def load_reference(
-    loss: AnyLoss,
-    replay: ReplayConfig,
-    run: Run,
-    logprobs: PolicyLogprobs,
-    routes: PolicyRoutes,
-    updates_per_rollout: int,
-) -> ReferencePass | None:
-    """Collective over the world: return the run's reference policy, at step 0 the policy; None without KL."""
-    if not loss.kl_coeff:
-        return None
-    config, step = run.state.config, run.state.progress.step
-    reference = Reference(
-        run.state.chunks,
-        run.state.mesh,
-        config.model,
-        run.folder.path / "reference",
-        run.folder.checkpoints,
-        store=loss.reference_store,
-        allowed=config.checkpoint.allow_changes,
-        shares_base=config.lora.is_on,
-        base=run.checkpoints.base,
-    )
-    if step == 0:
-        reference.set(0)
-    else:
-        run.log.message(f"reference policy: {reference.resume(step)}")
-    return ReferencePass(reference, loss, replay, logprobs, routes, run.state, updates_per_rollout=updates_per_rollout)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextSource:
-    """The data of `rl.ptx`, after all checks."""
-
-    packed: PackedSequences | None
-    """Conversations; None if the texts are tokens on disk."""
-    plan: DataPlan | None
-    """Tokens on disk; None if the texts are conversations."""
-
-
-def read_texts(
-    ptx: PtxConfig, prompts: Prompts, vocab_size: int, train: TrainConfig, length: int, multiple: int
-) -> TextSource | None:
-    """Return the texts of `rl.ptx` for all steps, or None. A DataError names lines that are not conversations.
-
-    Args:
-        ptx: the section `rl.ptx`.
-        prompts: the prompts, for their tokenizer and chat template.
-        vocab_size: the model's number of tokens.
-        train: the section `train`, for steps and seed.
-        length: number of tokens of a sequence.
-        multiple: multiple to which each conversation is padded.
-    """
-    if not ptx.coeff:
-        return None
-    num_sequences = train.steps * ptx.sequences
-    if ptx.tokens:
-        data = DataConfig(train=ptx.tokens, split=(1.0, 0.0, 0.0), seq_length=length)
-        counts = SampleCounts(train=num_sequences, valid=0, test=0)
-        plan = plan_data(data, vocab_size=vocab_size, samples=counts)
-        return TextSource(packed=None, plan=plan)
-    form = SFTDataConfig(train=ptx.files, seq_length=length, too_long="skip")
-    packing = PackingOptions(
-        row_length=length,
-        length_multiple=multiple,
-        buffer=form.pack_buffer,
-        seed=train.seed,
-        pad_id=prompts.tokenizer.eod_id,
-    )
-    packed = PackedSequences(read_examples(ptx.files, form, prompts.chat), packing, num_sequences)
-    return TextSource(packed=packed, plan=None)
-
-
-def load_texts(rl: RlConfig, seed: int, run: Run, source: TextSource | None, vocab_size: int) -> Texts | None:
-    """Collective over the world: return the part that mixes texts into updates; None without texts."""
-    if source is None:
-        return None
-    if source.packed is not None:
-        examples = source.packed.examples
-        counts = f"{len(examples)} conversations, {examples.num_skipped} too long and left out"
-        for line in (f"rl.ptx: {counts}", *examples.notes):
-            run.log.message(line)
-        dataset: SampleDataset = source.packed
-    else:
-        assert source.plan is not None
-        for text in source.plan.sources:
-            run.log.message(f"rl.ptx: {text.describe(source.plan.samples.train)}")
-        cache = run.folder.path / "index_cache"
-        dataset = build_datasets(source.plan, seed=seed, cache_dir=cache).train
-    return Texts(dataset, rl.ptx, run.state, vocab_size=vocab_size, chunk_tokens=rl.loss.logprob_chunk_tokens)
-
-
-def sources_of_teachers(
-    distill: DistillConfig, prompts: Prompts, source_of: Callable[[str], TeacherSource]
-) -> list[TeacherSource | None]:
+def sources_of_teachers(config: RlRunConfig, prompts: Prompts) -> "list[TeacherSource | None]":
     """Return the models in `rl.distill`, after all checks that need no weights; None stands for an earlier version of
-    the policy. `source_of` returns the model of a checkpoint.
+    the policy.
 
     Raises:
         ConfigError: if a checkpoint is not a language model with the policy's vocabulary, or does not fit the mesh.
         DataError: if it was trained with another tokenizer, or a prompt names a missing teacher.
     """
+    distill = config.rl.distill
     if distill.paths:
         refuse_prompts_without_teacher(prompts.train, distill)
-    return [None if path == SELF else source_of(path) for path in distill.paths]
+    return [
+        None
+        if path == SELF
+        else teacher_source(
+            path, config.model, config.mesh, config.longest_sample, config.packed_length, prompts.tokenizer
+        )
+        for path in distill.paths
+    ]
 
 
 def teacher_source(
     named: str, policy: ModelConfig, mesh: MeshConfig, longest_sample: int, packed_length: int, tokenizer: Tokenizer
-) -> TeacherSource:
+) -> "TeacherSource":
     """Return the model of a teacher's checkpoint, like `sources_of_teachers`."""
+    from mcore_rl.rl.frozen_model import model_to_freeze
+    from mcore_rl.rl.models.teachers import TeacherSource
+
     path, field = find_checkpoint(Path(named)), f"rl.distill: teacher {named}"
     refuse_other_tokenizer(tokenizer, str(path), "rl.distill")
     model = model_to_freeze(path, policy)
@@ -378,13 +280,15 @@ def teacher_source(
 def load_teachers(
     distill: DistillConfig,
     run: Run,
-    sources: Sequence[TeacherSource | None],
+    sources: "Sequence[TeacherSource | None]",
     logprobs: LogprobHead,
     updates_per_rollout: int,
-) -> Teachers | None:
-    """Collective over the world: return the run's teachers; None without teachers."""
-    if not sources:
-        return None
+) -> "Teachers":
+    """Collective over the world: return the run's teachers."""
+    from mcore_rl.rl.frozen_model import FrozenModel
+    from mcore_rl.rl.models.reference import Reference
+    from mcore_rl.rl.models.teachers import Teachers
+
     state, config, step = run.state, run.state.config, run.state.progress.step
     teachers: list[FrozenModel | Reference] = []
     for source in sources:
@@ -420,27 +324,6 @@ def load_teachers(
             run.log.message(f"teacher: {earlier.resume(step)}")
         teachers.append(earlier)
     return Teachers(teachers, distill, logprobs, state, updates_per_rollout=updates_per_rollout)
-
-
-def load_critic(config: RlRunConfig, run: Run) -> Critic | None:
-    """Collective over the world: return the run's critic, with weights from rl.advantage.critic.load or the policy at
-    step 0, and from the checkpoint later; None without a critic.
-    """
-    state = run.state.critic
-    if state is None or config.critic is None:
-        return None
-    critic = Critic(
-        state,
-        run.state,
-        config.critic,
-        config.checkpoint,
-        critic_routes(state, config.rl, config.replay, config.critic),
-        epochs=config.critic_epochs,
-        updates_per_rollout=config.updates_per_rollout,
-    )
-    if run.state.progress.step == 0:
-        run.log.message(critic.begin(run.state.chunks))
-    return critic
 
 
 if __name__ == "__main__":

@@ -369,7 +369,7 @@ class LogprobHead(ReadsDeferredLogits):
 
     def __init__(self, mesh: Mesh, vocab_size: int, *, temperature: float, chunk_tokens: int) -> None:
         self._mesh = mesh
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
 
@@ -382,7 +382,7 @@ class LogprobHead(ReadsDeferredLogits):
             output[0],
             targets_T,
             self._mesh.tp,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
         )
@@ -396,7 +396,7 @@ class LogprobHead(ReadsDeferredLogits):
             output[0],
             rows_N,
             self._mesh.tp,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
         ).cpu()
@@ -413,7 +413,7 @@ class LogprobHead(ReadsDeferredLogits):
             microbatch.teacher_vocabulary_Nv,
             microbatch.completion_mask_T.nonzero().flatten(),
             self._mesh.tp,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
             limit_nats=limit_nats,

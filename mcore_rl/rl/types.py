@@ -355,3 +355,31 @@ class Rollout:
             for p, group in self.groups.items()
             for g, completion in enumerate(group.completions)
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSummary:
+    """Summary of a group, available on all ranks."""
+
+    index: int
+    """Index of the group's prompt among the prompts taken for this rollout batch."""
+    replica_rank: int
+    """Rank of the replica that generated the group, among the data- and context-parallel ranks."""
+    num_prompt_tokens: int
+    lengths_G: list[int]
+    """Number of tokens of each completion, including an environment's tokens."""
+    num_sampled_G: list[int]
+    """Number of tokens of each completion that the policy sampled."""
+    spans_G: list[tuple[tuple[int, int], ...] | None]
+    """For each completion, (start, end) of the sampled tokens of each turn; None: all tokens are sampled."""
+    truncated_G: list[bool]
+    rewards_G: list[float]
+    """Rewards; NaN if a score failed."""
+    num_stale_G: list[int]
+    """Number of leading tokens of each completion sampled by weights older than the engine's current weights."""
+    correct_G: list[bool | None]
+    """Whether each completion is correct; None if the deciding score failed, or no part decides."""
+    steps_GI: Sequence[Sequence[StepReward]] = ()
+    """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
+    teacher: int = 0
+    """Index of the prompt's teacher in `rl.distill.paths`."""

@@ -27,8 +27,8 @@ from mcore_rl.megatron.platform import start
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 from mcore_rl.model.build import copy_in
 from mcore_rl.programs.open_run import open_run
-from mcore_rl.programs.rl import load_critic
 from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling
+from mcore_rl.rl.models.critic import load_critic
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.score import FailureReport, Reward
 from mcore_rl.rl.rollouts.rollout import Rollouts, runs_rewards

@@ -32,8 +32,7 @@ from mcore_rl.metrics.jsonl import read_records
 from mcore_rl.model.build import build_model
 from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT
 from mcore_rl.programs import rm
-from mcore_rl.programs.rollouts import load_reward_models
-from mcore_rl.rl.rewards.from_model import RewardModels
+from mcore_rl.rl.rewards.from_model import RewardModels, load_reward_models
 from mcore_rl.storage.checkpoints.read import find_checkpoint
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from mcore_rl.train.reward_model import RewardModelTrainer

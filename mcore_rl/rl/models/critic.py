@@ -1,5 +1,6 @@
 """The critic: a second model, trained on the returns of rollouts. Its values are the baseline of PPO's advantages."""
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,10 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mcore_rl.checks.inputs import has_checkpoints
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl.loss import CriticConfig, GrpoLoss
-from mcore_rl.config.rl_run import RlConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.config.run import CheckpointConfig
+from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.schedule import HeadOutput, Routing, free_routing, run_pass, signal_of
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.adapters import adapters_in
@@ -23,9 +27,15 @@ from mcore_rl.rl.batch import Advantages, Minibatch, PolicyMicrobatch, ValueHead
 from mcore_rl.rl.step.advantages import clipped_value_loss
 from mcore_rl.rl.step.policy_routes import PolicyRoutes
 from mcore_rl.rl.types import Rollout
+from mcore_rl.storage.checkpoint import check, find_checkpoint
 from mcore_rl.storage.checkpoints.write import load_weights
+from mcore_rl.storage.folders import stored_lora
+from mcore_rl.train.loop import Run
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, compute_gradients, optimizer_step, refuse_no_gradient
+
+OF_LAYERS = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+"""Model fields that must be the same in a critic's checkpoint and the policy; loading checks the rest."""
 
 
 class ValueLossHead:
@@ -247,3 +257,49 @@ def critic_metrics(reports: Sequence[StepReport]) -> Iterator[Metric]:
         yield Metric("critic/loss", report.sums["loss"], report.count)
         yield Metric("critic/clip_ratio", report.sums["clipped"], report.count)
         yield Metric("critic/grad_norm", report.grad_norm)
+
+
+def refuse_other_critic(load: str, model: ModelConfig, run_dir: Path) -> None:
+    """Raise a ConfigError if the model in rl.advantage.critic.load has different layers from the policy's, or low-rank
+    adapters.
+    """
+    if has_checkpoints(run_dir):
+        return
+    path = find_checkpoint(Path(load))
+    stored = ModelConfig.model_validate_json(json.dumps(check(path).model))
+    differing = [
+        f"{name} {getattr(stored, name)} instead of {getattr(model, name)}"
+        for name in OF_LAYERS
+        if getattr(stored, name) != getattr(model, name)
+    ]
+    if differing:
+        raise ConfigError(
+            f"rl.advantage.critic.load={load} is of a model with {', '.join(differing)}: the critic has the "
+            "policy's layers. Name a checkpoint of the policy's model, or leave it out to start from the policy."
+        )
+    if stored_lora(path).is_on:
+        raise ConfigError(
+            f"rl.advantage.critic.load={load} has low-rank adapters, and a critic is trained whole. Add them to its "
+            "weights with `mcore-rl convert export --merge`, import the result, and name that."
+        )
+
+
+def load_critic(config: RlRunConfig, run: Run) -> Critic | None:
+    """Collective over the world: return the run's critic, with weights from rl.advantage.critic.load or the policy at
+    step 0, and from the checkpoint later; None without a critic.
+    """
+    state = run.state.critic
+    if state is None or config.critic is None:
+        return None
+    critic = Critic(
+        state,
+        run.state,
+        config.critic,
+        config.checkpoint,
+        critic_routes(state, config.rl, config.replay, config.critic),
+        epochs=config.critic_epochs,
+        updates_per_rollout=config.updates_per_rollout,
+    )
+    if run.state.progress.step == 0:
+        run.log.message(critic.begin(run.state.chunks))
+    return critic

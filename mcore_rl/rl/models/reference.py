@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.loss import LossConfig
+from mcore_rl.config.rl.loss import AnyLoss, LossConfig
 from mcore_rl.config.section import Store
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.agree import on_rank_zero
@@ -27,6 +27,7 @@ from mcore_rl.rl.types import Rollout, WaitingBytes
 from mcore_rl.storage.checkpoint import delete, saved_steps
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from mcore_rl.storage.files import checkpoint_errors_explained
+from mcore_rl.train.loop import Run
 from mcore_rl.train.state import TrainState
 
 
@@ -278,3 +279,33 @@ def forget_references(folder: Path, checkpoints: Path, step: int) -> None:
     # A checkpoint needs the newest reference that is not later than the checkpoint.
     needed = {max((old for old in saved if old <= at), default=step) for at in resumable}
     delete([folder / _name(old) for old in saved if old < step and old not in needed])
+
+
+def load_reference(
+    loss: AnyLoss,
+    replay: ReplayConfig,
+    run: Run,
+    logprobs: PolicyLogprobs,
+    routes: PolicyRoutes,
+    updates_per_rollout: int,
+) -> ReferencePass | None:
+    """Collective over the world: return the run's reference policy, at step 0 the policy; None without KL."""
+    if not loss.kl_coeff:
+        return None
+    config, step = run.state.config, run.state.progress.step
+    reference = Reference(
+        run.state.chunks,
+        run.state.mesh,
+        config.model,
+        run.folder.path / "reference",
+        run.folder.checkpoints,
+        store=loss.reference_store,
+        allowed=config.checkpoint.allow_changes,
+        shares_base=config.lora.is_on,
+        base=run.checkpoints.base,
+    )
+    if step == 0:
+        reference.set(0)
+    else:
+        run.log.message(f"reference policy: {reference.resume(step)}")
+    return ReferencePass(reference, loss, replay, logprobs, routes, run.state, updates_per_rollout=updates_per_rollout)

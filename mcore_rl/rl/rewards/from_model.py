@@ -10,21 +10,30 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from mcore_rl.checks.mesh import mesh_violations
+from mcore_rl.checks.run import refuse
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.extension import STEP_MODEL_PART
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.answer_ends import read_steps, step_ends, step_tokens
-from mcore_rl.data.chat import Chat, Conversation, answered
+from mcore_rl.data.chat import Chat, Conversation, answered, load_chat
 from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
-from mcore_rl.errors import DataError
+from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.platform import Platform
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.rl.batch import ValueHead, evaluating, exchange_samples, make_microbatch
-from mcore_rl.rl.frozen_model import FrozenModel
+from mcore_rl.rl.frozen_model import FrozenModel, model_to_freeze
 from mcore_rl.rl.rewards.interface import Outcome, Score, TextStep
 from mcore_rl.rl.rewards.score import Moments
 from mcore_rl.rl.types import Completion, Group, SampleShape, TrainedSample, WaitingBytes
 from mcore_rl.rl.workers import FailedScore
+from mcore_rl.storage.checkpoint import find_checkpoint
+from mcore_rl.storage.folders import read_run, run_of_checkpoint
 
 
 class Reading(NamedTuple):
@@ -339,3 +348,120 @@ def _with_probabilities(outcome: Outcome) -> Outcome:
     # The logistic function, written with tanh so that no score overflows.
     steps = tuple(TextStep(end, 0.5 * (1 + math.tanh(value / 2))) for end, value in outcome.steps)
     return Score(sum(step.value for step in steps), steps)
+
+
+def load_reward_models(config: RlRunConfig, tokenizer: Tokenizer, mesh: Mesh, platform: Platform) -> RewardModels:
+    """Collective over the world: build the reward models in rl.reward.parts.
+
+    Raises:
+        ConfigError: if a checkpoint is not a reward model, or its model cannot be sharded over the mesh.
+        DataError: if it was trained with another tokenizer.
+    """
+    reward = config.rl.reward
+    sources = on_rank_zero(
+        lambda: [
+            reward_model_source(part, config.model, config.rl, config.mesh, config.packed_length, tokenizer)
+            for part in reward.model_parts
+        ]
+    )
+    readers = on_every_rank(lambda: [reader_of(source, reward.step_separator, tokenizer) for source in sources])
+    models = [
+        RewardModel(
+            source,
+            read,
+            FrozenModel(
+                source.model,
+                source.path,
+                mesh,
+                platform,
+                config.platform,
+                store=reward.model_store,
+                verify_checksums=config.checkpoint.verify_checksums,
+            ),
+            mesh,
+            platform.device,
+            packed_length=max(config.packed_length, config.longest_sample + 1),
+            packed_multiple=config.packed_multiple,
+        )
+        for source, read in zip(sources, readers, strict=True)
+    ]
+    return RewardModels(models, mesh, normalize=reward.normalize_models, step_value=reward.step_value)
+
+
+def reward_model_source(
+    part: str, policy: ModelConfig, rl: RlConfig, mesh: MeshConfig, packed_length: int, tokenizer: Tokenizer
+) -> RewardModelSource:
+    """Return the model of a part `model:PATH`, after all checks that need no weights."""
+    path = find_checkpoint(Path(part.partition(":")[2]))
+    field = f'rl.reward.parts="{part}"'
+    model = model_to_freeze(path, policy)
+    if model.head != "score":
+        raise ConfigError(
+            f"{field}: {path} is of a language model, which gives no score. Name a checkpoint of a reward model, as "
+            "`mcore-rl rm` trains."
+        )
+    own_text = _own_text(part, path, model, policy, rl, tokenizer)
+    refuse([f"{field}: {violation}" for violation in mesh_violations(model, mesh, packed_length, "the policy's")])
+    return RewardModelSource(part=part, path=path, model=model, own_text=own_text)
+
+
+def _own_text(
+    part: str, path: Path, model: ModelConfig, policy: ModelConfig, rl: RlConfig, tokenizer: Tokenizer
+) -> OwnText | None:
+    """Return a reward model's tokenizer and template from `rl.reward.model_tokenizer` or from the run that trained it;
+    None if they are the policy's and it reads the policy's tokens.
+    """
+    reward, field = rl.reward, f'rl.reward.parts="{part}"'
+    folder = run_of_checkpoint(path)
+    trained = read_run(folder) if folder is not None and (folder / "checkpoints").is_dir() else None
+    theirs = reward.model_tokenizer
+    if theirs is None and trained is not None and trained.tokenizer.path is not None:
+        # Nothing is known about a missing tokenizer.
+        theirs = trained.tokenizer if Path(trained.tokenizer.path).exists() else None
+    own = load_tokenizer(theirs) if theirs is not None else tokenizer
+    if theirs is None or own.digest == tokenizer.digest:
+        if model.vocab_size != policy.vocab_size:
+            raise ConfigError(
+                f"{field} has {model.vocab_size} tokens, the policy {policy.vocab_size}, and nothing says which "
+                "tokenizer it was trained with: it would read other tokens than the policy writes. Name its tokenizer "
+                "in rl.reward.model_tokenizer, and its template in rl.reward.model_chat_template."
+            )
+        if reward.model_chat_template is not None:
+            raise ConfigError(
+                f'rl.reward.model_chat_template="{reward.model_chat_template}" is not used: {field} has the policy\'s '
+                "tokenizer, and reads the policy's tokens as they are. Leave it out."
+            )
+        return None
+    if own.vocab_size > model.vocab_size:
+        raise DataError(
+            f"the tokenizer {theirs.path} has {own.vocab_size} tokens, {field} {model.vocab_size}. Name in "
+            "rl.reward.model_tokenizer the one that the model was trained with."
+        )
+    if rl.environment.name is not None:
+        raise ConfigError(
+            f"{field} has a tokenizer of its own, and conversations with rl.environment are not tokenised again. Name "
+            "a reward model with the policy's tokenizer."
+        )
+    template = reward.model_chat_template or (trained.chat_template if trained is not None else None)
+    if template is None:
+        raise ConfigError(
+            f"{field} has a tokenizer of its own, and nothing says which template it was trained with. Set "
+            "rl.reward.model_chat_template."
+        )
+    load_chat(template, own, theirs.path)
+    return OwnText(theirs, template)
+
+
+def reader_of(source: RewardModelSource, separator: str, tokenizer: Tokenizer) -> Reader:
+    """Return how a reward model reads completions: in the policy's tokens, or as text in its own tokens.
+
+    Args:
+        source: the reward model.
+        separator: text that ends a step, if the model scores steps.
+        tokenizer: the policy's tokenizer.
+    """
+    if source.own_text is not None:
+        config, template = source.own_text
+        chat = load_chat(template, load_tokenizer(config), config.path)
+        return text_reader(chat, separator if source.scores_steps else None)
+    return step_reader(separator, tokenizer.decode) if source.scores_steps else whole_reader

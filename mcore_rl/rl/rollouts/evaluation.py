@@ -18,9 +18,9 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.metrics.progress import Z_95, wilson
 from mcore_rl.rl.rollouts.prompts import HELD_OUT_SEED
-from mcore_rl.rl.rollouts.rollout import GroupSummary, Rollouts, rewards_of, sample_seed
+from mcore_rl.rl.rollouts.rollout import Rollouts, rewards_of, sample_seed
 from mcore_rl.rl.sampling import Cut
-from mcore_rl.rl.types import Completion, Group, Prompt, Rollout
+from mcore_rl.rl.types import Completion, Group, GroupSummary, Prompt, Rollout
 from mcore_rl.storage.files import write_atomically
 
 

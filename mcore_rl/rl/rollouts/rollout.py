@@ -4,9 +4,9 @@ import hashlib
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from mcore_rl.megatron.agree import on_every_rank
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.engines.base import Engine, Sampling, asking
-from mcore_rl.rl.environments.conversations import Conversations
-from mcore_rl.rl.rewards.from_model import RewardModels
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import (
     FailedPart,
@@ -30,45 +28,23 @@ from mcore_rl.rl.rewards.score import (
     first_of_each_kind,
     refuse_failing_parts,
 )
-from mcore_rl.rl.rollouts.flow import GroupFlow
 from mcore_rl.rl.rollouts.prompts import PromptSource, own_positions
 from mcore_rl.rl.rollouts.signal import (
-    constant_groups,
+    cut_metrics,
+    episode_metrics,
     episodes_reason,
+    group_metrics,
     groups_to_train_on,
+    rollout_metrics,
     signal_of,
     truncation_reason,
 )
-from mcore_rl.rl.sampling import Cut
-from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt, Rollout, SampleShape, StepReward
+from mcore_rl.rl.types import Completion, Group, GroupSummary, Prompt, Rollout, SampleShape, StepReward
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupSummary:
-    """Summary of a group, available on all ranks."""
-
-    index: int
-    """Index of the group's prompt among the prompts taken for this rollout batch."""
-    replica_rank: int
-    """Rank of the replica that generated the group, among the data- and context-parallel ranks."""
-    num_prompt_tokens: int
-    lengths_G: list[int]
-    """Number of tokens of each completion, including an environment's tokens."""
-    num_sampled_G: list[int]
-    """Number of tokens of each completion that the policy sampled."""
-    spans_G: list[tuple[tuple[int, int], ...] | None]
-    """For each completion, (start, end) of the sampled tokens of each turn; None: all tokens are sampled."""
-    truncated_G: list[bool]
-    rewards_G: list[float]
-    """Rewards; NaN if a score failed."""
-    num_stale_G: list[int]
-    """Number of leading tokens of each completion sampled by weights older than the engine's current weights."""
-    correct_G: list[bool | None]
-    """Whether each completion is correct; None if the deciding score failed, or no part decides."""
-    steps_GI: Sequence[Sequence[StepReward]] = ()
-    """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
-    teacher: int = 0
-    """Index of the prompt's teacher in `rl.distill.paths`."""
+if TYPE_CHECKING:  # a run imports only what its config names
+    from mcore_rl.rl.environments.conversations import Conversations
+    from mcore_rl.rl.rewards.from_model import RewardModels
+    from mcore_rl.rl.rollouts.flow import GroupFlow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,16 +82,16 @@ class Rollouts:
     """Seed of the run."""
     updates_per_rollout: int
     """Optimizer steps between two rollout batches."""
-    models: RewardModels | None = None
+    models: "RewardModels | None" = None
     """Reward parts that are models; None if there are none."""
     special_ids: frozenset[int] = frozenset()
     """Special tokens of the tokenizer."""
-    conversations: Conversations | None = None
+    conversations: "Conversations | None" = None
     """Conversations with an environment, in which the engine generates the policy's turns; None without them."""
     baseline: Baseline | None = None
     """Function from the prompts of a batch to rewards with which their completions are compared; None: the completions
     of a prompt are compared with each other."""
-    flow: GroupFlow | None = None
+    flow: "GroupFlow | None" = None
     """Groups that are generated while the policy trains; None: generation and training alternate."""
 
     def take(self, cursor: int) -> Rollout:
@@ -156,7 +132,7 @@ class Rollouts:
             metrics.append(Metric("rollout/unused_groups", len(summaries) - len(chosen)))
         rewards_PG = rewards_of(chosen).view(len(chosen), rollout.group_size)
         if rollout.group_size > 1:
-            metrics += _group_metrics(rewards_PG)
+            metrics += group_metrics(rewards_PG)
         baseline_P = None
         if self.baseline is not None:
             baseline_P, measured = self.baseline(self, prompts)
@@ -256,7 +232,7 @@ class Rollouts:
             self.engine.update_weights(step)
         self.flow.admit(step // self.updates_per_rollout)
 
-    def _take_from(self, flow: GroupFlow, cursor: int) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
+    def _take_from(self, flow: "GroupFlow", cursor: int) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
         """Take the rollout batch that begins with prompt `cursor` from `flow`, and score it."""
         start_s = time.perf_counter()
         taken_groups, period_s = flow.take(cursor)
@@ -308,9 +284,9 @@ class Rollouts:
             summaries = self._summaries(by_index, scores)
             metrics = [
                 *scores.metrics(),
-                *_rollout_metrics(summaries, waited_s, generation_s),
-                *_cut_metrics(groups, sampling.cut),
-                *([] if self.conversations is None else _episode_metrics(groups, environment_s)),
+                *rollout_metrics(summaries, waited_s, generation_s),
+                *cut_metrics(groups, sampling.cut),
+                *([] if self.conversations is None else episode_metrics(groups, environment_s)),
                 Metric("time/reward_s", scored_s - generated_s),
             ]
             local = _ReplicaScores(
@@ -379,7 +355,7 @@ class Rollouts:
             for p, (index, group) in enumerate(groups.items())
         ]
 
-    def _flow_metrics(self, flow: GroupFlow, groups: Sequence[Group]) -> list[Metric]:
+    def _flow_metrics(self, flow: "GroupFlow", groups: Sequence[Group]) -> list[Metric]:
         """Collective over the world: return metrics of the started groups and of the staleness of the completions.
 
         Staleness is the age of the weights that sampled a completion's first token, relative to the engine's current
@@ -486,61 +462,3 @@ def _steps_PN(summaries: Sequence[GroupSummary]) -> Tensor:
 def rewards_of(summaries: Sequence[GroupSummary]) -> Tensor:
     """Return the rewards of groups of one size, float64 `[P, G]`; NaN if a score failed."""
     return torch.tensor([summary.rewards_G for summary in summaries], dtype=torch.float64)
-
-
-def _group_metrics(rewards_PG: Tensor) -> list[Metric]:
-    """Return metrics of how much rewards differ within a group."""
-    # Without any group nothing has a signal: the fraction is then 1, rather than 0 of 0.
-    num_constant = int(constant_groups(rewards_PG).sum()) if len(rewards_PG) else 1
-    of_scored = [row_G[~row_G.isnan()] for row_G in rewards_PG]
-    stds = [row_G.std(correction=0).item() for row_G in of_scored if len(row_G)]
-    return [
-        Metric("reward/groups_without_signal_fraction", num_constant, max(1, len(rewards_PG))),
-        Metric("reward/group_std", sum(stds), max(1, len(stds))),
-    ]
-
-
-def _cut_metrics(groups: Sequence[Group], cut: Cut) -> Iterator[Metric]:
-    """Yield the KL divergence of the sampling distribution from the trained distribution, if top-k, top-p or min-p cut.
-
-    The sampling distribution is the trained distribution restricted to the kept tokens and divided by their mass m, so
-    the log of the ratio is -log m at every token.
-    """
-    completions = [completion for group in groups for completion in group.completions]
-    if not cut.is_open and all(completion.kept_logprobs_T is not None for completion in completions):
-        kept_T = [
-            logprob
-            for completion in completions
-            for start, end in completion.sampled_spans
-            for logprob in (completion.kept_logprobs_T or ())[start:end]
-        ]
-        yield Metric("rollout/cut_kl_nats", -sum(kept_T), len(kept_T))
-
-
-def _episode_metrics(groups: Sequence[Group], environment_s: float | None) -> Iterator[Metric]:
-    """Yield metrics of conversations with an environment, with its time `environment_s` unless unknown (None)."""
-    completions = [completion for group in groups for completion in group.completions]
-    episodes = [completion.episode for completion in completions if completion.episode is not None]
-    count = len(episodes)
-    yield Metric("environment/turns", sum(len(episode.turns) for episode in episodes), count)
-    num_tokens = sum(len(completion.tokens_T) - completion.num_sampled for completion in completions)
-    yield Metric("environment/tokens", num_tokens, count)
-    ends = Counter(episode.end for episode in episodes)
-    for end in get_args(EpisodeEnd):
-        yield Metric(f"environment/ended_{end}_fraction", ends[end], count)
-    if environment_s is not None:
-        yield Metric("time/environment_s", environment_s)
-
-
-def _rollout_metrics(summaries: Sequence[GroupSummary], waited_s: float, generation_s: float) -> list[Metric]:
-    lengths = [length for summary in summaries for length in summary.num_sampled_G]
-    num_truncated = sum(sum(summary.truncated_G) for summary in summaries)
-    num_prompt_tokens = sum(summary.num_prompt_tokens for summary in summaries)
-    return [
-        Metric("rollout/completion_tokens", sum(lengths), len(lengths)),
-        Metric("rollout/longest_completion_tokens", max(lengths)),
-        Metric("rollout/prompt_tokens", num_prompt_tokens, len(summaries)),
-        Metric("rollout/truncated_fraction", num_truncated, len(lengths)),
-        Metric("rollout/tokens_per_s_per_replica", sum(lengths), generation_s),
-        Metric("time/rollout_s", waited_s),
-    ]

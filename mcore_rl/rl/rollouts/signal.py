@@ -1,7 +1,8 @@
-"""Learning signal of rollout batches, and warnings with a reason and a remedy where a batch teaches nothing."""
+"""Metrics and learning signal of rollout batches, and warnings with a reason and a remedy where nothing is learned."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from torch import Tensor
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.rewards.score import ROUNDING
-from mcore_rl.rl.types import EpisodeEnd, Group, Signal
+from mcore_rl.rl.sampling import Cut
+from mcore_rl.rl.types import EpisodeEnd, Group, GroupSummary, Signal
 
 NUM_BATCHES = 10
 """Number of rollout batches over which groups are counted, and of calls after which a warning may be repeated."""
@@ -243,3 +245,62 @@ def _named_token(token: int, decode: Callable[[Sequence[int]], str]) -> str:
     """Return a token's text and id; only the id if it has no text, as a control piece of SentencePiece."""
     text = decode([token])
     return f"{text!r} ({token})" if text else f"token {token}"
+
+
+def group_metrics(rewards_PG: Tensor) -> list[Metric]:
+    """Return metrics of how much rewards differ within a group."""
+    # Without any group nothing has a signal: the fraction is then 1, rather than 0 of 0.
+    num_constant = int(constant_groups(rewards_PG).sum()) if len(rewards_PG) else 1
+    of_scored = [row_G[~row_G.isnan()] for row_G in rewards_PG]
+    stds = [row_G.std(correction=0).item() for row_G in of_scored if len(row_G)]
+    return [
+        Metric("reward/groups_without_signal_fraction", num_constant, max(1, len(rewards_PG))),
+        Metric("reward/group_std", sum(stds), max(1, len(stds))),
+    ]
+
+
+def cut_metrics(groups: Sequence[Group], cut: Cut) -> Iterator[Metric]:
+    """Yield the KL divergence of the sampling distribution from the trained distribution, if top-k, top-p or min-p cut.
+
+    The sampling distribution is the trained distribution restricted to the kept tokens and divided by their mass m, so
+    the log of the ratio is -log m at every token.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    if not cut.is_open and all(completion.kept_logprobs_T is not None for completion in completions):
+        kept_T = [
+            logprob
+            for completion in completions
+            for start, end in completion.sampled_spans
+            for logprob in (completion.kept_logprobs_T or ())[start:end]
+        ]
+        yield Metric("rollout/cut_kl_nats", -sum(kept_T), len(kept_T))
+
+
+def episode_metrics(groups: Sequence[Group], environment_s: float | None) -> Iterator[Metric]:
+    """Yield metrics of conversations with an environment, with its time `environment_s` unless unknown (None)."""
+    completions = [completion for group in groups for completion in group.completions]
+    episodes = [completion.episode for completion in completions if completion.episode is not None]
+    count = len(episodes)
+    yield Metric("environment/turns", sum(len(episode.turns) for episode in episodes), count)
+    num_tokens = sum(len(completion.tokens_T) - completion.num_sampled for completion in completions)
+    yield Metric("environment/tokens", num_tokens, count)
+    ends = Counter(episode.end for episode in episodes)
+    for end in get_args(EpisodeEnd):
+        yield Metric(f"environment/ended_{end}_fraction", ends[end], count)
+    if environment_s is not None:
+        yield Metric("time/environment_s", environment_s)
+
+
+def rollout_metrics(summaries: Sequence[GroupSummary], waited_s: float, generation_s: float) -> list[Metric]:
+    """Return metrics of lengths, truncation and speed; `waited_s` and `generation_s` are seconds."""
+    lengths = [length for summary in summaries for length in summary.num_sampled_G]
+    num_truncated = sum(sum(summary.truncated_G) for summary in summaries)
+    num_prompt_tokens = sum(summary.num_prompt_tokens for summary in summaries)
+    return [
+        Metric("rollout/completion_tokens", sum(lengths), len(lengths)),
+        Metric("rollout/longest_completion_tokens", max(lengths)),
+        Metric("rollout/prompt_tokens", num_prompt_tokens, len(summaries)),
+        Metric("rollout/truncated_fraction", num_truncated, len(lengths)),
+        Metric("rollout/tokens_per_s_per_replica", sum(lengths), generation_s),
+        Metric("time/rollout_s", waited_s),
+    ]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,12 @@ from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.batch import LogprobHead, Minibatch, PolicyMicrobatch, evaluating, layout_of
-from mcore_rl.rl.step.router_shift import RouterShift
-from mcore_rl.rl.step.trace import TokenTrace
 from mcore_rl.rl.types import Completion, Prompt, Rollout
 from mcore_rl.train.state import TrainState
+
+if TYPE_CHECKING:
+    from mcore_rl.rl.step.router_shift import RouterShift
+    from mcore_rl.rl.step.trace import TokenTrace
 
 
 class RefusedCompletionsError(Exception):
@@ -98,7 +101,9 @@ class PolicyRoutes:
             if replay.split_layers is not None:
                 self._live, self._mixed = (RoutingCache(state.chunks, model, replay) for _ in range(2))
             if rl.loss.uses_router_shift:
-                self._shift = RouterShift(state.chunks, state.mesh, model, replay)
+                from mcore_rl.rl.step import router_shift  # only a loss with router-shift ratios
+
+                self._shift = router_shift.RouterShift(state.chunks, state.mesh, model, replay)
 
     def begin(self, rollout: Rollout, microbatches: Sequence[PolicyMicrobatch]) -> None:
         """Forget the previous rollout batch and fetch the engine's routes for `rollout` from the ranks that have them.

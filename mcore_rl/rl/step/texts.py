@@ -1,20 +1,39 @@
 """Texts mixed into the policy's updates: this rank's microbatches for each optimizer step."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rl.loss import PtxConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
+from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.batch import BatchSource, SampleDataset
+from mcore_rl.data.chat import Chat
+from mcore_rl.data.examples import read_examples
+from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
+from mcore_rl.data.packing import PackedSequences, PackingOptions
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import MAX, Head, HeadOutput, ReadsDeferredLogits
 from mcore_rl.megatron.vocab import IGNORED_TARGET, Logits, logprobs_and_entropy
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.rl.batch import PolicyMicrobatch
+from mcore_rl.train.loop import Run
 from mcore_rl.train.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSource:
+    """The data of `rl.ptx`, after all checks."""
+
+    packed: PackedSequences | None
+    """Conversations; None if the texts are tokens on disk."""
+    plan: DataPlan | None
+    """Tokens on disk; None if the texts are conversations."""
 
 
 class MixedHead(ReadsDeferredLogits):
@@ -121,3 +140,42 @@ class Texts:
         total = torch.stack([microbatch.loss_mask_Bs.double().sum() for microbatch in microbatches]).sum()
         dist.all_reduce(total, group=self._mesh.dp_cp.group)
         return total.item()
+
+
+def read_texts(config: RlRunConfig, chat: Chat, pad_id: int) -> TextSource:
+    """Return the texts of `rl.ptx` for all steps. A DataError names lines that are not conversations.
+
+    Args:
+        config: the run's config.
+        chat: the prompts' chat template.
+        pad_id: the token with which sequences are padded.
+    """
+    ptx, train, length = config.rl.ptx, config.train, config.packed_length
+    num_sequences = train.steps * ptx.sequences
+    if ptx.tokens:
+        data = DataConfig(train=ptx.tokens, split=(1.0, 0.0, 0.0), seq_length=length)
+        counts = SampleCounts(train=num_sequences, valid=0, test=0)
+        return TextSource(packed=None, plan=plan_data(data, vocab_size=config.model.vocab_size, samples=counts))
+    form = SFTDataConfig(train=ptx.files, seq_length=length, too_long="skip")
+    packing = PackingOptions(
+        row_length=length, length_multiple=config.mesh.zigzag, buffer=form.pack_buffer, seed=train.seed, pad_id=pad_id
+    )
+    packed = PackedSequences(read_examples(ptx.files, form, chat), packing, num_sequences)
+    return TextSource(packed=packed, plan=None)
+
+
+def load_texts(rl: RlConfig, seed: int, run: Run, source: TextSource, vocab_size: int) -> Texts:
+    """Collective over the world: return the part that mixes texts into updates."""
+    if source.packed is not None:
+        examples = source.packed.examples
+        counts = f"{len(examples)} conversations, {examples.num_skipped} too long and left out"
+        for line in (f"rl.ptx: {counts}", *examples.notes):
+            run.log.message(line)
+        dataset: SampleDataset = source.packed
+    else:
+        assert source.plan is not None
+        for text in source.plan.sources:
+            run.log.message(f"rl.ptx: {text.describe(source.plan.samples.train)}")
+        cache = run.folder.path / "index_cache"
+        dataset = build_datasets(source.plan, seed=seed, cache_dir=cache).train
+    return Texts(dataset, rl.ptx, run.state, vocab_size=vocab_size, chunk_tokens=rl.loss.logprob_chunk_tokens)

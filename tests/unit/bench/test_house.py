@@ -29,14 +29,9 @@ def test_a_closure_has_the_packages_above_and_nothing_for_types_alone(tmp_path):
 @pytest.mark.parametrize(
     "feature",
     [
-        "convert",
-        "report",
-        "launch",
-        "families.deepseek_v32",
-        "rl.engines.served",
-        "model.layers.delta",
-        "model.layers.indexed",
-        "model.layers.cpu",
+        *("convert", "report", "launch", "families.deepseek_v32", "data.indexed", "data.preferences"),
+        *("rl.engines.served", "rl.engines.native", "rl.environments", "rl.models", "rl.rewards.from_model"),
+        *("model.layers.delta", "model.layers.indexed", "model.layers.cpu"),
     ],
 )
 def test_reinforcement_learning_imports_nothing_of_what_a_run_need_not_have(feature):
@@ -46,5 +41,5 @@ def test_reinforcement_learning_imports_nothing_of_what_a_run_need_not_have(feat
 
 def test_the_rl_program_imports_few_modules():
     closure = import_closure(ROOT, RL_PROGRAMS[0])
-    assert len(closure) <= 203
-    assert sum(closure.values()) <= 45_300
+    assert len(closure) <= 192
+    assert sum(closure.values()) <= 41_400

@@ -21,10 +21,16 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.programs.rl import refuse_other_critic
-from mcore_rl.programs.rollouts import load_reward_models, reward_model_source
 from mcore_rl.rl.frozen_model import FrozenModel
-from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels, RewardModelSource, whole_reader
+from mcore_rl.rl.models.critic import refuse_other_critic
+from mcore_rl.rl.rewards.from_model import (
+    RewardModel,
+    RewardModels,
+    RewardModelSource,
+    load_reward_models,
+    reward_model_source,
+    whole_reader,
+)
 from mcore_rl.rl.rewards.interface import Outcome, Score
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version

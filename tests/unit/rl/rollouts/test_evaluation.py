@@ -8,7 +8,8 @@ import pytest
 
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.rl.rollouts.evaluation import evaluation_interval, evaluation_metrics, pass_at_k, table_lines
-from mcore_rl.rl.rollouts.rollout import GroupSummary, sample_seed
+from mcore_rl.rl.rollouts.rollout import sample_seed
+from mcore_rl.rl.types import GroupSummary
 
 
 def test_pass_at_k_is_the_share_of_choices_with_a_right_answer() -> None:
