@@ -375,7 +375,7 @@ def _targets(lora: LoraConfig, model: ModelConfig) -> Iterator[str]:
         if target not in there:
             yield (
                 f'lora.targets names "{target}", which this {model.family} model does not have: the adapters would '
-                f"be of nothing. It has {', '.join(there)}."
+                f"be of nothing. Name some of {', '.join(there)}."
             )
     if len(set(targets)) < len(targets):
         yield f"lora.targets={toml_value(list(targets))} names a kind of modules twice. Name each once."

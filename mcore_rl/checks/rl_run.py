@@ -61,17 +61,17 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
 
 def _lengths(rl: RlConfig, packed_length: int, longest: int, max_position: int) -> Iterator[str]:
     max_tokens = rl.update.max_tokens_per_microbatch
-    if max_tokens != "auto" and packed_length < longest:
-        yield (
-            f"rl.update.max_tokens_per_microbatch={max_tokens} holds no rl.prompts.max_tokens="
-            f"{rl.prompts.max_tokens} with {_completion_field(rl)}={rl.max_completion_tokens}. "
-            f"Raise it to {longest} or more, or shorten them."
-        )
     if longest > max_position:
         yield (
             f"rl.prompts.max_tokens={rl.prompts.max_tokens} + {_completion_field(rl)}="
             f"{rl.max_completion_tokens} are more than model.max_position={max_position}. "
             "Shorten one of them."
+        )
+    elif max_tokens != "auto" and packed_length < longest:
+        yield (
+            f"rl.update.max_tokens_per_microbatch={max_tokens} holds no rl.prompts.max_tokens="
+            f"{rl.prompts.max_tokens} with {_completion_field(rl)}={rl.max_completion_tokens}. "
+            f"Raise it to {longest} or more, or shorten them."
         )
 
 

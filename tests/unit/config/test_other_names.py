@@ -67,31 +67,6 @@ def test_each_field_that_is_answered_is_one_of_a_training():
     assert not {field for row in EQUIVALENTS for field in row.fields} - fields
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "system", "ours"),
-    [
-        ("rl", "actor_rollout_ref.actor.optim.lr", "verl", "optim.lr"),
-        ("rl", "critic.optim.lr", "verl", "rl.advantage.critic.optim.lr"),
-        ("rl", "actor.ppo_epochs", "verl", "rl.update.epochs"),
-        ("rl", "beta", "TRL", "rl.loss.kl_coeff"),
-        ("dpo", "beta", "TRL", "dpo.beta"),
-        ("rl", "rl.temperature", "TRL", "rl.rollout.temperature"),
-        ("rl", "learning_rate", "TRL", "optim.lr"),
-        ("sft", "optim.learning_rate", "TRL", "optim.lr"),
-        ("rl", "num_generations", "TRL", "rl.rollout.group_size"),
-        ("rl", "n-samples-per-prompt", "slime", "rl.rollout.group_size"),
-        ("rl", "grpo.num_prompts_per_step", "NeMo-RL", "rl.rollout.prompts_per_step"),
-        ("rl", "init_kl_coef", "OpenRLHF", "rl.loss.kl_coeff and rl.loss.kl_in"),
-        ("pretrain", "tensor_model_parallel_size", "Megatron-LM", "mesh.tp"),
-    ],
-)
-def test_a_key_of_another_system_is_answered_with_ours(kind, key, system, ours):
-    stands = "stand" if " and " in ours else "stands"
-    assert f"Unknown key {key} on the command line. It is a setting of {system}: here {ours} {stands} for it." in (
-        complaint(kind, f"{key}=1")
-    )
-
-
 @pytest.mark.parametrize("key", ["lora.dropout", "lora_dropout", "actor_rollout_ref.model.lora.dropout"])
 def test_a_setting_that_is_not_offered_is_answered_with_the_reason(key):
     message = complaint("sft", f"{key}=0.1")

@@ -1,0 +1,102 @@
+"""Programs as a whole: what follows from their configs, and the files that they name."""
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.checks.inputs import absent_inputs, inputs_of
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.load import load_config
+from mcore_rl.config.preferences import DPOConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
+from mcore_rl.config.sft import SFTConfig
+from mcore_rl.errors import ConfigError
+
+GRPO = Path("tiny_moe/grpo")
+
+
+def config(*overrides: str) -> RlRunConfig:
+    return load_config(RlRunConfig, GRPO, overrides)
+
+
+def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() -> None:
+    tiny = config()
+    assert (tiny.rollout_size, tiny.updates_per_rollout) == (128, 2)
+    assert config("rl.update.epochs=3").updates_per_rollout == 6
+    cut = config("mesh.cp=2", "rl.prompts.max_tokens=15", "rl.update.max_tokens_per_microbatch=auto")
+    assert (cut.longest_sample, cut.packed_multiple, cut.packed_length) == (32, 4, 32)
+    in_8_bits = cut.platform.model_copy(update={"fp8": "hybrid", "fp8_recipe": "mxfp8"})
+    assert cut.model_copy(update={"platform": in_8_bits}).packed_multiple == 32 * cut.mesh.tp * cut.mesh.cp
+
+
+def test_paper_values_follow_the_kind_of_loss() -> None:
+    gspo = load_config(RlConfig, None, ["loss.kind=gspo"]).loss
+    assert (gspo.clip, gspo.aggregation_in_use) == ((3e-4, 4e-4), "seq_mean_token_mean")
+    grpo = load_config(RlConfig, None, ["loss.clip_high=0.28"]).loss
+    assert (grpo.clip, grpo.aggregation_in_use) == ((0.2, 0.28), "seq_mean_token_mean")
+    assert load_config(RlConfig, None, ["loss.kind=cispo"]).loss.aggregation_in_use == "token_mean"
+
+
+def test_dapo_and_cispo_are_their_papers() -> None:
+    dapo, cispo = (load_config(RlRunConfig, Path(f"tiny_moe/{name}")).rl for name in ("dapo", "cispo"))
+    assert (dapo.loss.clip, dapo.loss.aggregation_in_use, dapo.loss.kl_coeff) == ((0.2, 0.28), "token_mean", 0)
+    assert dapo.rollout.dynamic_sampling and dapo.reward.overlong_buffer_tokens
+    assert (cispo.loss.kind, cispo.loss.aggregation_in_use) == ("cispo", "token_mean")
+
+
+def test_dr_grpo_is_divided_by_neither_length_nor_spread() -> None:
+    dr_grpo = load_config(RlRunConfig, Path("tiny_moe/dr_grpo")).rl
+    assert (dr_grpo.loss.aggregation_in_use, dr_grpo.advantage.kind) == ("seq_mean_token_sum_norm", "mean")
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_layers_of_transformer_engine_are_refused_by_every_program_before_it_begins(kind: str) -> None:
+    program = PROGRAMS[kind]
+    with pytest.raises(ConfigError, match=r'"te": TransformerEngine has norms .* Set platform\.layers="torch"'):
+        program.checked_ranks(load_config(program.config, None, ["lora.rank=4", "platform.layers=te"]), None)
+    assert not load_config(program.config, None, ["lora.rank=4"]).allows_te
+
+
+def test_transformer_engine_trains_a_policy_without_adapters_that_servers_sample_from() -> None:
+    served = ("rl.engine.kind=vllm", "rl.engine.count=2")
+    assert config(*served).allows_te and not config().allows_te and not config(*served, "lora.rank=4").allows_te
+    assert load_config(SFTConfig, None).allows_te
+
+
+def test_teachers_and_texts_that_are_not_there_are_named_with_the_other_files() -> None:
+    gone = config(
+        "lora.load=gone/adapters",
+        "rl.engine.kind=vllm",
+        "rl.engine.base_model=gone/base",
+        "rl.engine.ca_file=gone/engine.pem",
+        'rl.reward.model_tokenizer={kind="huggingface", path="gone/tokenizer"}',
+        "rl.reward.model_chat_template=gone/chat.jinja",
+        "rl.reward.server.ca_file=gone/reward.pem",
+        "rl.distill.teacher=gone/teacher",
+        'rl.distill.teachers={mathematics="gone/other", own="self"}',
+        'rl.ptx.files=["gone/chat.jsonl"]',
+        'rl.ptx.tokens=["gone/books"]',
+    )
+    wanted = {
+        "lora.load": "gone/adapters",
+        "rl.reward.model_tokenizer.path": "gone/tokenizer",
+        "rl.reward.model_chat_template": "gone/chat.jinja",
+        "rl.reward.server.ca_file": "gone/reward.pem",
+        "rl.distill.teacher": "gone/teacher",
+        "rl.distill.teachers.mathematics": "gone/other",
+        "rl.ptx.files": "gone/chat.jsonl",
+        "rl.ptx.tokens": "gone/books.bin gone/books.idx",
+        "rl.engine.base_model": "gone/base",
+        "rl.engine.ca_file": "gone/engine.pem",
+    }
+    inputs = [(name, str(path)) for name, path, _ in inputs_of(gone) if str(path).startswith("gone/")]
+    assert inputs == [(name, path) for name, paths in wanted.items() for path in paths.split()]
+    sentences = "\n".join(absent_inputs(inputs_of(gone)))
+    assert all(f"{name} names" in sentences and path in sentences for name, path in inputs)
+
+
+def test_a_reference_that_is_not_there_is_named(tmp_path: Path) -> None:
+    words = (f"dpo.reference={tmp_path}/sft", f"run_dir={tmp_path}/run")
+    dpo = load_config(DPOConfig, Path("tiny_moe/dpo"), words)
+    (sentence,) = (text for text in absent_inputs(inputs_of(dpo)) if "dpo.reference" in text)
+    assert f"dpo.reference names the checkpoint {tmp_path}/sft, which does not exist" in sentence
