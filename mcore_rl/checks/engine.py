@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from mcore_rl.checks.model import unused
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
@@ -36,8 +37,8 @@ def engine_violations(config: RlRunConfig) -> Iterator[str]:
     if isinstance(engine, NativeConfig) and engine.cuda_graphs is True:
         yield from _graphs(config.mesh, config.model, config.platform)
     if isinstance(engine, ServedConfig):
-        yield from _servers(engine)
-        yield from _arguments(engine, config.platform.device)
+        yield from _servers(engine, config.platform.device)
+        yield from _arguments(engine)
         yield from _logprobs(engine.kind, config.rl.rollout, config.rl.eval.temperature)
         yield from _model(engine, config.model, config.rl.prompts.max_tokens + config.rl.max_completion_tokens)
         yield from _routes(engine, config.replay, config.platform.device)
@@ -64,7 +65,7 @@ def _graphs(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> I
         )
 
 
-def _servers(engine: ServedConfig) -> Iterator[str]:
+def _servers(engine: ServedConfig, device: str) -> Iterator[str]:
     total = engine.count or len(engine.urls)
     if bool(engine.count) == bool(engine.urls):
         yield (
@@ -83,16 +84,20 @@ def _servers(engine: ServedConfig) -> Iterator[str]:
             yield f'rl.engine.urls names "{url}", wanted an address as http://node7:8000. Correct it.'
     if len(set(engine.urls)) < len(engine.urls):
         yield f"rl.engine.urls={toml_value(list(engine.urls))} names a server twice. Take one out."
-    if engine.api_key_env and engine.count:
-        yield (
-            f'rl.engine.api_key_env="{engine.api_key_env}" with rl.engine.count={engine.count}: servers that the run '
-            "starts listen on their own machine alone and ask for no key. Clear it."
-        )
-    if engine.ca_file and not any(url.startswith("https://") for url in engine.urls):
-        yield f'rl.engine.ca_file="{engine.ca_file}", and no server of rl.engine.urls is https. Clear it.'
+    cause = f"rl.engine.count={engine.count}: servers that are started are reached on their own machine, without a key"
+    has_https = any(url.startswith("https://") for url in engine.urls)
+    yield from unused(
+        "rl.engine",
+        engine,
+        (bool(engine.count), "api_key_env", cause),
+        (not has_https, "ca_file", "rl.engine.urls, none of which is https"),
+        (device == "cpu", "devices", 'platform.device="cpu"'),
+        (engine.broadcasts, "transport_dir", 'rl.engine.transport="nccl"'),
+        (engine.lora == "merged", "base_model", 'rl.engine.lora="merged": servers get all weights from the trainer'),
+    )
 
 
-def _arguments(engine: ServedConfig, device: str) -> Iterator[str]:
+def _arguments(engine: ServedConfig) -> Iterator[str]:
     """Check how servers are started."""
     if own := [argument for argument in engine.args if argument.split("=")[0] in OWN_ARGUMENTS]:
         yield (
@@ -105,10 +110,6 @@ def _arguments(engine: ServedConfig, device: str) -> Iterator[str]:
             f"rl.engine.devices={list(engine.devices)}: rl.engine.count={engine.count} servers of tensor_parallel="
             f"{engine.tensor_parallel} take {wanted} different GPUs. Name as many."
         )
-    if engine.devices and device == "cpu":
-        yield f'rl.engine.devices={list(engine.devices)} with platform.device="cpu". Clear it.'
-    if engine.transport_dir and engine.broadcasts:
-        yield f'rl.engine.transport_dir="{engine.transport_dir}" is not used by transport="nccl". Clear it.'
 
 
 def _logprobs(kind: str, rollout: RolloutConfig, eval_temperature: float) -> Iterator[str]:
@@ -132,11 +133,6 @@ def _logprobs(kind: str, rollout: RolloutConfig, eval_temperature: float) -> Ite
 def _adapters(engine: ServedConfig, lora: LoraConfig, model: ModelConfig, max_staleness: int) -> Iterator[str]:
     """Check that servers can load the policy's adapters, if rl.engine.lora="adapter"."""
     if engine.lora == "merged":
-        if engine.base_model is not None:
-            yield (
-                f'rl.engine.base_model="{engine.base_model}" with rl.engine.lora="merged": servers get all weights '
-                'from the trainer. Clear it, or set lora="adapter".'
-            )
         return
     wanted = 'rl.engine.lora="adapter"'
     if not lora.is_on:

@@ -11,6 +11,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig, present
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig
+from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import all_families, family_of, hf_config, model_from_hf
@@ -76,6 +77,28 @@ def divisors(number: int) -> str:
         return ", ".join(map(str, [*small[:8], "...", number]))
     found = sorted({*small, *(number // i for i in small)})
     return ", ".join(map(str, found if len(found) <= 10 else [*found[:8], "...", found[-1]]))
+
+
+def unused(key: str, section: Section, *rules: tuple[bool, str, str]) -> Iterator[str]:
+    """Yield a sentence for each rule by which nothing reads fields that have other values than their defaults.
+
+    Args:
+        key: Dotted key of the section, such as "rl.loss".
+        section: The section.
+        rules: For each rule, whether it holds; the names of the fields, separated by spaces, or "" for all fields of
+            the section; and the setting because of which nothing reads them.
+    """
+    for holds, names, cause in rules:
+        infos = {name: type(section).model_fields[name] for name in names.split() or type(section).model_fields}
+        defaults = {name: info.get_default(call_default_factory=True) for name, info in infos.items()}
+        changed = [name for name in defaults if holds and getattr(section, name) != defaults[name]]
+        values = [getattr(section, name) for name in changed]
+        shown = [toml_value(value.model_dump() if isinstance(value, Section) else value) for value in values]
+        named = ", ".join(f"{key}.{name}={value}" for name, value in zip(changed, shown, strict=True))
+        if len(changed) == 1:
+            yield f"{named} is not used with {cause}. Leave it at {toml_value(defaults[changed[0]])}, or change that."
+        elif changed:
+            yield f"{named} are not used with {cause}. Leave them out, or change that."
 
 
 def _head(model: ModelConfig) -> Iterator[str]:
@@ -149,11 +172,7 @@ def _shape(model: ModelConfig, family: Family) -> Iterator[str]:
 
 def _rope(model: ModelConfig, family: Family) -> Iterator[str]:
     rope, llama3_length = model.rope, LLAMA3_CONSTANTS["original_max_position_embeddings"]
-    if rope.scaling == "none" and rope.factor != 1.0:
-        yield (
-            f'model.rope.factor={rope.factor} has no effect with model.rope.scaling="none". Set the scaling '
-            'to "yarn" or "llama3", or the factor to 1.'
-        )
+    yield from unused("model.rope", rope, (rope.scaling == "none", "factor", 'model.rope.scaling="none"'))
     if rope.scaling != "none" and rope.factor < 1.0:
         yield f"model.rope.factor={rope.factor} would shrink the wavelengths. Set it to 1 or above."
     if rope.scaling == "yarn" and rope.fraction != 1:
@@ -342,8 +361,8 @@ def lora_violations(
     if checkpoint.weights == "adapters" and not (lora.is_on and checkpoint.load):
         lacks = "checkpoint.load names no base" if lora.is_on else 'lora.rank="none" has no adapters'
         yield f'checkpoint.weights="adapters", and {lacks}: the weights would be lost. Set it, or weights="all".'
+    yield from unused("lora", lora, (not lora.is_on, "", 'lora.rank="none", which trains no adapters'))
     if not lora.is_on:
-        yield from _without_rank(lora)
         return
     yield from _targets(lora, model)
     yield from layer_violations(lora, mesh, model, platform)
@@ -353,17 +372,6 @@ def lora_violations(
             "get no adapters, and would no longer fit the layers before them. Set model.mtp_layers=0; "
             "`mcore-rl convert import --mtp drop` and `relayout` leave the layers out."
         )
-
-
-def _without_rank(lora: LoraConfig) -> Iterator[str]:
-    defaults = LoraConfig()
-    for name in LoraConfig.model_fields:
-        value = getattr(lora, name)
-        if value != getattr(defaults, name):
-            yield (
-                f'lora.{name}={toml_value(value)} with lora.rank="none": no adapters are trained. Set lora.rank, such '
-                f"as 16, or leave lora.{name} out."
-            )
 
 
 def _targets(lora: LoraConfig, model: ModelConfig) -> Iterator[str]:
@@ -379,13 +387,8 @@ def _targets(lora: LoraConfig, model: ModelConfig) -> Iterator[str]:
             )
     if len(set(targets)) < len(targets):
         yield f"lora.targets={toml_value(list(targets))} names a kind of modules twice. Name each once."
-    for name in ("expert_rank", "expert_gate_up"):
-        value = getattr(lora, name)
-        if "experts" not in targets and value != getattr(LoraConfig(), name):
-            yield (
-                f"lora.{name}={toml_value(value)} is not used: routed experts have no adapters here. Leave it out, or "
-                'name "experts" in lora.targets.'
-            )
+    cause = 'lora.targets without "experts": routed experts have no adapters here'
+    yield from unused("lora", lora, ("experts" not in targets, "expert_rank expert_gate_up", cause))
 
 
 def layer_violations(lora: LoraConfig, mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> Iterator[str]:
@@ -418,18 +421,20 @@ MAX_CODES = 2**15
 
 def replay_violations(replay: ReplayConfig, model: ModelConfig) -> Iterator[str]:
     """Yield a sentence, with its remedy, for each reason why `replay` cannot run with the policy `model`."""
-    if replay.split_layers is not None and replay.split_interval is None:
-        yield (
-            f"replay.split_layers={replay.split_layers} with replay.split_interval=none: no mismatch is divided. Set "
-            "replay.split_interval, or replay.split_layers=none."
-        )
+    yield from unused(
+        "replay",
+        replay,
+        (replay.split_interval is None, "split_layers", 'replay.split_interval="none", which divides no mismatch'),
+        (not model.is_moe, "split_interval observe_rollout", "a model without experts, which routes no token"),
+        (replay.kind == "none", "reference missing", 'replay.kind="none", which imposes no routes'),
+        (replay.kind == "r2", "missing", 'replay.kind="r2", in which the trainer records every route'),
+    )
     if replay.split_layers is not None and replay.missing == "live":
         yield (
             f'replay.split_layers={replay.split_layers} with replay.missing="live": tokens without routes have '
             'no part by layer. Set replay.split_layers=none, or replay.missing="error".'
         )
     if replay.kind == "none":
-        yield from _unused(replay, model)
         return
     if not model.is_moe:
         yield (
@@ -449,20 +454,3 @@ def replay_violations(replay: ReplayConfig, model: ModelConfig) -> Iterator[str]
             "drops no token, so that its routes do not say what the trainer has to drop. Set capacity_factor=none, or "
             'replay.kind="r2", which imposes what the pass for old logprobs dropped.'
         )
-    if replay.kind == "r2" and replay.missing != "error":
-        yield (
-            f'replay.missing="{replay.missing}" with replay.kind="r2": the training engine records every route, and '
-            'one that is missing is a bug. Set replay.missing="error".'
-        )
-
-
-def _unused(replay: ReplayConfig, model: ModelConfig) -> Iterator[str]:
-    if replay.reference == "replay":
-        yield (
-            'replay.reference="replay" with replay.kind="none": there are no routes to impose. Set '
-            'replay.reference="live", or a kind.'
-        )
-    if replay.split_interval is not None and not model.is_moe:
-        yield "replay.split_interval with a model without experts: no token is routed. Set it to none."
-    if replay.missing != "error":
-        yield (f'replay.missing="{replay.missing}" has no effect with replay.kind="none". Set replay.missing="error".')

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 from mcore_rl.checks.mesh import unequal_length_violations
+from mcore_rl.checks.model import unused
 from mcore_rl.checks.run import chat_violations, refuse, run_violations, weight_violations
-from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.preferences import (
     DPOConfig,
     DPOSection,
@@ -29,14 +28,7 @@ def preference_violations(config: PreferenceRunConfig, world_size: int) -> Itera
             'data.train is empty. Name files of JSON lines with "prompt", "chosen" and "rejected", or rankings with '
             '"responses".'
         )
-    yield from weight_violations(
-        "data.train_weights",
-        data.train_weights,
-        "data.train",
-        data.train,
-        "files",
-        "to read every prompt once an epoch",
-    )
+    yield from weight_violations("data.train_weights", data.train_weights, "data.train", data.train)
     yield from chat_violations(data.tokenizer, data.chat_template, "preferences")
     yield from _lengths(data, config.model.max_position)
     if config.train.micro_batch != 1:
@@ -59,30 +51,25 @@ def _lengths(data: PreferenceDataConfig, max_position: int) -> Iterator[str]:
 
 def check_dpo(config: DPOConfig, world_size: int) -> None:
     """Raise a ConfigError that lists everything wrong with running `config` on `world_size` ranks, if anything is."""
-    refuse(
-        [
-            *preference_violations(config, world_size),
-            *_adapters(config.lora),
-            *_loss(config.dpo, config.data.margin_field),
-            *_model(config.model),
-            *_data(config.data),
-        ]
-    )
+    refuse([*preference_violations(config, world_size), *_inputs(config), *_loss(config.dpo, config.data.margin_field)])
 
 
-def _data(data: PreferenceDataConfig) -> Iterator[str]:
-    if data.has_steps:
-        yield (
-            'data.format="steps": labels of steps are for a process reward model (`mcore-rl rm`). Set it to "auto", '
-            "and name files of pairs."
-        )
-
-
-def _adapters(lora: LoraConfig) -> Iterator[str]:
+def _inputs(config: DPOConfig) -> Iterator[str]:
+    model, lora = config.model, config.lora
     if lora.is_on and lora.load is not None:
         yield (
             f'lora.load="{lora.load}" with `mcore-rl dpo`: the reference of a run that resumes would be the weights '
             "without these adapters. Merge them first (peft: merge_and_unload), and import the result."
+        )
+    if model.mtp_layers:
+        yield (
+            f"model.mtp_layers={model.mtp_layers}: preferences train no multi-token prediction. Set it to 0; "
+            "`mcore-rl convert import --mtp drop` and `relayout` leave the layers out."
+        )
+    if config.data.has_steps:
+        yield (
+            'data.format="steps": labels of steps are for a process reward model (`mcore-rl rm`). Set it to "auto", '
+            "and name files of pairs."
         )
 
 
@@ -93,50 +80,23 @@ def _loss(dpo: DPOSection, margin_field: str | None) -> Iterator[str]:
             f"{named} with dpo.label_smoothing=0: it undoes labels that are wrong with this probability. Set it, or "
             'dpo.loss="sigmoid".'
         )
-    if not dpo.uses_reference and dpo.reference is not None:
-        yield f'dpo.reference="{dpo.reference}" is not used with {named}. Set it to "none", or another loss.'
     if dpo.loss == "orpo" and not dpo.is_length_normalised:
         yield (
             f"dpo.length_normalised=false with {named}: the odds are of the mean probability of a token. Set it to "
             '"auto".'
         )
-    for name in ("target_margin", "margin_coeff"):
-        if dpo.loss in ("ipo", "orpo") and getattr(dpo, name):
-            yield (
-                f"dpo.{name}={getattr(dpo, name)} with {named}, which is no function of a difference of rewards with a "
-                "margin. Set it to 0, or another loss."
-            )
-    if dpo.margin_coeff and margin_field is None:
-        yield (
-            f'dpo.margin_coeff={dpo.margin_coeff} with data.margin_field="none": pairs have no margins. Name the '
-            "field, or set the factor to 0."
-        )
-
-
-def _model(model: ModelConfig) -> Iterator[str]:
-    if model.mtp_layers:
-        yield (
-            f"model.mtp_layers={model.mtp_layers}: preferences train no multi-token prediction. Set it to 0; "
-            "`mcore-rl convert import --mtp drop` and `relayout` leave the layers out."
-        )
+    yield from unused(
+        "dpo",
+        dpo,
+        (not dpo.uses_reference, "reference", named),
+        (dpo.loss in ("ipo", "orpo"), "target_margin margin_coeff", f"{named}, of which a margin is no part"),
+        (margin_field is None, "margin_coeff", 'data.margin_field="none"'),
+    )
 
 
 def check_rm(config: RewardModelConfig, world_size: int) -> None:
     """Raise a ConfigError that lists everything wrong with running `config` on `world_size` ranks, if anything is."""
-    refuse([*preference_violations(config, world_size), *_steps(config)])
-
-
-def _steps(config: RewardModelConfig) -> Iterator[str]:
-    """Check that a process reward model has no settings for pairs."""
-    if not config.data.has_steps:
-        return
-    if config.rm.shift == "chosen":
-        yield (
-            'rm.shift="chosen" with data.format="steps": scores of steps are logits of probabilities, and no answer is '
-            'chosen. Set it to "auto".'
-        )
-    if config.rm.centering_coeff:
-        yield (
-            f'rm.centering_coeff={config.rm.centering_coeff:g} with data.format="steps": labels fix the mean of the '
-            "scores. Set it to 0."
-        )
+    rm, has_steps = config.rm, config.data.has_steps
+    cause = 'data.format="steps", in which no answer is chosen, and labels fix the mean of the scores'
+    rules = ((has_steps and rm.shift == "chosen", "shift", cause), (has_steps, "centering_coeff", cause))
+    refuse([*preference_violations(config, world_size), *unused("rm", rm, *rules)])

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from mcore_rl.checks.model import unused
 from mcore_rl.checks.run import weight_violations
 from mcore_rl.config.extension import (
     HTTP_PARTS,
@@ -15,33 +16,19 @@ from mcore_rl.config.extension import (
     server_url,
 )
 from mcore_rl.config.rl.loss import (
+    SELF,
     Aggregated,
-    AnyAdvantage,
     AnyLoss,
     Clipped,
-    DiscountedAdvantage,
-    DistillConfig,
     DividedAdvantage,
     DualClipped,
     GaeAdvantage,
-    GrpoLoss,
     PtxConfig,
     Shifted,
     UpdateConfig,
 )
-from mcore_rl.config.rl.rollout import (
-    ENVIRONMENT_PART,
-    MIN_TEMPERATURE,
-    CodeConfig,
-    EnvironmentConfig,
-    JudgeConfig,
-    PromptConfig,
-    RewardConfig,
-    RewardServerConfig,
-    RolloutConfig,
-)
+from mcore_rl.config.rl.rollout import ENVIRONMENT_PART, MIN_TEMPERATURE, PromptConfig, RewardConfig
 from mcore_rl.config.rl_run import RlConfig
-from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 
 ADVANTAGE_OF_SEQUENCE = ("gspo", "rspo")
@@ -68,53 +55,39 @@ MAKERS = ("guessing", "reasoning_gym", "textarena")
 def rl_violations(rl: RlConfig) -> Iterator[str]:
     """Yield a sentence for each reason why `rl` cannot be run as it is."""
     yield from _prompts(rl.prompts)
-    yield from _sampling(rl.rollout)
-    yield from _group(rl.rollout, rl.advantage)
-    yield from _dynamic_sampling(rl)
-    yield from _objective(rl.loss)
-    yield from _router_shift(rl)
-    yield from _kimi(rl.loss, rl.advantage)
-    yield from _steps(rl)
-    yield from _token_advantages(rl)
-    yield from _distill(rl)
-    yield from _ptx(rl.ptx)
+    yield from _rollout(rl)
+    yield from _staleness(rl)
+    yield from _advantage(rl)
+    yield from _loss(rl)
     yield from _kl(rl.loss)
     yield from _importance_sampling(rl.loss, rl.update)
-    yield from _staleness(rl)
+    yield from _distill(rl)
+    yield from _ptx(rl.ptx)
     yield from _parts(rl.reward)
     yield from _part_options(rl.reward)
-    yield from _code(rl.reward)
     yield from _servers(rl.reward)
-    yield from _overlong(rl.reward, rl)
+    yield from _lengths(rl)
     yield from _environment(rl)
 
 
 def _prompts(prompts: PromptConfig) -> Iterator[str]:
-    if prompts.task == "file" and not prompts.files:
-        yield ('rl.prompts.task="file", but rl.prompts.files is empty. Name JSONL files, or set a built-in task.')
-    if prompts.task != "file" and prompts.files:
-        yield (
-            f'rl.prompts.files={list(prompts.files)} is not read with rl.prompts.task="{prompts.task}". Clear '
-            'it, or set task="file".'
-        )
-    yield from weight_violations(
-        "rl.prompts.file_weights",
-        prompts.file_weights,
-        "rl.prompts.files",
-        prompts.files,
-        "files",
-        "to read every prompt once an epoch",
-    )
+    task, files = prompts.task, prompts.files
+    if task == "file" and not files:
+        yield 'rl.prompts.task="file", but rl.prompts.files is empty. Name JSONL files, or set a built-in task.'
+    yield from unused("rl.prompts", prompts, (task != "file", "files", f'rl.prompts.task="{task}"'))
+    yield from weight_violations("rl.prompts.file_weights", prompts.file_weights, "rl.prompts.files", files)
     if prompts.smallest > prompts.largest:
-        yield (f"rl.prompts.smallest={prompts.smallest} is above rl.prompts.largest={prompts.largest}. Lower it.")
-    if prompts.task == "countdown" and not 2 <= prompts.smallest <= prompts.largest <= 6:
+        yield f"rl.prompts.smallest={prompts.smallest} is above rl.prompts.largest={prompts.largest}. Lower it."
+    if task == "countdown" and not 2 <= prompts.smallest <= prompts.largest <= 6:
         yield (
             f'rl.prompts.smallest={prompts.smallest} and largest={prompts.largest} with task="countdown", '
             "which has 2 to 6 numbers. Set both within."
         )
 
 
-def _sampling(rollout: RolloutConfig) -> Iterator[str]:
+def _rollout(rl: RlConfig) -> Iterator[str]:
+    """Check sampling, and that completions of a group can differ in what they are compared by."""
+    rollout, advantage, size = rl.rollout, rl.advantage, rl.rollout.group_size
     if rollout.temperature == 0:
         yield (
             "rl.rollout.temperature=0 makes all completions of a group the same, so that none is better. Set "
@@ -124,48 +97,68 @@ def _sampling(rollout: RolloutConfig) -> Iterator[str]:
         yield f"rl.rollout.temperature={rollout.temperature} is below {MIN_TEMPERATURE}. Set it higher."
     if "" in rollout.stop_strings:
         yield "rl.rollout.stop_strings holds an empty text, which every completion ends in. Take it out."
-
-
-def _dynamic_sampling(rl: RlConfig) -> Iterator[str]:
-    by = rl.rollout.dynamic_sampling_by
-    if by != "auto" and not rl.rollout.dynamic_sampling:
+    ddof = f" (ddof={advantage.ddof})" if isinstance(advantage, DividedAdvantage) else ""
+    fewest = 3 if advantage.kind == "leave_one_out_zscore" and ddof.endswith("1)") else 2
+    if advantage.compares_group and size < fewest:
         yield (
-            f'rl.rollout.dynamic_sampling_by="{by}" is not used with rl.rollout.dynamic_sampling=false. Leave it at '
-            '"auto".'
+            f'rl.rollout.group_size={size} with rl.advantage.kind="{advantage.kind}"{ddof}: every advantage would be 0 '
+            f"or undefined. Set group_size to at least {fewest}."
         )
-    elif by == "accuracy" and rl.reward.correct_part is None:
+    if not rollout.dynamic_sampling:
+        yield from unused("rl.rollout", rollout, (True, "dynamic_sampling_by", "rl.rollout.dynamic_sampling=false"))
+        return
+    if rollout.dynamic_sampling_by == "accuracy" and rl.reward.correct_part is None:
         yield (
             'rl.rollout.dynamic_sampling_by="accuracy", and no part of rl.reward.parts='
             f"{list(rl.reward.parts)} decides which completions are correct. Name one as rl.reward.correct, or set it "
             'to "reward".'
         )
+    reasons = {
+        'rl.advantage.kind="remax": a group of equal rewards has a signal there, by its distance from the greedy '
+        "completion's": advantage.kind == "remax",
+        'rl.advantage.kind="steps": groups are chosen by whole rewards, which may differ where steps do '
+        "not": advantage.kind == "steps",
+        'rl.advantage.rewards_at="steps": groups are chosen by whole rewards, which may differ where steps do '
+        "not": advantage.is_of_tokens and advantage.uses_steps,
+        f"rl.rollout.group_size={size}: in a group of one all rewards are the same, and every group would be "
+        "replaced": size < 2 and advantage.is_of_tokens and not advantage.compares_group,
+        f"rl.rollout.max_staleness={rollout.max_staleness}: a rollout batch is refilled after its rewards are known, "
+        "when the groups of later ones are in progress already": rollout.max_staleness > 0,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield f"rl.rollout.dynamic_sampling=true with {reason}. Set it to false, or change that."
 
 
-def _group(rollout: RolloutConfig, advantage: AnyAdvantage) -> Iterator[str]:
-    if advantage.kind == "remax" and rollout.dynamic_sampling:
+def _advantage(rl: RlConfig) -> Iterator[str]:
+    """Check that the loss can use the advantages that differ between the tokens of a completion."""
+    advantage, loss = rl.advantage, rl.loss
+    if loss.kind == "kimi_k2" and advantage.kind != "mean":
         yield (
-            'rl.rollout.dynamic_sampling=true with rl.advantage.kind="remax": a group of equal rewards has a signal '
-            "there, by its distance from the greedy completion's. Set it to false."
+            f'rl.loss.kind="kimi_k2" with rl.advantage.kind="{advantage.kind}": its regression is on r - '
+            'mean(r), and tau is in units of the reward. Set rl.advantage.kind="mean".'
         )
-    if not advantage.compares_group:
-        if rollout.dynamic_sampling and rollout.group_size < 2 and advantage.is_of_tokens:
+    if loss.kind in ADVANTAGE_OF_SEQUENCE and (advantage.kind == "steps" or advantage.is_of_tokens):
+        yield (
+            f'rl.advantage.kind="{advantage.kind}" with rl.loss.kind="{loss.kind}", which has one advantage a '
+            'sequence. Set rl.loss.kind="gspo_token", "grpo", "cispo" or "ppo".'
+        )
+    if advantage.kind == "steps" and loss.has_kl_in_reward:
+        yield (
+            'rl.loss.kl_in="reward" with rl.advantage.kind="steps": a KL summed over a completion is of no step. '
+            'Set kl_in="loss".'
+        )
+    if isinstance(advantage, GaeAdvantage):
+        cause = f"rl.advantage.gae_lambda={advantage.gae_lambda}"
+        yield from unused("rl.advantage", advantage, (advantage.gae_lambda != "length", "length_alpha", cause))
+        if advantage.bootstrap_truncated and loss.mask_truncated:
             yield (
-                f"rl.rollout.dynamic_sampling=true with rl.rollout.group_size={rollout.group_size}: in a group of one "
-                "all rewards are the same, and every group would be replaced. Set group_size to at least 2, or "
-                "dynamic_sampling=false."
+                "rl.advantage.bootstrap_truncated=true with rl.loss.mask_truncated=true, which trains on no truncated "
+                "completion. Set one of them to false."
             )
-        return
-    ddof = f" (ddof={advantage.ddof})" if isinstance(advantage, DividedAdvantage) else ""
-    fewest = 3 if advantage.kind == "leave_one_out_zscore" and ddof.endswith("1)") else 2
-    if rollout.group_size < fewest:
-        yield (
-            f'rl.rollout.group_size={rollout.group_size} with rl.advantage.kind="{advantage.kind}"'
-            f"{ddof}: every advantage would be 0 or undefined. Set group_size to at least "
-            f"{fewest}."
-        )
 
 
-def _objective(loss: AnyLoss) -> Iterator[str]:
+def _loss(rl: RlConfig) -> Iterator[str]:
+    loss = rl.loss
     if isinstance(loss, Clipped) and loss.clip.low >= 1 and loss.kind != "cispo":
         yield (
             f"rl.loss.clip_low={loss.clip_low}: no ratio is below 1 - {loss.clip_low}, so nothing is clipped. "
@@ -176,118 +169,41 @@ def _objective(loss: AnyLoss) -> Iterator[str]:
             f"rl.loss.dual_clip={loss.dual_clip} is not above the upper clip 1 + {loss.clip.high}: it would "
             'cut ratios that are not clipped. Set it higher (3), or to "none".'
         )
-    if isinstance(loss, Aggregated) and loss.norm_tokens and loss.aggregation != "seq_mean_token_sum_norm":
-        yield (
-            f"rl.loss.aggregation_norm_tokens={loss.aggregation_norm_tokens} is not used with "
-            f'rl.loss.aggregation="{loss.aggregation}". Leave it at "auto", or set "seq_mean_token_sum_norm".'
-        )
-
-
-def _router_shift(rl: RlConfig) -> Iterator[str]:
-    loss = rl.loss
-    if not isinstance(loss, Shifted):
-        return
-    if not loss.router_shift:
-        default = type(loss).model_fields["router_shift_floor"].default
-        if loss.router_shift_floor != default:
+    if isinstance(loss, Aggregated):
+        is_mean = loss.aggregation != "seq_mean_token_sum_norm"
+        rule = (is_mean, "aggregation_norm_tokens", f'rl.loss.aggregation="{loss.aggregation}"')
+        yield from unused("rl.loss", loss, rule)
+    if isinstance(loss, Shifted):
+        rule = (not loss.router_shift, "router_shift_floor", "rl.loss.router_shift=false")
+        yield from unused("rl.loss", loss, rule)
+        if loss.router_shift and rl.update.old_logprobs == "rollout":
             yield (
-                f"rl.loss.router_shift_floor={loss.router_shift_floor} is not used without rl.loss.router_shift. Leave "
-                f"it at {default}, or set router_shift=true."
+                'rl.loss.router_shift with rl.update.old_logprobs="rollout": the old routers\' scores are recorded in '
+                'the trainer\'s pass for old logprobs, which this omits. Set old_logprobs="trainer".'
             )
-        return
-    if rl.update.old_logprobs == "rollout":
-        yield (
-            'rl.loss.router_shift with rl.update.old_logprobs="rollout": the old routers\' scores are recorded in the '
-            'trainer\'s pass for old logprobs, which this omits. Set old_logprobs="trainer".'
-        )
-
-
-def _kimi(loss: AnyLoss, advantage: AnyAdvantage) -> Iterator[str]:
-    if loss.kind != "kimi_k2":
-        return
-    if advantage.kind != "mean":
-        yield (
-            f'rl.loss.kind="kimi_k2" with rl.advantage.kind="{advantage.kind}": its regression is on r - '
-            'mean(r), and tau is in units of the reward. Set rl.advantage.kind="mean".'
-        )
-
-
-def _steps(rl: RlConfig) -> Iterator[str]:
-    if rl.advantage.kind != "steps":
-        return
-    if rl.loss.kind in ADVANTAGE_OF_SEQUENCE:
-        yield (
-            f'rl.advantage.kind="steps" with rl.loss.kind="{rl.loss.kind}", which has one advantage a sequence. Set '
-            'rl.loss.kind="gspo_token", "grpo" or "cispo".'
-        )
-    if rl.loss.kl_coeff and rl.loss.kl_in == "reward":
-        yield (
-            'rl.loss.kl_in="reward" with rl.advantage.kind="steps": a KL summed over a completion is of no step. '
-            'Set kl_in="loss".'
-        )
-    if rl.rollout.dynamic_sampling:
-        yield (
-            'rl.rollout.dynamic_sampling=true with rl.advantage.kind="steps": groups are chosen by whole rewards, '
-            "which may differ where steps do not. Set it to false."
-        )
-
-
-def _token_advantages(rl: RlConfig) -> Iterator[str]:
-    """Check the advantages that differ between the tokens of a completion."""
-    advantage = rl.advantage
-    if isinstance(advantage, GaeAdvantage):
-        default = GaeAdvantage().length_alpha
-        if advantage.gae_lambda != "length" and advantage.length_alpha != default:
-            yield (
-                f"rl.advantage.length_alpha={advantage.length_alpha} is not used with "
-                f"rl.advantage.gae_lambda={advantage.gae_lambda}. Leave it at {default}."
-            )
-        if advantage.bootstrap_truncated and rl.loss.mask_truncated:
-            yield (
-                "rl.advantage.bootstrap_truncated=true with rl.loss.mask_truncated=true, which trains on no truncated "
-                "completion. Set one of them to false."
-            )
-    if not isinstance(advantage, DiscountedAdvantage):
-        return
-    if rl.loss.kind in ADVANTAGE_OF_SEQUENCE:
-        yield (
-            f'rl.advantage.kind="{advantage.kind}" with rl.loss.kind="{rl.loss.kind}", which has one advantage a '
-            'sequence. Set rl.loss.kind="ppo", "grpo", "cispo" or "gspo_token".'
-        )
-    if advantage.uses_steps and rl.rollout.dynamic_sampling:
-        yield (
-            'rl.rollout.dynamic_sampling=true with rl.advantage.rewards_at="steps": groups are chosen by whole '
-            "rewards, which may differ where steps do not. Set it to false."
-        )
 
 
 def _distill(rl: RlConfig) -> Iterator[str]:
-    distill, default = rl.distill, DistillConfig()
+    distill, loss = rl.distill, rl.loss
     if not distill.paths:
-        changed = [name for name in DistillConfig.model_fields if getattr(distill, name) != getattr(default, name)]
-        if changed:
-            yield (
-                f"{', '.join(f'rl.distill.{name}' for name in changed)}: there is no teacher. Name rl.distill.teacher "
-                "or teachers, or clear the section rl.distill."
-            )
-        if rl.advantage.kind == "zero" and not (rl.loss.kl_coeff or rl.loss.entropy_coeff):
+        yield from unused("rl.distill", distill, (True, "", 'rl.distill.teacher="none": there is no teacher'))
+        if rl.advantage.kind == "zero" and not (loss.kl_coeff or loss.entropy_coeff):
             yield (
                 'rl.advantage.kind="zero" without rl.distill.teacher, rl.loss.kl_coeff or entropy_coeff: nothing moves '
                 "the policy. Set one of them, or another kind."
             )
         return
+    yield from unused(
+        "rl.distill", distill, (not distill.has_self, "self_refresh_rollouts", f'teachers of which none is "{SELF}"')
+    )
     if distill.estimator == "vocabulary" and distill.use == "advantage":
         yield (
             'rl.distill.estimator="vocabulary" with use="advantage": a KL over the vocabulary is of no sampled token, '
             'and its advantage would have the mean 0. Set use="loss", or estimator="token".'
         )
-    if distill.self_refresh_rollouts is not None and not distill.has_self:
+    if distill.use == "advantage" and loss.kind in ("gspo", "kimi_k2"):
         yield (
-            f'rl.distill.self_refresh_rollouts={distill.self_refresh_rollouts}: no teacher is "self". Set it to "none".'
-        )
-    if distill.use == "advantage" and rl.loss.kind in ("gspo", "kimi_k2"):
-        yield (
-            f'rl.distill.use="advantage" with rl.loss.kind="{rl.loss.kind}", which has one advantage a sequence. Set '
+            f'rl.distill.use="advantage" with rl.loss.kind="{loss.kind}", which has one advantage a sequence. Set '
             'rl.loss.kind="grpo", "ppo", "cispo" or "gspo_token", or use="loss".'
         )
     if "" in distill.teachers:
@@ -295,49 +211,29 @@ def _distill(rl: RlConfig) -> Iterator[str]:
 
 
 def _ptx(ptx: PtxConfig) -> Iterator[str]:
-    named = [name for name in ("files", "tokens") if getattr(ptx, name)]
-    if ptx.coeff and len(named) != 1:
+    if ptx.coeff and bool(ptx.files) == bool(ptx.tokens):
         yield (
             f"rl.ptx.coeff={ptx.coeff} with rl.ptx.files={list(ptx.files)} and tokens={list(ptx.tokens)}: texts are "
             "either conversations or tokens. Name one of the two, or set coeff=0."
         )
-    changed = [*named, *(["sequences"] if ptx.sequences != PtxConfig().sequences else [])]
-    if changed and not ptx.coeff:
-        yield (
-            f"{', '.join(f'rl.ptx.{name}' for name in changed)}: rl.ptx.coeff=0 mixes no texts in. Set coeff, or clear "
-            "the section rl.ptx."
-        )
+    yield from unused("rl.ptx", ptx, (not ptx.coeff, "", "rl.ptx.coeff=0, which mixes no texts in"))
 
 
 def _kl(loss: AnyLoss) -> Iterator[str]:
-    if loss.kl_target is None and loss.kl_horizon != GrpoLoss().kl_horizon:
-        yield (
-            f'rl.loss.kl_horizon={loss.kl_horizon} is not used with rl.loss.kl_target="none". Set kl_target, or leave '
-            f"it at {GrpoLoss().kl_horizon}."
-        )
-    if not loss.kl_coeff:
-        if loss.kl_target is not None:
-            yield (
-                f"rl.loss.kl_target={loss.kl_target} with rl.loss.kl_coeff=0, which no factor changes. Set kl_coeff to "
-                'where the controller is to begin (0.2 in 1909.08593), or kl_target to "none".'
-            )
-        if loss.reference_refresh_rollouts:
-            yield (
-                f"rl.loss.reference_refresh_rollouts={loss.reference_refresh_rollouts}, but rl.loss.kl_coeff=0: "
-                'there is no reference. Set kl_coeff, or this to "none".'
-            )
-        if loss.reference_store != "host":
-            yield (
-                f'rl.loss.reference_store="{loss.reference_store}", but rl.loss.kl_coeff=0: there is no reference. Set '
-                'kl_coeff, or this to "host".'
-            )
-        return
-    if loss.kl_in == "loss" and loss.kl_estimator == "k1" and loss.kl_gradient == "estimator":
+    no_reference = "rl.loss.kl_coeff=0: there is no reference"
+    yield from unused(
+        "rl.loss",
+        loss,
+        (loss.kl_target is None, "kl_horizon", 'rl.loss.kl_target="none"'),
+        (not loss.kl_coeff, "kl_target", "rl.loss.kl_coeff=0, which no factor changes (1909.08593 begins at 0.2)"),
+        (not loss.kl_coeff, "reference_refresh_rollouts reference_store", no_reference),
+    )
+    if loss.kl_coeff and loss.kl_in == "loss" and loss.kl_estimator == "k1" and loss.kl_gradient == "estimator":
         yield (
             'rl.loss.kl_estimator="k1" in the loss with its own gradient, whose mean is 0: it pulls nowhere and '
             'adds noise. Set kl_gradient="k2", another estimator, or kl_in="reward".'
         )
-    if loss.kl_in == "reward" and loss.kl_gradient == "k2":
+    if loss.has_kl_in_reward and loss.kl_gradient == "k2":
         yield (
             'rl.loss.kl_gradient="k2" with rl.loss.kl_in="reward", where there is no gradient. Set "estimator", or '
             'kl_in="loss".'
@@ -377,11 +273,6 @@ def _staleness(rl: RlConfig) -> Iterator[str]:
         yield (
             f'{field} with rl.engine.kind="native", whose modules train or generate, not both at once. Set '
             "max_staleness=0, or the kind of an inference server."
-        )
-    if rl.rollout.dynamic_sampling:
-        yield (
-            f"{field} with rl.rollout.dynamic_sampling=true: a rollout batch is refilled after its rewards are known, "
-            "when the groups of later ones are in progress already. Set one of them to 0 or false."
         )
     is_corrected = rl.loss.correction is not None or rl.loss.kind == "kimi_k2"
     if rl.update.old_logprobs == "rollout":
@@ -434,41 +325,32 @@ def _parts(reward: RewardConfig) -> Iterator[str]:
 
 
 def _part_options(reward: RewardConfig) -> Iterator[str]:
-    parts = reward.parts
-    if not reward.model_parts and (reward.normalize_models or reward.model_store != "host"):
-        yield (
-            f"rl.reward.normalize_models={toml_value(reward.normalize_models)} and "
-            f'model_store="{reward.model_store}" are of reward models, and rl.reward.parts={list(parts)} has none. '
-            'Leave them at false and "host".'
-        )
-    elif reward.normalize_models and not any(part.startswith(MODEL_PART) for part in parts):
-        yield (
-            f"rl.reward.normalize_models=true, and rl.reward.parts={list(parts)} has process reward models "
-            "alone, whose scores of steps are not normalised. Leave it at false; "
-            'rl.reward.step_value="probability" gives them a scale.'
-        )
-    default = RewardConfig()
+    """Check the options of parts, and that each has its part."""
+    parts, named = reward.parts, f"rl.reward.parts={toml_value(reward.parts)}"
     has_steps = any(part.startswith(STEP_MODEL_PART) for part in parts)
-    for name, is_read in (
-        ("step_separator", has_steps),
-        ("step_value", has_steps),
-        ("model_tokenizer", bool(reward.model_parts)),
-        ("model_chat_template", bool(reward.model_parts)),
+    has_scores = any(part.startswith(MODEL_PART) for part in parts)
+    has_judge = any(part.startswith(JUDGE_PART) for part in parts)
+    of_models = "model_store model_tokenizer model_chat_template"
+    yield from unused(
+        "rl.reward",
+        reward,
+        (not reward.model_parts, of_models, f"{named}, which has no reward model"),
+        (not has_scores, "normalize_models", f"{named}, which has no model:PATH (scores of steps are not normalised)"),
+        (not has_steps, "step_separator step_value", f"{named}, which has no step_model:PATH"),
+        ("format" not in parts, "format_pattern", f'{named}, which lacks "format"'),
+        ("regex" not in parts, "regex_pattern", f'{named}, which lacks "regex"'),
+        (not set(parts) & set(NEEDS_ANSWER), "answer_pattern", f"{named}, which has none of {', '.join(NEEDS_ANSWER)}"),
+    )
+    for key, section, is_used, part in (
+        ("rl.reward.code", reward.code, "code" in parts, '"code"'),
+        ("rl.reward.server", reward.server, bool(reward.served_parts), "a server (http:URL, judge:FILE)"),
+        ("rl.reward.judge", reward.judge, has_judge, "judge:FILE"),
     ):
-        if not is_read and getattr(reward, name) != getattr(default, name):
-            what = "step_model:" if name.startswith("step") else "reward model"
-            yield f"rl.reward.{name} is not used: rl.reward.parts={list(parts)} has no {what}. Leave it out."
+        yield from unused(key, section, (not is_used, "", f"{named}, which lacks {part}"))
     for part, pattern in (("format", reward.format_pattern), ("regex", reward.regex_pattern)):
         if part in parts and not pattern:
             yield f'rl.reward.parts names "{part}", but rl.reward.{part}_pattern is not set. Set it.'
-        if part not in parts and pattern:
-            yield f'rl.reward.{part}_pattern is not used: rl.reward.parts lacks "{part}". Name it, or clear it.'
         yield from _pattern(f"rl.reward.{part}_pattern", pattern, groups=0)
-    if reward.answer_pattern and not any(part in NEEDS_ANSWER for part in parts):
-        yield (
-            f"rl.reward.answer_pattern is not used by rl.reward.parts={list(parts)}. Clear it, or name one of "
-            f"{', '.join(NEEDS_ANSWER)}."
-        )
     yield from _pattern("rl.reward.answer_pattern", reward.answer_pattern, groups=1)
     low, high = reward.length_min_tokens, reward.length_max_tokens
     if ("length" in parts) != bool(low or high):
@@ -487,37 +369,18 @@ def _address(name: str, url: str) -> Iterator[str]:
 
 
 def _servers(reward: RewardConfig) -> Iterator[str]:
-    judges = [part for part in reward.parts if part.startswith(JUDGE_PART)]
-    if not reward.served_parts:
-        reason = "rl.reward.parts names no server (http:URL, judge:FILE)"
-        yield from _unused(reward.server, RewardServerConfig(), "rl.reward.server", reason)
-    if not judges:
-        yield from _unused(reward.judge, JudgeConfig(), "rl.reward.judge", "rl.reward.parts names no judge:FILE")
-        return
-    for name in ("url", "model"):
+    judge = next((part for part in reward.parts if part.startswith(JUDGE_PART)), None)
+    for name in ("url", "model") if judge else ():
         if getattr(reward.judge, name) is None:
-            yield f'rl.reward.parts names "{judges[0]}", and rl.reward.judge.{name} is not set. Set it.'
-    if reward.judge.url is not None:
+            yield f'rl.reward.parts names "{judge}", and rl.reward.judge.{name} is not set. Set it.'
+    if judge and reward.judge.url is not None:
         yield from _address(f'rl.reward.judge.url="{reward.judge.url}"', reward.judge.url)
     yield from _pattern("rl.reward.judge.score_pattern", reward.judge.score_pattern, groups=1)
-
-
-def _code(reward: RewardConfig) -> Iterator[str]:
-    if "code" not in reward.parts:
-        yield from _unused(reward.code, CodeConfig(), "rl.reward.code", 'rl.reward.parts lacks "code"')
-    elif reward.code.timeout_s >= reward.timeout_s:
+    if "code" in reward.parts and reward.code.timeout_s >= reward.timeout_s:
         yield (
             f"rl.reward.code.timeout_s={reward.code.timeout_s:g} is not below rl.reward.timeout_s="
             f"{reward.timeout_s:g}, at which a score has failed instead of being 0. Lower it, or raise that."
         )
-
-
-def _unused(section: Section, default: Section, name: str, reason: str) -> Iterator[str]:
-    """Yield a sentence if fields of `section` are set that nothing reads."""
-    changed = [field for field in type(section).model_fields if getattr(section, field) != getattr(default, field)]
-    if changed:
-        fields = ", ".join(f"{name}.{field}" for field in changed)
-        yield f"{fields}: not used, because {reason}. Clear the section {name}, or name the part."
 
 
 def _pattern(name: str, pattern: str | None, *, groups: int) -> Iterator[str]:
@@ -532,9 +395,14 @@ def _pattern(name: str, pattern: str | None, *, groups: int) -> Iterator[str]:
         yield f"{name}={pattern!r} has no group (...) around the answer. Make one."
 
 
-def _overlong(reward: RewardConfig, rl: RlConfig) -> Iterator[str]:
-    buffer, limit = reward.overlong_buffer_tokens, rl.max_completion_tokens
-    field = "rl.rollout.max_new_tokens" if rl.environment.name is None else "rl.environment.max_tokens"
+def completion_field(rl: RlConfig) -> str:
+    """Return the field with the maximum number of tokens after a prompt."""
+    return "rl.rollout.max_new_tokens" if rl.environment.name is None else "rl.environment.max_tokens"
+
+
+def _lengths(rl: RlConfig) -> Iterator[str]:
+    reward, field, limit = rl.reward, completion_field(rl), rl.max_completion_tokens
+    buffer = reward.overlong_buffer_tokens
     if buffer is not None and buffer > limit:
         yield f"rl.reward.overlong_buffer_tokens={buffer} is longer than {field}={limit}. Shorten it."
     if reward.length_min_tokens and reward.length_min_tokens > limit:
@@ -550,17 +418,10 @@ def _overlong(reward: RewardConfig, rl: RlConfig) -> Iterator[str]:
 
 
 def _environment(rl: RlConfig) -> Iterator[str]:
-    environment, default, name = rl.environment, EnvironmentConfig(), rl.environment.name
+    environment, name = rl.environment, rl.environment.name
     has_part = ENVIRONMENT_PART in rl.reward.parts
     if name is None:
-        changed = [
-            field for field in EnvironmentConfig.model_fields if getattr(environment, field) != getattr(default, field)
-        ]
-        if changed:
-            yield (
-                f"{', '.join(f'rl.environment.{field}' for field in changed)} without rl.environment.name. Name an "
-                "environment, or clear them."
-            )
+        yield from unused("rl.environment", environment, (True, "", 'rl.environment.name="none"'))
         if has_part:
             yield (
                 f'rl.reward.parts names "{ENVIRONMENT_PART}", but rl.environment.name is not set. Name an environment, '

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from mcore_rl.checks.engine import engine_violations
 from mcore_rl.checks.mesh import unequal_length_violations
-from mcore_rl.checks.model import replay_violations
-from mcore_rl.checks.rl import rl_violations
+from mcore_rl.checks.model import replay_violations, unused
+from mcore_rl.checks.rl import completion_field, rl_violations
 from mcore_rl.checks.run import (
     chat_violations,
     offload_violations,
@@ -30,7 +30,7 @@ MAX_DISTANCE = 100_000
 def check_rl(config: RlRunConfig, world_size: int) -> None:
     """Raise a ConfigError that lists everything wrong with running `config` on `world_size` ranks, if anything is."""
     length_field = (
-        f"rl.prompts.max_tokens + {_completion_field(config.rl).removeprefix('rl.rollout.')}"
+        f"rl.prompts.max_tokens + {completion_field(config.rl).removeprefix('rl.rollout.')}"
         if config.rl.update.max_tokens_per_microbatch == "auto"
         else "rl.update.max_tokens_per_microbatch"
     )
@@ -63,21 +63,16 @@ def _lengths(rl: RlConfig, packed_length: int, longest: int, max_position: int) 
     max_tokens = rl.update.max_tokens_per_microbatch
     if longest > max_position:
         yield (
-            f"rl.prompts.max_tokens={rl.prompts.max_tokens} + {_completion_field(rl)}="
+            f"rl.prompts.max_tokens={rl.prompts.max_tokens} + {completion_field(rl)}="
             f"{rl.max_completion_tokens} are more than model.max_position={max_position}. "
             "Shorten one of them."
         )
     elif max_tokens != "auto" and packed_length < longest:
         yield (
             f"rl.update.max_tokens_per_microbatch={max_tokens} holds no rl.prompts.max_tokens="
-            f"{rl.prompts.max_tokens} with {_completion_field(rl)}={rl.max_completion_tokens}. "
+            f"{rl.prompts.max_tokens} with {completion_field(rl)}={rl.max_completion_tokens}. "
             f"Raise it to {longest} or more, or shorten them."
         )
-
-
-def _completion_field(rl: RlConfig) -> str:
-    """Return the field with the most tokens after a prompt."""
-    return "rl.rollout.max_new_tokens" if rl.environment.name is None else "rl.environment.max_tokens"
 
 
 def _batches(rl: RlConfig, rollout_size: int, train: TrainConfig) -> Iterator[str]:
@@ -99,8 +94,8 @@ def _batches(rl: RlConfig, rollout_size: int, train: TrainConfig) -> Iterator[st
             f"train.micro_batch={train.micro_batch} is not used: completions are packed into forward passes of "
             "rl.update.max_tokens_per_microbatch. Set it to 1, and that to what fits in memory."
         )
-    if train.ramp_start or train.ramp_increment or train.ramp_samples:
-        yield 'train.ramp_*: the batch of reinforcement learning does not grow. Set all three to "none".'
+    no_growth = "reinforcement learning, whose batch does not grow"
+    yield from unused("train", train, (True, "ramp_start ramp_increment ramp_samples", no_growth))
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:
@@ -230,16 +225,11 @@ def _routers(model: ModelConfig, rl: RlConfig, replay: ReplayConfig, lora: LoraC
         )
     if isinstance(rl.advantage, GaeAdvantage) and rl.advantage.critic.replay != "none" and not model.is_moe:
         yield 'rl.advantage.critic.replay="r2", but the model has no experts. Set it to "none".'
-    if replay.observe_rollout and not model.is_moe:
-        yield "replay.observe_rollout=true, but the model has no experts. Set it to false."
 
 
 def _evaluation(evaluation: EvalConfig, task: str) -> Iterator[str]:
-    if evaluation.files and task != "file":
-        yield (
-            f'rl.eval.files={list(evaluation.files)} with rl.prompts.task="{task}", whose held-out problems are made. '
-            "Clear it."
-        )
+    made = f'rl.prompts.task="{task}", whose held-out problems are made'
+    yield from unused("rl.eval", evaluation, (task != "file", "files", made))
     if evaluation.temperature == 0 and evaluation.samples > 1:
         yield (
             f"rl.eval.samples={evaluation.samples} at rl.eval.temperature=0 are all the same. Set samples to 1, "

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from math import gcd, lcm
 
 from mcore_rl.checks.mesh import mesh_violations
-from mcore_rl.checks.model import divisors, fp8_violations, lora_violations, model_violations
+from mcore_rl.checks.model import divisors, fp8_violations, lora_violations, model_violations, unused
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.mesh import MeshConfig
@@ -148,11 +148,7 @@ def tokenizer_violations(tokenizer: TokenizerConfig) -> Iterator[str]:
     """Yield a sentence for each fault in the section of the tokenizer."""
     if tokenizer.kind != "none" and not tokenizer.path:
         yield f'data.tokenizer.kind="{tokenizer.kind}" has no path. Set data.tokenizer.path.'
-    if tokenizer.kind == "none" and tokenizer.path:
-        yield (
-            f'data.tokenizer.path="{tokenizer.path}" is not read with data.tokenizer.kind="none". Set '
-            "the kind, or clear the path."
-        )
+    yield from unused("data.tokenizer", tokenizer, (tokenizer.kind == "none", "path", 'data.tokenizer.kind="none"'))
 
 
 def chat_violations(tokenizer: TokenizerConfig, chat_template: str, text: str) -> Iterator[str]:
@@ -284,28 +280,29 @@ def precision_violations(optim: OptimConfig, platform: PlatformConfig, field: st
 
 
 def weight_violations(
-    name: str, weights: Sequence[float], sources_name: str, sources: Sequence[str], what: str, without: str
+    name: str,
+    weights: Sequence[float],
+    sources_name: str,
+    sources: Sequence[str],
+    without: str = "to read everything once an epoch",
 ) -> Iterator[str]:
-    """Yield a sentence for each fault in the weights in field `name` of the data in field `sources_name`.
-
-    Args:
-        what: Plural noun for the data, such as "files".
-        without: Purpose of omitting the weights, such as "to weigh by tokens".
+    """Yield a sentence for each fault in the weights in field `name` of the data in field `sources_name`; `without` is
+    the purpose of omitting them.
     """
     if weights and len(weights) != len(sources):
         yield (
-            f"{name} has {len(weights)} weights for {len(sources)} {what} in {sources_name}. Give one each, or none "
+            f"{name} has {len(weights)} weights for {len(sources)} entries of {sources_name}. Give one each, or none "
             f"{without}."
         )
     if any(weight <= 0 for weight in weights):
-        yield f"{name}={list(weights)}: a weight is above 0. Leave out the {what} that are not wanted."
+        yield f"{name}={list(weights)}: a weight is above 0. Leave out of {sources_name} what is not wanted."
 
 
 def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
     if not data.train:
         yield "data.train is empty. Name the prefixes of .bin/.idx pairs, as `mcore-rl data preprocess` makes them."
     yield from weight_violations(
-        "data.train_weights", data.train_weights, "data.train", data.train, "prefixes", "to weigh by tokens"
+        "data.train_weights", data.train_weights, "data.train", data.train, "to weigh by tokens"
     )
     if min(data.split) < 0 or data.split[0] <= 0:
         yield (f"data.split={list(data.split)}: no share is negative, training needs one. Use numbers like 98, 1, 1.")
@@ -394,11 +391,7 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
             'platform.cross_entropy_fusion="native" with platform.precision="fp32": Megatron rounds the gradient of '
             'the logits to bf16. Set it to "auto", or platform.precision="bf16".'
         )
-    if platform.fp8_recipe != "auto" and platform.fp8 == "none":
-        yield (
-            f'platform.fp8_recipe="{platform.fp8_recipe}" with platform.fp8="none": nothing is computed in 8 bits. Set '
-            'platform.fp8="hybrid", or the recipe to "auto".'
-        )
+    yield from unused("platform", platform, (platform.fp8 == "none", "fp8_recipe", 'platform.fp8="none"'))
     if platform.batch_invariant and platform.layers == "te":
         yield (
             'platform.batch_invariant=true with platform.layers="te": TransformerEngine chooses its kernels by the '

@@ -21,12 +21,5 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
 def _data(data: SFTDataConfig) -> Iterator[str]:
     if not data.train:
         yield 'data.train is empty. Name files of JSON lines with "messages", or "prompt" and "response".'
-    yield from weight_violations(
-        "data.train_weights",
-        data.train_weights,
-        "data.train",
-        data.train,
-        "files",
-        "to read every conversation once an epoch",
-    )
+    yield from weight_violations("data.train_weights", data.train_weights, "data.train", data.train)
     yield from chat_violations(data.tokenizer, data.chat_template, "conversations")
