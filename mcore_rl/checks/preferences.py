@@ -31,11 +31,8 @@ def preference_violations(config: PreferenceRunConfig, world_size: int) -> Itera
     yield from weight_violations("data.train_weights", data.train_weights, "data.train", data.train)
     yield from chat_violations(data.tokenizer, data.chat_template, "preferences")
     yield from _lengths(data, config.model.max_position)
-    if config.train.micro_batch != 1:
-        yield (
-            f"train.micro_batch={config.train.micro_batch} is not used: pairs are packed into forward passes of "
-            "data.tokens_per_microbatch. Set it to 1, and that to what fits in memory."
-        )
+    packed = "pairs, which are packed up to data.tokens_per_microbatch"
+    yield from unused("train", config.train, (True, "micro_batch", packed))
 
 
 def _lengths(data: PreferenceDataConfig, max_position: int) -> Iterator[str]:

@@ -14,15 +14,8 @@ from mcore_rl.checks.run import (
     run_violations,
     schedule_violations,
 )
-from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.optim import LoraConfig, OptimConfig
-from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.loss import CriticConfig, GaeAdvantage, PtxConfig
-from mcore_rl.config.rl.rollout import MIN_TEMPERATURE, EngineConfig, EvalConfig
-from mcore_rl.config.rl_run import RlConfig, RlRunConfig
-from mcore_rl.config.run import PlatformConfig, TrainConfig
-from mcore_rl.config.section import Store
+from mcore_rl.config.rl.rollout import MIN_TEMPERATURE, EvalConfig
+from mcore_rl.config.rl_run import RlRunConfig
 
 MAX_DISTANCE = 100_000
 
@@ -42,32 +35,26 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
             *engine_violations(config),
             *replay_violations(config.replay, config.model),
             *chat_violations(config.data.tokenizer, config.data.chat_template, "prompts"),
-            *_lengths(config.rl, config.packed_length, config.longest_sample, config.model.max_position),
-            *_batches(config.rl, config.rollout_size, config.train),
-            *_intervals(config.train, config.checkpoint.interval, config.updates_per_rollout, config.rollout_size),
-            *_critic(config.critic, config.platform, config.critic_steps, config.train, config.updates_per_rollout),
-            *_stores("optim", config.optim, "rl.update.store", config.update_store),
-            *_stores(
-                "rl.advantage.critic.optim", config.critic_optim, "rl.advantage.critic.store", config.critic_store
-            ),
-            *_texts(config.mesh, config.rl.ptx, world_size),
-            *_layers(config.platform, config.rl.engine),
-            *_model(config.model, config.mesh),
-            *_routers(config.model, config.rl, config.replay, config.lora),
+            *_lengths(config),
+            *_batches(config, world_size),
+            *_intervals(config),
+            *_optimizers(config),
+            *_layers(config),
+            *_routers(config),
             *_evaluation(config.rl.eval, config.rl.prompts.task),
         ]
     )
 
 
-def _lengths(rl: RlConfig, packed_length: int, longest: int, max_position: int) -> Iterator[str]:
+def _lengths(config: RlRunConfig) -> Iterator[str]:
+    rl, longest, max_position = config.rl, config.longest_sample, config.model.max_position
     max_tokens = rl.update.max_tokens_per_microbatch
     if longest > max_position:
         yield (
-            f"rl.prompts.max_tokens={rl.prompts.max_tokens} + {completion_field(rl)}="
-            f"{rl.max_completion_tokens} are more than model.max_position={max_position}. "
-            "Shorten one of them."
+            f"rl.prompts.max_tokens={rl.prompts.max_tokens} + {completion_field(rl)}={rl.max_completion_tokens} are "
+            f"more than model.max_position={max_position}. Shorten one of them."
         )
-    elif max_tokens != "auto" and packed_length < longest:
+    elif max_tokens != "auto" and config.packed_length < longest:
         yield (
             f"rl.update.max_tokens_per_microbatch={max_tokens} holds no rl.prompts.max_tokens="
             f"{rl.prompts.max_tokens} with {completion_field(rl)}={rl.max_completion_tokens}. "
@@ -75,27 +62,35 @@ def _lengths(rl: RlConfig, packed_length: int, longest: int, max_position: int) 
         )
 
 
-def _batches(rl: RlConfig, rollout_size: int, train: TrainConfig) -> Iterator[str]:
-    rollout, size = rl.rollout, rollout_size
+def _batches(config: RlRunConfig, world_size: int) -> Iterator[str]:
+    """Check that a rollout batch is cut into whole updates, and texts mixed into these evenly over ranks and stages."""
+    rollout, loss, ptx = config.rl.rollout, config.rl.loss, config.rl.ptx
+    train, mesh, size = config.train, config.mesh, config.rollout_size
     if size % train.global_batch:
         near = _nearest_divisor(size, train.global_batch)
         yield (
             f"train.global_batch={train.global_batch} does not divide the {size} completions of a rollout batch "
             f"(rl.rollout.prompts_per_step={rollout.prompts_per_step} x group_size={rollout.group_size}). Use {near}."
         )
-    loss = rl.loss
     if loss.kl_target is not None and loss.kl_horizon < size:
         yield (
             f"rl.loss.kl_horizon={loss.kl_horizon} is shorter than the {size} completions of a rollout batch, so that "
             f"kl_coeff would change by more than a fifth at a time. Set it to {size} or more (10000)."
         )
-    if train.micro_batch != 1:
+    yield from unused(
+        "train",
+        train,
+        (True, "micro_batch", "completions, which are packed up to rl.update.max_tokens_per_microbatch"),
+        (True, "ramp_start ramp_increment ramp_samples", "reinforcement learning, whose batch does not grow"),
+    )
+    replicas = max(1, world_size // mesh.model_parallel)
+    unit = replicas * (mesh.pp if mesh.vpp > 1 else 1)
+    if ptx.coeff and ptx.sequences % unit:
+        pipeline = f" and mesh.pp={mesh.pp} with mesh.vpp={mesh.vpp}" if mesh.vpp > 1 else ""
         yield (
-            f"train.micro_batch={train.micro_batch} is not used: completions are packed into forward passes of "
-            "rl.update.max_tokens_per_microbatch. Set it to 1, and that to what fits in memory."
+            f"rl.ptx.sequences={ptx.sequences} is not a multiple of {unit}, for {replicas} data-parallel "
+            f"ranks{pipeline}. Use {-(-ptx.sequences // unit) * unit}."
         )
-    no_growth = "reinforcement learning, whose batch does not grow"
-    yield from unused("train", train, (True, "ramp_start ramp_increment ramp_samples", no_growth))
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:
@@ -108,83 +103,62 @@ def _nearest_divisor(size: int, wanted: int) -> int:
     return 1
 
 
-def _intervals(train: TrainConfig, save_interval: int | None, updates: int, rollout_size: int) -> Iterator[str]:
+def _intervals(config: RlRunConfig) -> Iterator[str]:
     """Check that intervals are whole rollout batches: a run saves, evaluates and ends only between them."""
-    if not updates:
-        return  # _batches reports it
+    train, updates = config.train, config.updates_per_rollout
     fields = {
         "train.steps": train.steps,
         "train.eval_interval": train.eval_interval,
-        "checkpoint.interval": save_interval,
+        "checkpoint.interval": config.checkpoint.interval,
     }
     for name, steps in fields.items():
-        if steps is not None and steps % updates:
+        if updates and steps is not None and steps % updates:  # _batches reports a batch without updates
             yield (
                 f"{name}={steps} is not a multiple of the {updates} optimizer steps of a rollout batch (its "
-                f"{rollout_size} completions x rl.update.epochs / train.global_batch={train.global_batch}). Use "
+                f"{config.rollout_size} completions x rl.update.epochs / train.global_batch={train.global_batch}). Use "
                 f"{steps - steps % updates + updates}."
             )
 
 
-def _stores(section: str, optim: OptimConfig | None, field: str, store: Store) -> Iterator[str]:
-    """Check that an optimizer with state in main memory is not asked to leave the device."""
-    if optim is not None and optim.offload_fraction and store != "device":
-        yield (
-            f'{field}="{store}" with {section}.offload_fraction={optim.offload_fraction:g}, whose state is in main '
-            "memory all the time. Set one of them to its default."
-        )
-
-
-def _critic(
-    critic: CriticConfig | None, platform: PlatformConfig, critic_steps: int, train: TrainConfig, updates: int
-) -> Iterator[str]:
-    """Check the critic's own schedule, and that its warm-up leaves steps to the policy."""
-    if critic is None or not updates:
+def _optimizers(config: RlRunConfig) -> Iterator[str]:
+    """Check where the optimizers' state waits, the critic's schedule, and that its warm-up leaves the policy steps."""
+    updates, steps = config.updates_per_rollout, config.train.steps
+    for optim, key, store, field in (
+        (config.optim, "optim", config.update_store, "rl.update.store"),
+        (config.critic_optim, "rl.advantage.critic.optim", config.critic_store, "rl.advantage.critic.store"),
+    ):
+        if optim is not None and optim.offload_fraction and store != "device":
+            yield (
+                f'{field}="{store}" with {key}.offload_fraction={optim.offload_fraction:g}, whose state is in main '
+                "memory all the time. Set one of them to its default."
+            )
+    if config.critic is None or not updates:
         return
-    if critic.warmup_rollouts * updates >= train.steps:
+    if config.critic.warmup_rollouts * updates >= steps:
         yield (
-            f"rl.advantage.critic.warmup_rollouts={critic.warmup_rollouts} are all of train.steps="
-            f"{train.steps}, of which a rollout batch takes {updates}: the policy would not be trained. Lower "
-            "it, or raise train.steps."
+            f"rl.advantage.critic.warmup_rollouts={config.critic.warmup_rollouts} are all of train.steps={steps}, of "
+            f"which a rollout batch takes {updates}: the policy would not be trained. Lower it, or raise train.steps."
         )
-    yield from offload_violations(critic.optim, platform, "rl.advantage.critic.optim")
-    yield from precision_violations(critic.optim, platform, "rl.advantage.critic.optim")
-    yield from schedule_violations(
-        critic.optim,
-        critic_steps,
-        "rl.advantage.critic.optim",
-        "the critic's steps (train.steps, rl.advantage.critic.epochs)",
-    )
+    optim, key = config.critic.optim, "rl.advantage.critic.optim"
+    yield from offload_violations(optim, config.platform, key)
+    yield from precision_violations(optim, config.platform, key)
+    steps_field = "the critic's steps (train.steps, rl.advantage.critic.epochs)"
+    yield from schedule_violations(optim, config.critic_steps, key, steps_field)
 
 
-def _texts(mesh: MeshConfig, ptx: PtxConfig, world_size: int) -> Iterator[str]:
-    """Check that the texts mixed into updates are divided evenly over the ranks and the pipeline."""
-    replicas = max(1, world_size // mesh.model_parallel)
-    unit = replicas * (mesh.pp if mesh.vpp > 1 else 1)
-    if ptx.coeff and ptx.sequences % unit:
-        pipeline = f" and mesh.pp={mesh.pp} with mesh.vpp={mesh.vpp}" if mesh.vpp > 1 else ""
-        yield (
-            f"rl.ptx.sequences={ptx.sequences} is not a multiple of {unit}, for {replicas} data-parallel "
-            f"ranks{pipeline}. Use {-(-ptx.sequences // unit) * unit}."
-        )
-
-
-def _layers(platform: PlatformConfig, engine: EngineConfig) -> Iterator[str]:
-    if platform.layers == "te" and not engine.is_served:
+def _layers(config: RlRunConfig) -> Iterator[str]:
+    model, mesh, depth = config.model, config.mesh, config.model.mtp_layers
+    if config.platform.layers == "te" and not config.rl.engine.is_served:
         yield (
             'platform.layers="te": the rollout engine in this process runs on our layers, and a policy that trains on '
             'others would not be the one that sampled. Set platform.layers="torch", or rl.engine.kind="vllm".'
         )
-
-
-def _model(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     for name in ("attention_dropout", "hidden_dropout"):
         if rate := getattr(model, name):
             yield (
                 f"model.{name}={rate}: the policy in training would not be the one that sampled, whose ratios to it "
                 "are measured. Set it to 0."
             )
-    depth = model.mtp_layers
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         if depth and mesh.pp > 1 and getattr(mesh, name) is True:
             yield (
@@ -194,21 +168,31 @@ def _model(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
             )
 
 
-def _routers(model: ModelConfig, rl: RlConfig, replay: ReplayConfig, lora: LoraConfig) -> Iterator[str]:
+def _routers(config: RlRunConfig) -> Iterator[str]:
     """Check what is trained, replayed and recorded of routers."""
+    model, rl, replay = config.model, config.rl, config.replay
     moe = model.moe
-    if model.is_moe and moe.capacity_factor and replay.kind == "none":
+    if not model.is_moe:
+        cause = "a model without experts"
+        yield from unused("rl", rl, (True, "freeze_router", cause))
+        if config.critic is not None:
+            yield from unused("rl.advantage.critic", config.critic, (True, "replay", cause))
+        if rl.loss.uses_router_shift:
+            yield (
+                f'rl.loss.kind="{rl.loss.kind}" with the router-shift ratio, but the model has no experts, and no '
+                'router whose scores could move. Set rl.loss.kind="grpo", and router_shift=false.'
+            )
+        return
+    if moe.capacity_factor and replay.kind == "none":
         yield (
             f'model.moe.capacity_factor={moe.capacity_factor} with replay.kind="none": each training pass would drop '
             "other tokens than the pass for old logprobs, and the ratios would measure that. Set capacity_factor=none, "
             'or replay.kind="r2" with rl.update.old_logprobs="trainer", which imposes what that pass dropped.'
         )
-    if rl.freeze_router and not model.is_moe:
-        yield "rl.freeze_router=true, but the model has no experts. Set it to false."
     losses = {"aux_loss_coeff": moe.aux_loss_coeff if moe.balance != "none" else 0.0, "z_loss_coeff": moe.z_loss_coeff}
-    if (rl.freeze_router or lora.is_on) and model.is_moe and any(losses.values()):
+    if (rl.freeze_router or config.lora.is_on) and any(losses.values()):
         named = ", ".join(f"model.moe.{name}={value}" for name, value in losses.items() if value)
-        frozen = "rl.freeze_router=true" if rl.freeze_router else f"lora.rank={lora.rank}"
+        frozen = "rl.freeze_router=true" if rl.freeze_router else f"lora.rank={config.lora.rank}"
         yield (
             f"{frozen} with {named}: a loss on routers that do not learn would move the layers below them "
             "instead. Set it to 0."
@@ -218,13 +202,6 @@ def _routers(model: ModelConfig, rl: RlConfig, replay: ReplayConfig, lora: LoraC
             'replay.kind="r2" with rl.update.old_logprobs="rollout": the routes to replay are recorded in the '
             'trainer\'s pass for old logprobs, which this omits. Set old_logprobs="trainer", or replay.kind="r3".'
         )
-    if rl.loss.uses_router_shift and not model.is_moe:
-        yield (
-            f'rl.loss.kind="{rl.loss.kind}" with the router-shift ratio, but the model has no experts, and no '
-            'router whose scores could move. Set rl.loss.kind="grpo", and router_shift=false.'
-        )
-    if isinstance(rl.advantage, GaeAdvantage) and rl.advantage.critic.replay != "none" and not model.is_moe:
-        yield 'rl.advantage.critic.replay="r2", but the model has no experts. Set it to "none".'
 
 
 def _evaluation(evaluation: EvalConfig, task: str) -> Iterator[str]:
