@@ -15,9 +15,7 @@ def mesh_violations(
 ) -> Iterator[str]:
     """Yield a sentence for each reason why `mesh` cannot hold `model` and sequences as long as `field` sets."""
     yield from _experts(model, mesh)
-    yield from _widths(model, mesh)
-    yield from _heads(model, mesh)
-    yield from _delta_nets(model, mesh)
+    yield from _parts(model, mesh)
     yield from _shared_choices(model, mesh)
     yield from _layers(model, mesh)
     yield from _pipeline(model, mesh)
@@ -42,11 +40,6 @@ def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
             if size > 1:
                 yield f"mesh.{name}={size}, but model.moe.num_experts=0: nothing to cut. Set mesh.{name}=1."
         return
-    if moe.num_experts % mesh.ep:
-        yield (
-            f"model.moe.num_experts={moe.num_experts} is not a multiple of mesh.ep={mesh.ep}: each rank "
-            f"holds as many experts. Set mesh.ep to one of {divisors(moe.num_experts)}."
-        )
     if mesh.tp > 1 and not mesh.sequence_parallel:
         yield (
             f"mesh.sequence_parallel=false with mesh.tp={mesh.tp} and experts: every tensor-parallel rank "
@@ -64,49 +57,39 @@ def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
         )
 
 
-def _widths(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
-    moe = model.moe
-    split = [("padded vocabulary (model.vocab_size, model.vocab_multiple)", model.padded_vocab_size, "tp", mesh.tp)]
-    if not all(model.moe_layers):
-        split.append(("model.ffn_hidden_size", model.ffn_hidden_size, "tp", mesh.tp))
-    if model.is_moe:
-        split.append(("model.moe.ffn_hidden_size", moe.ffn_hidden_size, "etp", mesh.etp))
-    if moe.shared_experts:
-        name = "ffn_hidden_size" if moe.shared_ffn_hidden_size == "auto" else "shared_ffn_hidden_size"
-        split.append((f"model.moe.shared_experts x model.moe.{name}", moe.shared_width, "tp", mesh.tp))
-    for name, size, axis, ranks in split:
+def _parts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    """Check that experts, widths and heads are cut into equal parts."""
+    moe, family, kv_heads, tp = model.moe, family_of(model), model.num_kv_heads, mesh.tp
+    shared = "ffn_hidden_size" if moe.shared_ffn_hidden_size == "auto" else "shared_ffn_hidden_size"
+    padded = "padded vocabulary (model.vocab_size, model.vocab_multiple)"
+    shared_width = moe.shared_width if moe.shared_experts else 0
+    for name, size, axis, ranks in (
+        ("model.moe.num_experts", moe.num_experts, "ep", mesh.ep if model.is_moe else 1),
+        (padded, model.padded_vocab_size, "tp", tp),
+        ("model.ffn_hidden_size", 0 if all(model.moe_layers) else model.ffn_hidden_size, "tp", tp),
+        ("model.moe.ffn_hidden_size", moe.ffn_hidden_size if model.is_moe else 0, "etp", mesh.etp),
+        (f"model.moe.shared_experts x model.moe.{shared}", shared_width, "tp", tp),
+        ("model.num_heads", model.num_heads, "tp", tp),
+    ):
         if size % ranks:
             yield (
-                f"{name} = {size} is not a multiple of mesh.{axis}={ranks}, which cuts it. Set mesh.{axis} "
-                f"to one of {divisors(size)}, or change the width."
+                f"{name} = {size} is not a multiple of mesh.{axis}={ranks}: all ranks hold equally large parts. Set "
+                f"mesh.{axis} to one of {divisors(size)}, or change the model."
             )
-
-
-def _heads(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
-    heads, kv_heads, tp = model.num_heads, model.num_kv_heads, mesh.tp
-    family = family_of(model)
-    if heads % tp:
-        yield (
-            f"model.num_heads={heads} is not a multiple of mesh.tp={tp}: a rank holds whole heads. Set "
-            f"mesh.tp to one of {divisors(heads)}."
-        )
-    elif family.has_full_qk_norm and kv_heads % tp:
+    if family.has_full_qk_norm and kv_heads % tp:
         yield (
             f"model.num_kv_heads={kv_heads} is not a multiple of mesh.tp={tp}: {model.family} norms all keys at "
             f"once, so that no rank may hold a copy of another's. Set mesh.tp to one of {divisors(kv_heads)}."
         )
     # With fewer key/value heads than ranks, Megatron gives each rank a copy of the head it needs.
-    elif not family.is_latent and kv_heads % tp and tp % kv_heads:
+    elif not family.is_latent and not model.num_heads % tp and kv_heads % tp and tp % kv_heads:
         yield (
             f"model.num_kv_heads={kv_heads} is neither a multiple nor a divisor of mesh.tp={tp}. Set mesh.tp "
             f"to one of {divisors(kv_heads)}, or to a multiple of {kv_heads}."
         )
-
-
-def _delta_nets(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
-    if "delta" in model.mixers and model.delta.key_heads % (mesh.tp * mesh.cp):
+    if "delta" in model.mixers and model.delta.key_heads % (tp * mesh.cp):
         yield (
-            f"model.delta.key_heads={model.delta.key_heads} is not a multiple of mesh.tp={mesh.tp} x mesh.cp="
+            f"model.delta.key_heads={model.delta.key_heads} is not a multiple of mesh.tp={tp} x mesh.cp="
             f"{mesh.cp}: a rank computes whole heads of gated delta nets. Set mesh.tp and mesh.cp so that their "
             f"product is one of {divisors(model.delta.key_heads)}."
         )

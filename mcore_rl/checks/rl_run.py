@@ -6,14 +6,7 @@ from mcore_rl.checks.engine import engine_violations
 from mcore_rl.checks.mesh import unequal_length_violations
 from mcore_rl.checks.model import replay_violations, unused
 from mcore_rl.checks.rl import completion_field, rl_violations
-from mcore_rl.checks.run import (
-    chat_violations,
-    offload_violations,
-    precision_violations,
-    refuse,
-    run_violations,
-    schedule_violations,
-)
+from mcore_rl.checks.run import chat_violations, optimizer_violations, refuse, run_violations
 from mcore_rl.config.rl.rollout import MIN_TEMPERATURE, EvalConfig
 from mcore_rl.config.rl_run import RlRunConfig
 
@@ -140,10 +133,8 @@ def _optimizers(config: RlRunConfig) -> Iterator[str]:
             f"which a rollout batch takes {updates}: the policy would not be trained. Lower it, or raise train.steps."
         )
     optim, key = config.critic.optim, "rl.advantage.critic.optim"
-    yield from offload_violations(optim, config.platform, key)
-    yield from precision_violations(optim, config.platform, key)
     steps_field = "the critic's steps (train.steps, rl.advantage.critic.epochs)"
-    yield from schedule_violations(optim, config.critic_steps, key, steps_field)
+    yield from optimizer_violations(optim, config.platform, config.critic_steps, key, steps_field)
 
 
 def _layers(config: RlRunConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from math import gcd, lcm
 
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.model import divisors, fp8_violations, lora_violations, model_violations, unused
-from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -19,7 +19,6 @@ from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import LogConfig, PlatformConfig, PretrainConfig, RunConfig, TrainConfig
-from mcore_rl.config.section import Section
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
@@ -61,8 +60,7 @@ def check(config: PretrainConfig, world_size: int) -> None:
         [
             *run_violations(config, world_size, config.data.seq_length, "data.seq_length"),
             *batch_violations(config.train, config.mesh, world_size),
-            *_data(config.data, config.train),
-            *_untrained_indexers(config.model.indexer.top_k, config.data.seq_length, config.checkpoint.load),
+            *_data(config),
         ]
     )
 
@@ -78,24 +76,17 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     model, mesh = config.model, config.mesh
     yield from _run_dir(config.run_dir)
     yield from model_violations(model)
-    yield from _head(config.model, trains_scores=config.trains_scores)
+    yield from _program(config)
     yield from mesh_violations(model, mesh, seq_length, field)
     yield from fp8_violations(model, mesh, config.platform, config.train.micro_batch, seq_length, field)
     yield from _world(mesh, model, world_size)
-    yield from schedule_violations(config.optim, config.train.steps)
+    yield from optimizer_violations(config.optim, config.platform, config.train.steps)
     yield from _platform(config.platform, model)
-    yield from _router_fusion(config.platform, unfuses_router=config.unfuses_router)
-    yield from _overlapped_shared_experts(config.mesh, config.platform)
-    has_one_shape = isinstance(config, PretrainConfig | SFTConfig)
-    yield from _overlapped_tensor_parallelism(config.mesh, config.model, config.platform, has_one_shape=has_one_shape)
-    yield from offload_violations(config.optim, config.platform)
-    yield from precision_violations(config.optim, config.platform)
-    yield from _recompute(config.platform, model)
-    yield from _recomputed_groups(config.platform, model, mesh)
+    yield from _overlapped_tensor_parallelism(config)
+    yield from _recompute(config.platform, model, mesh)
     yield from lora_violations(
         config.lora, config.checkpoint, model, mesh, config.platform, trains_mtp=config.trains_mtp
     )
-    yield from _allowed_changes(config.checkpoint.allow_changes, type(config))
 
 
 def _run_dir(run_dir: str) -> Iterator[str]:
@@ -114,29 +105,29 @@ def _run_dir(run_dir: str) -> Iterator[str]:
         )
 
 
-def _untrained_indexers(topk: int | None, length: int, load: str | None) -> Iterator[str]:
-    if topk is not None and length > topk and load is None:
-        yield (
-            f"data.seq_length={length} with model.indexer.top_k={topk} and without checkpoint.load: indexers are not "
-            "trained here (arXiv 2512.02556 trains them by a loss of their own), and random ones would choose the keys "
-            f"of queries behind position {topk}. Set data.seq_length to {topk} or less, or checkpoint.load."
-        )
-
-
-def _head(model: ModelConfig, *, trains_scores: bool) -> Iterator[str]:
-    head = model.head
-    if head == "score" and not trains_scores:
+def _program(config: RunConfig) -> Iterator[str]:
+    """Check what this training and the layers' kernels can be asked for."""
+    head, platform = config.model.head, config.platform
+    if head == "score" and not config.trains_scores:
         yield (
             'model.head="score": this program trains logits; a reward model is trained by `mcore-rl rm`. Set '
             'model.head="logits".'
         )
-    elif head == "logits" and trains_scores:
+    elif head == "logits" and config.trains_scores:
         yield 'model.head="logits": a reward model returns one number for a sequence. Set model.head="score".'
-
-
-def _allowed_changes(allowed: tuple[str, ...], kind: type[Section]) -> Iterator[str]:
-    keys = [doc.key for doc in describe(kind)]
-    for name in allowed:
+    if config.unfuses_router and platform.router_fusion is True:
+        yield (
+            "platform.router_fusion=true in reinforcement learning: the fused router shows no choices to record, and "
+            'takes none that a replay imposes. Set it to "auto".'
+        )
+    modules = platform.recompute_modules if platform.recompute == "selective" else ()
+    if config.mesh.overlap_shared_experts and "shared_experts" in modules:
+        yield (
+            'mesh.overlap_shared_experts=true with "shared_experts" in platform.recompute_modules: Megatron cannot '
+            "compute them again in parts. Take it out, or set the overlap to false."
+        )
+    keys = [doc.key for doc in describe(type(config))]
+    for name in config.checkpoint.allow_changes:
         if name != "numerics" and not any(key == name or key.startswith(f"{name}.") for key in keys):
             yield (
                 f"checkpoint.allow_changes names {toml_value(name)}, which is no field and no section. Name those "
@@ -225,11 +216,11 @@ def _ramp(train: TrainConfig) -> Iterator[str]:
         )
 
 
-def schedule_violations(
-    optim: OptimConfig, steps: int, field: str = "optim", steps_field: str = "train.steps"
+def optimizer_violations(
+    optim: OptimConfig, platform: PlatformConfig, steps: int, field: str = "optim", steps_field: str = "train.steps"
 ) -> Iterator[str]:
-    """Yield a sentence for each fault in the schedule in section `field`, over the optimizer steps that `steps_field`
-    sets.
+    """Yield a sentence for each fault in section `field`: in its schedule over the optimizer steps that `steps_field`
+    sets, and in where and in which number formats it keeps the optimizer's state.
     """
     if optim.min_lr > optim.lr:
         yield f"{field}.min_lr={optim.min_lr} is above {field}.lr={optim.lr}, from which it decays. Lower it."
@@ -248,20 +239,12 @@ def schedule_violations(
                 f"({field}.wsd_decay_steps={optim.wsd_decay_steps}) do not both fit before {name}={end}. "
                 "Shorten one of them."
             )
-
-
-def offload_violations(optim: OptimConfig, platform: PlatformConfig, field: str = "optim") -> Iterator[str]:
-    """Yield a sentence if section `field` cannot keep the optimizer's state in main memory."""
     if optim.offload_fraction and platform.precision != "bf16":
         yield (
             f'{field}.offload_fraction={optim.offload_fraction:g} with platform.precision="{platform.precision}": '
             "Megatron's hybrid optimizer makes fp32 weights of 16-bit ones, and cannot load a checkpoint where the "
             'weights are fp32 already. Set platform.precision="bf16", or offload_fraction=0.'
         )
-
-
-def precision_violations(optim: OptimConfig, platform: PlatformConfig, field: str = "optim") -> Iterator[str]:
-    """Yield a sentence for each fault in the optimizer's number formats in section `field`."""
     lowered = [
         name for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype") if getattr(optim, name) != "fp32"
     ]
@@ -298,7 +281,8 @@ def weight_violations(
         yield f"{name}={list(weights)}: a weight is above 0. Leave out of {sources_name} what is not wanted."
 
 
-def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
+def _data(config: PretrainConfig) -> Iterator[str]:
+    data, train, top_k = config.data, config.train, config.model.indexer.top_k
     if not data.train:
         yield "data.train is empty. Name the prefixes of .bin/.idx pairs, as `mcore-rl data preprocess` makes them."
     yield from weight_violations(
@@ -313,22 +297,19 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
             'train.eval_batches="none".'
         )
     yield from tokenizer_violations(data.tokenizer)
-
-
-def _overlapped_shared_experts(mesh: MeshConfig, platform: PlatformConfig) -> Iterator[str]:
-    modules = platform.recompute_modules if platform.recompute == "selective" else ()
-    if mesh.overlap_shared_experts and "shared_experts" in modules:
+    if top_k is not None and data.seq_length > top_k and config.checkpoint.load is None:
         yield (
-            'mesh.overlap_shared_experts=true with "shared_experts" in platform.recompute_modules: Megatron cannot '
-            "compute them again in parts. Take it out, or set the overlap to false."
+            f"data.seq_length={data.seq_length} with model.indexer.top_k={top_k} and without checkpoint.load: indexers "
+            "are not trained here (arXiv 2512.02556 trains them by a loss of their own), and random ones would choose "
+            f"the keys of queries behind position {top_k}. Set data.seq_length to {top_k} or less, or checkpoint.load."
         )
 
 
-def _overlapped_tensor_parallelism(
-    mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig, *, has_one_shape: bool
-) -> Iterator[str]:
+def _overlapped_tensor_parallelism(config: RunConfig) -> Iterator[str]:
+    mesh, model, platform = config.mesh, config.model, config.platform
     if not mesh.overlap_tp:
         return
+    has_one_shape = isinstance(config, PretrainConfig | SFTConfig)
     reasons = {
         "TransformerEngine's user buffers have one shape for a whole run, as batches of pretraining and fine-tuning do "
         "and those of this program do not": not has_one_shape,
@@ -351,41 +332,20 @@ def _overlapped_tensor_parallelism(
             yield f"mesh.overlap_tp=true, but {reason}. Set it to false."
 
 
-def _router_fusion(platform: PlatformConfig, *, unfuses_router: bool) -> Iterator[str]:
-    if unfuses_router and platform.router_fusion is True:
-        yield (
-            "platform.router_fusion=true in reinforcement learning: the fused router shows no choices to record, and "
-            'takes none that a replay imposes. Set it to "auto".'
-        )
-
-
 def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
-    wants_cuda = {
-        'platform.layers="te"': platform.layers == "te",
+    wants_te = {
         f'platform.fp8="{platform.fp8}"': platform.fp8 != "none",
         'platform.cross_entropy_fusion="te"': platform.cross_entropy_fusion == "te",
+        **{f"platform.{name}=true": getattr(platform, name) is True for name in TE_FUSIONS},
+    }
+    wants_cuda = wants_te | {
+        'platform.layers="te"': platform.layers == "te",
         f'model.moe.dispatcher="{model.moe.dispatcher}"': model.is_moe and model.moe.is_flex,
     }
-    wants_cuda |= {f"platform.{name}=true": getattr(platform, name) is True for name in TE_FUSIONS}
-    for setting, is_set in wants_cuda.items():
-        if is_set and platform.device == "cpu":
-            yield f'{setting} needs CUDA, but platform.device="cpu". Change one of them.'
-    if platform.fp8 != "none" and platform.layers in OURS:
-        yield (
-            f'platform.fp8="{platform.fp8}" needs TransformerEngine, but platform.layers="{platform.layers}". Set '
-            'platform.layers="te", or platform.fp8="none".'
-        )
-    for name in TE_FUSIONS:
-        if getattr(platform, name) is True and platform.layers in OURS:
-            yield (
-                f'platform.{name}=true with platform.layers="{platform.layers}": it is a kernel for '
-                f'TransformerEngine\'s layers. Set platform.{name}="auto", or platform.layers="auto".'
-            )
-    if platform.cross_entropy_fusion == "te" and platform.layers in OURS:
-        yield (
-            f'platform.cross_entropy_fusion="te" with platform.layers="{platform.layers}": it is a kernel of '
-            'TransformerEngine. Set it to "auto" or "native".'
-        )
+    for setting in (setting for setting, is_set in wants_cuda.items() if is_set and platform.device == "cpu"):
+        yield f'{setting} needs CUDA, but platform.device="cpu". Change one of them.'
+    for setting in (setting for setting, is_set in wants_te.items() if is_set and platform.layers in OURS):
+        yield f'{setting} needs TransformerEngine, but platform.layers="{platform.layers}". Change one of them.'
     if platform.cross_entropy_fusion == "native" and platform.precision == "fp32":
         yield (
             'platform.cross_entropy_fusion="native" with platform.precision="fp32": Megatron rounds the gradient of '
@@ -419,43 +379,33 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
 
 def _cpu_layers(platform: PlatformConfig) -> Iterator[str]:
     asked = 'platform.layers="cpu"' if platform.layers == "cpu" else "platform.bf16_products=true"
-    if platform.layers not in ("auto", "cpu"):
-        yield (
-            f'{asked} with platform.layers="{platform.layers}": only the compiled layers of a CPU round the operands '
-            "of their products. Set platform.bf16_products=false."
-        )
-    if platform.device == "cuda":
-        yield f'{asked} with platform.device="cuda": these layers are compiled for CPUs. Change one of them.'
-    if platform.precision == "bf16":
-        yield (
-            f'{asked} with platform.precision="bf16": the compiled layers compute tensors in fp32. Set '
-            'platform.precision="fp32"' + (', or platform.layers="torch".' if platform.layers == "cpu" else ".")
-        )
-    if platform.batch_invariant:
-        yield (
-            f"{asked} with platform.batch_invariant=true: the compiled experts multiply all rows of an expert at once. "
-            'Set platform.layers="torch".'
-        )
+    reasons = {
+        f'platform.layers="{platform.layers}": only the compiled layers of a CPU round the operands of their products. '
+        "Set platform.bf16_products=false": platform.layers not in ("auto", "cpu"),
+        'platform.device="cuda": these layers are compiled for CPUs. Change one of them': platform.device == "cuda",
+        'platform.precision="bf16": the compiled layers compute tensors in fp32. Set platform.precision="fp32", or '
+        'platform.layers="torch" and bf16_products=false': platform.precision == "bf16",
+        "platform.batch_invariant=true: the compiled experts multiply all rows of an expert at once. Set "
+        'platform.layers="torch"': platform.batch_invariant,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield f"{asked} with {reason}."
 
 
-def _recomputed_groups(platform: PlatformConfig, model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
-    """Check that full recomputation cuts each stage's chunks into whole groups; Megatron 0.16 reads past their end."""
-    if platform.recompute != "full":
-        return
-    shortest = gcd(*mesh.chunk_layers(model.num_layers, model.mtp_layers))
-    if shortest and shortest % platform.recompute_layers:
-        yield (
-            f"platform.recompute_layers={platform.recompute_layers} does not divide the layers of each stage's chunks. "
-            f"Set it to one of {divisors(shortest)}."
-        )
-    elif model.mtp_layers and platform.recompute_layers != 1:
-        yield (
-            f"platform.recompute_layers={platform.recompute_layers} with model.mtp_layers={model.mtp_layers}: Megatron "
-            "recomputes the layers of multi-token prediction one at a time. Set it to 1."
-        )
-
-
-def _recompute(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
+def _recompute(platform: PlatformConfig, model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    """Check what is computed again: full recomputation cuts each stage's chunks into whole groups, as Megatron 0.16
+    reads past their end, and selective recomputation takes modules that the model has.
+    """
+    if platform.recompute == "full":
+        shortest = gcd(*mesh.chunk_layers(model.num_layers, model.mtp_layers))
+        layers = f"platform.recompute_layers={platform.recompute_layers}"
+        if shortest and shortest % platform.recompute_layers:
+            yield f"{layers} does not divide the layers of each stage's chunks. Set it to one of {divisors(shortest)}."
+        elif model.mtp_layers and platform.recompute_layers != 1:
+            yield (
+                f"{layers} with model.mtp_layers={model.mtp_layers}: Megatron recomputes the layers of multi-token "
+                "prediction one at a time. Set it to 1."
+            )
     if platform.recompute != "selective":
         return
     if not platform.recompute_modules:

@@ -1,7 +1,7 @@
 """The data of trainings on preferences: reward models, DPO and its family."""
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -155,7 +155,6 @@ class DPOConfig(PreferenceRunConfig):
     """`mcore-rl dpo`."""
 
     run_dir: str = "runs/dpo"
-    """Folder of everything that the run writes; one run, one folder, one writer."""
     dpo: DPOSection = DPOSection()
 
 
@@ -184,15 +183,11 @@ class RewardModelConfig(PreferenceRunConfig):
     """`mcore-rl rm`."""
 
     run_dir: str = "runs/rm"
-    """Folder of everything that the run writes; one run, one folder, one writer."""
     rm: RewardModelSection = RewardModelSection()
+    trains_scores: ClassVar[bool] = True
+    """Always true: the model has a scalar head."""
 
     @cached_property
     def shifts_scores(self) -> bool:
         """Whether a number is subtracted from all scores after the last step."""
         return self.rm.shift == "chosen" or (self.rm.shift == "auto" and not self.data.has_steps)
-
-    @cached_property
-    def trains_scores(self) -> bool:
-        """Always true: the model has a scalar head."""
-        return True

@@ -1,7 +1,7 @@
 """The config of a reinforcement-learning run."""
 
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.optim import OptimConfig
@@ -103,10 +103,15 @@ class RlRunConfig(RunConfig):
     """
 
     run_dir: str = "runs/rl"
-    """Folder of everything that the run writes; one run, one folder, one writer."""
     data: RlDataConfig = RlDataConfig()
     rl: RlConfig = RlConfig()
     replay: ReplayConfig = ReplayConfig()
+    units_between_collections: ClassVar[int] = 1
+    """Units of work between two garbage collections: a rollout batch leaves much garbage, and takes long."""
+    unfuses_router: ClassVar[bool] = True
+    """Whether the routers' choices are read or imposed, which a fused kernel hides; always true in RL."""
+    trains_mtp: ClassVar[bool] = False
+    """Whether passes go through the multi-token-prediction layers; never in RL, which leaves them unchanged."""
 
     @cached_property
     def allows_te(self) -> bool:
@@ -129,21 +134,6 @@ class RlRunConfig(RunConfig):
     def rollout_size(self) -> int:
         """Completions per rollout batch."""
         return self.rl.rollout.prompts_per_step * self.rl.rollout.group_size
-
-    @cached_property
-    def units_between_collections(self) -> int:
-        """Units of work between two garbage collections: a rollout batch leaves much garbage, and takes long."""
-        return 1
-
-    @cached_property
-    def unfuses_router(self) -> bool:
-        """Whether the routers' choices are read or imposed, which a fused kernel hides; always true in RL."""
-        return True
-
-    @cached_property
-    def trains_mtp(self) -> bool:
-        """Whether passes go through the multi-token-prediction layers; never in RL, which leaves them unchanged."""
-        return False
 
     @cached_property
     def updates_per_rollout(self) -> int:

@@ -2,7 +2,7 @@
 
 from functools import cached_property
 from math import lcm
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -221,6 +221,14 @@ class RunConfig(Section):
     lora: LoraConfig = LoraConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    trains_scores: ClassVar[bool] = False
+    """Whether the program trains a model with a scalar head (`model.head` = "score") instead of logits."""
+    units_between_collections: ClassVar[int] = 100
+    """Units of work between two garbage collections, if `train.gc_interval` = "auto" has any."""
+    unfuses_router: ClassVar[bool] = False
+    """Whether the routers' choices are read or imposed, which a fused kernel hides; true in reinforcement learning."""
+    trains_mtp: ClassVar[bool] = True
+    """Whether passes go through the multi-token-prediction layers; false in reinforcement learning."""
 
     @cached_property
     def packed_length(self) -> int:
@@ -234,11 +242,6 @@ class RunConfig(Section):
         """
         slices = self.mesh.cp * (self.mesh.tp if self.mesh.sequence_parallel else 1)
         return lcm(self.mesh.zigzag, slices * self.platform.fp8_multiple)
-
-    @cached_property
-    def trains_scores(self) -> bool:
-        """Whether the program trains a model with a scalar head (`model.head` = "score") instead of logits."""
-        return False
 
     @cached_property
     def critic_optim(self) -> OptimConfig | None:
@@ -261,26 +264,9 @@ class RunConfig(Section):
         return "device"
 
     @cached_property
-    def units_between_collections(self) -> int:
-        """Units of work between two garbage collections, if `train.gc_interval` = "auto" has any."""
-        return 100
-
-    @cached_property
     def allows_te(self) -> bool:
         """Whether `platform.layers` = "auto" may choose TransformerEngine, which does not support adapters."""
         return not self.lora.is_on
-
-    @cached_property
-    def unfuses_router(self) -> bool:
-        """Whether the routers' choices are read or imposed, which a fused kernel hides; true in reinforcement
-        learning.
-        """
-        return False
-
-    @cached_property
-    def trains_mtp(self) -> bool:
-        """Whether passes go through the multi-token-prediction layers; false in reinforcement learning."""
-        return True
 
     @cached_property
     def freezes_router(self) -> bool:
@@ -292,7 +278,6 @@ class PretrainConfig(RunConfig):
     """`mcore-rl pretrain`."""
 
     run_dir: str = "runs/pretrain"
-    """Folder of everything that the run writes; one run, one folder, one writer."""
     data: DataConfig = DataConfig()
 
     @cached_property

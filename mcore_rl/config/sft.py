@@ -91,7 +91,6 @@ class SFTConfig(RunConfig):
     """`mcore-rl sft`."""
 
     run_dir: str = "runs/sft"
-    """Folder of everything that the run writes; one run, one folder, one writer."""
     data: SFTDataConfig = SFTDataConfig()
 
     @cached_property
