@@ -7,8 +7,7 @@ from mcore_rl.checks.model import unused
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
-from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl.rollout import VLLM_RANKS, NativeConfig, RolloutConfig, ServedConfig
+from mcore_rl.config.rl.rollout import VLLM_RANKS, NativeConfig, ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.toml import toml_value
@@ -38,10 +37,7 @@ def engine_violations(config: RlRunConfig) -> Iterator[str]:
         yield from _graphs(config.mesh, config.model, config.platform)
     if isinstance(engine, ServedConfig):
         yield from _servers(engine, config.platform.device)
-        yield from _arguments(engine)
-        yield from _logprobs(engine.kind, config.rl.rollout, config.rl.eval.temperature)
-        yield from _model(engine, config.model, config.rl.prompts.max_tokens + config.rl.max_completion_tokens)
-        yield from _routes(engine, config.replay, config.platform.device)
+        yield from _completions(engine, config)
         yield from _adapters(engine, config.lora, config.model, config.rl.rollout.max_staleness)
 
 
@@ -85,6 +81,7 @@ def _servers(engine: ServedConfig, device: str) -> Iterator[str]:
     if len(set(engine.urls)) < len(engine.urls):
         yield f"rl.engine.urls={toml_value(list(engine.urls))} names a server twice. Take one out."
     cause = f"rl.engine.count={engine.count}: servers that are started are reached on their own machine, without a key"
+    at_urls = "rl.engine.urls, whose servers were started with a model"
     has_https = any(url.startswith("https://") for url in engine.urls)
     yield from unused(
         "rl.engine",
@@ -94,11 +91,12 @@ def _servers(engine: ServedConfig, device: str) -> Iterator[str]:
         (device == "cpu", "devices", 'platform.device="cpu"'),
         (engine.broadcasts, "transport_dir", 'rl.engine.transport="nccl"'),
         (engine.lora == "merged", "base_model", 'rl.engine.lora="merged": servers get all weights from the trainer'),
+        (
+            engine.lora == "adapter" and bool(engine.urls),
+            "base_model",
+            "rl.engine.urls, whose servers were started with a model",
+        ),
     )
-
-
-def _arguments(engine: ServedConfig) -> Iterator[str]:
-    """Check how servers are started."""
     if own := [argument for argument in engine.args if argument.split("=")[0] in OWN_ARGUMENTS]:
         yield (
             f"rl.engine.args names {', '.join(own)}, which the run sets by its own fields. Take it out, and set the "
@@ -109,24 +107,6 @@ def _arguments(engine: ServedConfig) -> Iterator[str]:
         yield (
             f"rl.engine.devices={list(engine.devices)}: rl.engine.count={engine.count} servers of tensor_parallel="
             f"{engine.tensor_parallel} take {wanted} different GPUs. Name as many."
-        )
-
-
-def _logprobs(kind: str, rollout: RolloutConfig, eval_temperature: float) -> Iterator[str]:
-    """Check that the servers can report logprobs at the sampling temperature, before the cut."""
-    named = ", ".join(rollout.cuts)
-    if not named:
-        return
-    if rollout.temperature != 1.0:
-        yield (
-            f'rl.rollout.temperature={rollout.temperature} with {named} and rl.engine.kind="{kind}": a server '
-            "reports logprobs before the temperature, or after the cut, and the ratios need those in between. Set "
-            "temperature=1, or top_k=none, top_p=1 and min_p=0."
-        )
-    elif eval_temperature not in (0.0, 1.0):
-        yield (
-            f"rl.eval.temperature={eval_temperature} with {named}: the servers report logprobs at temperature 1 then. "
-            "Set rl.eval.temperature to 0 or 1."
         )
 
 
@@ -142,11 +122,6 @@ def _adapters(engine: ServedConfig, lora: LoraConfig, model: ModelConfig, max_st
         yield (
             f"{wanted} with rl.engine.count={engine.count}, and no rl.engine.base_model: the servers have to load the "
             "base by themselves. Name a Hugging Face folder of it (`mcore-rl convert export` makes one)."
-        )
-    if engine.base_model is not None and not engine.count:
-        yield (
-            f'rl.engine.base_model="{engine.base_model}" with rl.engine.urls: those servers were started with a model. '
-            "Clear it."
         )
     if engine.broadcasts:
         yield f'{wanted} with rl.engine.transport="nccl": adapters come as files. Set it to "files".'
@@ -164,13 +139,16 @@ def _adapters(engine: ServedConfig, lora: LoraConfig, model: ModelConfig, max_st
         )
 
 
-def _model(engine: ServedConfig, model: ModelConfig, longest: int) -> Iterator[str]:
-    """Check that servers can run the model, with completions of up to `longest` tokens with their prompt."""
+def _completions(engine: ServedConfig, config: RlRunConfig) -> Iterator[str]:
+    """Check that servers can run the model on the longest sample, and return routes and logprobs as the run reads
+    them: at the sampling temperature, before the cut.
+    """
+    model, replay, rollout, kind = config.model, config.replay, config.rl.rollout, engine.kind
+    longest = config.rl.prompts.max_tokens + config.rl.max_completion_tokens
     if model.family not in PROBED_FAMILIES:
         yield (
-            f'model.family="{model.family}" with rl.engine.kind="{engine.kind}": weights of this family have not been '
-            f"proved on a server yet; they have of {', '.join(PROBED_FAMILIES)}. Set rl.engine.kind="
-            '"native".'
+            f'model.family="{model.family}" with rl.engine.kind="{kind}": weights of this family have not been proved '
+            f'on a server yet; they have of {", ".join(PROBED_FAMILIES)}. Set rl.engine.kind="native".'
         )
     if engine.max_model_len != "auto" and not longest <= engine.max_model_len <= model.max_position:
         yield (
@@ -178,13 +156,21 @@ def _model(engine: ServedConfig, model: ModelConfig, longest: int) -> Iterator[s
             f"with the longest completion, as a server cuts longer completions without a word, and at most "
             f'model.max_position={model.max_position}. Set it to "auto".'
         )
-
-
-def _routes(engine: ServedConfig, replay: ReplayConfig, device: str) -> Iterator[str]:
-    """Check that servers can return routes, if the run reads them."""
-    if replay.wants_engine_routes and engine.kind == "vllm" and engine.count and device == "cpu":
+    if replay.wants_engine_routes and kind == "vllm" and engine.count and config.platform.device == "cpu":
         yield (
             f'rl.engine.kind="vllm" on platform.device="cpu" with replay.kind="{replay.kind}"'
             f"{', observe_rollout=true' if replay.observe_rollout else ''}: vLLM records no routes on CPUs. Set "
             'replay.kind="r2", or rl.engine.kind="native".'
+        )
+    eval_temperature, named = config.rl.eval.temperature, ", ".join(rollout.cuts)
+    if named and rollout.temperature != 1.0:
+        yield (
+            f'rl.rollout.temperature={rollout.temperature} with {named} and rl.engine.kind="{kind}": a server '
+            "reports logprobs before the temperature, or after the cut, and the ratios need those in between. Set "
+            "temperature=1, or top_k=none, top_p=1 and min_p=0."
+        )
+    elif named and eval_temperature not in (0.0, 1.0):
+        yield (
+            f"rl.eval.temperature={eval_temperature} with {named}: the servers report logprobs at temperature 1 then. "
+            "Set rl.eval.temperature to 0 or 1."
         )

@@ -61,19 +61,19 @@ def _parts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     """Check that experts, widths and heads are cut into equal parts."""
     moe, family, kv_heads, tp = model.moe, family_of(model), model.num_kv_heads, mesh.tp
     shared = "ffn_hidden_size" if moe.shared_ffn_hidden_size == "auto" else "shared_ffn_hidden_size"
-    padded = "padded vocabulary (model.vocab_size, model.vocab_multiple)"
+    padded = "padded vocabulary (model.vocab_size, model.vocab_multiple) = "
     shared_width = moe.shared_width if moe.shared_experts else 0
     for name, size, axis, ranks in (
-        ("model.moe.num_experts", moe.num_experts, "ep", mesh.ep if model.is_moe else 1),
+        ("model.moe.num_experts=", moe.num_experts, "ep", mesh.ep if model.is_moe else 1),
         (padded, model.padded_vocab_size, "tp", tp),
-        ("model.ffn_hidden_size", 0 if all(model.moe_layers) else model.ffn_hidden_size, "tp", tp),
-        ("model.moe.ffn_hidden_size", moe.ffn_hidden_size if model.is_moe else 0, "etp", mesh.etp),
-        (f"model.moe.shared_experts x model.moe.{shared}", shared_width, "tp", tp),
-        ("model.num_heads", model.num_heads, "tp", tp),
+        ("model.ffn_hidden_size=", 0 if all(model.moe_layers) else model.ffn_hidden_size, "tp", tp),
+        ("model.moe.ffn_hidden_size=", moe.ffn_hidden_size if model.is_moe else 0, "etp", mesh.etp),
+        (f"model.moe.shared_experts x model.moe.{shared} = ", shared_width, "tp", tp),
+        ("model.num_heads=", model.num_heads, "tp", tp),
     ):
         if size % ranks:
             yield (
-                f"{name} = {size} is not a multiple of mesh.{axis}={ranks}: all ranks hold equally large parts. Set "
+                f"{name}{size} is not a multiple of mesh.{axis}={ranks}: all ranks hold equally large parts. Set "
                 f"mesh.{axis} to one of {divisors(size)}, or change the model."
             )
     if family.has_full_qk_norm and kv_heads % tp:
