@@ -91,11 +91,7 @@ def _servers(engine: ServedConfig, device: str) -> Iterator[str]:
         (device == "cpu", "devices", 'platform.device="cpu"'),
         (engine.broadcasts, "transport_dir", 'rl.engine.transport="nccl"'),
         (engine.lora == "merged", "base_model", 'rl.engine.lora="merged": servers get all weights from the trainer'),
-        (
-            engine.lora == "adapter" and bool(engine.urls),
-            "base_model",
-            "rl.engine.urls, whose servers were started with a model",
-        ),
+        (engine.lora == "adapter" and not engine.count, "base_model", at_urls),
     )
     if own := [argument for argument in engine.args if argument.split("=")[0] in OWN_ARGUMENTS]:
         yield (
