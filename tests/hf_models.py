@@ -17,6 +17,8 @@ from mcore_rl.config.model import ModelConfig
 
 VOCAB, TOLERANCE = 99, 2e-5
 Tensors = dict[str, Tensor]
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published_models.json").read_text())
+"""By the name of a published model, its config.json without what no program here reads."""
 
 SHAPE = {
     "vocab_size": VOCAB,

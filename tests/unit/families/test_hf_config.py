@@ -10,93 +10,11 @@ from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import IndexerConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import FAMILIES
-from tests.hf_models import CASES, oracle
-
-PUBLISHED_DEEPSEEK_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "aux_loss_alpha": 0.001,
-    "attention_bias": False,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "initializer_range": 0.02,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-
-
-PUBLISHED_GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss",
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
-}
+from tests.hf_models import CASES, PUBLISHED, oracle
 
 
 def test_the_published_config_of_deepseek_v3() -> None:
-    assert checked_model_from_hf(PUBLISHED_DEEPSEEK_V3) == ModelConfig(
+    assert checked_model_from_hf(PUBLISHED["DeepSeek-V3"]) == ModelConfig(
         family="deepseek_v3",
         num_layers=61,
         hidden_size=7168,
@@ -225,7 +143,7 @@ def test_keys_that_a_config_leaves_out_have_the_familys_defaults() -> None:
 
 
 def test_kimi_k2_is_deepseek_v3_under_another_name() -> None:
-    assert checked_model_from_hf(PUBLISHED_DEEPSEEK_V3 | {"model_type": "kimi_k2"}).family == "deepseek_v3"
+    assert checked_model_from_hf(PUBLISHED["DeepSeek-V3"] | {"model_type": "kimi_k2"}).family == "deepseek_v3"
 
 
 def test_leading_dense_layers_of_qwen3_moe_are_read_from_either_key() -> None:
@@ -235,7 +153,7 @@ def test_leading_dense_layers_of_qwen3_moe_are_read_from_either_key() -> None:
 
 
 def test_one_group_is_no_group() -> None:
-    moe = checked_model_from_hf(PUBLISHED_DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1}).moe
+    moe = checked_model_from_hf(PUBLISHED["DeepSeek-V3"] | {"n_group": 1, "topk_group": 1}).moe
     assert (moe.num_groups, moe.top_groups) == (None, None)
 
 
@@ -246,7 +164,7 @@ def test_gpt_oss_may_have_no_window() -> None:
 
 
 def test_the_published_config_of_gpt_oss() -> None:
-    assert checked_model_from_hf(PUBLISHED_GPT_OSS) == ModelConfig(
+    assert checked_model_from_hf(PUBLISHED["gpt-oss-20b"]) == ModelConfig(
         family="gpt_oss",
         num_layers=24,
         hidden_size=2880,
@@ -263,77 +181,8 @@ def test_the_published_config_of_gpt_oss() -> None:
     )
 
 
-PUBLISHED_MINIMAX_M2: dict[str, Any] = {
-    "model_type": "minimax_m2",
-    "attention_dropout": 0.0,
-    "attn_type_list": [1] * 62,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "initializer_range": 0.02,
-    "intermediate_size": 1536,
-    "max_position_embeddings": 196608,
-    "mtp_transformer_layers": 1,
-    "num_attention_heads": 48,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 62,
-    "num_key_value_heads": 8,
-    "num_local_experts": 256,
-    "num_mtp_modules": 3,
-    "qk_norm_type": "per_layer",
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 5000000,
-    "rotary_dim": 64,
-    "router_aux_loss_coef": 0.001,
-    "router_jitter_noise": 0.0,
-    "scoring_func": "sigmoid",
-    "shared_intermediate_size": 0,
-    "tie_word_embeddings": False,
-    "use_mtp": True,
-    "use_qk_norm": True,
-    "use_routing_bias": True,
-    "vocab_size": 200064,
-}
-
-
-PUBLISHED_GLM_FLASH: dict[str, Any] = {
-    "model_type": "glm4_moe_lite",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 10240,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 202752,
-    "moe_intermediate_size": 1536,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 20,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 47,
-    "num_key_value_heads": 20,
-    "num_nextn_predict_layers": 1,
-    "partial_rotary_factor": 1.0,
-    "q_lora_rank": 768,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "routed_scaling_factor": 1.8,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 256,
-    "vocab_size": 154880,
-}
-
-
 def test_the_published_config_of_minimax_m2_which_counts_mtp_modules_that_its_folder_has_not() -> None:
-    assert checked_model_from_hf(PUBLISHED_MINIMAX_M2) == ModelConfig(
+    assert checked_model_from_hf(PUBLISHED["MiniMax-M2"]) == ModelConfig(
         family="minimax_m2",
         num_layers=62,
         hidden_size=3072,
@@ -374,57 +223,14 @@ def test_the_published_config_of_glm_4_7_flash_and_its_dense_layers_by_either_ke
             expert_bias=True,
         ),
     )
-    assert checked_model_from_hf(PUBLISHED_GLM_FLASH) == model
+    assert checked_model_from_hf(PUBLISHED["GLM-4.7-Flash"]) == model
     types = ["dense"] + ["sparse"] * 46
-    by_types = {**PUBLISHED_GLM_FLASH, "first_k_dense_replace": None, "mlp_layer_types": types}
+    by_types = {**PUBLISHED["GLM-4.7-Flash"], "first_k_dense_replace": None, "mlp_layer_types": types}
     assert checked_model_from_hf(by_types) == model
 
 
-PUBLISHED_GLM_5: dict[str, Any] = {
-    "model_type": "glm_moe_dsa",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "first_k_dense_replace": 3,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 6144,
-    "index_head_dim": 128,
-    "index_n_heads": 32,
-    "index_topk": 2048,
-    "indexer_rope_interleave": True,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 202752,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 78,
-    "num_key_value_heads": 64,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 2048,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-05,
-    "rope_interleave": True,
-    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 256,
-    "vocab_size": 154880,
-}
-
-
 def test_the_published_config_of_glm_5() -> None:
-    model = checked_model_from_hf(PUBLISHED_GLM_5)
+    model = checked_model_from_hf(PUBLISHED["GLM-5"])
     assert model.indexer == IndexerConfig(top_k=2048, heads=32, width=128)
     assert (model.moe.first_dense_layers, model.mtp_layers, model.rope.theta) == (3, 1, 1e6)
     assert model.mla == MLAConfig(
@@ -443,19 +249,19 @@ def test_layers_of_glm_5_2_that_share_a_choice_by_a_list_a_pattern_or_numbers() 
         {"index_topk_freq": 4, "index_skip_topk_offset": 3, "index_topk_pattern": None},
     ]
     for way in ways:
-        model = checked_model_from_hf(PUBLISHED_GLM_5 | way)
+        model = checked_model_from_hf(PUBLISHED["GLM-5"] | way)
         assert model.indexer.shared_layers == shared
-        assert transformers.GlmMoeDsaConfig(**PUBLISHED_GLM_5 | way).indexer_types == [
+        assert transformers.GlmMoeDsaConfig(**PUBLISHED["GLM-5"] | way).indexer_types == [
             "shared" if layer in shared else "full" for layer in range(78)
         ]
 
 
 def test_deepseek_v3_2_is_deepseek_v3_with_indexers() -> None:
-    plain = checked_model_from_hf(PUBLISHED_DEEPSEEK_V3)
+    plain = checked_model_from_hf(PUBLISHED["DeepSeek-V3"])
     published = {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
     indexer = IndexerConfig(top_k=2048, heads=64, width=128)
     wanted = plain.model_copy(update={"family": "deepseek_v32", "indexer": indexer})
-    assert checked_model_from_hf(PUBLISHED_DEEPSEEK_V3 | published) == wanted
+    assert checked_model_from_hf(PUBLISHED["DeepSeek-V3"] | published) == wanted
 
 
 def test_the_bias_of_dots1_is_named_by_its_method_or_by_its_scores() -> None:
@@ -482,7 +288,7 @@ def test_the_dropout_of_seed_oss_is_that_of_its_config() -> None:
     assert (model.attention_dropout, model.hidden_dropout) == (0.1, 0.2)
 
 
-YARN = PUBLISHED_DEEPSEEK_V3["rope_scaling"]
+YARN = PUBLISHED["DeepSeek-V3"]["rope_scaling"]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "same positions in all layers"),
     ("llama", {"rope_parameters": {"factor": 8.0}}, "factor=8.0"),
