@@ -1,6 +1,7 @@
 """Conversions of the tiny models of tests/hf_models.py, as files."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,12 @@ def with_mtp() -> tuple[dict[str, Any], Tensors]:
     mtp["model.layers.3.shared_head.head.weight"] = theirs.tensors["lm_head.weight"].clone()
     config = theirs.config | {"num_nextn_predict_layers": 1, "num_mtp_layers": 1}
     return config, theirs.tensors | mtp
+
+
+def changed(tensors: Tensors, changes: Mapping[str, Tensor | Callable[[Tensor], Tensor] | None]) -> Tensors:
+    """The tensors with others by name: a new one, a function of the one that was there, or None to leave it out."""
+    found = tensors | {name: change(tensors[name]) if callable(change) else change for name, change in changes.items()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def read_hf(folder: Path) -> Tensors:

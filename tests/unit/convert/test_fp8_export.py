@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from mcore_rl.convert.copying.tensors import chunk_at, fill
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange
-from tests.conversion import ONE_FILE, assert_same, differing, exported, imported, read_hf, write_hf
-from tests.hf_models import Tensors
+from tests.conversion import ONE_FILE, assert_same, changed, differing, exported, imported, read_hf, write_hf
 from tests.unit.convert.test_fp8 import FP8, SCALE_TYPES, model, powers, quantized
 from tests.unit.convert.test_int4 import model as int4_model
 
@@ -129,63 +129,45 @@ def test_any_rows_are_those_of_the_whole_tensor(tmp_path: Path) -> None:
         assert torch.equal(part.float(), values[low:high, 3:150].float())
 
 
-def test_fp8_without_a_reference_in_fp8_is_refused(tmp_path: Path) -> None:
-    int4_config, int4_stored, meant = int4_model()
-    packed = write_hf(tmp_path / "int4", int4_config, int4_stored)
-    plain = write_hf(tmp_path / "plain", int4_config | {"quantization_config": None}, meant)
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_blocks_without_a_reference_that_has_them_are_refused(kind: str, tmp_path: Path) -> None:
+    config, stored, meant = int4_model() if kind == "fp8" else model()
+    other = write_hf(tmp_path / "other", config, stored)
+    plain = write_hf(tmp_path / "plain", config | {"quantization_config": None}, meant)
     checkpoint = imported(plain, tmp_path / "ckpt")
-    for reference in (plain, packed, None):
-        with pytest.raises(CheckpointError, match=r"in fp8 blocks, and --reference .* has none"):
-            exported(checkpoint, tmp_path / "again", reference=reference, quantize="fp8")
+    for reference in (plain, other, None):
+        with pytest.raises(CheckpointError, match=rf"in {kind} blocks, and --reference .* has none"):
+            exported(checkpoint, tmp_path / "again", reference=reference, quantize=kind)
 
 
 HEAD = "lm_head.weight"
-
-
-def head_in_fp8(meant: Tensors) -> Tensors:
-    values, scales = quantized(meant[HEAD].float())
-    return {HEAD: values, HEAD + "_scale_inv": scales}
-
-
-FAULTS = {
-    "no scales": ({}, {}, UP + "_scale_inv", "up_proj.weight_scale_inv is missing"),
-    "another shape": (
+HEAD_VALUES, HEAD_SCALES = quantized(model()[2][HEAD].float())
+FAULTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {UP + "_scale_inv": None}, "up_proj.weight_scale_inv is missing"),
+    (
         {},
         {UP: torch.zeros(128, 200).to(torch.float8_e4m3fn), UP + "_scale_inv": torch.ones(1, 2)},
-        None,
         r"up_proj.weight has shape \(128, 200\), the model wants \(136, 200\)",
     ),
-    "an output layer": ({}, head_in_fp8, None, "lm_head.weight is fp8, which servers do not read"),
-    "what config.json leaves out": (
+    ({}, {HEAD: HEAD_VALUES, HEAD + "_scale_inv": HEAD_SCALES}, "lm_head.weight is fp8, which servers do not read"),
+    (
         {"quantization_config": FP8 | {"modules_to_not_convert": ["lm_head", "up_proj"]}},
         {},
-        None,
         "up_proj.weight is fp8, and modules_to_not_convert of config.json has up_proj",
     ),
-    "a config without a quantization": (
-        {"quantization_config": None},
-        {},
-        None,
-        "has tensors in fp8 blocks, and its config.json has quantization_config None",
-    ),
-    "another quantization": (
-        {"quantization_config": {"quant_method": "fbgemm_fp8"}},
-        {},
-        None,
-        "quantization_config .*fbgemm",
-    ),
-}
-"""Name: changes of config.json and of tensors, a tensor that is missing, and the message."""
+    ({"quantization_config": None}, {}, "has tensors in fp8 blocks, and its config.json has quantization_config None"),
+    ({"quantization_config": {"quant_method": "fbgemm_fp8"}}, {}, "quantization_config .*fbgemm"),
+]
+"""Changes of config.json and of tensors, and the message."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_reference_that_contradicts_itself_or_the_model_is_refused(fault: str, tmp_path: Path) -> None:
-    settings, tensors, missing, message = FAULTS[fault]
-    config, stored, meant = model()
+@pytest.mark.parametrize(("settings", "changes", "message"), FAULTS, ids=[message for *_, message in FAULTS])
+def test_a_reference_that_contradicts_itself_or_the_model_is_refused(
+    settings: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config, stored, _ = model()
     checkpoint = imported(write_hf(tmp_path / "hf", config, stored), tmp_path / "ckpt")
-    stored |= tensors(meant) if callable(tensors) else tensors
-    stored.pop(missing, None)
-    reference = write_hf(tmp_path / "reference", config | settings, stored)
+    reference = write_hf(tmp_path / "reference", config | settings, changed(stored, changes))
     with pytest.raises(CheckpointError, match=message):
         exported(checkpoint, tmp_path / "again", reference=reference, quantize="fp8")
     assert not (tmp_path / "again").exists()

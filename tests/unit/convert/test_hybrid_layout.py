@@ -14,7 +14,7 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_uninitialized
 from mcore_rl.storage.checkpoints.write import load_weights
-from tests.conversion import assert_same, differing, exported, imported, read_dist, read_hf, saved, with_mtp, write_hf
+from tests.conversion import assert_same, differing, exported, imported, read_dist, read_hf, saved
 from tests.hf_models import oracle
 from tests.unit.convert.conftest import Converted
 from tests.unit.convert.test_layouts import relaid
@@ -73,29 +73,6 @@ def test_the_arguments_of_megatron_lm_have_the_pattern(case: str, converted: Con
     home = args_of(relaid(hybrid, tmp_path / "home", KeyLayout("te", NATIVE[case])))  # type: ignore[arg-type]
     absent = {name: None for name in home if name not in native}
     assert home == native | absent and absent.keys() <= {"hybrid_layer_pattern", "moe_layer_freq"}
-
-
-@pytest.mark.parametrize(
-    ("case", "part"),
-    [
-        ("deepseek_v3", "latent attention"),
-        ("qwen3_next", "gated delta nets"),
-        ("olmoe", "norms of queries and keys over all heads"),
-        ("gpt_oss", "windows in every second layer"),
-        ("llama-llama3", 'model.rope.scaling="llama3"'),
-    ],
-)
-def test_what_the_hybrid_model_cannot_hold_is_refused(case: str, part: str, tmp_path: Path) -> None:
-    source = saved(case, tmp_path / "hf")
-    with pytest.raises(CheckpointError, match=rf"no layout of Megatron's HybridModel is known:\n  {part}"):
-        imported(source, tmp_path / "ckpt", layers="hybrid")
-    assert not (tmp_path / "ckpt").exists()
-
-
-def test_mtp_layers_are_refused_by_their_option(tmp_path: Path) -> None:
-    source = write_hf(tmp_path / "hf", *with_mtp())
-    with pytest.raises(CheckpointError, match=r"MTP layers.*--mtp drop leaves them out"):
-        imported(source, tmp_path / "ckpt", layers="hybrid")
 
 
 def test_training_refuses_hybrid_layers_and_names_the_command(
