@@ -1,4 +1,4 @@
-"""`mcore-rl check`: a flipped bit of any file of a checkpoint or an export is named, without a second copy."""
+"""`mcore-rl check` names a flipped bit of any file of a checkpoint or an export; a damaged one is not converted."""
 
 import json
 import shutil
@@ -8,9 +8,16 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from mcore_rl.cli.cli import main
+from mcore_rl.convert.megatron.folder import open_dist
+from mcore_rl.convert.megatron.model import KeyLayout
+from mcore_rl.errors import CheckpointError
 from mcore_rl.storage.checksums import crc32_of
-from tests.conversion import exported, saved
+from tests.conversion import differing, exported, imported, read_hf, saved, write_hf
+from tests.hf_models import oracle
 from tests.unit.convert.conftest import Converted
+from tests.unit.convert.test_layouts import relaid
+
+KEY = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
 
 
 def check(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -33,8 +40,8 @@ def checkpoint(converted: Converted) -> Path:
 
 @pytest.fixture(scope="module")
 def export(converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, imported = converted("qwen3_moe")
-    return exported(imported, tmp_path_factory.mktemp("export") / "hf", reference=source)
+    source, checkpoint = converted("qwen3_moe")
+    return exported(checkpoint, tmp_path_factory.mktemp("export") / "hf", reference=source)
 
 
 def test_one_flipped_bit_of_any_file_of_a_checkpoint_is_named(
@@ -124,3 +131,50 @@ def test_a_downloaded_folder_has_nothing_recorded_and_it_says_so(
     source = saved("llama", tmp_path / "hf")
     status, output = check(source, capsys)
     assert status == 0 and "no manifest.json" in output and "nothing was recorded when it was written" in output
+
+
+FINDINGS = {"a marker": "it is damaged, or of another step", "no marker": "are not those that were written"}
+"""By whether the checkpoint has a marker, which has the checksums of whole files: the finding."""
+
+
+@pytest.mark.parametrize("what", FINDINGS)
+def test_a_flipped_bit_ends_an_export_and_leaves_nothing_that_looks_complete(
+    what: str, tmp_path: Path, converted: Converted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, path = converted("qwen3_moe")
+    checkpoint = Path(shutil.copytree(path, tmp_path / path.name))
+    if what == "no marker":
+        (checkpoint / "checkpoint.json").unlink()
+    part = open_dist(checkpoint).tensors[KEY].parts[0].saved
+    file = checkpoint / part.file
+    flip(file, part.start + part.length // 2)
+    arguments = ["convert", "export", str(checkpoint), str(tmp_path / "out"), "--reference", str(source)]
+    assert main(arguments) == 2
+    assert FINDINGS[what] in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    for use in (
+        lambda: relaid(checkpoint, tmp_path / "other", KeyLayout("local", "each"), source),
+        lambda: differing(checkpoint, source),
+    ):
+        with pytest.raises(CheckpointError, match=FINDINGS[what]):
+            use()
+    flip(file, part.start + part.length // 2)
+    assert main([*arguments, "--overwrite"]) == 0
+    assert read_hf(tmp_path / "out").keys() == read_hf(source).keys()
+
+
+def test_a_file_of_another_checkpoint_of_the_same_size_is_not_exported(tmp_path: Path) -> None:
+    theirs = oracle("llama")
+    paths = []
+    for name, factor in (("one", 1.0), ("other", 2.0)):
+        tensors = {key: tensor * factor for key, tensor in theirs.tensors.items()}
+        paths.append(imported(write_hf(tmp_path / name, theirs.config, tensors), tmp_path / f"ckpt_{name}"))
+    shutil.copy(paths[1] / "__0_0.distcp", paths[0] / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="is not the file that was written"):
+        exported(paths[0], tmp_path / "out")
+
+
+def test_inspect_says_that_it_reads_headers_alone(converted: Converted, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in converted("qwen3_moe"):
+        assert main(["inspect", str(path)]) == 0
+        assert "the tensors are not read (mcore-rl check" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 from mcore_rl.convert.megatron.model import KeyLayout
 from mcore_rl.errors import CheckpointError
-from tests.conversion import assert_same, exported, imported, read_dist, read_hf, write_hf
+from tests.conversion import assert_same, changed, exported, imported, read_dist, read_hf, write_hf
 from tests.hf_models import Tensors, oracle
 from tests.unit.convert.test_fp8 import model as fp8_model
 from tests.unit.convert.test_int4 import model as int4_model
@@ -28,11 +28,15 @@ FUSED = "model.layers.0.mlp.experts.gate_up_proj"
 Model = tuple[dict[str, Any], Tensors]
 
 
-def edited(tensor: Tensor, value: float) -> Tensor:
-    """A copy whose last element has the value; of a tensor of one byte an element, the last byte."""
-    changed = tensor.clone()
-    changed.view(-1)[-1] = value
-    return changed
+def ending_in(value: float) -> Callable[[Tensor], Tensor]:
+    """Make a copy whose last element has the value; of a tensor of one byte an element, the last byte."""
+
+    def change(tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        copy.view(-1)[-1] = value
+        return copy
+
+    return change
 
 
 def plain(dtype: torch.dtype = torch.float32, case: str = "deepseek_v3") -> Model:
@@ -40,93 +44,50 @@ def plain(dtype: torch.dtype = torch.float32, case: str = "deepseek_v3") -> Mode
     return theirs.config, {name: tensor.to(dtype) for name, tensor in theirs.tensors.items()}
 
 
-def in_fp16(model: tuple[dict[str, Any], Tensors, Tensors]) -> Model:
-    return model[0] | {"dtype": "float16"}, model[1]
+def fp8_in_fp16() -> Model:
+    config, stored, _ = fp8_model()
+    return config | {"dtype": "float16"}, stored
 
 
-def quantized(model: tuple[dict[str, Any], Tensors, Tensors]) -> Model:
-    return model[0], model[1]
-
-
-IMPORTS: dict[str, tuple[Callable[[], Model], str, float, dict[str, Any], str]] = {
-    "a NaN": (plain, UP, float("nan"), {}, f"{UP} has 1 values .* Take another copy"),
-    "an infinity": (plain, UP, float("inf"), {}, f"{UP} has 1 values .* as torch.float32"),
-    "a negative infinity": (plain, NORM, float("-inf"), {}, f"{NORM} has 1 values"),
-    "a NaN in bf16": (lambda: plain(torch.bfloat16), UP, float("nan"), {}, f"{UP} has 1 values"),
-    "an infinity in fp16": (lambda: plain(torch.float16), GATE, float("inf"), {}, f"{GATE} has 1 values"),
-    "a NaN in fp64": (lambda: plain(torch.float64), "lm_head.weight", float("nan"), {}, "lm_head.weight has"),
-    "a NaN in an expert bias": (plain, BIAS, float("nan"), {}, f"{BIAS} has 1 values"),
-    "a NaN in the embedding": (plain, "model.embed_tokens.weight", float("nan"), {}, "embed_tokens.weight"),
-    "fp32 that bf16 has not": (
-        plain,
-        UP,
-        3.4e38,
-        {"dtype": "bf16"},
+NAN, INFINITE = float("nan"), float("inf")
+IMPORTS: list[tuple[Callable[[], tuple[Any, ...]], str, float, dict[str, Any], str]] = [
+    (plain, UP, NAN, {}, f"{UP} has 1 values .* Take another copy"),
+    (plain, UP, INFINITE, {}, f"{UP} has 1 values .* as torch.float32"),
+    (plain, NORM, -INFINITE, {}, f"{NORM} has 1 values"),
+    (lambda: plain(torch.bfloat16), UP, NAN, {}, f"{UP} has 1 values"),
+    (lambda: plain(torch.float16), GATE, INFINITE, {}, f"{GATE} has 1 values"),
+    (lambda: plain(torch.float64), "lm_head.weight", NAN, {}, "lm_head.weight has"),
+    (plain, BIAS, NAN, {}, f"{BIAS} has 1 values"),
+    (plain, "model.embed_tokens.weight", NAN, {}, "embed_tokens.weight"),
+    (
+        *(plain, UP, 3.4e38, {"dtype": "bf16"}),
         rf"{UP} has 1 values .* as torch.bfloat16.* largest is 3.4e\+38: .*--dtype fp32",
     ),
-    "fp64 that fp32 has not": (
-        lambda: plain(torch.float64),
-        NORM,
-        -1e39,
-        {"dtype": "fp32"},
-        rf"{NORM} has 1 values .* as torch.float32",
-    ),
-    "fp8 blocks in fp16": (
-        lambda: in_fp16(fp8_model()),
-        UP + "_scale_inv",
-        1e4,
-        {},
-        f"{UP} has .* as torch.float16.*--dtype fp32",
-    ),
-    "a scale of fp8 that is NaN": (
-        lambda: quantized(fp8_model()),
-        UP + "_scale_inv",
-        float("nan"),
-        {},
-        f"{UP} has .* Take another copy",
-    ),
-    "a scale of fp8 whose products are too large": (
-        lambda: quantized(fp8_model()),
-        UP + "_scale_inv",
-        3e38,
-        {},
-        f"{UP} has .* as torch.bfloat16",
-    ),
-    "a scale of int4 that is infinite": (
-        lambda: quantized(int4_model()),
-        UP + "_scale",
-        float("inf"),
-        {},
-        f"{UP} has .* Take another copy",
-    ),
-    "a scale of mxfp4 that is NaN": (
-        lambda: quantized(mxfp4_model()),
-        FUSED + "_scales",
-        255,
-        {},
-        f"{FUSED} has 32 values",
-    ),
-}
-"""Name: the model, the tensor whose last element gets a value, the value, options, and the message."""
+    (lambda: plain(torch.float64), NORM, -1e39, {"dtype": "fp32"}, rf"{NORM} has 1 values .* as torch.float32"),
+    (fp8_in_fp16, UP + "_scale_inv", 1e4, {}, f"{UP} has .* as torch.float16.*--dtype fp32"),
+    (fp8_model, UP + "_scale_inv", NAN, {}, f"{UP} has .* Take another copy"),
+    (fp8_model, UP + "_scale_inv", 3e38, {}, f"{UP} has .* as torch.bfloat16"),
+    (int4_model, UP + "_scale", INFINITE, {}, f"{UP} has .* Take another copy"),
+    (mxfp4_model, FUSED + "_scales", 255, {}, f"{FUSED} has 32 values"),
+]
+"""The model, the tensor whose last element gets a value, the value, options, and the message."""
 
 
-@pytest.mark.parametrize("case", IMPORTS)
+@pytest.mark.parametrize(("made", "name", "value", "options", "message"), IMPORTS)
 def test_an_import_of_values_that_are_not_finite_is_refused_by_the_name_of_their_tensor(
-    case: str, tmp_path: Path
+    made: Callable[[], tuple[Any, ...]], name: str, value: float, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    made, name, value, options, message = IMPORTS[case]
-    config, tensors = made()
-    assert name in tensors
-    source = write_hf(tmp_path / "hf", config, tensors | {name: edited(tensors[name], value)})
+    config, tensors, *_ = made()
+    source = write_hf(tmp_path / "hf", config, changed(tensors, {name: ending_in(value)}))
     with pytest.raises(CheckpointError, match=message):
         imported(source, tmp_path / "ckpt", **options)
     assert not (tmp_path / "ckpt/iter_0000000").exists()
 
 
-def resaved(checkpoint: Path, folder: Path, changes: Callable[[Tensors], Tensors]) -> Path:
-    """Write a checkpoint anew by torch, as another program would, with other tensors."""
-    tensors = read_dist(checkpoint)
-    save(tensors | changes(tensors), storage_writer=FileSystemWriter(str(folder)), no_dist=True)
+def resaved(checkpoint: Path, folder: Path, key: str, value: float) -> Path:
+    """Write a checkpoint anew by torch, as another program would, with another last element of a tensor."""
+    tensors = changed(read_dist(checkpoint), {key: ending_in(value)})
+    save(tensors, storage_writer=FileSystemWriter(str(folder)), no_dist=True)
     shutil.copy(checkpoint / "metadata.json", folder)
     return folder
 
@@ -135,12 +96,12 @@ FC1, ROUTER = "decoder.layers.mlp.experts.experts.linear_fc1.weight", "decoder.l
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38])
+@pytest.mark.parametrize("value", [NAN, INFINITE, 3.4e38])
 @pytest.mark.parametrize("key", [FC1, ROUTER, QKV])
 def test_an_export_names_the_tensor_of_the_checkpoint(value: float, key: str, tmp_path: Path) -> None:
     config, tensors = plain(case="qwen3_moe")
     source = write_hf(tmp_path / "hf", config, tensors)
-    broken = resaved(imported(source, tmp_path / "ckpt"), tmp_path / "broken", lambda t: {key: edited(t[key], value)})
+    broken = resaved(imported(source, tmp_path / "ckpt"), tmp_path / "broken", key, value)
     options: dict[str, Any] = {"reference": source, "dtype": "bf16" if value == 3.4e38 else "keep"}
     with pytest.raises(CheckpointError, match=rf"{re.escape(key)} has 1 values that are infinite or NaN as"):
         exported(broken, tmp_path / "out", **options)
@@ -158,9 +119,7 @@ def test_blocks_are_not_made_of_weights_that_are_not_finite(
     config, stored, _ = made()
     source = write_hf(tmp_path / "hf", config, stored)
     key = "decoder.layers.1.mlp.experts.experts.linear_fc2.weight"
-    broken = resaved(
-        imported(source, tmp_path / "ckpt"), tmp_path / "broken", lambda t: {key: edited(t[key], float("nan"))}
-    )
+    broken = resaved(imported(source, tmp_path / "ckpt"), tmp_path / "broken", key, NAN)
     with pytest.raises(CheckpointError, match=rf"{re.escape(key)} has 1 values"):
         exported(broken, tmp_path / "out", reference=source, quantize=kind)
     assert not (tmp_path / "out").exists()
@@ -169,7 +128,7 @@ def test_blocks_are_not_made_of_weights_that_are_not_finite(
 def test_a_mixture_is_not_made_of_slices_that_become_infinite(tmp_path: Path) -> None:
     config, tensors = plain(torch.bfloat16, "llama")
     name = "model.layers.1.mlp.down_proj.weight"
-    source = write_hf(tmp_path / "hf", config, tensors | {name: edited(tensors[name], 3e38)})
+    source = write_hf(tmp_path / "hf", config, changed(tensors, {name: ending_in(3e38)}))
     upcycled(source, tmp_path / "whole")
     with pytest.raises(CheckpointError, match=r"layers.1.*experts.1.w2.weight has 1 values"):
         upcycled(source, tmp_path / "moe", granularity=2, top_k=4)
@@ -184,9 +143,8 @@ def test_large_values_whose_sum_is_infinite_pass(tmp_path: Path) -> None:
 
 
 def test_the_type_that_the_message_advises_holds_the_values(tmp_path: Path) -> None:
-    config, stored = in_fp16(fp8_model())
-    large = stored | {UP + "_scale_inv": edited(stored[UP + "_scale_inv"], 1e4)}
-    source = write_hf(tmp_path / "hf", config, large)
+    config, stored = fp8_in_fp16()
+    source = write_hf(tmp_path / "hf", config, changed(stored, {UP + "_scale_inv": ending_in(1e4)}))
     checkpoint = imported(source, tmp_path / "ckpt", dtype="fp32")
     assert all(tensor.isfinite().all() for tensor in read_dist(checkpoint).values())
     assert json.loads((checkpoint / "manifest.json").read_text())["kind"] == "import"

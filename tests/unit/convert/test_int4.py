@@ -127,13 +127,3 @@ def test_moved_weights_are_the_nearest_numbers_of_the_references_scales(tmp_path
         numbers = (tensor.double() / wide).round().clamp(-8, 7)
         assert torch.equal(unpacked(found[name + "_packed"], scales), (numbers * wide).bfloat16())
         assert not torch.equal(found[name + "_packed"], stored[name + "_packed"])
-
-
-def test_a_changed_scale_is_found(tmp_path: Path) -> None:
-    config, stored, _ = model()
-    checkpoint = imported(write_hf(tmp_path / "hf", config, stored), tmp_path / "ckpt")
-    name = "model.layers.1.mlp.experts.3.down_proj.weight"
-    scales = stored[name + "_scale"].clone()
-    scales[5, 1] *= 2
-    other = write_hf(tmp_path / "other", config, stored | {name + "_scale": scales})
-    assert {difference.name for difference in differing(other, checkpoint)} == {name}

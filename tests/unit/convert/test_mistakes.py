@@ -4,31 +4,35 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mcore_rl.storage.checkpoint import read_marker, write_marker
-from tests.conversion import differing, imported, saved, write_hf
+from tests.conversion import changed, differing, imported, saved, with_mtp, write_hf
 from tests.hf_models import Tensors, oracle
 from tests.unit.convert.conftest import Converted
+from tests.unit.convert.test_int4 import model as int4_model
+from tests.unit.convert.test_mxfp4 import model as mxfp4_model
 from tests.unit.model.test_logits_equal_transformers import WRONG_CONFIGS, WRONG_TENSORS, swap
 
 NORM, UP = "model.layers.1.input_layernorm.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
 ROUTER = "model.layers.0.mlp.gate.weight"
 
 
-def flipped(tensors: Tensors) -> Tensors:
+def flipped(tensor: Tensor) -> Tensor:
     """One bit of one of all values."""
-    changed = tensors[UP].clone()
-    changed.view(torch.int32)[3, 5] ^= 1
-    return tensors | {UP: changed}
+    copy = tensor.clone()
+    copy.view(torch.int32)[3, 5] ^= 1
+    return copy
 
 
 FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
-    "a flipped bit": (flipped, "1 of 1152 values differ"),
-    "another type": (lambda t: t | {ROUTER: t[ROUTER].bfloat16()}, "torch.float32 and torch.bfloat16"),
-    "minus zero": (lambda t: t | {NORM: -torch.zeros(48)}, "48 of 48 values differ"),
+    "a flipped bit": (lambda t: changed(t, {UP: flipped}), "1 of 1152 values differ"),
+    "another type": (lambda t: changed(t, {ROUTER: Tensor.bfloat16}), "torch.float32 and torch.bfloat16"),
+    "minus zero": (lambda t: changed(t, {NORM: -torch.zeros(48)}), "48 of 48 values differ"),
     "two experts swapped": (lambda t: swap(t, "1.mlp.experts.2.", "1.mlp.experts.5."), "1152 of 1152 values differ"),
 }
 
@@ -97,3 +101,51 @@ def test_mistakes_in_the_config_that_change_logits_are_found(
     write_marker(copied, dataclasses.replace(read_marker(checkpoint), model=wrong))
     assert differing(source, checkpoint) == []
     assert {difference.name for difference in differing(source, copied)} == {"config"}
+
+
+def scaled(place: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """Make one scale of blocks another one: of mxfp4, whose scales are exponents, the next."""
+
+    def change(scales: Tensor) -> Tensor:
+        copy = scales.clone()
+        copy[place] = copy[place] + 1 if scales.dtype == torch.uint8 else 2 * copy[place]
+        return copy
+
+    return change
+
+
+DOWN, FUSED = "model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.1.mlp.experts.down_proj"
+MTP_EMBEDDING = "model.layers.3.embed_tokens.weight"
+REPEATED: list[tuple[Callable[[], tuple[Any, ...]], str, Callable[[Tensor], Tensor], str]] = [
+    (int4_model, DOWN + "_scale", scaled((5, 1)), DOWN),
+    (mxfp4_model, FUSED + "_scales", scaled((5, 2, 1)), FUSED),
+    (with_mtp, MTP_EMBEDDING, torch.zeros_like, MTP_EMBEDDING),
+]
+"""A model, a tensor of its folder, how it is changed, and the tensor that differs then."""
+
+
+@pytest.mark.parametrize(("made", "name", "change", "found"), REPEATED, ids=["int4", "mxfp4", "an MTP embedding"])
+def test_a_changed_scale_or_repeated_tensor_is_found(
+    made: Callable[[], tuple[Any, ...]], name: str, change: Callable[[Tensor], Tensor], found: str, tmp_path: Path
+) -> None:
+    config, tensors, *_ = made()
+    checkpoint = imported(write_hf(tmp_path / "hf", config, tensors), tmp_path / "ckpt")
+    other = write_hf(tmp_path / "other", config, changed(tensors, {name: change}))
+    for pair in ((other, checkpoint), (checkpoint, other)):
+        assert [difference.name for difference in differing(*pair)] == [found]
+
+
+def test_a_tied_output_that_differs_is_found_in_any_pair_of_formats(tmp_path: Path, converted: Converted) -> None:
+    theirs = oracle("qwen3")
+    source, checkpoint = converted("qwen3")
+    output = theirs.tensors["model.embed_tokens.weight"].clone()
+    same = write_hf(tmp_path / "same", theirs.config, theirs.tensors | {"lm_head.weight": output})
+    output = output.clone()
+    output[3, 5] += 1
+    other = write_hf(tmp_path / "other", theirs.config, theirs.tensors | {"lm_head.weight": output})
+    for known in (source, checkpoint, same):
+        assert differing(known, same) == []
+        for pair in ((known, other), (other, known)):
+            found = differing(*pair)
+            assert [difference.name for difference in found] == ["lm_head.weight"]
+            assert "1 of 4752 values differ" in str(found[0])

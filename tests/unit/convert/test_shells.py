@@ -22,29 +22,16 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.storage.checkpoint import read_marker, write_marker
 from mcore_rl.storage.folders import ModelImport
 from tests.conversion import ONE_FILE, assert_same, changed, differing, exported, imported, read_dist, read_hf, write_hf
-from tests.hf_models import TOLERANCE, Oracle, Tensors, oracle, oracle_of, random_tokens
+from tests.hf_models import GROUPED, TOLERANCE, Oracle, Tensors, oracle, oracle_of, random_tokens
 from tests.hf_weights import to_global
 from tests.unit.convert.test_fp8 import model as fp8_model
 from tests.unit.convert.test_int4 import model as int4_model
 from tests.unit.convert.test_layouts import relaid
 from tests.unit.model.test_logits_equal_transformers import logits_of
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 24,
-    "max_position_embeddings": 256,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [4, 4, 4],
-        "mrope_interleaved": True,
-    },
-}
+POSITIONS = {"rope_type": "default", "rope_theta": 1e4}
+INTERLEAVED = POSITIONS | {"mrope_interleaved": True}
+TEXT: dict[str, Any] = GROUPED | {"rope_parameters": INTERLEAVED | {"mrope_section": [4, 4, 4]}}
 EXPERTS = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2}
 TOWER = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}
 DELTA_VISION = TOWER | {"num_position_embeddings": 16}
@@ -58,12 +45,7 @@ GLM = TEXT | {
     "topk_group": 2,
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.5,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [2, 2, 2],
-        "partial_rotary_factor": 0.5,
-    },
+    "rope_parameters": POSITIONS | {"mrope_section": [2, 2, 2], "partial_rotary_factor": 0.5},
 }
 DELTA = TEXT | {
     "num_hidden_layers": 4,
@@ -73,13 +55,7 @@ DELTA = TEXT | {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [1, 1, 1],
-        "mrope_interleaved": True,
-        "partial_rotary_factor": 0.25,
-    },
+    "rope_parameters": INTERLEAVED | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.25},
 }
 OF_DELTA = EXPERTS | {"shared_expert_intermediate_size": 40}
 CLASSES = {
