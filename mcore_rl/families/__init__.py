@@ -1,4 +1,4 @@
-"""Model families, each in its own file, and functions that look up a model's family."""
+"""Model families, a file for each kind of architecture, and functions that look up a model's family."""
 
 import importlib
 from typing import Any, Literal
@@ -24,19 +24,19 @@ FAMILIES = {
     "glm4_moe_lite": "mcore_rl.families.glm4_moe_lite:Glm4MoeLite",
     "glm_moe_dsa": "mcore_rl.families.glm_moe_dsa:GlmMoeDsa",
     "gpt_oss": "mcore_rl.families.gpt_oss:GptOss",
-    "llama": "mcore_rl.families.llama:Llama",
+    "llama": "mcore_rl.families.dense:Llama",
     "minimax_m2": "mcore_rl.families.minimax_m2:MiniMaxM2",
-    "mistral": "mcore_rl.families.mistral:Mistral",
+    "mistral": "mcore_rl.families.dense:Mistral",
     "mixtral": "mcore_rl.families.mixtral:Mixtral",
     "olmoe": "mcore_rl.families.olmoe:Olmoe",
-    "qwen2": "mcore_rl.families.qwen2:Qwen2",
+    "qwen2": "mcore_rl.families.dense:Qwen2",
     "qwen2_moe": "mcore_rl.families.qwen2_moe:Qwen2Moe",
-    "qwen3": "mcore_rl.families.qwen3:Qwen3",
+    "qwen3": "mcore_rl.families.dense:Qwen3",
     "qwen3_5_moe_text": "mcore_rl.families.qwen3_5:Qwen35Moe",
     "qwen3_5_text": "mcore_rl.families.qwen3_5:Qwen35",
     "qwen3_moe": "mcore_rl.families.qwen3_moe:Qwen3Moe",
     "qwen3_next": "mcore_rl.families.qwen3_next:Qwen3Next",
-    "seed_oss": "mcore_rl.families.seed_oss:SeedOss",
+    "seed_oss": "mcore_rl.families.dense:SeedOss",
     "solar_open": "mcore_rl.families.solar_open:SolarOpen",
 }
 """Built-in values of `model.family`, by Hugging Face's `model_type`; a class is imported when a config names it."""

@@ -15,6 +15,16 @@ LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_m
 """Parameters of Llama 3's rotary scaling that are built into Megatron."""
 ATTENDS, DELTA = "full_attention", "linear_attention"
 """Layer types of models with gated delta nets."""
+LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Keys of latent attention, which are fields of MLAConfig too."""
+DELTA_WIDTHS = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "conv_width": "linear_conv_kernel_dim",
+}
+"""Field of DeltaConfig -> key of gated delta nets."""
 MAX_LAYERS = 10_000
 """Largest number of layers, as for model.num_layers, because code iterates over them."""
 
@@ -160,24 +170,14 @@ def delta_nets(config: HfConfig) -> dict[str, Any]:
             raise refusal(config, "layer_types", f"attends in every layer of a number divisible by {every}")
     return {
         "full_every": 4 if every is None else every,
-        "key_heads": needed(config, "linear_num_key_heads"),
-        "value_heads": needed(config, "linear_num_value_heads"),
-        "key_dim": needed(config, "linear_key_head_dim"),
-        "value_dim": needed(config, "linear_value_head_dim"),
-        "conv_width": needed(config, "linear_conv_kernel_dim"),
+        **{name: needed(config, key) for name, key in DELTA_WIDTHS.items()},
     }
 
 
 def latents(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of MLAConfig: the widths of multi-head latent attention."""
     require_keys(config, "q_lora_rank")
-    return {
-        "q_lora_rank": config.get("q_lora_rank") or None,
-        "kv_lora_rank": needed(config, "kv_lora_rank"),
-        "qk_nope_head_dim": needed(config, "qk_nope_head_dim"),
-        "qk_rope_head_dim": needed(config, "qk_rope_head_dim"),
-        "v_head_dim": needed(config, "v_head_dim"),
-    }
+    return {"q_lora_rank": config.get("q_lora_rank") or None} | {name: needed(config, name) for name in LATENT_WIDTHS}
 
 
 def num_mtp_layers(config: HfConfig) -> int:
@@ -416,11 +416,7 @@ def delta_nets_to_hf(model: ModelConfig) -> dict[str, Any]:
     return {
         "full_attention_interval": delta.full_every,
         "layer_types": [ATTENDS if mixer == "attention" else DELTA for mixer in model.mixers],
-        "linear_num_key_heads": delta.key_heads,
-        "linear_num_value_heads": delta.value_heads,
-        "linear_key_head_dim": delta.key_dim,
-        "linear_value_head_dim": delta.value_dim,
-        "linear_conv_kernel_dim": delta.conv_width,
+        **{key: getattr(delta, name) for name, key in DELTA_WIDTHS.items()},
     }
 
 
@@ -431,11 +427,7 @@ def latents_to_hf(model: ModelConfig) -> dict[str, Any]:
         "attention_bias": False,
         # For latent attention, transformers' head_dim is the rotary part of a head.
         "head_dim": mla.qk_rope_head_dim,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
+        **{name: getattr(mla, name) for name in ("q_lora_rank", *LATENT_WIDTHS)},
         "num_key_value_heads": model.num_heads,
         "moe_layer_freq": 1,
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.cli.cli import main
-from mcore_rl.families.llama import Llama
+from mcore_rl.families.dense import Llama
 from mcore_rl.families.qwen3_moe import Qwen3Moe
 from mcore_rl.families.shells import SHELLS
 from tests.conversion import assert_same, read_hf, saved, write_hf

@@ -1,6 +1,8 @@
 """From Hugging Face to Megatron and back, as files: bit for bit, for every family."""
 
+import io
 import json
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -8,7 +10,9 @@ import pytest
 import torch
 
 from mcore_rl.convert.copying.conversion import CopySettings
+from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.storage.checkpoint import check
+from mcore_rl.storage.foreign import HEADER_BYTES
 from tests.conversion import assert_same, bytes_of, differing, exported, imported, read_dist, read_hf, saved, write_hf
 from tests.hf_models import CASES, oracle
 from tests.hf_weights import to_global
@@ -116,3 +120,23 @@ def test_the_manifest_has_the_checksum_of_every_tensor_on_both_sides(tmp_path: P
 
     assert {name: entry["crc32"] for name, entry in manifest["tensors"].items()} == checksums(read_dist(checkpoint))
     assert manifest["sources"]["tensors"] == checksums(read_hf(source))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_part_is_a_sound_archive_that_torch_loads(dtype: torch.dtype, tmp_path: Path) -> None:
+    checkpoint = imported(saved("deepseek_v3", tmp_path / "hf", dtype), tmp_path / "ckpt")
+    whole = read_dist(checkpoint)
+    for key, tensor in open_dist(checkpoint).tensors.items():
+        for part in tensor.parts:
+            file = (checkpoint / part.saved.file).read_bytes()
+            data = file[part.saved.start : part.saved.start + part.saved.length]
+            loaded = torch.load(io.BytesIO(data), weights_only=True)
+            assert torch.equal(loaded, whole[key][tuple(slice(*span) for span in part.where)])
+            assert loaded.dtype == whole[key].dtype and loaded.is_contiguous()
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                assert archive.testzip() is None
+                elements = archive.getinfo("archive/data/0")
+            extra = int.from_bytes(data[elements.header_offset + 28 : elements.header_offset + 30], "little")
+            begin = elements.header_offset + HEADER_BYTES + len("archive/data/0") + extra
+            assert begin % 64 == 0
+            assert data[begin : begin + elements.file_size] == loaded.view(torch.uint8).numpy().tobytes()

@@ -1,6 +1,8 @@
 """A config.json of any transformers version gives our config; what Megatron has otherwise is refused by name."""
 
 import copy
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from mcore_rl.config.model import IndexerConfig, MLAConfig, ModelConfig, MoEConf
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import FAMILIES
 from tests.hf_models import CASES, PUBLISHED, oracle
+from tests.unit.convert.test_shells import CLASSES, whole
 
 
 def test_the_published_config_of_deepseek_v3() -> None:
@@ -106,61 +109,84 @@ def test_two_names_of_one_setting_with_two_values_are_refused(case: str, change:
         checked_model_from_hf(oracle(case).config | change)
 
 
-def without_each_key(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By the name of a key, also one of the rotary positions: the config without it."""
-    found = {name: {key: value for key, value in config.items() if key != name} for name in config}
-    rope = config["rope_parameters"]
-    for name in rope:
-        less = {key: value for key, value in rope.items() if key != name}
-        found[f"rope_parameters.{name}"] = config | {"rope_parameters": less}
-    return found
+READ_INSIDE = ("rope_parameters", "rope_scaling", "text_config")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_key_that_is_absent_is_refused_or_has_the_default_of_transformers(case: str) -> None:
-    different = []
-    for name, config in without_each_key(oracle(case).config).items():
-        # The tensors decide how many MTP layers there are: further ones are refused by name.
-        if name in ("model_type", "num_nextn_predict_layers"):
+def as_transformers_reads(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with all defaults of transformers' class."""
+    kind = transformers.CONFIG_MAPPING[config["model_type"]]
+    return kind.from_dict(copy.deepcopy(config)).to_dict()  # type: ignore[no-any-return]
+
+
+def without_one_key(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of each key, and the config without it."""
+    for key, value in config.items():
+        if key == "model_type":
             continue
-        try:
-            ours = checked_model_from_hf(config)
-        except ConfigError:
-            continue
-        theirs = transformers.AutoConfig.for_model(**copy.deepcopy(config)).to_dict()
-        if ours != checked_model_from_hf(theirs):
-            different.append(name)
-    assert different == []
+        yield key, {name: other for name, other in config.items() if name != key}
+        if key in READ_INSIDE and isinstance(value, dict):
+            for name, inner in without_one_key(value):
+                yield f"{key}.{name}", config | {key: inner}
 
 
-def test_keys_that_a_config_leaves_out_have_the_familys_defaults() -> None:
-    mixtral = {key: value for key, value in oracle("mixtral").config.items() if key != "rope_parameters"}
-    assert checked_model_from_hf(mixtral).rope.theta == 1e6
-    glm4 = {key: value for key, value in oracle("glm4_moe").config.items() if key != "rope_parameters"}
-    assert checked_model_from_hf(glm4).rope.fraction == 0.5
-    qwen3 = {key: value for key, value in oracle("qwen3").config.items() if key != "head_dim"}
-    assert checked_model_from_hf(qwen3).head_dim == 128
+def read(config: dict[str, Any]) -> ModelConfig | None:
+    """Our config without MTP layers, which transformers' models do not have; None if it is refused."""
+    try:
+        return checked_model_from_hf(config).model_copy(update={"mtp_layers": 0})
+    except ConfigError:
+        return None
 
 
-def test_kimi_k2_is_deepseek_v3_under_another_name() -> None:
-    assert checked_model_from_hf(PUBLISHED["DeepSeek-V3"] | {"model_type": "kimi_k2"}).family == "deepseek_v3"
+@pytest.mark.parametrize("case", [*CASES, *CLASSES])
+def test_an_absent_key_has_transformers_default_or_is_refused(case: str) -> None:
+    config = (oracle(case) if case in CASES else whole(case)).config
+    compared = 0
+    for form in (config, as_transformers_4(config)) if case in CASES else (config,):
+        for key, changed in without_one_key(form):
+            ours = read(changed)
+            if ours is not None:
+                compared += 1
+                assert ours == read(as_transformers_reads(changed)), key
+    assert compared > 10
 
 
-def test_leading_dense_layers_of_qwen3_moe_are_read_from_either_key() -> None:
-    config = oracle("qwen3_moe").config
-    assert checked_model_from_hf(config | {"mlp_only_layers": [0, 1]}).moe.first_dense_layers == 2
-    assert checked_model_from_hf(config | {"decoder_sparse_step": 3}).moe.first_dense_layers == 2
+ZERO = ("routed_scaling_factor", "n_group", "topk_group", "num_key_value_heads", "q_lora_rank", "rope_theta")
 
 
-def test_one_group_is_no_group() -> None:
-    moe = checked_model_from_hf(PUBLISHED["DeepSeek-V3"] | {"n_group": 1, "topk_group": 1}).moe
-    assert (moe.num_groups, moe.top_groups) == (None, None)
+@pytest.mark.parametrize("key", ZERO)
+def test_zero_is_not_taken_for_an_absent_value(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"config.json has {key}=0"):
+        checked_model_from_hf(oracle("deepseek_v3").config | {key: 0})
 
 
-def test_gpt_oss_may_have_no_window() -> None:
-    config = oracle("gpt_oss").config
-    assert checked_model_from_hf(config).sliding_window == 7
-    assert checked_model_from_hf(config | {"layer_types": ["full_attention"] * 3}).sliding_window is None
+ABSENT = object()
+READ: list[tuple[str, dict[str, Any], str, object]] = [
+    ("mixtral", {"rope_parameters": ABSENT}, "rope.theta", 1e6),
+    ("glm4_moe", {"rope_parameters": ABSENT}, "rope.fraction", 0.5),
+    ("qwen3", {"head_dim": ABSENT}, "head_dim", 128),
+    ("deepseek_v3", {"model_type": "kimi_k2"}, "family", "deepseek_v3"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "moe.first_dense_layers", 2),
+    ("qwen3_moe", {"decoder_sparse_step": 3}, "moe.first_dense_layers", 2),
+    ("deepseek_v3", {"n_group": 1, "topk_group": 1}, "moe.num_groups", None),
+    ("deepseek_v3", {"n_group": 1, "topk_group": 1}, "moe.top_groups", None),
+    ("dots1", {"n_group": ABSENT, "topk_group": ABSENT}, "moe.num_groups", None),
+    ("solar_open", {"n_group": ABSENT, "topk_group": ABSENT}, "moe.num_groups", None),
+    ("dots1", {"scoring_func": "noaux_tc"}, "moe.expert_bias", True),
+    ("dots1", {"scoring_func": "sigmoid"}, "moe.expert_bias", True),
+    ("gpt_oss", {}, "sliding_window", 7),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 3}, "sliding_window", None),
+    ("mistral", {"sliding_window": 256}, "sliding_window", None),  # as long as the context
+    ("seed_oss", {}, "attention_dropout", 0.1),
+    ("seed_oss", {"residual_dropout": 0.2}, "hidden_dropout", 0.2),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "field", "value"), READ)
+def test_a_setting_is_read_from_its_key_or_is_the_familys_default(
+    case: str, change: dict[str, Any], field: str, value: object
+) -> None:
+    config = {key: new for key, new in (oracle(case).config | change).items() if new is not ABSENT}
+    assert attrgetter(field)(checked_model_from_hf(config)) == value
 
 
 def test_the_published_config_of_gpt_oss() -> None:
@@ -262,30 +288,6 @@ def test_deepseek_v3_2_is_deepseek_v3_with_indexers() -> None:
     indexer = IndexerConfig(top_k=2048, heads=64, width=128)
     wanted = plain.model_copy(update={"family": "deepseek_v32", "indexer": indexer})
     assert checked_model_from_hf(PUBLISHED["DeepSeek-V3"] | published) == wanted
-
-
-def test_the_bias_of_dots1_is_named_by_its_method_or_by_its_scores() -> None:
-    config = oracle("dots1").config
-    assert checked_model_from_hf(config | {"scoring_func": "noaux_tc"}) == checked_model_from_hf(
-        config | {"scoring_func": "sigmoid"}
-    )
-
-
-@pytest.mark.parametrize("case", ["dots1", "solar_open"])
-def test_experts_have_no_groups_where_config_json_names_none(case: str) -> None:
-    config = {key: value for key, value in oracle(case).config.items() if key not in ("n_group", "topk_group")}
-    moe = checked_model_from_hf(config).moe
-    assert (moe.num_groups, moe.top_groups) == (None, None)
-
-
-def test_a_window_as_long_as_the_context_of_mistral_is_none() -> None:
-    config = oracle("mistral").config
-    assert checked_model_from_hf(config | {"sliding_window": 256}) == checked_model_from_hf(config)
-
-
-def test_the_dropout_of_seed_oss_is_that_of_its_config() -> None:
-    model = checked_model_from_hf(oracle("seed_oss").config | {"residual_dropout": 0.2})
-    assert (model.attention_dropout, model.hidden_dropout) == (0.1, 0.2)
 
 
 YARN = PUBLISHED["DeepSeek-V3"]["rope_scaling"]

@@ -10,6 +10,7 @@ import transformers
 
 from mcore_rl.checks.model import checked_hf_config, checked_model_from_hf, model_violations
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert.megatron.model import disagreements
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import FAMILIES, all_families, family_of, hf_config, weight_map
 from mcore_rl.families.same_model import model_changes
@@ -35,7 +36,10 @@ def test_a_written_config_is_read_as_the_same_model(case: str) -> None:
     again = checked_model_from_hf(hf_config(model))
     assert architecture(again) == architecture(model)
     assert again.rope == model.rope
-    assert again.norm_eps == model.norm_eps
+    assert disagreements(again, model) == []
+    assert (again.norm_eps, again.mtp_layers, again.max_position) == (
+        *(model.norm_eps, model.mtp_layers, model.max_position),
+    )
     assert weight_map(again).hf_shapes == weight_map(model).hf_shapes
 
 

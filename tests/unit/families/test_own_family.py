@@ -1,10 +1,12 @@
 """A family of the user's own: a class in a module, which the config names as `module:name`."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.checks.model import model_violations
+from mcore_rl.cli.cli import main
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.run import PretrainConfig
@@ -12,15 +14,19 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families import hf_config, model_from_hf, weight_map
 from mcore_rl.planning.flops import forward_flops_per_token
 from mcore_rl.planning.weights import layer_weights
+from mcore_rl.storage.checkpoint import check
+from tests.conversion import assert_same, exported, read_hf, saved
 from tests.tiny_models import TINY
 
 SOURCE = '''
 from mcore_rl.families.qwen3_moe import Qwen3Moe
 
-class Wolf(Qwen3Moe):
-    """Qwen3-MoE with biases, and with another name for its experts."""
+class Plain(Qwen3Moe):
     model_type = "wolf"
     hf_class = "WolfForCausalLM"
+
+class Wolf(Plain):
+    """Qwen3-MoE with biases, and with another name for its experts."""
     qkv_bias = ("on",)
 
     def to_hf(self, model):
@@ -67,3 +73,24 @@ def test_what_is_no_family_is_refused(wolf: ModelConfig) -> None:
             list(model_violations(wolf.model_copy(update={"family": name})))
     with pytest.raises(ConfigError, match="not a subclass"):
         list(model_violations(wolf.model_copy(update={"family": "pathlib:Path"})))
+
+
+def test_a_model_of_it_is_imported_verified_and_exported(
+    wolf: ModelConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, checkpoint = saved("qwen3_moe", tmp_path / "hf"), tmp_path / "ckpt"
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "wolf"}))
+    arguments = [str(source), str(checkpoint), "--workers", "1"]
+    assert main(["convert", "import", *arguments]) != 0
+    assert "model_type='wolf'. Known are" in capsys.readouterr().err
+    assert main(["convert", "import", *arguments, "--family", "wolves:Plain"]) == 0
+    step = checkpoint / "iter_0000000"
+    assert check(step).model["family"] == "wolves:Plain"
+    assert main(["convert", "verify", str(source), str(step), "--family", "wolves:Plain"]) == 0
+    again = exported(step, tmp_path / "again")
+    assert_same(read_hf(again), read_hf(source))
+    written = json.loads((again / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("wolf", ["WolfForCausalLM"])
+    copied = exported(step, tmp_path / "copied", reference=source)
+    assert (copied / "config.json").read_bytes() == (source / "config.json").read_bytes()

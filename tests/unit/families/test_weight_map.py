@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_named, weight_map
-from mcore_rl.families.weight_map import AxisRange, Region, WeightMap, covered_otherwise_than_once
+from mcore_rl.families.weight_map import AxisRange, Region, WeightBlock, WeightMap, covered_otherwise_than_once
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, local_shards
@@ -90,44 +91,45 @@ def test_global_tensors_are_those_of_the_megatron_model(variant: str, one_rank: 
     assert weights.fp32_keys == fp32
 
 
-def broken(change: str) -> WeightMap:
-    """The map of a tiny model with one mistake."""
-    weights = weight_map(VARIANTS["qwen3_moe"])
+def with_first_wider(weights: WeightMap, rows: int) -> Iterable[WeightBlock]:
     first, *rest = weights.blocks
     span, *spans = first.hf_where
-    blocks = {
-        "dropped": rest,
-        "doubled": [first, *weights.blocks],
-        "narrowed": [dataclasses.replace(first, hf_where=(AxisRange(0, span.stop - 1), *spans)), *rest],
-        "too wide": [dataclasses.replace(first, hf_where=(AxisRange(0, span.stop + 1), *spans)), *rest],
-    }
-    return dataclasses.replace(weights, blocks=tuple(blocks[change]))
+    return [dataclasses.replace(first, hf_where=(AxisRange(0, span.stop + rows), *spans)), *rest]
 
 
-@pytest.mark.parametrize("change", ["dropped", "doubled", "narrowed", "too wide"])
-def test_a_broken_map_is_refused_with_the_tensors_name(change: str) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight"):
-        broken(change).prove()
+def with_gates_taken_twice(weights: WeightMap) -> Iterable[WeightBlock]:
+    """Take the rows of the gate of one expert for those of the up-projection too, with which they alternate."""
+    for block in weights.blocks:
+        is_changed = block.hf_name == GATE_UP and block.hf_where[0].start == 3
+        columns = AxisRange(0, 96, 2) if is_changed else block.hf_where[-1]
+        yield dataclasses.replace(block, hf_where=(*block.hf_where[:-1], columns))
 
 
-def test_rows_taken_twice_in_steps_are_found() -> None:
-    weights = weight_map(VARIANTS["gpt_oss"])
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    blocks = [
-        dataclasses.replace(block, hf_where=(*block.hf_where[:-1], AxisRange(0, 96, 2)))
-        if block.hf_name == name and block.hf_where[0].start == 3
-        else block
-        for block in weights.blocks
-    ]
-    with pytest.raises(CheckpointError, match=rf"{name} \[3:4, 0:64, 1:96:2\] is used 0 times"):
-        dataclasses.replace(weights, blocks=tuple(blocks)).prove()
+EMBEDDING, GATE_UP = r"model\.embed_tokens\.weight", "model.layers.1.mlp.experts.gate_up_proj"
+BROKEN: dict[str, tuple[str, Callable[[WeightMap], Iterable[WeightBlock]], str]] = {
+    "dropped": ("qwen3_moe", lambda weights: weights.blocks[1:], EMBEDDING),
+    "doubled": ("qwen3_moe", lambda weights: [weights.blocks[0], *weights.blocks], EMBEDDING),
+    "narrowed": ("qwen3_moe", lambda weights: with_first_wider(weights, -1), EMBEDDING),
+    "too wide": ("qwen3_moe", lambda weights: with_first_wider(weights, 1), EMBEDDING),
+    "rows in steps taken twice": (
+        *("gpt_oss", with_gates_taken_twice),
+        rf"{GATE_UP} \[3:4, 0:64, 1:96:2\] is used 0 times",
+    ),
+    "not transposed": (
+        "gpt_oss",
+        lambda weights: (dataclasses.replace(block, transposed=False) for block in weights.blocks),
+        r"gate_up_proj \[0:1, 0:64, 0:96:2\] and .*fc1.weight differ in shape",
+    ),
+}
+"""Name of a mistake: the model, its blocks with the mistake, and the message."""
 
 
-def test_a_transposition_that_is_forgotten_is_found() -> None:
-    weights = weight_map(VARIANTS["gpt_oss"])
-    blocks = [dataclasses.replace(block, transposed=False) for block in weights.blocks]
-    with pytest.raises(CheckpointError, match=r"gate_up_proj \[0:1, 0:64, 0:96:2\] and .*fc1.weight differ in shape"):
-        dataclasses.replace(weights, blocks=tuple(blocks)).prove()
+@pytest.mark.parametrize("mistake", BROKEN)
+def test_a_broken_map_is_refused_with_the_tensors_name(mistake: str) -> None:
+    variant, change, message = BROKEN[mistake]
+    weights = weight_map(VARIANTS[variant])
+    with pytest.raises(CheckpointError, match=message):
+        dataclasses.replace(weights, blocks=tuple(change(weights))).prove()
 
 
 def test_padding_that_is_forgotten_is_found() -> None:
