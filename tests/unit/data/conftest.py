@@ -9,8 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.data.chat import Chat, load_chat
 from mcore_rl.data.documents import DocumentFormat
+from mcore_rl.data.preprocess import PreprocessOptions
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
+
+JSONL = DocumentFormat(kind="jsonl")
 
 
 def made_up_documents(count: int, *, words: int, seed: int = 0) -> list[str]:
@@ -31,6 +36,23 @@ def write_jsonl(path: Path, documents: list[str]) -> Path:
     return path
 
 
+def write_lines(path: Path, *lines: object) -> str:
+    """Write records as JSON lines, bytes as they are; return the path as text."""
+    content = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"".join(line + b"\n" for line in content))
+    return str(path)
+
+
+def preprocessing(
+    tokenizer: TokenizerConfig, output: Path, *inputs: Path, document_format: DocumentFormat = JSONL
+) -> PreprocessOptions:
+    return PreprocessOptions(inputs=inputs, output=output, tokenizer=tokenizer, document_format=document_format)
+
+
+def chat_of(tokenizer: TokenizerConfig, template: str = "plain") -> Chat:
+    return load_chat(template, load_tokenizer(tokenizer), tokenizer.path)
+
+
 @pytest.fixture(scope="session")
 def documents() -> list[str]:
     """About 1.3 MB of JSON lines: five shards."""
@@ -47,9 +69,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
     folder = tmp_path_factory.mktemp("tokenizer")
     sample = write_jsonl(folder / "sample.jsonl", made_up_documents(40, words=100))
     model = folder / "small.model"
-    train_tokenizer(
-        TokenizerTraining(inputs=(sample,), output=model, document_format=DocumentFormat(kind="jsonl"), vocab_size=400)
-    )
+    train_tokenizer(TokenizerTraining(inputs=(sample,), output=model, document_format=JSONL, vocab_size=400))
     return TokenizerConfig(kind="sentencepiece", path=str(model))
 
 

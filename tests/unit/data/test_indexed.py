@@ -13,12 +13,12 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from rich.console import Console
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
-from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.index_file import read_sidecar
 from mcore_rl.data.indexed import SampleCounts, _megatron_config, build_datasets, plan_data
-from mcore_rl.data.preprocess import PreprocessOptions, preprocess
+from mcore_rl.data.preprocess import preprocess
+from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.errors import DataError
-from tests.unit.data.conftest import made_up_documents, write_jsonl
+from tests.unit.data.conftest import JSONL, made_up_documents, preprocessing, write_jsonl
 from tests.unit.data.test_index_file import write
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -79,23 +79,14 @@ def test_special_ids_inside_the_data_are_trained_on_as_they_are(tmp_path):
     assert sample["loss_mask"].sum() == SEQ
 
 
-def test_a_blend_without_weights_goes_by_tokens_and_beyond_an_epoch(tmp_path):
-    small = write(tmp_path / "small", numbered(0, 10))
-    large = write(tmp_path / "large", numbered(1000, 30))
+@pytest.mark.parametrize(("weights", "expected"), [((), 0.25), ((3.0, 1.0), 0.75)], ids=["by tokens", "by weights"])
+def test_a_blend_goes_by_tokens_or_its_weights_and_beyond_an_epoch(tmp_path, weights, expected):
+    prefixes = [write(tmp_path / "small", numbered(0, 10)), write(tmp_path / "large", numbered(1000, 30))]
     samples = 400  # an epoch of both has 49
-    train = build(config(small, large), samples, cache=tmp_path / "cache").train
+    train = build(config(*prefixes, train_weights=weights), samples, cache=tmp_path / "cache").train
     assert len(train) >= samples
     share = sum(token < 1000 for token in tokens_of(train, samples)) / (samples * SEQ)
-    assert share == pytest.approx(0.25, abs=0.02)
-
-
-def test_a_blend_follows_its_weights(tmp_path):
-    first = write(tmp_path / "first", numbered(0, 10))
-    second = write(tmp_path / "second", numbered(1000, 30))
-    data = config(first, second, train_weights=(3.0, 1.0))
-    train = build(data, 400, cache=tmp_path / "cache").train
-    share = sum(token < 1000 for token in tokens_of(train, 400)) / (400 * SEQ)
-    assert share == pytest.approx(0.75, abs=0.01)
+    assert share == pytest.approx(expected, abs=0.02 if weights == () else 0.01)
 
 
 @pytest.mark.parametrize("split", [(80.0, 15.0, 5.0), (0.8, 0.15, 0.05)])
@@ -228,21 +219,19 @@ def test_an_evaluation_reads_no_sequence_twice_but_fewer_with_a_warning(wanted, 
     assert not plan.warnings or f"{found} are read in place of {wanted}" in plan.warnings[0]
 
 
-def test_nothing_to_evaluate_on_is_refused(tmp_path):
-    refused("no data to evaluate on", config(write(tmp_path / "data", numbered(0, 40))), valid=4)
-
-
 @pytest.mark.parametrize(
-    ("weights", "message"),
-    [((1.0,), "1 numbers for the 2 prefixes"), ((1.0, 0.0), "above 0"), ((1.0, -2.0), "above 0")],
+    ("num_prefixes", "changes", "valid", "message"),
+    [
+        (0, {}, 0, "data.train names no data"),
+        (1, {}, 4, "no data to evaluate on"),
+        (2, {"train_weights": (1.0,)}, 0, "1 numbers for the 2 prefixes"),
+        (2, {"train_weights": (1.0, 0.0)}, 0, "above 0"),
+        (2, {"train_weights": (1.0, -2.0)}, 0, "above 0"),
+    ],
 )
-def test_weights_that_make_no_blend_are_refused(tmp_path, weights, message):
+def test_data_that_makes_no_blend_is_refused(tmp_path, num_prefixes, changes, valid, message):
     prefix = write(tmp_path / "data", numbered(0, 40))
-    refused(message, config(prefix, prefix, train_weights=weights))
-
-
-def test_no_data_at_all_is_refused():
-    refused("data.train names no data", config())
+    refused(message, config(*[prefix] * num_prefixes, **changes), valid=valid)
 
 
 def test_a_token_beyond_the_models_vocabulary_is_refused(tmp_path):
@@ -272,23 +261,15 @@ def made(tokenizer, tmp_path_factory):
     """A preprocessed dataset with its sidecar."""
     folder = tmp_path_factory.mktemp("made")
     text = write_jsonl(folder / "text.jsonl", made_up_documents(20, words=40))
-    document_format = DocumentFormat(kind="jsonl")
-    options = PreprocessOptions(
-        inputs=(text,), output=folder / "data", tokenizer=tokenizer, document_format=document_format
-    )
-    preprocess(options, Console(quiet=True))
+    preprocess(preprocessing(tokenizer, folder / "data", text), Console(quiet=True))
     return folder / "data"
 
 
 def other_tokenizer(tokenizer, tmp_path):
     """Another file of the same size in tokens."""
-    from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
-
     text = write_jsonl(tmp_path / "text.jsonl", made_up_documents(30, words=100, seed=5))
     output = tmp_path / "other.model"
-    train_tokenizer(
-        TokenizerTraining(inputs=(text,), output=output, document_format=DocumentFormat(kind="jsonl"), vocab_size=400)
-    )
+    train_tokenizer(TokenizerTraining(inputs=(text,), output=output, document_format=JSONL, vocab_size=400))
     return TokenizerConfig(kind="sentencepiece", path=str(output))
 
 
@@ -301,36 +282,27 @@ def test_a_cache_folder_that_cannot_be_made_is_refused(cache, tmp_path, monkeypa
         build(config(data), train=4, cache=Path(cache))
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused_for_data_without_a_sidecar(tokenizer, tmp_path):
-    data = config(write(tmp_path / "data", numbered(0, 10, 8))).model_copy(update={"tokenizer": tokenizer})
-    with pytest.raises(DataError, match=r"has 400 tokens, and model.vocab_size is 399. Set model.vocab_size=400"):
-        plan_data(data, vocab_size=399, samples=SampleCounts(train=1))
-
-
 def test_data_and_its_tokenizer_fit(made, tokenizer, tmp_path):
     datasets = build(config(made, tokenizer=tokenizer), 10, cache=tmp_path / "cache", vocab_size=400)
     assert max(tokens_of(datasets.train)) < 400
     plan_data(config(made, tokenizer=tokenizer), vocab_size=512, samples=SampleCounts(train=4))
 
 
+def test_a_model_with_fewer_tokens_than_the_tokenizer_is_refused(made, tokenizer, tmp_path):
+    without_sidecar = write(tmp_path / "data", numbered(0, 10, 8))
+    message = r"has 400 tokens, and model.vocab_size is 399. Set model.vocab_size=400"
+    for prefix in (made, without_sidecar):
+        refused(message, config(prefix, tokenizer=tokenizer), vocab_size=399)
+    refused("with a tokenizer of 400 tokens.* Set model.vocab_size=400", config(made), vocab_size=399)
+
+
 def test_another_tokenizer_of_the_same_size_is_refused(made, tokenizer, tmp_path):
     refused("was made with the tokenizer", config(made, tokenizer=other_tokenizer(tokenizer, tmp_path)))
 
 
-def test_a_model_with_fewer_tokens_than_the_tokenizer_is_refused(made, tokenizer):
-    data = config(made, tokenizer=tokenizer)
-    refused(r"has 400 tokens, and model.vocab_size is 399. Set model.vocab_size=400", data, vocab_size=399)
-
-
 def test_a_blend_of_two_tokenizers_is_refused(made, tokenizer, tmp_path):
     text = write_jsonl(tmp_path / "more.jsonl", made_up_documents(5, words=40))
-    options = PreprocessOptions(
-        inputs=(text,),
-        output=tmp_path / "data",
-        tokenizer=other_tokenizer(tokenizer, tmp_path),
-        document_format=DocumentFormat(kind="jsonl"),
-    )
-    preprocess(options, Console(quiet=True))
+    preprocess(preprocessing(other_tokenizer(tokenizer, tmp_path), tmp_path / "data", text), Console(quiet=True))
     refused("made with different tokenizers", config(made, tmp_path / "data"))
 
 
@@ -361,7 +333,6 @@ def sequences_of(dataset, count):
 
 
 def read(data, samples, tmp_path):
-    """What a run of so many samples reads, with a cache of its own."""
     return sequences_of(build(data, samples, cache=tmp_path / f"cache{samples}").train, samples)
 
 
@@ -377,12 +348,16 @@ def test_each_epoch_has_every_sequence_once_in_an_order_of_its_own(tmp_path):
     assert max(in_place) < epoch / 4
 
 
-@pytest.mark.parametrize("weights", [None, (3.0, 1.0)])
-def test_a_longer_run_begins_like_a_shorter_one(tmp_path, weights):
+def one_or_two_sources(tmp_path, weights, **changes):
     prefixes = [write(tmp_path / "a", numbered(0, 10))]
     if weights:
         prefixes.append(write(tmp_path / "b", numbered(1000, 30)))
-    data = config(*prefixes, train_weights=weights or ())
+    return config(*prefixes, train_weights=weights, **changes)
+
+
+@pytest.mark.parametrize("weights", [(), (3.0, 1.0)])
+def test_a_longer_run_begins_like_a_shorter_one(tmp_path, weights):
+    data = one_or_two_sources(tmp_path, weights)
     runs = [read(data, samples, tmp_path) for samples in (9, 30, 41, 200)]
     for run in runs[:-1]:
         assert run == runs[-1][: len(run)]
@@ -397,13 +372,10 @@ def test_the_first_epoch_is_megatrons(tmp_path):
     assert read(data, 150, tmp_path)[:40] == sequences_of(megatron, 40)
 
 
-@pytest.mark.parametrize("weights", [None, (3.0, 1.0)])
+@pytest.mark.parametrize("weights", [(), (3.0, 1.0)])
 def test_whole_is_one_order_as_long_as_it_is_described_alike(tmp_path, weights):
     """The order of Megatron's own datasets for all numbers of samples, by their indices."""
-    prefixes = [write(tmp_path / "a", numbered(0, 10))]
-    if weights:
-        prefixes.append(write(tmp_path / "b", numbered(1000, 30)))
-    data = config(*prefixes, train_weights=weights or (), shuffle="whole")
+    data = one_or_two_sources(tmp_path, weights, shuffle="whole")
     cache = tmp_path / "cache"
     orders: dict[str, set[bytes]] = {}
     for samples in range(1, 70):
