@@ -1,12 +1,16 @@
 """A corpus of made-up words, a tokenizer of it, and a world of one rank."""
 
+import gzip
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch.distributed as dist
+from backports import zstd
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.chat import Chat, load_chat
@@ -41,6 +45,30 @@ def write_lines(path: Path, *lines: object) -> str:
     content = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     path.write_bytes(b"".join(line + b"\n" for line in content))
     return str(path)
+
+
+SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0size"
+"""A frame as pzstd puts it in front of the content."""
+PACKED = {
+    "lines": ("", bytes),
+    "gzipped": (".gz", gzip.compress),
+    "zstandard": (".zst", zstd.compress),
+    "pzstd": (".zst", lambda text: SKIPPED + zstd.compress(text[:900]) + SKIPPED + zstd.compress(text[900:])),
+}
+FORMS = (*PACKED, "parquet", "hub")
+
+
+def in_form(form: str, lines: list[dict[str, str]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write records in one of FORMS; return the name of the data."""
+    (folder / "a").mkdir()
+    if form in PACKED:
+        ending, pack = PACKED[form]
+        path = folder / f"a/a.jsonl{ending}"
+        path.write_bytes(pack("".join(json.dumps(line) + "\n" for line in lines).encode()))
+        return str(path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), folder / "a/train.parquet", row_group_size=7)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(folder / "cache"))
+    return f"hub:{folder}/a:train" if form == "hub" else str(folder / "a/train.parquet")
 
 
 def preprocessing(

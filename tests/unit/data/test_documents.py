@@ -10,26 +10,22 @@ import sysconfig
 from itertools import pairwise
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from backports import zstd
 from rich.console import Console
 
 from mcore_rl.config.rl.rollout import PromptConfig
 from mcore_rl.config.sft import SFTDataConfig
-from mcore_rl.data.chat import load_chat
 from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, find_input_files, format_of_endings
 from mcore_rl.data.examples import read_examples
-from mcore_rl.data.preprocess import PreprocessOptions, preprocess
+from mcore_rl.data.preprocess import preprocess
 from mcore_rl.data.records import filled, read_records
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.rl.rollouts.prompts import read_problems
-from tests.unit.data.conftest import made_up_documents
+from tests.unit.data.conftest import FORMS, JSONL, chat_of, in_form, made_up_documents, preprocessing, write_lines
 from tools.python_corpus import write_python_corpus
 
-JSONL = DocumentFormat(kind="jsonl")
 BLANK = DocumentFormat(kind="text", separator="")
 MARKED = DocumentFormat(kind="text", separator="%%")
 WHOLE = DocumentFormat(kind="text")
@@ -47,52 +43,41 @@ def read(path, document_format, offsets=()):
 
 
 CONTENTS = {
-    "jsonl": (JSONL, b'{"text": "one"}\n\n{"text": "tw\xc3\xb6"}\nnot json\n{"text": "three"}'),
-    "jsonl with a byte-order mark": (JSONL, b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n'),
-    "blank lines": (BLANK, b"\n\none\n two\n\n \n\nthree\n\n\n\nfour\xc3\xb6\n"),
-    "marks": (MARKED, b"one\n\none b\n%%\n%%\n\n%%\r\ntwo %%\n%%three\n%%\nfour"),
-    "no end": (MARKED, b"%%\nall\nof\nit"),
+    # Content, and the lines and texts of its documents; "" where one has a problem.
+    "jsonl": (
+        JSONL,
+        b'{"text": "one"}\n\n{"text": "tw\xc3\xb6"}\nnot json\n{"text": "three"}',
+        [(1, "one"), (2, ""), (3, "twö"), (4, ""), (5, "three")],
+    ),
+    "jsonl with a byte-order mark": (
+        JSONL,
+        b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n',
+        [(1, "one"), (2, "two")],
+    ),
+    "blank lines": (
+        BLANK,
+        b"\n\none\n two\n\n \n\nthree\n\n\n\nfour\xc3\xb6\n",
+        [(3, "one\n two"), (8, "three"), (12, "fourö")],
+    ),
+    "marks": (
+        MARKED,
+        b"one\n\none b\n%%\n%%\n\n%%\r\ntwo %%\n%%three\n%%\nfour",
+        [(1, "one\n\none b"), (6, ""), (8, "two %%\n%%three"), (11, "four")],
+    ),
+    "no end": (MARKED, b"%%\nall\nof\nit", [(2, "all\nof\nit")]),
 }
 
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_wherever_a_file_is_cut_its_documents_and_line_numbers_are_the_same(tmp_path, name):
-    document_format, content = CONTENTS[name]
+    document_format, content, documents = CONTENTS[name]
     path = tmp_path / "file"
     path.write_bytes(content)
     whole = read(path, document_format)
+    assert [(line, text) for line, text, _ in whole] == documents
     for first in range(1, len(content)):
         for second in range(first, len(content), 3):
             assert read(path, document_format, (first, second)) == whole, (first, second)
-
-
-def test_json_lines_give_the_key_and_its_line(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(CONTENTS["jsonl"][1])
-    assert [(line, text) for line, text, problem in read(path, JSONL) if not problem] == [
-        (1, "one"),
-        (3, "twö"),
-        (5, "three"),
-    ]
-
-
-def test_blank_lines_part_documents_and_spaces_inside_stay(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(CONTENTS["blank lines"][1])
-    assert read(path, BLANK) == [(3, "one\n two", ""), (8, "three", ""), (12, "fourö", "")]
-
-
-def test_only_a_line_that_is_the_mark_parts_documents(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(CONTENTS["marks"][1])
-    texts = [(line, text or problem) for line, text, problem in read(path, MARKED)]
-    assert texts == [(1, "one\n\none b"), (6, "empty"), (8, "two %%\n%%three"), (11, "four")]
-
-
-def test_without_a_separator_a_file_is_one_document_byte_for_byte(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b" a\n\n b\r\n\n")
-    assert read(path, WHOLE) == [(1, " a\n\n b\r\n\n", "")]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +106,8 @@ def test_a_bad_line_is_told_with_its_reason_and_the_next_one_read(tmp_path, line
 @pytest.mark.parametrize("content", [b"", b" \n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\xef\xbb\xbf\r\n"])
 def test_a_text_of_nothing_but_byte_order_marks_is_as_empty_as_one_without(tmp_path, content):
     path = tmp_path / "text"
+    path.write_bytes(b" a\n\n b\r\n\n")
+    assert read(path, WHOLE) == [(1, " a\n\n b\r\n\n", "")], "byte for byte"
     path.write_bytes(content)
     assert read(path, WHOLE) == [(1, "", "empty")]
     path.write_text(json.dumps({"text": content.decode()}))
@@ -152,14 +139,6 @@ def test_missing_inputs_and_archives_are_refused(tmp_path):
             find_input_files([tmp_path / name])
 
 
-SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0size"
-"""A frame as pzstd puts it in front of the content."""
-PACKED = {
-    "gzipped": (".gz", gzip.compress),
-    "zstandard": (".zst", zstd.compress),
-    "pzstd": (".zst", lambda text: SKIPPED + zstd.compress(text[:900]) + SKIPPED + zstd.compress(text[900:])),
-}
-FORMS = ("lines", *PACKED, "parquet", "hub")
 LINES = [
     {"question": f"{i} + 1 = {{?}}", "solution": f"{i + 1}", "text": text}
     for i, text in enumerate(made_up_documents(30, words=40))
@@ -168,21 +147,7 @@ LINES = [
 
 @pytest.fixture(params=FORMS)
 def data(request, tmp_path, monkeypatch):
-    """The name of the data in one of the forms."""
-    text = "".join(json.dumps(line) + "\n" for line in LINES)
-    if request.param == "lines":
-        (tmp_path / "a.jsonl").write_text(text)
-        return str(tmp_path / "a.jsonl")
-    if request.param in PACKED:
-        ending, pack = PACKED[request.param]
-        (tmp_path / f"a.jsonl{ending}").write_bytes(pack(text.encode()))
-        return str(tmp_path / f"a.jsonl{ending}")
-    (tmp_path / "a").mkdir()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(LINES), tmp_path / "a/train.parquet", row_group_size=7)
-    if request.param == "parquet":
-        return str(tmp_path / "a/train.parquet")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return f"hub:{tmp_path}/a:train"
+    return in_form(request.param, LINES, tmp_path, monkeypatch)
 
 
 def test_records_are_the_same_in_every_form(data):
@@ -193,7 +158,7 @@ def test_records_are_the_same_in_every_form(data):
 def test_chats_prompts_and_documents_are_read_in_every_form(data, tokenizer, tmp_path):
     words = load_tokenizer(tokenizer)
     config = SFTDataConfig(prompt_template="Question: {question}\n", response_field="solution")
-    examples = read_examples([data], config, load_chat("raw", words, tokenizer.path))
+    examples = read_examples([data], config, chat_of(tokenizer, "raw"))
     first = examples.ids_T[: examples.starts_N[1]].tolist()
     assert first == [*words.encode("Question: 0 + 1 = {?}\n"), *words.encode("1"), words.eod_id]
     assert len(examples) == 30
@@ -202,13 +167,8 @@ def test_chats_prompts_and_documents_are_read_in_every_form(data, tokenizer, tmp
     problem = read_problems(prompts, needs_answer=True).problems[4]
     assert (problem.prompt, problem.answer) == ("4 + 1 = {?} In {braces}.", "5")
 
-    sources = find_input_files([Path(data)])
-    options = PreprocessOptions(
-        inputs=(Path(data),),
-        output=tmp_path / "out",
-        tokenizer=tokenizer,
-        document_format=DocumentFormat(kind=format_of_endings(sources)),
-    )
+    document_format = DocumentFormat(kind=format_of_endings(find_input_files([Path(data)])))
+    options = preprocessing(tokenizer, tmp_path / "out", Path(data), document_format=document_format)
     sidecar = preprocess(options, Console(quiet=True))
     assert sidecar.documents == 30
     assert sidecar.tokens == sum(len(words.encode(line["text"])) + 1 for line in LINES)
@@ -221,14 +181,13 @@ def test_a_template_is_filled_and_a_field_that_is_not_there_is_named():
 
 
 def test_bad_lines_are_counted_with_file_and_line_and_more_than_allowed_end_the_run(tokenizer, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a", "response": "b"}\n[]\n{"prompt": "c"}\n')
-    chat = load_chat("raw", load_tokenizer(tokenizer), tokenizer.path)
-    examples = read_examples([str(path)], SFTDataConfig(max_bad=2), chat)
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"}, [], {"prompt": "c"})
+    chat = chat_of(tokenizer, "raw")
+    examples = read_examples([path], SFTDataConfig(max_bad=2), chat)
     assert len(examples) == 1
     assert [line.split(": ")[0] for line in examples.bad_lines] == [f"{path}:2", f"{path}:3"]
     with pytest.raises(DataError, match=r"a\.jsonl:2: a JSON list"):
-        read_examples([str(path)], SFTDataConfig(max_bad=1), chat)
+        read_examples([path], SFTDataConfig(max_bad=1), chat)
 
 
 @pytest.mark.parametrize("ending", ["gz", "bz2", "xz", "zst"])
@@ -240,26 +199,19 @@ def test_damaged_files_are_refused_where_data_is_made_of_them(ending, damage, to
     half = len(packed) // 2
     content = packed[:-9] if damage == "cut" else packed[:40] + bytes(half) + packed[40 + half :]
     (path := tmp_path / f"a.jsonl.{ending}").write_bytes(content)
-    options = PreprocessOptions(
-        inputs=(path,), output=tmp_path / "out", tokenizer=tokenizer, document_format=DocumentFormat(kind="jsonl")
-    )
+    options = preprocessing(tokenizer, tmp_path / "out", path)
     for read in (lambda: list(read_records(str(path))), lambda: preprocess(options, Console(quiet=True))):
         with pytest.raises(DataError, match=rf"a\.jsonl\.{ending} cannot be read: "):
             read()
     assert not (tmp_path / "out.bin").exists()
 
 
-def test_damaged_files_and_absent_datasets_are_refused(tmp_path):
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 1000)[:-9])
+def test_damaged_tables_headers_and_absent_datasets_are_refused(tmp_path):
     packed = zstd.compress(bytes(random.Random(0).randbytes(1000)) + b"\n")
-    (tmp_path / "a.jsonl.zst").write_bytes(packed[:-9])
-    (tmp_path / "b.jsonl.zst").write_bytes(packed[:4] + b"\xff" * 9 + packed[13:])
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    for name, reason in (
-        *((f"{name}.jsonl.{ending}", "cannot be read") for name, ending in (("a", "gz"), ("a", "zst"), ("b", "zst"))),
-        ("a.parquet", "cannot be read as parquet"),
-    ):
-        with pytest.raises(DataError, match=reason):
+    contents = {"a.jsonl.zst": packed[:4] + b"\xff" * 9 + packed[13:], "a.parquet": b"PAR1"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=f"{name} cannot be read"):
             list(read_records(str(tmp_path / name)))
     with pytest.raises(DataError, match="cannot be loaded"):
         list(read_records(f"hub:{tmp_path}/gone:train"))
@@ -272,21 +224,16 @@ def entries(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_corpus_is_library_files_as_they_are_none_of_them_in_both_halves(tmp_path):
+def test_the_corpus_is_library_files_as_they_are_none_of_them_in_both_halves_and_its_size_is_capped(tmp_path):
     corpus = write_python_corpus(tmp_path, max_bytes=1 << 20)
     train, valid = entries(corpus.train), entries(corpus.valid)
+    size = sum(len(entry["text"].encode()) for entry in train + valid)
+    assert corpus.num_bytes == size and 0.5 < size / (1 << 20) <= 1
     assert (len(train), len(valid)) == (corpus.train_files, corpus.valid_files)
     paths = [entry["path"] for entry in train + valid]
     assert len(set(paths)) == len(paths)
     assert all((LIBRARY / entry["path"]).read_bytes().decode() == entry["text"] for entry in train + valid)
     assert not any({"test", "site-packages", "encodings"} & set(Path(path).parts) for path in paths)
-
-
-def test_its_size_is_capped_and_counted(tmp_path):
-    corpus = write_python_corpus(tmp_path, max_bytes=1 << 20)
-    size = sum(len(entry["text"].encode()) for path in (corpus.train, corpus.valid) for entry in entries(path))
-    assert corpus.num_bytes == size
-    assert 0.5 < size / (1 << 20) <= 1
 
 
 def test_two_runs_write_the_same_bytes_and_a_larger_cap_only_adds(tmp_path):

@@ -24,9 +24,10 @@ from mcore_rl.config.changes import with_contents
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.documents import DocumentFormat
-from mcore_rl.data.preprocess import ENDINGS, PreprocessOptions, preprocess
+from mcore_rl.data.preprocess import ENDINGS, preprocess
 from mcore_rl.errors import DataError
 from tests.ranks import forkserver
+from tests.unit.data.conftest import preprocessing
 
 TOOL = Path(__file__).parents[3] / "tools" / "preprocess.py"
 EOD = 2
@@ -34,16 +35,10 @@ EOD = 2
 
 @pytest.fixture
 def options(corpus, tokenizer, tmp_path):
-    return PreprocessOptions(
-        inputs=(corpus,),
-        output=tmp_path / "out" / "data.v1",
-        tokenizer=tokenizer,
-        document_format=DocumentFormat(kind="jsonl"),
-    )
+    return preprocessing(tokenizer, tmp_path / "out" / "data.v1", corpus)
 
 
 def run(options):
-    """What it says."""
     said = StringIO()
     preprocess(options, Console(file=said))
     return said.getvalue()
@@ -82,11 +77,7 @@ def start(options, output, limit_bytes=None):
 def reference(corpus, tokenizer, tmp_path_factory):
     """The three files, made by one worker without interruption."""
     output = tmp_path_factory.mktemp("reference") / "data"
-    run(
-        PreprocessOptions(
-            inputs=(corpus,), output=output, tokenizer=tokenizer, document_format=DocumentFormat(kind="jsonl")
-        )
-    )
+    run(preprocessing(tokenizer, output, corpus))
     return output
 
 
@@ -110,14 +101,10 @@ def test_the_sidecar_tells_what_is_in_the_files(reference, corpus, tokenizer, do
     assert sidecar["sources"] == [{"path": str(corpus), "num_bytes": corpus.stat().st_size}]
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_workers(options, reference):
+def test_the_bytes_do_not_depend_on_the_number_of_workers_and_nothing_else_is_left(options, reference):
     run(replace(options, workers=3))
     assert files(options.output) == files(reference)
     assert events(options.output)[0]["shards"] > 3
-
-
-def test_nothing_but_the_dataset_and_its_log_is_left(options):
-    run(options)
     names = sorted(path.name for path in options.output.parent.iterdir())
     assert names == ["data.v1.bin", "data.v1.idx", "data.v1.json", "data.v1.log.jsonl"]
 
@@ -159,36 +146,37 @@ def stop_before_the_end(options):
     return Path(f"{options.output}.partial")
 
 
+@pytest.fixture
+def cut(options, corpus, tmp_path):
+    """Options of a small input that ends inside a line."""
+    (tmp_path / "cut.jsonl").write_bytes(corpus.read_bytes()[:20_000])
+    return replace(options, inputs=(tmp_path / "cut.jsonl",))
+
+
 @pytest.mark.parametrize("moved", [(), (".bin",), (".bin", ".idx")])
-def test_a_run_killed_while_it_moved_its_files_is_ended_by_the_next(options, corpus, tmp_path, moved):
-    with_bad_line = tmp_path / "bad.jsonl"
-    with_bad_line.write_bytes(corpus.read_bytes()[:20_000])  # ends inside a line
-    options = replace(options, inputs=(with_bad_line,))
-    whole = replace(options, output=tmp_path / "whole")
+def test_a_run_killed_while_it_moved_its_files_is_ended_by_the_next(cut, tmp_path, moved):
+    whole = replace(cut, output=tmp_path / "whole")
     run(whole)
-    partial = stop_before_the_end(options)
+    partial = stop_before_the_end(cut)
     for ending in ENDINGS:
-        place = f"{options.output}{ending}" if ending in moved else partial / f"merged{ending}"
+        place = f"{cut.output}{ending}" if ending in moved else partial / f"merged{ending}"
         shutil.copy(f"{whole.output}{ending}", place)
     for shard in partial.glob("shard-*"):
         shard.unlink()  # nothing is tokenized again
-    run(options)
-    assert files(options.output) == files(whole.output)
+    run(cut)
+    assert files(cut.output) == files(whole.output)
     assert not partial.exists()
 
 
-def test_a_part_that_was_damaged_before_the_run_went_on_is_not_joined(options, corpus, tmp_path):
-    with_bad_line = tmp_path / "bad.jsonl"
-    with_bad_line.write_bytes(corpus.read_bytes()[:20_000])
-    options = replace(options, inputs=(with_bad_line,))
-    shard = stop_before_the_end(options) / "shard-000000.bin"
+def test_a_part_that_was_damaged_before_the_run_went_on_is_not_joined(cut):
+    shard = stop_before_the_end(cut) / "shard-000000.bin"
     content = bytearray(shard.read_bytes())
     content[100] ^= 1
     shard.write_bytes(content)
     with pytest.raises(DataError, match=r"shard-000000\.bin is not as it was written\. Delete .*data\.v1\.partial"):
-        run(options)
+        run(cut)
     shutil.rmtree(shard.parent)
-    run(options)
+    run(cut)
 
 
 def test_data_made_anew_with_the_same_lengths_is_other_data_to_a_run(options, corpus, tmp_path):
@@ -215,18 +203,15 @@ def test_an_existing_dataset_is_kept_unless_overwriting_is_asked_for(options, re
     assert len(IndexedDataset(str(options.output))) == 50
 
 
-def test_an_unfinished_run_with_other_input_is_not_mixed_in(options, corpus, tmp_path):
-    changing = tmp_path / "changing.jsonl"
-    changing.write_bytes(corpus.read_bytes()[:20_000])
-    options = replace(options, inputs=(changing,))
-    stop_before_the_end(options)
-    changing.write_bytes(corpus.read_bytes()[20_000:].split(b"\n", 1)[1])
+def test_an_unfinished_run_with_other_input_is_not_mixed_in(cut, corpus, tmp_path):
+    stop_before_the_end(cut)
+    cut.inputs[0].write_bytes(corpus.read_bytes()[20_000:].split(b"\n", 1)[1])
     with pytest.raises(DataError, match=r"unfinished run with another sources"):
-        run(options)
-    run(replace(options, overwrite=True))
-    whole = replace(options, output=tmp_path / "whole")
+        run(cut)
+    run(replace(cut, overwrite=True))
+    whole = replace(cut, output=tmp_path / "whole")
     run(whole)
-    assert files(options.output) == files(whole.output)
+    assert files(cut.output) == files(whole.output)
 
 
 BAD = b'{"text": "good one"}\n{"text": "a\n\n{"id": 1}\n{"text": "\xff"}\n{"text": ""}\n{"text": "good two"}\n'
@@ -265,11 +250,6 @@ def test_too_many_bad_lines_end_the_run_and_a_higher_limit_goes_on(options, tmp_
     assert len(IndexedDataset(str(options.output))) == 2
 
 
-def test_input_without_any_document_is_an_error(options):
-    with pytest.raises(DataError, match=r"no document in 1 files \(700 bad lines.*--key"):
-        run(replace(options, document_format=DocumentFormat(kind="jsonl", key="body")))
-
-
 def test_plain_text_is_a_document_a_file_or_cut_at_blank_lines(options, tokenizer, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -298,11 +278,6 @@ def test_a_disk_that_fills_up_leaves_nothing_under_the_name_and_the_run_goes_on_
     assert files(options.output) == files(reference)
 
 
-def test_an_output_in_a_folder_that_cannot_be_made_is_refused(options):
-    with pytest.raises(DataError, match=r"/proc/absent/x.partial cannot be made: .* Or give another output"):
-        run(replace(options, output=Path("/proc/absent/x")))
-
-
 def test_a_second_writer_is_refused(options):
     partial = Path(f"{options.output}.partial")
     partial.mkdir(parents=True)
@@ -318,13 +293,22 @@ def test_a_second_writer_is_refused(options):
     holder.communicate(b"\n")
 
 
-def test_missing_input_and_zero_workers_are_refused(options, tmp_path):
-    with pytest.raises(DataError, match="does not exist"):
-        run(replace(options, inputs=(tmp_path / "absent.jsonl",)))
-    with pytest.raises(DataError, match="wanted at least 1"):
-        run(replace(options, workers=0))
-    with pytest.raises(DataError, match="at most -1 bad lines: wanted 0 or more"):
-        run(replace(options, max_bad=-1))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": (Path("absent.jsonl"),)}, "does not exist"),
+        ({"workers": 0}, "wanted at least 1"),
+        ({"max_bad": -1}, "at most -1 bad lines: wanted 0 or more"),
+        ({"output": Path("/proc/absent/x")}, r"/proc/absent/x.partial cannot be made: .* Or give another output"),
+        (
+            {"document_format": DocumentFormat(kind="jsonl", key="body")},
+            r"no document in 1 files \(700 bad lines.*--key",
+        ),
+    ],
+)
+def test_settings_that_make_no_dataset_are_refused(options, changes, message):
+    with pytest.raises(DataError, match=message):
+        run(replace(options, **changes))
 
 
 @pytest.mark.parametrize("folder", [".", "", "..", "data/.."])
@@ -389,9 +373,7 @@ def test_tokenizers_and_datasets_in_a_folder_of_texts_are_not_read(tokenizer, tm
     books.mkdir()
     for name in ("a", "b"):
         (books / f"{name}.txt").write_text(f"etao {name}")
-    options = PreprocessOptions(
-        inputs=(books,), output=tmp_path / "all", tokenizer=tokenizer, document_format=DocumentFormat(kind="text")
-    )
+    options = preprocessing(tokenizer, tmp_path / "all", books, document_format=DocumentFormat(kind="text"))
     run(options)
     shutil.copy(tokenizer.path, books / "tokenizer.model")
     for path in tmp_path.glob("all.*"):

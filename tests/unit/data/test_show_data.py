@@ -1,35 +1,22 @@
 """`mcore-rl data show`: its texts are those of the source, in the order of the training."""
 
-import gzip
 import json
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from rich.console import Console
 
 from mcore_rl.cli.cli import main
-from mcore_rl.data.documents import DocumentFormat
-from mcore_rl.data.preprocess import PreprocessOptions, preprocess
+from mcore_rl.data.preprocess import preprocess
 from mcore_rl.data.tokenizer import load_tokenizer
-from tests.unit.data.conftest import made_up_documents, write_jsonl
+from tests.unit.data.conftest import in_form, made_up_documents, preprocessing, write_jsonl
 
 LINES = [{"question": f"{word} {i}\n", "solution": f"{i} {word}"} for i, word in enumerate(["etao", "shrdlu", "nit"])]
 
 
 @pytest.fixture(params=["lines", "gzipped", "parquet", "hub"])
 def data(request, tmp_path, monkeypatch):
-    """The name of the data in one of the forms."""
-    text = "".join(json.dumps(line) + "\n" for line in LINES).encode()
-    (tmp_path / "a").mkdir()
-    file = tmp_path / "a" / {"lines": "a.jsonl", "gzipped": "a.jsonl.gz"}.get(request.param, "train.parquet")
-    if file.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(LINES), file)
-    else:
-        file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return f"hub:{tmp_path}/a:train" if request.param == "hub" else str(file)
+    return in_form(request.param, LINES, tmp_path, monkeypatch)
 
 
 def shown(capsys, recipe, tokenizer, tmp_path, *words):
@@ -92,13 +79,8 @@ def test_prompts_of_several_turns_warn_where_the_template_joins_them(template, i
 
 def test_sequences_of_pretraining_are_shown_as_text_or_as_ids(tokenizer, tmp_path, capsys):
     (document,) = made_up_documents(1, words=4000, seed=3)
-    options = PreprocessOptions(
-        inputs=(write_jsonl(tmp_path / "a.jsonl", [document]),),
-        output=tmp_path / "a",
-        tokenizer=tokenizer,
-        document_format=DocumentFormat(kind="jsonl"),
-    )
-    preprocess(options, Console(quiet=True))
+    text = write_jsonl(tmp_path / "a.jsonl", [document])
+    preprocess(preprocessing(tokenizer, tmp_path / "a", text), Console(quiet=True))
     words = load_tokenizer(tokenizer)
     ids = words.encode(document)
     sequences = [ids[begin : begin + 128] for begin in range(0, len(ids) - 128, 128)]
