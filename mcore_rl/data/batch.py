@@ -2,7 +2,7 @@
 mesh or on earlier calls.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -106,18 +106,17 @@ class BatchSource:
 
     def _microbatch(self, first: int) -> Microbatch:
         samples = [self.dataset[index] for index in range(first, first + self.micro_batch)]
-        is_packed = "lengths" in samples[0]
+        stacked = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0] if key != "lengths"}
+        packed = None
+        if "lengths" in samples[0]:
+            # cu_seqlens begins with 0, hence the zero in front.
+            lengths = torch.cat([torch.zeros(1, dtype=torch.int32), *(sample["lengths"] for sample in samples)])
+            packed = PackedSpans(cu_seqlens=lengths.cumsum(0, dtype=torch.int32), max_length=int(lengths.max()))
         return Microbatch(
-            tokens_BS=torch.stack([sample["tokens"] for sample in samples]),
-            labels_BS=torch.stack([sample["labels"] for sample in samples]),
-            loss_mask_BS=torch.stack([sample["loss_mask"] for sample in samples]),
-            position_ids_BS=torch.stack([sample["position_ids"] for sample in samples]),
-            packed=_boundaries([sample["lengths"] for sample in samples]) if is_packed else None,
-            is_padding_BS=torch.stack([sample["is_padding"] for sample in samples]) if is_packed else None,
+            tokens_BS=stacked["tokens"],
+            labels_BS=stacked["labels"],
+            loss_mask_BS=stacked["loss_mask"],
+            position_ids_BS=stacked["position_ids"],
+            packed=packed,
+            is_padding_BS=stacked.get("is_padding"),
         )
-
-
-def _boundaries(lengths: Sequence[Tensor]) -> PackedSpans:
-    # cu_seqlens begins with 0, hence the zero in front.
-    all_lengths = torch.cat([torch.zeros(1, dtype=torch.int32), *lengths])
-    return PackedSpans(cu_seqlens=all_lengths.cumsum(0, dtype=torch.int32), max_length=int(all_lengths.max()))

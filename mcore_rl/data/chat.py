@@ -137,18 +137,14 @@ def load_chat(template: str, tokenizer: Tokenizer, path: str | None) -> Chat:
             'Set data.chat_template="plain" or "raw".'
         )
     assert path is not None, "a tokenizer was read from it"
-    return TemplateChat(
-        _encoder(tokenizer, Path(path)),
-        load_template(template, Path(path)),
-        tokenizer.special_tokens,
-        load_tool_template(template, Path(path)),
-    )
-
-
-def _encoder(tokenizer: HuggingFaceTokenizer | TiktokenTokenizer, folder: Path) -> TextEncoder:
+    folder = Path(path)
+    encoder: TextEncoder
     if isinstance(tokenizer, TiktokenTokenizer):
-        return tokenizer.file
-    return JsonEncoder((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))
+        encoder = tokenizer.file
+    else:
+        encoder = JsonEncoder((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))
+    templates = load_template(template, folder), load_tool_template(template, folder)
+    return TemplateChat(encoder, templates[0], tokenizer.special_tokens, templates[1])
 
 
 class PlainChat:
@@ -172,21 +168,19 @@ class PlainChat:
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return the tokens after which the assistant\'s next turn begins."""
-        ids = [token for turn, _ in self._turns(conversation) for token in turn]
-        return ids + self._header("assistant")
+        return [*self.encode(conversation).ids_T, *self._header("assistant")]
 
     def open_turn(self, conversation: Conversation) -> list[int]:
         """Return the tokens of a conversation but for the token that ends its last turn."""
         _text_to_continue(conversation)
-        return [token for turn, _ in self._turns(conversation) for token in turn][:-1]
+        return list(self.encode(conversation).ids_T[:-1])
 
     def reply(self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool) -> list[int]:
         """Return the tokens from the end of the assistant's turn to where its next turn begins: no
         text depends on earlier turns.
         """
         ids = [] if is_closed else [self._tokenizer.eod_id]
-        turns = self._turns(Conversation(messages=tuple(replies)))
-        return ids + [token for turn, _ in turns for token in turn] + self._header("assistant")
+        return ids + self.prompt(Conversation(messages=tuple(replies)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens."""
@@ -381,13 +375,11 @@ class TemplateChat:
                     'around it in the template (data.chat_template names a file), give such turns "weight": 0, or '
                     "leave them out"
                 )
-            spans.append((len(before), len(before) + self._assistant_length(after[len(before) :])))
+            # White space that follows an end-of-turn token is not the assistant's.
+            stripped = after.rstrip()
+            end = len(stripped) if stripped[len(before) :].endswith(self._ends) else len(after)
+            spans.append((len(before), end))
         return whole, spans
-
-    def _assistant_length(self, turn: str) -> int:
-        """Return the length of the turn without the white space that follows an end-of-turn token."""
-        stripped = turn.rstrip()
-        return len(stripped) if stripped.endswith(self._ends) else len(turn)
 
     def _hidden(self, value: Any) -> Any:
         """Return a message, or a part of it, with the names of special tokens in its texts hidden from the template's

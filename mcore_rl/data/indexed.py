@@ -100,16 +100,15 @@ class EpochDataset(GPTDataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a sample as GPTDataset does, for any index from 0."""
         epoch, place = divmod(int(index), self._per_epoch)
-        sample: dict[str, Tensor] = super().__getitem__(int(self._order_of(epoch)[place]) if epoch else place)
+        if epoch:
+            order = self._order
+            if order is None or order[0] != epoch:
+                rng = numpy.random.default_rng((self.config.random_seed, epoch))
+                # Assigned as a whole: a thread reads ahead while another may ask for an earlier sample.
+                self._order = order = epoch, rng.permutation(self._per_epoch)
+            place = int(order[1][place])
+        sample: dict[str, Tensor] = super().__getitem__(place)
         return sample
-
-    def _order_of(self, epoch: int) -> NDArray[numpy.int64]:
-        order = self._order
-        if order is None or order[0] != epoch:
-            rng = numpy.random.default_rng((self.config.random_seed, epoch))
-            # Assigned as a whole: a thread reads ahead while another may ask for an earlier sample.
-            self._order = order = epoch, rng.permutation(self._per_epoch)
-        return order[1]
 
 
 SPLITS = ("train", "valid", "test")
@@ -445,14 +444,9 @@ def _repaired_cache(folder: Path) -> Iterator[None]:
     ):
         for path in folder.glob("*.npy"):
             # The folder is the user's choice, and may contain other programs' arrays.
-            if CACHED.fullmatch(path.name) and not _is_whole(path):
-                path.unlink()
+            if CACHED.fullmatch(path.name):
+                try:
+                    numpy.load(path, mmap_mode="r")
+                except (ValueError, EOFError):
+                    path.unlink()
         yield
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        numpy.load(path, mmap_mode="r")
-    except (ValueError, EOFError):
-        return False
-    return True

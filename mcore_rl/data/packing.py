@@ -92,14 +92,12 @@ class ShuffledSources:
         for n in range(start, start + count):
             source, drawn_before = self._mixture.draw(n)
             reading, place = divmod(drawn_before, self._sizes[source])
-            yield self._firsts[source] + self._order(source, reading)[place]
-
-    def _order(self, source: int, reading: int) -> list[int]:
-        planned, order = self._orders.get(source, (-1, []))
-        if planned != reading:
-            order = numpy.random.default_rng((self._seed, reading, source)).permutation(self._sizes[source]).tolist()
-            self._orders[source] = reading, order
-        return order
+            planned, order = self._orders.get(source, (-1, []))
+            if planned != reading:
+                rng = numpy.random.default_rng((self._seed, reading, source))
+                order = rng.permutation(self._sizes[source]).tolist()
+                self._orders[source] = reading, order
+            yield self._firsts[source] + order[place]
 
 
 LENGTH_MULTIPLE = 64

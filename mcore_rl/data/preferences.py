@@ -304,19 +304,29 @@ def _pair(entry: Mapping[str, Any], config: PreferenceDataConfig, *, is_hh: bool
     keys = (config.chosen_field, config.rejected_field)
     # In LLaMA-Factory's format each side is a single turn.
     sides = [[side] if isinstance(side := entry.get(key), dict) else side for key in keys]
-    for key, side in zip(keys, sides, strict=True):
+    for number, (key, side) in enumerate(zip(keys, sides, strict=True)):
         if side is None or side == "" or side == []:
             state = "empty" if key in entry else "not there"
             raise DataError(f'"{key}" is {state}, and a pair has two sides (keys: {", ".join(entry)})')
         if is_hh and not (isinstance(side, str) and HH_TURN.match(side)):
             raise DataError(f'"{key}" does not begin with "Human:" or "Assistant:" after two line breaks')
-    if is_hh:
-        sides = [_hh_turns(str(side)) for side in sides]
+        if is_hh:
+            marks = list(HH_TURN.finditer(side))
+            ends = [mark.start() for mark in marks[1:]] + [len(side)]
+            sides[number] = [
+                {"role": HH_ROLES[mark[1]], "content": side[mark.end() : end].strip()}
+                for mark, end in zip(marks, ends, strict=True)
+            ]
     prompt, answers = _prompt_and_answers(entry, sides, keys, config)
     if answers[0] == answers[1]:
         raise DataError(f'"{keys[0]}" and "{keys[1]}" are the same, so that nothing is preferred')
-    probability = TIE if _flag(entry, config.tie_field) else 1.0
-    return Comparison(prompt, answers, ((0, 1),), (_margin(entry, config),), (probability,))
+    is_tie = entry.get(config.tie_field)
+    if not (is_tie is None or isinstance(is_tie, bool)):
+        raise DataError(f'"{config.tie_field}" is {is_tie!r}, wanted true or false')
+    margin = None if config.margin_field is None else entry.get(config.margin_field)
+    if not (margin is None or _is_number(margin)):
+        raise DataError(f'"{config.margin_field}" is {margin!r}, wanted a finite number')
+    return Comparison(prompt, answers, ((0, 1),), (float(margin or 0.0),), (TIE if is_tie else 1.0,))
 
 
 def _ranking(entry: Mapping[str, Any], config: PreferenceDataConfig) -> Comparison:
@@ -410,15 +420,6 @@ def _common_text(sides: Sequence[str]) -> tuple[str, list[str]]:
     return begin[:end], [side[end:] for side in sides]
 
 
-def _hh_turns(text: str) -> list[Message]:
-    marks = list(HH_TURN.finditer(text))
-    ends = [mark.start() for mark in marks[1:]] + [len(text)]
-    return [
-        {"role": HH_ROLES[mark[1]], "content": text[mark.end() : end].strip()}
-        for mark, end in zip(marks, ends, strict=True)
-    ]
-
-
 def _stepped(entry: Mapping[str, Any], config: PreferenceDataConfig, chat: Chat) -> tuple[Comparison, _Sequence]:
     """Return an answer with labelled steps, as a comparison with itself; a DataError where the line has none."""
     refuse_labels(entry, "preference", _named(config))
@@ -483,22 +484,6 @@ def _scores(entry: Mapping[str, Any], count: int, config: PreferenceDataConfig) 
     if not isinstance(scores, list) or len(scores) != count or not all(map(_is_number, scores)):
         raise DataError(f'"{key}" is {_kind(entry, key)}, wanted a list of {count} finite numbers')
     return [float(score) for score in scores]
-
-
-def _margin(entry: Mapping[str, Any], config: PreferenceDataConfig) -> float:
-    key = config.margin_field
-    if key is None or entry.get(key) is None:
-        return 0.0
-    if not _is_number(entry[key]):
-        raise DataError(f'"{key}" is {entry[key]!r}, wanted a finite number')
-    return float(entry[key])
-
-
-def _flag(entry: Mapping[str, Any], key: str) -> bool:
-    value = entry.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise DataError(f'"{key}" is {value!r}, wanted true or false')
-    return bool(value)
 
 
 def _is_number(value: Any) -> bool:

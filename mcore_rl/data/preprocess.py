@@ -98,7 +98,10 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
                 # Another run was killed while renaming its dataset: finish this, and replace that dataset.
                 _publish(folder, options.output)
                 stamps = _refuse_replacing(options)
-            _forget(folder, is_other=bool(differing))
+            # A killed run's half-written files are of no use, and nothing is where it was another run.
+            for leftover in filter(_is_own, list(folder.iterdir())):
+                if leftover.name != "lock" and (differing or ".tmp" in leftover.name):
+                    leftover.unlink()
             write_atomically(folder / PLAN, json.dumps(plan))
             if not with_ending(merged, ".json").exists():
                 write_atomically(folder / STAMPS, json.dumps(stamps))
@@ -218,13 +221,6 @@ def _differing(folder: Path, plan: dict[str, Any], overwrite: bool) -> list[str]
             "Finish that one with its own command, or give --overwrite to forget it."
         )
     return differing
-
-
-def _forget(folder: Path, *, is_other: bool) -> None:
-    """Delete a killed run's half-written files, or all of them where it was another run."""
-    for leftover in filter(_is_own, list(folder.iterdir())):
-        if leftover.name != "lock" and (is_other or ".tmp" in leftover.name):
-            leftover.unlink()
 
 
 def _sidecar(

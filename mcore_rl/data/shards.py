@@ -221,23 +221,21 @@ def tokenizing(
         executor.shutdown(wait=True, cancel_futures=True)
 
 
+_load_once = functools.cache(load_tokenizer)
+
+
 def _tokenize(shard: Shard, document_format: DocumentFormat, config: TokenizerConfig, folder: Path) -> ShardReport:
-    return tokenize_shard(shard, document_format, _tokenizer(config), folder)
-
-
-@functools.cache
-def _tokenizer(config: TokenizerConfig) -> Tokenizer:
-    return load_tokenizer(config)
+    return tokenize_shard(shard, document_format, _load_once(config), folder)
 
 
 def _follow_parent() -> None:
     """End this worker when its parent ends, so that it does not wait for work forever. The parent handles Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_after_parent, daemon=True).start()
-
-
-def _exit_after_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def exit_after_it() -> None:
+        parent.join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=exit_after_it, daemon=True).start()

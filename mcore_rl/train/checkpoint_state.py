@@ -96,7 +96,11 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
     if is_same_mesh:
         wanted["random_states"] = _random_shard(state, None)
     if state.critic is not None:
-        _refuse_without_critic(stored)
+        if not stored.has_critic:
+            raise CheckpointError(
+                f'{stored.path} has no critic, which rl.advantage.kind="gae" trains. Start another run_dir from its '
+                f"weights, with checkpoint.load={stored.path} and checkpoint.load_optimizer=false"
+            )
         wanted["critic"] = _wanted(state.critic, stored)
         add_prefix_for_sharding(wanted["critic"], CRITIC)
     allowed = state.config.checkpoint.allow_changes
@@ -113,18 +117,11 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
         restore_random_states(loaded["random_states"])
         return []
     reseed(state.config.train.seed, state.progress.step)
+    sizes = ", ".join(f"{name} {size}" for name, size in stored.marker.mesh.items() if size > 1) or "1 rank"
     return [
         f"random states follow anew from train.seed={state.config.train.seed} and step {state.progress.step}: the "
-        f"checkpoint is of another mesh or device ({_sizes(stored.marker.mesh)}, {saved_on})"
+        f"checkpoint is of another mesh or device ({sizes}, {saved_on})"
     ]
-
-
-def _refuse_without_critic(stored: StoredCheckpoint) -> None:
-    if not stored.has_critic:
-        raise CheckpointError(
-            f'{stored.path} has no critic, which rl.advantage.kind="gae" trains. Start another run_dir from its '
-            f"weights, with checkpoint.load={stored.path} and checkpoint.load_optimizer=false"
-        )
 
 
 def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
@@ -156,7 +153,3 @@ def _parts(state: TrainState, optimizer: dict[Any, Any]) -> list[dict[str, Any]]
 def _random_shard(state: TrainState, states: dict[str, Any] | None) -> ShardedObject:
     world = state.mesh.world
     return ShardedObject(RANDOM, states, (world.size,), (world.rank,), replica_id=0)
-
-
-def _sizes(mesh: dict[str, int]) -> str:
-    return ", ".join(f"{name} {size}" for name, size in mesh.items() if size > 1) or "1 rank"

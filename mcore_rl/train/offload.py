@@ -93,7 +93,8 @@ class WaitingMemory:
         self.moved_bytes += sum(sizes)
         if [buffer.nbytes for buffer in self._host] != sizes:
             self._host = []  # frees the old bytes first
-            self._host = [_host_bytes(size, self._device) for size in sizes]
+            is_pinned = self._device.type == "cuda"
+            self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in sizes]
         for storage, copy_n in zip(storages, self._host, strict=True):
             copy_n.copy_(_bytes_of(storage), non_blocking=True)
 
@@ -211,11 +212,6 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
             yield from group["params"]
         for entries in part.optimizer.state.values():
             yield from (entry for entry in entries.values() if isinstance(entry, Tensor))
-
-
-def _host_bytes(size: int, device: torch.device) -> Tensor:
-    """Return `size` bytes of main memory, uint8, page-locked for a CUDA device."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

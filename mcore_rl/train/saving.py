@@ -182,7 +182,8 @@ class Checkpoints:
             if own is not None:
                 resumption = self._resume_own(own)
             elif config.load:
-                resumption = self._load_given(self._given(config.load))
+                model, run_dir = self._state.config.model, Path(self._state.config.run_dir)
+                resumption = self._load_given(on_rank_zero(partial(checkpoint_of, config.load, model, run_dir)))
             else:
                 return Resumption()
         self._metrics.append(Metric("checkpoint/load_s", time.monotonic() - started))
@@ -227,11 +228,6 @@ class Checkpoints:
         self._lines += [str(error), f"warning: {warning}"]
         return earlier, warning
 
-    def _given(self, load: str) -> Path:
-        """Return the checkpoint that `checkpoint.load` refers to, the same on all ranks."""
-        config = self._state.config
-        return on_rank_zero(partial(checkpoint_of, load, config.model, Path(config.run_dir)))
-
     def _load_given(self, source: Path) -> Resumption:
         """Load `checkpoint.load`: the whole training state, or only weights if so configured or of another program."""
         config = self._state.config
@@ -256,7 +252,8 @@ class Checkpoints:
             )
             self._state.optimizer.reload_model_params()
             stage = f", a checkpoint of {program}" if is_other_stage else ""
-            head = ", without its output layer: all scores start at 0" if self._is_new_head(stored) else ""
+            is_new_head = config.model.head == "score" and not stored.has_scores
+            head = ", without its output layer: all scores start at 0" if is_new_head else ""
             adapters = ", and new adapters" if config.lora.is_on and not stored.has_adapters else ""
             self._lines.append(
                 f"weights of {stored.path}{stage}{head}{adapters}; optimizer, schedule, data and steps start anew"
@@ -296,10 +293,6 @@ class Checkpoints:
                 'base they are equal to. Set it to "all", or start another run_dir from this checkpoint.'
             )
         self.base = on_rank_zero(partial(reference_to, stored.path))
-
-    def _is_new_head(self, stored: StoredCheckpoint) -> bool:
-        """Return whether the model has a scalar head and the checkpoint has none."""
-        return self._state.config.model.head == "score" and not stored.has_scores
 
     def _inspect(self, path: Path) -> StoredCheckpoint:
         return inspect(path, verify_checksums=self._state.config.checkpoint.verify_checksums)
