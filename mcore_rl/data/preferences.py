@@ -303,7 +303,7 @@ def _shape(entry: Mapping[str, Any], comparison: Comparison, config: PreferenceD
 def _pair(entry: Mapping[str, Any], config: PreferenceDataConfig, *, is_hh: bool) -> Comparison:
     keys = (config.chosen_field, config.rejected_field)
     # In LLaMA-Factory's format each side is a single turn.
-    sides = [[side] if isinstance(side := entry.get(key), dict) else side for key in keys]
+    sides: list[Any] = [[side] if isinstance(side := entry.get(key), dict) else side for key in keys]
     for number, (key, side) in enumerate(zip(keys, sides, strict=True)):
         if side is None or side == "" or side == []:
             state = "empty" if key in entry else "not there"

@@ -33,6 +33,7 @@ from mcore_rl.errors import DataError
 from mcore_rl.rl.engines.base import StopStrings
 from mcore_rl.rl.step.trace import pieces_of
 from tests.tiktoken_folders import write_tokenizer
+from tests.unit.data.conftest import write_lines
 
 WORDS = ["<unk>", "<end>", "ask", "a", "b", "c", "d"]
 
@@ -65,10 +66,9 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
     return load_chat("raw", load_tokenizer(config), str(folder))
 
 
-def read(chat: Chat, path: Path, *lines: dict, **changes) -> Preferences:
-    path.write_text("\n".join(map(json.dumps, lines)))
-    config = PreferenceDataConfig(format="steps", seq_length=16, **changes)
-    return read_preferences([str(path)], config, chat, packed_length=32, length_multiple=1)
+def read(chat: Chat, path: Path, *lines: dict) -> Preferences:
+    config = PreferenceDataConfig(format="steps", seq_length=16)
+    return read_preferences([write_lines(path, *lines)], config, chat, packed_length=32, length_multiple=1)
 
 
 def test_labels_stand_at_the_last_tokens_of_steps(chat, tmp_path):
@@ -440,8 +440,7 @@ def test_a_template_whose_answers_teach_no_end_is_warned_of(
     else:
         tokenizer, chat = loaded(folder, template)
     line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "aa"}]}
-    (tmp_path / "chats.jsonl").write_text((json.dumps(line) + "\n") * 1200)
-    examples = read_examples([str(tmp_path / "chats.jsonl")], SFTDataConfig(), chat)
+    examples = read_examples([write_lines(tmp_path / "chats.jsonl", *[line] * 1200)], SFTDataConfig(), chat)
     warning = no_end_warning(examples, end_tokens(tokenizer, chat, str(folder)), tokenizer)
     assert (warning is None) == is_taught
     assert is_taught or "none of the first 1000 conversations trains on a token that ends" in str(warning)

@@ -1,19 +1,19 @@
 """Keys that change what a record means, in the usual data formats, against expectations that are written by hand."""
 
-import json
+from pathlib import Path
 
 import pytest
 
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rl.rollout import PromptConfig
 from mcore_rl.config.sft import SFTDataConfig
-from mcore_rl.data.chat import load_chat
-from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice
+from mcore_rl.data.documents import DocumentReader, FileSlice
 from mcore_rl.data.examples import read_examples
 from mcore_rl.data.preferences import read_preferences
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.rl.rollouts.prompts import read_problems
+from tests.unit.data.conftest import JSONL, chat_of, write_lines
 
 
 def said(role, content, **keys):
@@ -24,7 +24,7 @@ ASKED, ANSWERED = said("user", "etao"), said("assistant", "nit")
 CHAT, PAIR = {"messages": [ASKED, ANSWERED]}, {"prompt": "etao", "completion": "nit"}
 
 
-def chat_of(*turns, **keys):
+def chat(*turns, **keys):
     return {"messages": list(turns), **keys}
 
 
@@ -35,12 +35,12 @@ def sharegpt(**keys):
 TWICE = (said("assistant", "sun"), said("user", "oats"))
 CONVERSATIONS = {
     # What is trained on, by the texts of the assistant's turns.
-    "OpenAI weights": (chat_of(ASKED, TWICE[0] | {"weight": 0}, TWICE[1], ANSWERED | {"weight": 1}), ["nit"]),
-    "a weight of 0.0": (chat_of(ASKED, TWICE[0] | {"weight": 0.0}, TWICE[1], ANSWERED), ["nit"]),
-    "null weights": (chat_of(ASKED | {"weight": None}, ANSWERED | {"weight": None, "tool_calls": []}), ["nit"]),
-    "axolotl": (chat_of(ASKED | {"train": False}, TWICE[0] | {"train": False}, TWICE[1], ANSWERED), ["nit"]),
-    "ms-swift": (chat_of(ASKED, TWICE[0] | {"loss": True}, TWICE[1], ANSWERED | {"loss": False}), ["sun"]),
-    "verl": (chat_of(ASKED | {"loss_mask": 0}, TWICE[0] | {"loss_mask": 0}, TWICE[1], ANSWERED), ["nit"]),
+    "OpenAI weights": (chat(ASKED, TWICE[0] | {"weight": 0}, TWICE[1], ANSWERED | {"weight": 1}), ["nit"]),
+    "a weight of 0.0": (chat(ASKED, TWICE[0] | {"weight": 0.0}, TWICE[1], ANSWERED), ["nit"]),
+    "null weights": (chat(ASKED | {"weight": None}, ANSWERED | {"weight": None, "tool_calls": []}), ["nit"]),
+    "axolotl": (chat(ASKED | {"train": False}, TWICE[0] | {"train": False}, TWICE[1], ANSWERED), ["nit"]),
+    "ms-swift": (chat(ASKED, TWICE[0] | {"loss": True}, TWICE[1], ANSWERED | {"loss": False}), ["sun"]),
+    "verl": (chat(ASKED | {"loss_mask": 0}, TWICE[0] | {"loss_mask": 0}, TWICE[1], ANSWERED), ["nit"]),
     "ShareGPT": ({"conversations": [*sharegpt(weight=0)["conversations"], *sharegpt()["conversations"]]}, ["nit"]),
     "LLaMA-Factory's history": ({"instruction": "etao", "output": "nit", "history": [["oats", "sun"]]}, ["sun", "nit"]),
     "ms-swift's history": ({"query": "etao", "response": "nit", "history": [["oats", "sun"]]}, ["sun", "nit"]),
@@ -59,12 +59,12 @@ REFUSED = {
     "KTO": (PAIR | {"label": False}, '"label" is False: it says whether the answer is to be learned. Leave out'),
     "kto_tag": (sharegpt() | {"kto_tag": False}, '"kto_tag" is False'),
     "a wrong solution": ({"problem": "a", "solution": "b", "is_correct": False}, '"is_correct" is False'),
-    "a weight between": (chat_of(ASKED, ANSWERED | {"weight": 0.5}), '(assistant): "weight" is 0.5'),
-    "no trained turn": (chat_of(ASKED, ANSWERED | {"weight": 0}), "no text of the assistant is trained on"),
-    "a trained user": (chat_of(ASKED | {"train": True}, ANSWERED), "only turns of the assistant are trained on"),
-    "axolotl's detail": (chat_of(ASKED, ANSWERED | {"train_detail": [{"train": False}]}), '"train_detail" is [{'),
+    "a weight between": (chat(ASKED, ANSWERED | {"weight": 0.5}), '(assistant): "weight" is 0.5'),
+    "no trained turn": (chat(ASKED, ANSWERED | {"weight": 0}), "no text of the assistant is trained on"),
+    "a trained user": (chat(ASKED | {"train": True}, ANSWERED), "only turns of the assistant are trained on"),
+    "axolotl's detail": (chat(ASKED, ANSWERED | {"train_detail": [{"train": False}]}), '"train_detail" is [{'),
     "a weighted part": (
-        chat_of(ASKED, said("assistant", [{"type": "text", "text": "a", "train": False}])),
+        chat(ASKED, said("assistant", [{"type": "text", "text": "a", "train": False}])),
         '"train" is False',
     ),
     "a weighted record": (CHAT | {"weight": 0}, '"weight" is 0: all texts of a file count alike'),
@@ -74,19 +74,19 @@ REFUSED = {
     "NeMo's label": (sharegpt(label="quality:0"), "\"label\" is 'quality:0': it rates the turn"),
     "NeMo's other mask": (sharegpt() | {"mask": "Assistant"}, "\"mask\" is 'Assistant'"),
     "pictures": (CHAT | {"images": ["a.png"]}, "only texts are trained on"),
-    "an old call": (chat_of(ASKED, said("assistant", "", function_call={"name": "f"})), '"function_call" is {'),
+    "an old call": (chat(ASKED, said("assistant", "", function_call={"name": "f"})), '"function_call" is {'),
     "settings of the template": (
         CHAT | {"chat_template_kwargs": {"enable_thinking": False}},
         "all records are rendered alike",
     ),
     "reasoning beside": (PAIR | {"reasoning_content": "so"}, "reasoning is read in the assistant's turns"),
-    "reasoning": (chat_of(ASKED, ANSWERED | {"reasoning": "so"}), 'has "reasoning", which a plain template cannot'),
+    "reasoning": (chat(ASKED, ANSWERED | {"reasoning": "so"}), 'has "reasoning", which a plain template cannot'),
     "a call of a tool": (
-        chat_of(ASKED, said("assistant", None, tool_calls=[{"function": {"name": "add"}}])),
+        chat(ASKED, said("assistant", None, tool_calls=[{"function": {"name": "add"}}])),
         "a turn of 'assistant' has \"tool_calls\", which a plain template cannot",
     ),
-    "no content": (chat_of(ASKED, said("assistant", None)), 'turn 2 of "messages" (assistant): it has no content'),
-    "no key of content": (chat_of({"role": "user", "text": "a"}, ANSWERED), "calls no tool (keys: role, text)"),
+    "no content": (chat(ASKED, said("assistant", None)), 'turn 2 of "messages" (assistant): it has no content'),
+    "no key of content": (chat({"role": "user", "text": "a"}, ANSWERED), "calls no tool (keys: role, text)"),
     "no value": (sharegpt() | {"conversations": [{"from": "human", "value": None}]}, "it has no content"),
     "a history of text": (PAIR | {"history": "a"}, '"history" is a str, wanted a list of turns'),
     "a history without end": (PAIR | {"history": [["a", None]]}, 'turn 2 of "history" (assistant): it has no content'),
@@ -112,7 +112,7 @@ def test_what_is_trained_on_is_what_the_keys_of_the_format_say(read, tokenizer, 
 
 def test_a_turn_without_weight_is_in_the_context_of_what_follows(read):
     weighted = read(CONVERSATIONS["OpenAI weights"][0])
-    assert weighted.ids_T.tolist() == read(chat_of(ASKED, *TWICE, ANSWERED)).ids_T.tolist()
+    assert weighted.ids_T.tolist() == read(chat(ASKED, *TWICE, ANSWERED)).ids_T.tolist()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -127,7 +127,7 @@ def test_a_key_that_cannot_be_followed_is_refused_with_its_line_and_what_to_do(r
 def test_every_other_key_is_counted_by_name_whatever_its_type(read, tmp_path):
     lines = [
         CHAT | {"id": 3, "score": 0.5, "meta": {"a": 1}, "tags": ["x"], "note": None, "flag": False},
-        chat_of(ASKED | {"name": "Ann"}, ANSWERED, id=4),
+        chat(ASKED | {"name": "Ann"}, ANSWERED, id=4),
         PAIR | {"messages": None, "category": "x"},
     ]
     shapes, warning = read(*lines).notes
@@ -171,10 +171,9 @@ def test_preferences_and_steps_read_a_history_and_count_other_keys(tmp_path, tok
 
 
 def preferences(tmp_path, tokenizer, line, form):
-    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
-    plain = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
+    path = write_lines(tmp_path / "a.jsonl", line)
     config = PreferenceDataConfig(format=form, chat_template="plain")
-    return read_preferences([f"{tmp_path}/a.jsonl"], config, plain, packed_length=256, length_multiple=1)
+    return read_preferences([path], config, chat_of(tokenizer), packed_length=256, length_multiple=1)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +191,7 @@ def preferences(tmp_path, tokenizer, line, form):
     ],
 )
 def test_prompts_have_what_stands_before_them_and_refuse_what_they_cannot_have(tmp_path, line, wanted):
-    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
-    config = PromptConfig(files=(f"{tmp_path}/a.jsonl",))
+    config = PromptConfig(files=(write_lines(tmp_path / "a.jsonl", line),))
     if isinstance(wanted, str):
         with pytest.raises(DataError, match=wanted):
             read_problems(config)
@@ -205,18 +203,16 @@ def test_prompts_have_what_stands_before_them_and_refuse_what_they_cannot_have(t
 
 
 def test_a_prompt_template_that_names_the_system_prompt_has_it_once(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "system": "s"}) + "\n")
-    config = PromptConfig(files=(f"{tmp_path}/a.jsonl",), prompt_template="{system}: {prompt}")
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "a", "system": "s"})
+    config = PromptConfig(files=(path,), prompt_template="{system}: {prompt}")
     (problem,) = read_problems(config).problems
     assert (problem.prompt, problem.messages) == ("s: a", ())
 
 
 def test_a_weighted_document_is_a_bad_line(tmp_path):
     lines = [{"text": "a", "weight": 1, "label": 0, "id": 3}, {"text": "b", "weight": 0}, {"text": "c", "train": None}]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    whole = FileSlice(path=str(path), start=0, end=path.stat().st_size)
-    read = list(DocumentReader(whole, DocumentFormat(kind="jsonl")))
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    read = list(DocumentReader(FileSlice(path=path, start=0, end=Path(path).stat().st_size), JSONL))
     assert [(document.text, document.problem.partition(":")[0]) for document in read] == [
         ("a", ""),
         ("", '"weight" is 0'),
@@ -227,11 +223,8 @@ def test_a_weighted_document_is_a_bad_line(tmp_path):
 @pytest.fixture
 def read(tmp_path, tokenizer):
     def read_lines(*lines, **settings):
-        path = tmp_path / "a.jsonl"
-        content = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-        path.write_bytes(b"".join(line + b"\n" for line in content))
-        config = SFTDataConfig(**{"chat_template": "plain"} | settings)
-        return read_examples([str(path)], config, load_chat("plain", load_tokenizer(tokenizer), tokenizer.path))
+        path = write_lines(tmp_path / "a.jsonl", *lines)
+        return read_examples([path], SFTDataConfig(**{"chat_template": "plain"} | settings), chat_of(tokenizer))
 
     return read_lines
 
@@ -284,22 +277,19 @@ def test_raw_warns_once_of_turns_that_it_joins(read, line, template, is_warned):
     assert sum("end to end" in note for note in notes) == is_warned
 
 
-def test_all_bad_lines_are_counted(read):
-    with pytest.raises(DataError, match="and 3 more like these"):
-        read(*[{"text": "a"}] * 8)
-
-
-def test_a_format_that_was_asked_for_is_not_guessed(read):
-    with pytest.raises(DataError, match='"prompt" is not there'):
-        read(CHAT, format="prompt_response")
-
-
-def test_an_empty_and_a_missing_file_are_refused(read, tokenizer):
-    with pytest.raises(DataError, match="is empty"):
-        read()
+@pytest.mark.parametrize(
+    ("lines", "settings", "message"),
+    [
+        ([{"text": "a"}] * 8, {}, "and 3 more like these"),
+        ([CHAT], {"format": "prompt_response"}, '"prompt" is not there'),  # a format that was asked for
+        ([], {}, "is empty"),
+    ],
+)
+def test_files_without_conversations_are_refused(read, tokenizer, lines, settings, message):
+    with pytest.raises(DataError, match=message):
+        read(*lines, **settings)
     with pytest.raises(DataError, match=r"absent\.jsonl cannot be read: No such file"):
-        chat = load_chat("plain", load_tokenizer(tokenizer), tokenizer.path)
-        read_examples(["absent.jsonl"], SFTDataConfig(), chat)
+        read_examples(["absent.jsonl"], SFTDataConfig(), chat_of(tokenizer))
 
 
 def test_what_no_row_holds_is_refused_or_counted(read):
@@ -312,9 +302,6 @@ def test_what_no_row_holds_is_refused_or_counted(read):
     assert (len(examples), examples.num_skipped) == (1, 1)
     with pytest.raises(DataError, match="all 1 conversations are longer"):
         read(long, seq_length=64, too_long="skip")
-
-
-def test_a_conversation_that_just_fits_is_kept(read):
     positions = int(read(PAIR).lengths_N[0])
     assert len(read(PAIR, seq_length=positions)) == 1
     with pytest.raises(DataError, match="Raise it"):

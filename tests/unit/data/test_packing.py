@@ -1,6 +1,5 @@
 """Conversations in packed sequences: each once an epoch, by index alone, labels within their spans."""
 
-import json
 import random
 from fractions import Fraction
 
@@ -26,6 +25,7 @@ from mcore_rl.data.packing import (
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.programs.sft import packed_train
+from tests.unit.data.conftest import write_lines
 
 ROW = 64
 
@@ -215,8 +215,7 @@ def test_each_window_of_packed_conversations_has_the_shares_of_the_mixture():
 
 
 def chats(path, name, count):
-    path.write_text("".join(json.dumps({"prompt": f"{name}", "response": f"{i}"}) + "\n" for i in range(count)))
-    return str(path)
+    return write_lines(path, *({"prompt": name, "response": f"{i}"} for i in range(count)))
 
 
 def test_chats_are_mixed_by_weight_and_a_resume_reads_the_following_sequences(tokenizer, tmp_path):

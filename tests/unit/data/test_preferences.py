@@ -1,18 +1,17 @@
 """Preferences in the layouts that people have, as the tokens that a model reads, and the microbatches they lie in."""
 
-import json
 from itertools import pairwise
 
 import numpy
 import pytest
 
 from mcore_rl.config.preferences import PreferenceDataConfig
-from mcore_rl.data.chat import load_chat
-from mcore_rl.data.packing import PackingLimits
+from mcore_rl.data.packing import PackingLimits, padded
 from mcore_rl.data.preference_batches import PreferenceOrder, pack_groups, plan_batch
 from mcore_rl.data.preferences import read_preferences
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
+from tests.unit.data.conftest import chat_of, write_lines
 
 PROMPT, GOOD, BAD = "etao shrdlu", "nit oats", "sun"
 PAIR = {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD}
@@ -25,13 +24,11 @@ def said(role, content):
 @pytest.fixture
 def read(tmp_path, tokenizer):
     def read_lines(*lines, template="plain", packed_length=256, length_multiple=1, **settings):
-        path = tmp_path / "pairs.jsonl"
-        content = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-        path.write_bytes(b"".join(line + b"\n" for line in content))
+        path = write_lines(tmp_path / "pairs.jsonl", *lines)
         return read_preferences(
-            settings.pop("paths", [str(path)]),
+            settings.pop("paths", [path]),
             PreferenceDataConfig(**settings),
-            load_chat(template, load_tokenizer(tokenizer), tokenizer.path),
+            chat_of(tokenizer, template),
             packed_length=packed_length,
             length_multiple=length_multiple,
         )
@@ -208,11 +205,10 @@ def test_an_epoch_has_each_group_once_and_a_batch_depends_on_its_cursor_alone(re
 
 
 def test_weights_mix_files_by_prompts(read, tmp_path):
-    paths = []
-    for name, count in (("a", 3), ("b", 40)):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(PAIR | {"prompt": f"{name} {n}"}) + "\n" for n in range(count)))
-        paths.append(str(path))
+    paths = [
+        write_lines(tmp_path / f"{name}.jsonl", *(PAIR | {"prompt": f"{name} {n}"} for n in range(count)))
+        for name, count in (("a", 3), ("b", 40))
+    ]
     preferences = read(paths=paths)
     assert preferences.source_sizes == (3, 40)
     groups = PreferenceOrder(preferences, seed=1, weights=[1.0, 1.0]).batch(0, 80)
@@ -223,7 +219,7 @@ def test_weights_mix_files_by_prompts(read, tmp_path):
 def test_microbatches_hold_whole_groups_and_lose_nothing(read, multiple):
     preferences = read(*RANKED)
     longest = 4 * int(preferences.lengths_N.max() + multiple)
-    limits = PackingLimits(max_tokens=padded_to(longest, 8), multiple=8, sample_multiple=multiple)
+    limits = PackingLimits(max_tokens=padded(longest, 8), multiple=8, sample_multiple=multiple)
     groups = PreferenceOrder(preferences, seed=3).batch(0, 2 * preferences.num_pairs)  # every group twice
     plan = plan_batch(preferences, groups, 2, limits)
     assert len(plan) == 2 and len(plan[0]) == len(plan[1])
@@ -238,10 +234,6 @@ def test_microbatches_hold_whole_groups_and_lose_nothing(read, multiple):
         for p in range(preferences.pair_starts_G[group], preferences.pair_starts_G[group + 1])
     ]
     assert sorted(found) == sorted(wanted)
-
-
-def padded_to(length, multiple):
-    return -(-length // multiple) * multiple
 
 
 def sequence_content(preferences, n):
@@ -265,7 +257,7 @@ def check_packed(preferences, packed, multiple):
         here = (packed.sequence_S == n) & ~batch.is_padding_BS[0]
         positions = here.nonzero().flatten().tolist()
         assert positions == list(range(begin, begin + len(positions)))
-        assert padded_to(len(positions), multiple) == bounds[n + 1] - begin
+        assert padded(len(positions), multiple) == bounds[n + 1] - begin
         assert batch.position_ids_BS[0, positions].tolist() == list(range(len(positions)))
         assert packed.is_last_S[positions].nonzero().flatten().tolist() == [len(positions) - 1]
         assert labels[positions[:-1]].tolist() == tokens[positions[1:]].tolist()

@@ -20,12 +20,26 @@ from mcore_rl.storage.folders import import_of, imports_folder, read_model_folde
 from mcore_rl.storage.run_config import load_run_config
 from mcore_rl.workers.imports import checkpoint_of, ensure_imported
 from tests.conversion import differing, imported, read_hf, with_mtp, write_hf
+from tests.unit.storage.conftest import in_hub_cache
 
 ENSURE = (
     "import sys; from pathlib import Path; from mcore_rl.workers.imports import ensure_imported; "
     "from mcore_rl.storage.folders import read_model_folder; "
     "ensure_imported(sys.argv[1], read_model_folder(Path(sys.argv[1])).model, Path(sys.argv[2]))"
 )
+
+
+@pytest.fixture
+def source(hf_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the folder, to be changed."""
+    return Path(shutil.copytree(hf_folder, tmp_path / "model"))
+
+
+def start(source: Path, run: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", ENSURE, str(source), str(run)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment.pop("MCORE_RL_CACHE", None)
+    return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def test_the_folder_of_imports_is_the_users_the_runs_or_the_caches(tmp_path: Path) -> None:
@@ -37,17 +51,13 @@ def test_the_folder_of_imports_is_the_users_the_runs_or_the_caches(tmp_path: Pat
 
 
 def test_two_starts_make_one_import_and_a_changed_file_makes_another(
-    hf_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    source, run = tmp_path / "model", tmp_path / "runs/one"
-    shutil.copytree(hf_folder, source)
+    run = tmp_path / "runs/one"
     model = read_model_folder(source).model
     with pytest.raises(CheckpointError, match=f"no import of it yet. .*: mcore-rl convert import {source} "):
         checkpoint_of(str(source), model, run)
-    words = [sys.executable, "-c", ENSURE, str(source), str(run)]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    environment.pop("MCORE_RL_CACHE", None)
-    both = [subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [start(source, run) for _ in range(2)]
     said = [process.communicate(timeout=300)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert "".join(said).count("is imported once") == 1
@@ -69,10 +79,7 @@ def test_where_the_importing_start_is_killed_its_import_ends_too_and_the_next_st
     hf_folder: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs/one"
-    words = [sys.executable, "-c", ENSURE, str(hf_folder), str(run)]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    environment.pop("MCORE_RL_CACHE", None)
-    first = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+    first = start(hf_folder, run)
     assert first.stderr is not None and "is imported once" in first.stderr.readline()
     while not (importing := psutil.Process(first.pid).children()):
         time.sleep(0.01)
@@ -80,7 +87,9 @@ def test_where_the_importing_start_is_killed_its_import_ends_too_and_the_next_st
     first.wait()
     _, alive = psutil.wait_procs(importing, timeout=2)  # seconds before it would be done
     assert not alive
-    assert subprocess.run(words, env=environment, timeout=300, check=False).returncode == 0
+    again = start(hf_folder, run)
+    again.communicate(timeout=300)
+    assert again.returncode == 0
     made = checkpoint_of(str(hf_folder), read_model_folder(hf_folder).model, run)
     assert not differing(hf_folder, made)
 
@@ -99,10 +108,8 @@ def test_an_import_is_made_for_what_the_run_wants_of_the_model(tmp_path: Path) -
 
 
 def test_a_folder_without_weights_a_failed_import_and_no_room_are_explained(
-    hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / "model"
-    shutil.copytree(hf_folder, source)
     model = read_model_folder(source).model
     (tmp_path / "file").touch()
     monkeypatch.setenv("MCORE_RL_CACHE", str(tmp_path / "file"))
@@ -118,11 +125,7 @@ def test_a_folder_without_weights_a_failed_import_and_no_room_are_explained(
     with pytest.raises(CheckpointError, match=r"no .*safetensors, only an index"):
         ensure_imported(str(source), model, None)
     assert not read_hf(source)
-
-
-def test_a_folder_without_weights_is_refused_before_ranks_start(hf_folder: Path, tmp_path: Path) -> None:
-    source = tmp_path / "model"
-    shutil.copytree(hf_folder, source, ignore=shutil.ignore_patterns("*.safetensors*"))
+    (source / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match=r"model holds no checkpoint: .* no weights .*Download or copy"):
         ensure_imported(str(source), read_model_folder(source).model, None)
 
@@ -131,22 +134,15 @@ def test_a_model_of_the_hubs_cache_is_found_by_name_and_an_unfinished_one_is_ref
     hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MCORE_RL_CACHE", str(tmp_path / "imports"))
-    cached = tmp_path / "hub/models--org--tiny"
-    snapshot = cached / "snapshots/abc"
-    snapshot.mkdir(parents=True)
-    (cached / "blobs").mkdir()
-    (cached / "refs").mkdir()
-    (cached / "refs/main").write_text("abc")
-    for file in hf_folder.iterdir():
-        shutil.copy(file, cached / "blobs" / file.name)
-        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    cached = in_hub_cache(tmp_path / "hub", hf_folder)
+    snapshot = cached / "snapshots/0123abcd"
     model = read_model_folder(snapshot).model
     # Commands find it by its name of the hub.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert main(["inspect", "org/tiny"]) == main(["convert", "plan", "org/tiny"]) == 0
+    assert main(["inspect", "org/Tiny-MoE"]) == main(["convert", "plan", "org/Tiny-MoE"]) == 0
     monkeypatch.setattr(generate, "ensure_imported", lambda *_: None)
     with pytest.raises(CheckpointError, match=f"no import of it yet. .*: mcore-rl convert import {snapshot} "):
-        generate.model_of_arguments(Namespace(model="org/tiny"))
+        generate.model_of_arguments(Namespace(model="org/Tiny-MoE"))
 
     (snapshot / "model-00002-of-00003.safetensors").unlink()
     (cached / "blobs/0123.incomplete").touch()
@@ -167,10 +163,8 @@ def test_a_model_of_the_hubs_cache_is_found_by_name_and_an_unfinished_one_is_ref
     ],
 )
 def test_a_small_file_that_was_cut_off_is_refused_before_the_import(
-    name: str, refusal: str, hf_folder: Path, tmp_path: Path
+    name: str, refusal: str, source: Path, tmp_path: Path
 ) -> None:
-    source = tmp_path / "model"
-    shutil.copytree(hf_folder, source)
     (source / name).write_bytes((source / name).read_bytes()[:100] if name.endswith("json") else b"")
     with pytest.raises(CheckpointError, match=refusal):
         imported(source, tmp_path / "out")

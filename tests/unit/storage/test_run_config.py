@@ -14,6 +14,7 @@ from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import model_from_hf
 from mcore_rl.storage.run_config import load_run_config, with_origins
 from tests.conversion import imported
+from tests.unit.storage.conftest import in_hub_cache
 
 
 def test_a_folder_gives_model_tokenizer_and_weights_and_what_is_set_beside_it_overrides(hf_folder: Path) -> None:
@@ -133,20 +134,6 @@ def test_a_recipe_goes_on_from_a_run_of_ones_own_with_nothing_of_its_quickstart(
 def test_a_checkpoint_that_is_not_there_yet_leaves_the_config_as_it_is_written() -> None:
     config = load_run_config(PretrainConfig, None, ["checkpoint.load=runs/earlier", "model.num_layers=3"])
     assert config.model.num_layers == 3 and config.checkpoint.load == "runs/earlier"
-
-
-def in_hub_cache(cache: Path, source: Path) -> Path:
-    """Lay a folder out as the hub's cache has it: files behind links, by their content."""
-    model = cache / "models--org--Tiny-MoE"
-    (model / "blobs").mkdir(parents=True)
-    snapshot = model / "snapshots/0123abcd"
-    snapshot.mkdir(parents=True)
-    for number, file in enumerate(sorted(source.iterdir())):
-        shutil.copy(file, model / f"blobs/{number:040x}")
-        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
-    (model / "refs").mkdir()
-    (model / "refs/main").write_text("0123abcd")
-    return model
 
 
 def test_a_model_of_the_hub_is_found_in_its_cache_by_name_and_by_folder(

@@ -15,21 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.patches import table  # noqa: F401 - applies the patches
 from mcore_rl.storage.foreign import refuse_programs_inside
+from tests.unit.storage.foreign.test_archives import Program
 
 # isort: split
 from megatron.core import dist_checkpointing
 
 REFUSED = r"a pickle asks for _?io\.open, which could be any program and is not run"
-
-
-class Program:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = str(file)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self.file, "w")
 
 
 def saved(path: Path, content: object) -> Path:
