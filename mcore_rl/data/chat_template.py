@@ -69,7 +69,6 @@ def load_tool_template(name: str, folder: Path) -> str | None:
 
 
 def _parsed(origin: Path, text: str) -> str:
-    """Return the text of a template. DataError where it is empty or jinja cannot read it."""
     if not text.strip():
         raise DataError(f"{origin} is empty. Copy or download it again, or name another with data.chat_template.")
     try:

@@ -88,7 +88,6 @@ class ConversationReader(RecordReader[EncodedConversation]):
         self._chat = chat
 
     def _example(self, record: Record) -> EncodedConversation:
-        """Return the conversation of a record; a DataError without file and line when there is nothing to train on."""
         conversation, shape, used = conversation_of(record.fields, self._config)
         self.note(shape, unread_keys(record.fields, "conversation", used, conversation.messages))
         if self._config.chat_template == "raw" and raw_joins(conversation.messages):

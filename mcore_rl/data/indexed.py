@@ -359,7 +359,6 @@ def _part_tokens(blend: DatasetBlend, indexes: dict[str, IndexFile]) -> dict[str
 
 
 def _token_bounds(config: DataConfig, index: IndexFile) -> tuple[int, int, int, int]:
-    """Return the first token of train, valid and test, and the end."""
     train, valid, _ = (share / sum(config.split) for share in config.split)
     return 0, round(train * index.num_tokens), round((train + valid) * index.num_tokens), index.num_tokens
 

@@ -319,7 +319,6 @@ class PackedSequences:
         return self._epoch(epoch)[index - begin]
 
     def _epoch(self, epoch: int) -> list[list[int]]:
-        """Return the plan of an epoch; the last plan returned is cached."""
         if self._plan[0] != epoch:
             packing = self.packing
             rows = plan_epoch(

@@ -206,7 +206,6 @@ def _refuse_foreign_folder(folder: Path) -> None:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a file in the folder of an unfinished dataset has a name that this module gives."""
     return path.is_file() and path.name.startswith((*OWN_NAMES, *(f".{name}" for name in OWN_NAMES)))
 
 

@@ -104,7 +104,6 @@ def _foreign_manifest(path: Path) -> str | None:
 
 
 def _recorded(manifest: Path) -> object:
-    """Return the CRC-32 in a tokenizer's manifest; None where the file is no such manifest."""
     try:
         content = json.loads(manifest.read_text(encoding="utf-8"))
         return content["crc32"] if content["kind"] == "tokenizer" else None

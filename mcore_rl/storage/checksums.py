@@ -87,7 +87,6 @@ def _zero_bytes(power: int) -> BitMatrix:
 
 
 def _twice(matrix: BitMatrix) -> BitMatrix:
-    """Return the matrix multiplied by itself."""
     return tuple(_apply(matrix, image) for image in matrix)
 
 

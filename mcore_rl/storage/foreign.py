@@ -287,7 +287,6 @@ def _in_64_bits(name: str, fields: Sequence[int], extra: bytes) -> list[int]:
 
 
 def _unpack(form: struct.Struct, data: SliceableBytes, start: int) -> tuple[Any, ...]:
-    """Return the fields that begin at byte `start`; BadZipFile beyond the end."""
     found = data[start : start + form.size] if start >= 0 else b""
     if len(found) != form.size:
         raise zipfile.BadZipFile("it is shorter than an archive")

@@ -163,6 +163,5 @@ def _is_same(one: str | None, other: str | None) -> bool:
 
 
 def _text(settings: Mapping[str, Setting], key: str) -> str | None:
-    """Return the text that a field is set to; None if it is not set, or set to "none"."""
     value: Any = settings[key].value if key in settings else None
     return value if isinstance(value, str) and value != "none" else None

@@ -243,7 +243,6 @@ class Trainer(ABC):
         self._log_saving(self.checkpoints.finish())
 
     def _log_saving(self, lines: Sequence[str]) -> None:
-        """Log `lines` from `checkpoints`, and the metrics of completed saves."""
         for line in lines:
             self.log.message(line)
         self.log.write_now(self.state.progress.step, self.checkpoints.take_metrics())

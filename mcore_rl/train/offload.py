@@ -196,7 +196,6 @@ def all_present(residences: Iterable[Residence]) -> Iterator[None]:
 
 
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> Iterator[UntypedStorage]:
-    """Yield each storage of these tensors on the device once."""
     seen = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -206,7 +205,6 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Untyp
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yield the weights that the optimizer updates, and its state."""
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -215,5 +213,4 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
-    """Return the storage's bytes as a uint8 tensor that shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -366,7 +366,6 @@ class PreferenceTrainer(GivenDataTrainer):
             self._report_skip(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
-        """Log the head's metrics on held-out pairs, the same pairs each time."""
         state, train = self.state, self.state.config.train
         if self._valid is None or not train.eval_batches:
             return

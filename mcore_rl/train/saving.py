@@ -383,7 +383,6 @@ class Checkpoints:
         ]
 
     def _hand_over(self, save: _Save) -> _Save:
-        """Start the background processes that write `save`; return the save without its data."""
         try:
             writing = on_every_rank(partial(_in_background, save.plan))
         except CheckpointError as error:
@@ -460,14 +459,12 @@ class Checkpoints:
         return path
 
     def _failure(self, save: _Save, error: CheckpointError) -> CheckpointError:
-        """Delete the files of a failed save; return the error to raise."""
         last = on_rank_zero(partial(self._discard, save.plan.path))
         return CheckpointError(
             f"step {save.step} is not saved: {error}. {last}. Mend that, and run the same command again"
         )
 
     def _discard(self, path: Path) -> str:
-        """Delete a failed save, on rank 0; return a sentence about the last complete checkpoint."""
         shutil.rmtree(path, ignore_errors=True)
         return self._last_complete()
 
