@@ -74,11 +74,6 @@ def test_a_damaged_pair_is_refused_with_what_is_wrong(tmp_path, name):
         read_index(prefix)
 
 
-def test_a_pair_without_documents_is_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no token"):
-        read_index(write(tmp_path / "data", []))
-
-
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
 def test_a_prefix_with_an_ending_is_told_without(tmp_path, ending):
     prefix = write(tmp_path / "data", DOCUMENTS)
@@ -86,10 +81,14 @@ def test_a_prefix_with_an_ending_is_told_without(tmp_path, ending):
         read_index(prefix + ending)
 
 
-def test_a_misspelt_prefix_is_told_its_neighbours(tmp_path):
+def test_a_prefix_without_a_pair_or_documents_is_told_what_is_there(tmp_path):
     write(tmp_path / "books", DOCUMENTS)
-    with pytest.raises(DataError, match="Its folder has: books"):
-        read_index(str(tmp_path / "book"))
+    write(tmp_path / "empty", [])
+    (tmp_path / "data.partial").mkdir()
+    reasons = {"book": "Its folder has: books", "empty": "holds no token", "data": "preprocessing has not ended"}
+    for name, reason in reasons.items():
+        with pytest.raises(DataError, match=reason):
+            read_index(str(tmp_path / name))
 
 
 def test_a_relative_prefix_is_answered_with_the_folder_that_it_begins_at(tmp_path, monkeypatch):
@@ -104,25 +103,15 @@ def test_a_relative_prefix_is_answered_with_the_folder_that_it_begins_at(tmp_pat
         read_index("train")
 
 
-def test_unfinished_preprocessing_is_told_as_such(tmp_path):
-    (tmp_path / "data.partial").mkdir()
-    with pytest.raises(DataError, match="preprocessing has not ended"):
-        read_index(str(tmp_path / "data"))
-
-
-def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number(tmp_path):
-    assert unigram_entropy(write(tmp_path / "data", [list(range(100, 137))] * 3)) == pytest.approx(math.log(37))
-
-
 @pytest.mark.parametrize("block", [1, 3, 100])
-def test_entropy_of_a_half_and_two_quarters(tmp_path, monkeypatch, block):
+@pytest.mark.parametrize(
+    ("documents", "entropy"),
+    [([[1, 1], [1, 1, 9, 7], [9, 7]], 1.5 * math.log(2)), ([list(range(100, 108))], math.log(8)), ([[4, 4, 4]], 0.0)],
+    ids=["a half and two quarters", "equally frequent", "one token"],
+)
+def test_entropy_is_that_of_the_tokens_frequencies(tmp_path, monkeypatch, block, documents, entropy):
     monkeypatch.setattr(index_file, "BLOCK_TOKENS", block)
-    prefix = write(tmp_path / "data", [[1, 1], [1, 1, 9, 7], [9, 7]])
-    assert unigram_entropy(prefix) == pytest.approx(1.5 * math.log(2))
-
-
-def test_entropy_of_one_token_is_zero(tmp_path):
-    assert unigram_entropy(write(tmp_path / "data", [[4, 4, 4]])) == 0.0
+    assert unigram_entropy(write(tmp_path / "data", documents)) == pytest.approx(entropy, abs=0)
 
 
 def test_entropy_of_large_files_is_that_of_blocks_of_each_counted_as_the_whole_file(tmp_path, monkeypatch):

@@ -151,7 +151,7 @@ def test_files_that_are_damaged_or_of_another_class_are_refused(folder, tmp_path
         loaded(copy)
 
 
-def test_code_with_another_pattern_is_refused(folder, tmp_path):
+def test_code_with_another_pattern_and_an_absent_tokenizer_config_are_refused(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (code,) = copy.glob("*.py")
     code.write_text(code.read_text().replace(r"\p{N}{1,3}", r"\p{N}"))
@@ -159,10 +159,6 @@ def test_code_with_another_pattern_is_refused(folder, tmp_path):
         loaded(copy)
     code.unlink()
     assert loaded(copy).vocab_size == 656
-
-
-def test_an_absent_tokenizer_config_is_named(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "tokenizer_config.json").unlink()
     with pytest.raises(DataError, match=r"no tokenizer_config\.json, which names its special tokens"):
         loaded(copy)

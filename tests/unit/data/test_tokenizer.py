@@ -52,9 +52,12 @@ def test_sentencepiece_ids_are_those_of_its_own_library_and_lose_nothing(tokeniz
     assert ours.decode(ours.encode(text)) == text
 
 
-def test_sentencepiece_facts(tokenizer):
-    ours = load_tokenizer(tokenizer)
-    assert (ours.vocab_size, ours.bos_id, ours.eod_id, ours.pad_id) == (400, 1, 2, 3)
+def test_facts_are_those_of_the_libraries(tokenizer, folder):
+    pieces, ours = load_tokenizer(tokenizer), huggingface(folder)
+    assert (pieces.vocab_size, pieces.bos_id, pieces.eod_id, pieces.pad_id) == (400, 1, 2, 3)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.vocab_size == len(theirs)
+    assert (ours.eod_id, ours.bos_id, ours.pad_id) == (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -62,12 +65,6 @@ def test_huggingface_ids_are_those_of_transformers(folder, text):
     ours, theirs = huggingface(folder), transformers.AutoTokenizer.from_pretrained(folder)
     assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
     assert ours.decode(ours.encode(text)) == text
-
-
-def test_huggingface_facts_are_those_of_transformers(folder):
-    ours, theirs = huggingface(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    assert ours.vocab_size == len(theirs)
-    assert (ours.eod_id, ours.bos_id, ours.pad_id) == (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id)
 
 
 def test_a_document_that_names_the_end_token_does_not_end_there(folder):
@@ -134,17 +131,9 @@ def further(content, index):
 def test_tokens_that_only_transformers_would_add_are_refused(folder, tmp_path, files, token):
     with pytest.raises(DataError, match=rf"does not have '{re.escape(token)}' as .*save_pretrained"):
         huggingface(with_files(folder, tmp_path, **files))
-
-
-def test_tokens_that_are_listed_twice_are_read(folder, tmp_path):
-    same = {"<end>": 0, "<begin>": 1, "<fill>": 2}
+    same = {"<end>": 0, "<begin>": 1, "<fill>": 2}  # listed twice
     path = with_files(folder, tmp_path, tokenizer_config={"eos_token": "<end>"}, added_tokens=same)
     assert huggingface(path).eod_id == 0
-
-
-def without_eos(folder, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<begin>"}))
 
 
 @pytest.mark.parametrize(
@@ -174,14 +163,12 @@ def test_a_corrupt_tokenizer_json_is_refused(tmp_path, content):
         huggingface(tmp_path)
 
 
-def test_a_tokenizer_config_that_is_no_object_is_refused(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [([], r"tokenizer_config\.json is no JSON object"), ({"bos_token": "<begin>"}, "names no end-of-document token")],
+)
+def test_a_tokenizer_config_without_an_end_of_document_is_refused(folder, tmp_path, config, message):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json is no JSON object"):
-        huggingface(tmp_path)
-
-
-def test_a_folder_that_names_no_end_of_document_is_refused(folder, tmp_path):
-    without_eos(folder, tmp_path)
-    with pytest.raises(DataError, match="names no end-of-document token"):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=message):
         huggingface(tmp_path)

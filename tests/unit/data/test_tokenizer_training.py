@@ -7,15 +7,13 @@ import sentencepiece
 from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.errors import DataError
-from tests.unit.data.conftest import made_up_documents, write_jsonl
+from tests.unit.data.conftest import JSONL, made_up_documents, write_jsonl
 
 
 @pytest.fixture
 def training(tmp_path):
     inputs = write_jsonl(tmp_path / "text.jsonl", made_up_documents(8, words=60))
-    return TokenizerTraining(
-        inputs=(inputs,), output=tmp_path / "t.model", document_format=DocumentFormat(kind="jsonl"), vocab_size=330
-    )
+    return TokenizerTraining(inputs=(inputs,), output=tmp_path / "t.model", document_format=JSONL, vocab_size=330)
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
@@ -38,22 +36,22 @@ def test_no_piece_holds_two_digits_however_often_a_number_occurs(training, tmp_p
     assert max(sum(letter.isdigit() for letter in piece) for piece in pieces) == 1
 
 
-@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_too_large_a_vocabulary_is_refused_and_the_largest_that_fits_named(training, model_type):
+@pytest.mark.parametrize(
+    ("model_type", "wrong", "message"),
+    [
+        ("bpe", 90000, r"90000 is more than these \d+ lines(.|\n)*largest"),
+        ("unigram", 90000, r"90000 is more than these \d+ lines(.|\n)*largest"),
+        ("bpe", 100, r"100 is less than(.|\n)*smallest"),
+    ],
+)
+def test_a_vocabulary_of_a_wrong_size_is_refused_and_one_that_fits_named(training, model_type, wrong, message):
     training = replace(training, model_type=model_type)
-    with pytest.raises(DataError, match=r"--vocab-size 90000 is more than these \d+ lines") as refusal:
-        train_tokenizer(replace(training, vocab_size=90000))
+    with pytest.raises(DataError, match=f"--vocab-size {message} that fits is") as refusal:
+        train_tokenizer(replace(training, vocab_size=wrong))
     assert not training.output.exists()
-    largest = int(re.search(r"largest that fits is (\d+)", str(refusal.value))[1])
-    train_tokenizer(replace(training, vocab_size=largest))
-    assert sentencepiece.SentencePieceProcessor(model_file=str(training.output)).vocab_size() == largest
-
-
-def test_too_small_a_vocabulary_is_refused_and_the_smallest_that_fits_named(training):
-    with pytest.raises(DataError, match="--vocab-size 100 is less than") as refusal:
-        train_tokenizer(replace(training, vocab_size=100))
-    smallest = int(re.search(r"smallest that fits is (\d+)", str(refusal.value))[1])
-    train_tokenizer(replace(training, vocab_size=smallest))
+    fitting = int(re.search(r"that fits is (\d+)", str(refusal.value))[1])
+    train_tokenizer(replace(training, vocab_size=fitting))
+    assert sentencepiece.SentencePieceProcessor(model_file=str(training.output)).vocab_size() == fitting
 
 
 def test_input_without_the_key_is_refused_with_the_keys_there_are(training):
