@@ -293,19 +293,6 @@ def test_crashes_with_progress_between_them_have_a_limit_too(machines):
 SPARE = {"hosts": "n1 n2 n3", "nodes": 2, "spares": 1}
 
 
-def test_a_spare_takes_the_place_of_the_node_whose_rank_crashed_without_a_requeue(machines):
-    machines.program(
-        fails_on("n2", prefix='echo "$SLURMD_NODENAME" >>$RUN/ran; [ $(wc -l <$RUN/ran) != 4 ] || touch $RUN/DONE')
-    )
-    done = machines.attempt(**SPARE)
-    assert done.returncode == 0, done.stdout
-    assert [end[:2] for end in machines.ends] == [("crash", "restart"), ("finished", "0")]
-    assert (machines.run / "ran").read_text().split() == ["n1", "n2", "n1", "n3"]
-    assert not (machines.folder / "asked").exists() and machines.excluded == ""
-    assert "crash: begins anew on n1,n3, within the allocation and without n2" in done.stdout
-    assert (machines.run / "logs/7.0/failure.json").exists() and (machines.run / "logs/7.1/node-n3.log").exists()
-
-
 def test_when_too_few_nodes_are_left_the_job_is_requeued_and_attempts_stay_apart(machines):
     machines.program(f"if [ -e $RUN/logs/7.1 ]; then\n{fails_on('n1')}\nelse\n{fails_on('n2')}\nfi")
     done = machines.attempt(**SPARE)
@@ -363,18 +350,6 @@ UNWRITABLE = """
 mkdir -p $RUN/aside && mv $RUN/attempts.jsonl $RUN/aside/ && mkdir $RUN/attempts.jsonl
 """
 """As on a file system that is read-only for a while: the file of the attempts cannot be written."""
-
-
-def test_a_job_waits_until_its_folder_can_be_written_before_it_is_requeued(machines):
-    headline = "rank 0 on n1: CheckpointError: step 5 is not saved: Read-only file system"
-    back = "(/bin/sleep 1.5; rmdir $RUN/attempts.jsonl; mv $RUN/aside/attempts.jsonl $RUN/) >/dev/null 2>&1 &"
-    machines.program(f"[ $SLURMD_NODENAME = n1 ] || exit 1\n{UNWRITABLE}{back}\n{fails_on('n1', headline, 2)}")
-    done = machines.attempt()
-    assert f"{machines.run} cannot be written: waiting up to 900 s\n" in done.stdout
-    ((why, then, cause),) = machines.ends
-    assert (why, then) == ("disk", "requeue")
-    assert re.fullmatch(rf"{machines.run} could not be written for [12] s: {headline}", cause)
-    assert (machines.folder / "asked").read_text() == "requeue\n"
 
 
 def test_a_folder_that_stays_unwritable_ends_the_job(machines, monkeypatch):
@@ -536,14 +511,6 @@ def test_term_to_the_whole_job_is_a_stop_with_a_save(machines):
     assert done.returncode == STATUS["stopped"] and not (machines.folder / "asked").exists()
     assert machines.ends == [("term", "10", "TERM was sent to the whole job")]
     assert "stopped by TERM to the whole job, at step 7 (exit status 10)" in done.stdout
-
-
-def test_where_term_to_the_whole_job_has_killed_the_program_the_loss_is_said(machines):
-    machines.program(TERMED.format(folder=machines.folder, before="", after="exit 137"))
-    done = machines.attempt()
-    assert done.returncode == STATUS["cancelled"]
-    assert machines.ends == [("term", "143", "TERM was sent to the whole job")]
-    assert "the steps after 7 are lost" in done.stdout
 
 
 def test_a_signal_to_the_step_alone_is_named(machines):

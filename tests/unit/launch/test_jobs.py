@@ -5,7 +5,6 @@ import pytest
 
 from mcore_rl.cli.cli import main
 from mcore_rl.launch.job import STATUS
-from mcore_rl.launch.jobs import table
 
 
 class Run:
@@ -161,13 +160,6 @@ def test_an_attempt_that_slurm_ended_is_listed_as_such(run, slurm, capsys):
     assert listed(capsys)["a"]["why"].startswith("signal 15 by its user; crash: cancelled, or ended by Slurm")
 
 
-def test_a_run_that_is_done_is_listed_as_done_whatever_slurm_remembers(run, slurm, capsys):
-    slurm.says("sacct", "12|COMPLETED|0:0|n1\n")
-    (run.path / "DONE").write_text("all 300 steps are done since yesterday\n")
-    row = listed(capsys)["a"]
-    assert (row["state"], row["why"]) == ("DONE", "all 300 steps are done since yesterday")
-
-
 def test_attempts_of_earlier_jobs_of_the_run_are_not_counted(run, slurm, capsys):
     run.attempt("start", job="11")
     run.attempt("end", job="11", why="crash", then="11")
@@ -266,10 +258,6 @@ def test_a_run_whose_submission_cannot_be_read_is_named(home, run, slurm, capsys
 def test_a_folder_without_runs_is_an_error(home, slurm, capsys):
     assert main(["jobs", "runs"]) == 2
     assert "runs: no run in it was launched" in capsys.readouterr().err
-
-
-def test_columns_are_aligned_and_the_last_one_is_as_long_as_it_is():
-    assert table([("a", "bb", "c"), ("aaa", "b", "long words")]) == ["a    bb  c", "aaa  b   long words"]
 
 
 def test_a_damaged_checkpoint_that_the_last_start_passed_over_is_listed(run, slurm, capsys):

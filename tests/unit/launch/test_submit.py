@@ -52,38 +52,12 @@ def test_a_launch_keeps_script_config_cluster_and_code_beside_the_run_and_prints
     assert (submission["job"], submission["program"], submission["nodes"]) == ("101", "pretrain", 1)
 
 
-def test_a_dry_run_prints_the_script_that_is_submitted_afterwards_and_writes_nothing(home, slurm, capsys):
-    before = sorted(home.rglob("*"))
-    assert launch(DATA, "--dry-run") == 0
-    shown = capsys.readouterr()
-    assert sorted(home.rglob("*")) == before and slurm.submitted == []
-    assert "Job 7 to start at 2030" in shown.err and (slurm.folder / "tested").read_text() == shown.out
-    assert launch(DATA) == 0
-    assert slurm.submitted[0].read_text() == shown.out
-
-
 def test_a_dry_run_shows_the_script_where_data_and_container_are_not_there(home, slurm, capsys):
     assert launch("--dry-run", "data.train=gone", cluster=H100) == 0
     shown = capsys.readouterr()
     assert "#SBATCH --gpus-per-node=8" in shown.out
     assert "warning: data.train names the file gone.bin, which does not exist" in shown.err
     assert 'warning: container.image="/shared/images/pytorch.sqsh" does not exist' in shown.err
-
-
-def test_a_check_runs_doctor_on_every_node_waits_and_shows_what_differs(home, slurm, capsys):
-    found = home / "runs/tiny_moe/check/launch/0/found"
-    # The job has left the queue when squeue is asked: what its first node reports is there then.
-    slurm.install(
-        "squeue", f"#!/bin/sh\n/bin/mkdir -p {found}\nprintf 'DIFFERS    x\\nfaulty\\n' >{found}/report.txt\n"
-    )
-    assert launch("--check", "data.train=gone", nodes=("--nodes", "2")) == 1
-    shown = capsys.readouterr()
-    assert shown.out == "101\nDIFFERS    x\nfaulty\n"
-    script = slurm.submitted[0].read_text()
-    assert "#SBATCH --nodes=2" in script and "#SBATCH --ntasks-per-node=1" in script
-    assert "#SBATCH --time=00:15:00" in script
-    assert f"(doctor --nodes {found})" in " ".join(script.split()).replace("( ", "(") and "mcore_rl.cli.cli" in script
-    assert not (home / "runs/tiny_moe/launch").exists()
 
 
 def test_a_check_whose_job_ends_without_a_report_names_its_log(home, slurm, capsys):
@@ -203,11 +177,6 @@ def test_a_hugging_face_folder_is_imported_before_jobs_load_it(home, slurm, caps
     assert launch(*words) == 0 and slurm.submitted
 
 
-def test_the_mesh_must_fit_nodes_times_gpus(home, slurm, capsys):
-    assert launch(DATA, "mesh.tp=8", "model.num_heads=8", "--allow-tp-across-nodes") == 2
-    assert "on 1 nodes of 4 ranks:\n- The world has 4 ranks, which mesh.tp=8" in capsys.readouterr().err
-
-
 def test_tensor_parallelism_across_nodes_is_refused_unless_it_is_allowed(home, slurm, capsys):
     wide = ["mesh.tp=8", "model.num_heads=8", "model.num_kv_heads=8"]
     assert launch(DATA, *wide, nodes=("--nodes", "2")) == 2
@@ -261,16 +230,6 @@ def test_data_that_the_container_does_not_see_is_told_with_the_mount_that_is_mis
     text = text.replace('mounts = ["', f'mounts = ["{tmp_path}:{tmp_path}", "')
     (tmp_path / "cluster.toml").write_text(text)
     assert launch(*words, cluster=tmp_path / "cluster.toml") == 0
-
-
-def test_a_run_that_a_live_job_was_submitted_for_is_refused_until_that_has_ended(home, slurm, capsys):
-    assert launch(DATA) == 0
-    slurm.says("squeue", "101|N/A|PENDING|Priority|\n")
-    assert launch(DATA) == 2
-    assert 'runs/tiny_moe" is in use by job 101, which is PENDING' in capsys.readouterr().err
-    slurm.says("squeue", "")
-    assert launch(DATA) == 0
-    assert [path.parent.name for path in slurm.submitted] == ["0", "1"]
 
 
 def small_job(home, folder):
@@ -444,13 +403,6 @@ def test_a_run_whose_fence_names_a_live_job_is_refused(home, slurm, capsys):
     assert launch(DATA) == 0
 
 
-def test_a_run_that_is_done_is_not_started_again(home, slurm, capsys):
-    (home / "runs/tiny_moe").mkdir(parents=True)
-    (home / "runs/tiny_moe/DONE").write_text("all 300 steps are done since yesterday\n")
-    assert launch(DATA) == 2
-    assert "all 300 steps are done since yesterday. Delete its DONE" in capsys.readouterr().err
-
-
 def test_the_program_is_known_by_the_configs_fields_or_its_name_or_is_chosen(home, slurm, capsys):
     (home / "mine.toml").write_text(f'extends = "{RECIPE}"\ndata.train = ["data/train"]\n')
     assert launch(recipe=home / "mine.toml") == 0
@@ -492,15 +444,6 @@ def pipeline(home):
 def dependencies(slurm):
     scripts = [path.read_text() for path in slurm.submitted]
     return [re.findall(r"^#SBATCH --(?:dependency|job-name)=(.*)$", text, re.MULTILINE) for text in scripts]
-
-
-def test_the_stages_of_a_pipeline_wait_for_one_another(pipeline, slurm, capsys):
-    assert launch(**pipeline) == 0
-    assert capsys.readouterr().out.split() == ["101", "102", "103"]
-    assert dependencies(slurm) == [["whole-pretrain"], ["whole-sft", "afterok:101"], ["whole-convert", "afterok:102"]]
-    scripts = [path.read_text() for path in slurm.submitted]
-    assert ["--kill-on-invalid-dep=yes" in script for script in scripts] == [False, True, True]
-    assert "convert export runs/tiny_moe_sft out/model" in " ".join(scripts[2].split())
 
 
 def test_a_dry_run_of_a_pipeline_shows_all_scripts_each_waiting_for_a_stage_by_name(pipeline, slurm, capsys):
