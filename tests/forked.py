@@ -7,9 +7,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+
+import psutil
 
 from mcore_rl.workers.launcher import free_port
 from tests.ranks import forkserver
@@ -103,6 +105,19 @@ class RunningCommand:
         """End it, and with it its ranks, if it has not ended."""
         self.send_signal(signal.SIGKILL)
         self._process.join()
+
+
+def wait_for(is_so: Callable[[], object], within_s: float = 300.0) -> None:
+    """Return when `is_so`; AssertionError when it is not within some seconds."""
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def _main(module: str, words: list[str], folder: str, output: Path, errors: Path, **environment: str) -> None:

@@ -26,7 +26,6 @@ from mcore_rl.data.chat import Message
 from mcore_rl.data.documents import DocumentFormat, find_input_files, format_of_endings
 from mcore_rl.data.examples import conversation_of
 from mcore_rl.data.indexed import NO_TOKEN, build_datasets, plan_data
-from mcore_rl.data.packing import PackedSequences
 from mcore_rl.data.preferences import TIE, comparison_of
 from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.records import Record, is_table, read_records
@@ -207,7 +206,8 @@ def _conversations(config: SFTConfig, count: int) -> Iterator[str]:
     yield from describe_data(packed)
     yield f"{TRAINED[0]}between these{TRAINED[1]} is what is trained on; no conversation is truncated"
     ends = list(accumulate(examples.source_sizes))
-    for sequence, member in _members(packed, count):
+    members = ((sequence, member) for sequence in range(len(packed)) for member in packed.members(sequence))
+    for sequence, member in islice(members, count):
         first, last = examples.starts_N[member : member + 2]
         ids = examples.ids_T[first:last].tolist()
         # The first token is no label.
@@ -215,16 +215,6 @@ def _conversations(config: SFTConfig, count: int) -> Iterator[str]:
         file = config.data.train[bisect_right(ends, member)]
         yield f"\n--- packed sequence {sequence}, {file}: {len(ids)} tokens, {sum(trained)} trained"
         yield marked(tokenizer, ids, trained)
-
-
-def _members(packed: PackedSequences, count: int) -> Iterator[tuple[int, int]]:
-    """Yield the first `count` training conversations, each with the index of its packed sequence."""
-    for sequence in range(len(packed)):
-        for member in packed.members(sequence):
-            if count == 0:
-                return
-            count -= 1
-            yield sequence, member
 
 
 def _comparisons(data: PreferenceData, tokenizer: Tokenizer, count: int) -> Iterator[str]:

@@ -20,7 +20,7 @@ from mcore_rl.metrics.attempts_file import read_attempts
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 from mcore_rl.planning.device import parse_gpus
 from mcore_rl.planning.estimate import Estimate, Place, calibrated, estimate, place_of
-from mcore_rl.planning.search import Search, search
+from mcore_rl.planning.search import search
 from mcore_rl.planning.text import (
     as_json,
     calibration_lines,
@@ -61,7 +61,9 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.config} is a config of {kind}, which trains nothing. Give it to {READERS[kind]}.")
     config = load_run_config(PROGRAMS[kind].config, args.config, args.overrides)
     cluster = _cluster(args)
-    place = _place(cluster, args)
+    place = place_of(
+        cluster, server_nodes=args.server_nodes, completion_tokens=args.completion_tokens, imbalance=args.imbalance
+    )
     if args.world:
         _write(_world_lines(config, place, *args.world))
         return 0
@@ -176,13 +178,6 @@ def _write_file(option: str, path: Path, content: str) -> None:
         raise ConfigError(f"{option} {path} cannot be written: {error.strerror}. Name another file.") from error
 
 
-def _place(cluster: ClusterConfig, args: argparse.Namespace) -> Place:
-    """Return the ranks of a cluster with the servers, completions and experts in the arguments."""
-    return place_of(
-        cluster, server_nodes=args.server_nodes, completion_tokens=args.completion_tokens, imbalance=args.imbalance
-    )
-
-
 def _calibrate(args: argparse.Namespace) -> int:
     """Print the rates of a cluster from a finished run on it, and the run's predicted and measured step time."""
     run_dir: Path = args.calibrate
@@ -221,18 +216,15 @@ def checked_estimate(config: RunConfig, world_size: int, place: Place) -> Estima
         program_of(config).check(config, world_size)
         refuse(placement(config.model, config.mesh, place.ranks_per_node, world_size).refused)
     except ConfigError as error:
-        raise ConfigError(f"on {world_size} ranks:\n{error}\n{_nearest(search(config, world_size, place))}") from None
+        found = search(config, world_size, place)
+        near = "No other mesh passes the checks either: what they say is not of the mesh alone."
+        if found.refused < found.tried:
+            near = nearest_text(found)
+        raise ConfigError(f"on {world_size} ranks:\n{error}\n{near}") from None
     return estimate(training_of(config, world_size), place)
 
 
-def _nearest(found: Search) -> str:
-    if found.refused == found.tried:
-        return "No other mesh passes the checks either: what they say is not of the mesh alone."
-    return nearest_text(found)
-
-
 def _check_on(config: RunConfig, world_size: int) -> None:
-    """Raise the ConfigError of the checks of a config, with the number of ranks."""
     try:
         program_of(config).check(config, world_size)
     except ConfigError as error:

@@ -188,11 +188,6 @@ def mean_of(*names: str) -> Callable[[StudyRun], float | None]:
     return column
 
 
-def accuracy_at_end(run: StudyRun) -> float | None:
-    """Return the accuracy of the last evaluation."""
-    return run.evaluated()[-1] if run.evaluated() else None
-
-
 def reward_at_end(run: StudyRun) -> float | None:
     """Return the mean reward of the last fifth of the rollout batches."""
     rewards = run.values("reward/mean")
@@ -222,7 +217,7 @@ def _window(values: Sequence[float]) -> int:
 
 
 COLUMNS: dict[str, Callable[[StudyRun], float | None]] = {
-    "eval accuracy": accuracy_at_end,
+    "eval accuracy": lambda run: next(reversed(run.evaluated()), None),
     "reward": mean_of("reward/mean"),
     "reward at the end": reward_at_end,
     "best reward": best_reward,

@@ -1,12 +1,31 @@
 """The arguments of `mcore-rl launch`, `mcore-rl jobs` and `mcore-rl attach`."""
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from mcore_rl.config.recipes import cluster_file
 from mcore_rl.config.trainings import TRAININGS
 
 PIPELINE = "pipeline"
+
+
+def number_from(least: int, most: float = math.inf, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """Return a parser of a finite number from `least` to `most`, which argparse refuses otherwise."""
+    wanted = f"{least} or more" if most == math.inf else f"a number from {least} to {most:g}"
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not (least <= value <= most and value < math.inf):
+            raise argparse.ArgumentTypeError(f"{text}, wanted {wanted}")
+        return value
+
+    return number
+
+
+positive = number_from(1)
+"""Parser of a count."""
 
 
 def launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,11 +140,3 @@ def _allowances(allowances: argparse._ArgumentGroup) -> None:
     allowances.add_argument(
         "--allow-dirty", action="store_true", help="allow code that is not committed; its difference is recorded"
     )
-
-
-def positive(text: str) -> int:
-    """Return the number; argparse refuses one below 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}, wanted 1 or more")
-    return number

@@ -10,7 +10,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import load_config
 from mcore_rl.errors import ConfigError
 from mcore_rl.launch import slurm
-from mcore_rl.launch.job import JobScript
+from mcore_rl.launch.job import inside_apptainer
 from mcore_rl.launch.records import FOLDER, submissions
 
 
@@ -42,20 +42,7 @@ def step_of(job: str, cluster: ClusterConfig, work_dir: Path, node: str, command
     words += ["--pty"] if is_shell and sys.stdin.isatty() else []
     if container.kind == "pyxis":
         words += [f"--container-name=mcore_rl_{job}", f"--container-workdir={work_dir}"]
-    inside: tuple[str, ...] = ()
-    if container.kind == "apptainer":
-        script = JobScript(
-            name="attach",
-            program="attach",
-            module="",
-            arguments=(),
-            run_dir=str(work_dir),
-            is_training=False,
-            work_dir=str(work_dir),
-            gpus_per_node=cluster.node.gpus,
-            container=container,
-        )
-        inside = script.inside
+    inside = inside_apptainer(container, [str(work_dir)], has_gpus=cluster.node.gpus > 0)
     start = "\n".join([*cluster.python.setup, f"exec {shlex.join([*inside, *(command or ['bash'])])}"])
     return [*words, "bash", "-c", start]
 

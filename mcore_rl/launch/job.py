@@ -28,7 +28,7 @@ cause    at the end: one line on what was wrong, of a failed program the headlin
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -244,7 +244,7 @@ class JobScript:
             return ()
         return (
             f"--container-image={container.image}",
-            f"--container-mounts={','.join(self._mounts(container))}",
+            f"--container-mounts={','.join(_mounts(container, self._folders))}",
             f"--container-workdir={self.work_dir}",
             *container.options,
         )
@@ -257,16 +257,12 @@ class JobScript:
     @property
     def inside(self) -> tuple[str, ...]:
         """Command before Python that enters an apptainer container."""
-        container = self.container
-        if not isinstance(container, ContainerConfig) or container.kind != "apptainer":
-            return ()
-        gpus = ("--nv",) if self.gpus_per_node else ()
-        binds = ("--bind", ",".join(self._mounts(container)), "--pwd", self.work_dir)
-        return ("apptainer", "exec", *gpus, *binds, *container.options, container.image)
+        return inside_apptainer(self.container, self._folders, has_gpus=self.gpus_per_node > 0)
 
-    def _mounts(self, container: ContainerConfig) -> tuple[str, ...]:
-        needed = dict.fromkeys(path for path in (self.work_dir, self.run_dir, self.code_dir) if path)
-        return (*(f"{path}:{path}" for path in needed), *container.mounts)
+    @property
+    def _folders(self) -> tuple[str, ...]:
+        """Folders that a container needs, the working folder first."""
+        return tuple(dict.fromkeys(path for path in (self.work_dir, self.run_dir, self.code_dir) if path))
 
     @property
     def log_file(self) -> str:
@@ -276,25 +272,29 @@ class JobScript:
     @property
     def sbatch_options(self) -> tuple[str, ...]:
         """Options of sbatch in order, without those that every job has."""
-        named = (
-            "partition",
-            "account",
-            "qos",
-            "reservation",
-            "constraint",
-            "nodelist",
-            "exclude",
-            "mail_user",
-            "mail_type",
-            "array",
-            "dependency",
-        )
-        options = [f"--{name.replace('_', '-')}={value}" for name in named if (value := getattr(self, name))]
+        named = "partition account qos reservation constraint nodelist exclude mail_user mail_type array dependency"
+        options = [f"--{name.replace('_', '-')}={value}" for name in named.split() if (value := getattr(self, name))]
         if self.dependency:
             options.append("--kill-on-invalid-dep=yes")
         if self.cores_per_task:
             options.append(f"--cpus-per-task={self.cores_per_task}")
         return (*options, *self.sbatch)
+
+
+def inside_apptainer(
+    container: NoContainer | ContainerConfig, folders: Sequence[str], *, has_gpus: bool
+) -> tuple[str, ...]:
+    """Return the command that enters an apptainer container with `folders`, of which the first is the working folder;
+    empty for another kind of container.
+    """
+    if not isinstance(container, ContainerConfig) or container.kind != "apptainer":
+        return ()
+    binds = ("--bind", ",".join(_mounts(container, folders)), "--pwd", folders[0])
+    return ("apptainer", "exec", *(("--nv",) if has_gpus else ()), *binds, *container.options, container.image)
+
+
+def _mounts(container: ContainerConfig, folders: Sequence[str]) -> tuple[str, ...]:
+    return (*(f"{path}:{path}" for path in folders), *container.mounts)
 
 
 def render(job: JobScript) -> str:
@@ -439,7 +439,6 @@ def _quoted(value: object) -> str:
 
 
 def _violations(job: JobScript) -> Iterator[str]:
-    """Yield a sentence for each value with which the script would not run."""
     for what in ("run_dir", "work_dir", "code_dir"):
         path = getattr(job, what)
         if not path.startswith("/") and (path or what != "code_dir"):

@@ -59,7 +59,8 @@ def main(args: argparse.Namespace) -> int:
     if not runs:
         folders = ", ".join(map(str, args.runs))
         raise ConfigError(f"{folders}: no run in it was launched. Name the run_dir of one, or a folder of them.")
-    latest = {run: entry for run in runs if (entry := _latest(run)) is not None}
+    # An element of an array has the array's submissions.
+    latest = {run: found[-1] for run in runs if (found := submissions(run) or submissions(run.parent))}
     for run in (run for run in runs if run not in latest):
         sys.stderr.write(
             f"{run} is left out: no submission.json below its {FOLDER}/ can be read. Its job goes on; squeue has it.\n"
@@ -199,7 +200,6 @@ def _health_of_servers(run: Path) -> Iterator[str]:
 
 
 def _consequence(then: str) -> str:
-    """Return the fate of the job after an attempt."""
     if then.isdecimal():
         return MEANING.get(int(then), f"status {then}")
     names = {
@@ -244,12 +244,6 @@ def _duration(seconds: float) -> str:
 
 def _shown(number: float | None) -> str:
     return "-" if number is None else f"{number:g}"
-
-
-def _latest(run: Path) -> Submission | None:
-    """Return the last submission of a run; for an element of an array, the array's."""
-    found = submissions(run) or submissions(run.parent)
-    return found[-1] if found else None
 
 
 def _first(records: Iterable[dict[str, object]], key: str) -> float | None:

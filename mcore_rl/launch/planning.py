@@ -16,7 +16,7 @@ from mcore_rl.config.load import dump_config
 from mcore_rl.config.pipeline import ConversionStage
 from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import CheckpointConfig, RunConfig
+from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Section
 from mcore_rl.errors import ConfigError
 from mcore_rl.launch.job import JOB_SH, JobScript, Servers
@@ -84,7 +84,10 @@ def plan_training(
     """Return the job of one training; ConfigError lists everything that is wrong with it."""
     refuse(list(_unknown_fields(type(config), options)))
     run_dir = Path(config.run_dir).absolute()
-    config = config.model_copy(update={"run_dir": str(run_dir), "checkpoint": _surviving(config.checkpoint)})
+    checkpoint = config.checkpoint
+    if "on_damaged" not in checkpoint.model_fields_set:  # a job passes over a damaged one, unless the user says what
+        checkpoint = checkpoint.model_copy(update={"on_damaged": "previous"})
+    config = config.model_copy(update={"run_dir": str(run_dir), "checkpoint": checkpoint})
     served = config.served if isinstance(config, RlRunConfig) else None
     checked = check_training(_with_servers(config, options.servers), cluster, nodes, allowances)
     folder = next_folder(run_dir)
@@ -122,13 +125,6 @@ def plan_training(
     )
     files = {"config.toml": dump_config(config), "cluster.toml": dump_config(cluster)}
     return PlannedJob(program=program, cluster=cluster.name, folder=folder, job=job, files=files, checked=checked)
-
-
-def _surviving(checkpoint: CheckpointConfig) -> CheckpointConfig:
-    """Return the section with which a job passes over a damaged checkpoint, unless the user has set what to do."""
-    if "on_damaged" in checkpoint.model_fields_set:
-        return checkpoint
-    return checkpoint.model_copy(update={"on_damaged": "previous"})
 
 
 def plan_conversion(
@@ -273,13 +269,6 @@ def _with_servers(config: RunConfig, count: int) -> RunConfig:
     return config.model_copy(update={"rl": config.rl.model_copy(update={"engine": engine})})
 
 
-def _shared_transport(engine: ServedConfig, run_dir: Path) -> tuple[str, ...]:
-    """Return the field with a folder for weights that servers on other nodes see too, unless the config has one."""
-    if engine.broadcasts or engine.transport_dir is not None:
-        return ()
-    return (f"rl.engine.transport_dir={run_dir / 'servers' / 'weights'}",)
-
-
 def _servers(served: ServedConfig | None, cluster: ClusterConfig, options: JobOptions, folder: Path) -> Servers | None:
     """Return the servers of a job with its launch in `folder`, as the options or the engine's section have them."""
     if not options.servers:
@@ -298,8 +287,10 @@ def _servers(served: ServedConfig | None, cluster: ClusterConfig, options: JobOp
         ports = max(1, cluster.node.gpus // size)
         words = shlex.join(["serve", str(folder / "config.toml"), "--count", str(ports)])
         command = f'exec {{python}} -m mcore_rl.cli.cli {words} --port "$SERVER_PORT"'
-        # A launch lies in <run_dir>/launch/<n>.
-        arguments = ("rl.engine.urls=[{urls}]", *_shared_transport(served, folder.parents[1]))
+        arguments = ("rl.engine.urls=[{urls}]",)
+        if not served.broadcasts and served.transport_dir is None:
+            # Servers on other nodes see the run's folder too; a launch lies in <run_dir>/launch/<n>.
+            arguments += (f"rl.engine.transport_dir={folder.parents[1] / 'servers' / 'weights'}",)
     if not command:
         raise ConfigError(
             f"--servers {options.servers} needs --server-command, the command that runs on them, or "

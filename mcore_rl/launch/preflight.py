@@ -72,6 +72,7 @@ def check_training(config: RunConfig, cluster: ClusterConfig, nodes: int, allowa
         ]
     )
     disk = disk_of(plan.training)
+    of_a_gpu = f" of {cluster.node.gpu_memory_gib:g}" if cluster.node.gpus else ""
     warnings = [*placed.warnings, *(missing if allowances.absent else ())]
     if warning := disk_warning(run_dir, disk):
         warnings.append(warning)
@@ -82,8 +83,8 @@ def check_training(config: RunConfig, cluster: ClusterConfig, nodes: int, allowa
     return Checked(
         lines=(
             _layout(plan.training, nodes, per_node),
-            _memory_line(plan, cluster),
-            *_step_lines(plan),
+            f"memory, estimated: {plan.fullest.describe()}{of_a_gpu}",
+            *([] if plan.step is None else [f"{plan.training.step_name}, estimated: {span_text(plan)}"]),
             f"disk, estimated: {disk.describe()}",
         ),
         warnings=tuple(warnings),
@@ -153,7 +154,6 @@ def folder_violations(run_dir: Path) -> Iterator[str]:
 
 
 def _done_violations(run_dir: Path) -> Iterator[str]:
-    """Yield a sentence when the training of this folder has ended."""
     if done_text := records.done(run_dir):
         yield f'run_dir="{run_dir}": {done_text}. Delete its DONE and raise train.steps to train on, or choose another.'
 
@@ -220,16 +220,6 @@ def _too_large(plan: Estimate, cluster: ClusterConfig, near: str) -> str:
         "nodes (the optimizer is cut over data-parallel ranks), change the mesh or what is recomputed, or submit it "
         f"nevertheless (--force). {near}"
     )
-
-
-def _memory_line(plan: Estimate, cluster: ClusterConfig) -> str:
-    of = f" of {cluster.node.gpu_memory_gib:g}" if cluster.node.gpus else ""
-    return f"memory, estimated: {plan.fullest.describe()}{of}"
-
-
-def _step_lines(plan: Estimate) -> Iterator[str]:
-    if plan.step is not None:
-        yield f"{plan.training.step_name}, estimated: {span_text(plan)}"
 
 
 def _layout(training: Training, nodes: int, per_node: int) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -74,7 +73,11 @@ def submissions(run_dir: Path) -> list[Submission]:
 
 def writing_job(run_dir: Path) -> str:
     """Return the job that the fence names as the writer of the run; empty for none, and for no job of Slurm."""
-    return str(_read(run_dir / "writer.json").get("job", ""))
+    try:
+        fence = json.loads((run_dir / "writer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(fence.get("job", "")) if isinstance(fence, dict) else ""
 
 
 def last_step(run_dir: Path) -> int | None:
@@ -140,11 +143,3 @@ def _listed(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -182,7 +182,6 @@ def _status(text: str) -> str:
 
 
 def _ask(command: Sequence[str]) -> str:
-    """Return the standard output of a command."""
     return _run(command).stdout
 
 

@@ -176,17 +176,12 @@ def _pipeline(
             yield replace(plan, modes=_modes(args.cluster, None))
             outputs = {Path(word).absolute() for word in stage.arguments}
         else:
-            plan = _stage(name, stage, cluster, stage_options, allowances)
+            config = _config(name, stage)
+            plan = plan_training(name, config, cluster, stage.nodes, options=stage_options, allowances=allowances)
             outputs = {run_dir}
             yield replace(plan, modes=_modes(args.cluster, Path(str(stage.config))))
         allowances = replace(allowances, promised=allowances.promised | outputs)
         before = name
-
-
-def _stage(
-    name: str, stage: TrainingStage, cluster: ClusterConfig, options: JobOptions, allowances: Allowances
-) -> PlannedJob:
-    return plan_training(name, _config(name, stage), cluster, stage.nodes, options=options, allowances=allowances)
 
 
 def _config(name: str, stage: TrainingStage) -> RunConfig:
@@ -195,7 +190,6 @@ def _config(name: str, stage: TrainingStage) -> RunConfig:
 
 
 def _run_dir(pipeline: PipelineConfig, name: str, stage: TrainingStage | ConversionStage) -> Path:
-    """Return the absolute path of a stage's folder."""
     if isinstance(stage, ConversionStage):
         return (Path(pipeline.run_dir) / name).absolute()
     return Path(_config(name, stage).run_dir).absolute()

@@ -81,12 +81,38 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
-    """Sink on Weights & Biases; matrices go to metrics.jsonl only. The x axis is our step, not W&B's counter."""
+class _RunSink:
+    """Sink on a service whose library has a run with `log` and `finish`; matrices go to metrics.jsonl only."""
+
+    _library: Any
+    _run: Any
+
+    def write(self, step: int, values: Mapping[str, Reported]) -> None:
+        """Send every scalar of a step."""
+        self._log(step, _scalars(values))
+
+    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
+        """Send the text and the fields as a text of the step."""
+        self._log(step, {"event": _event(text, fields)})
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send a table."""
+        self._log(step, {"samples": self._library.Table(columns=list(COLUMNS), data=_cells(rows))})
+
+    def close(self) -> None:
+        """Return when everything is sent."""
+        self._run.finish()
+
+    def _log(self, step: int, values: Mapping[str, object]) -> None:
+        self._run.log(dict(values), step=step)
+
+
+class WandbSink(_RunSink):
+    """Sink on Weights & Biases. The x axis is our step, not W&B's counter."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self._wandb = _library("wandb")
-        self._run = self._wandb.init(
+        self._library = _library("wandb")
+        self._run = self._library.init(
             project=run.project,
             entity=run.entity,
             group=run.group,
@@ -100,22 +126,8 @@ class WandbSink:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Write every scalar of a step."""
-        self._run.log({"step": step, **_scalars(values)})
-
-    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
-        """Send the text and the fields as a string of the step."""
-        self._run.log({"step": step, "event": _event(text, fields)})
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send a table."""
-        table = self._wandb.Table(columns=list(COLUMNS), data=_cells(rows))
-        self._run.log({"step": step, "samples": table})
-
-    def close(self) -> None:
-        """Return when everything is sent."""
-        self._run.finish()
+    def _log(self, step: int, values: Mapping[str, object]) -> None:
+        self._run.log({"step": step, **values})
 
 
 class MlflowSink:
@@ -148,12 +160,12 @@ class MlflowSink:
         self._mlflow.end_run()
 
 
-class SwanlabSink:
+class SwanlabSink(_RunSink):
     """Sink on SwanLab; SWANLAB_MODE=offline keeps a run in `<run_dir>/swanlab`."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self._swanlab = _library("swanlab")
-        self._run = self._swanlab.init(
+        self._library = _library("swanlab")
+        self._run = self._library.init(
             project=run.project,
             workspace=run.entity,
             name=run.name,
@@ -165,34 +177,26 @@ class SwanlabSink:
             config=dict(run.settings),
         )
 
-    def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Write every scalar of a step."""
-        self._run.log(_scalars(values), step=step)
-
     def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
         """Write the text and the fields as a text of the step."""
-        self._run.log({"event": self._swanlab.Text(_event(text, fields))}, step=step)
+        self._log(step, {"event": self._library.Text(_event(text, fields))})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a text for each sample, with its reward as caption, because there are no tables."""
         texts = [
-            self._swanlab.Text(f"{row['prompt']}\n{row['completion']}", caption=f"reward {row['reward']}")
+            self._library.Text(f"{row['prompt']}\n{row['completion']}", caption=f"reward {row['reward']}")
             for row in rows
         ]
-        self._run.log({"samples": texts}, step=step)
-
-    def close(self) -> None:
-        """Return when everything is sent."""
-        self._run.finish()
+        self._log(step, {"samples": texts})
 
 
-class TrackioSink:
+class TrackioSink(_RunSink):
     """Sink on Trackio; its files are on this machine, in TRACKIO_DIR."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self._trackio = _library("trackio")
+        self._library = _library("trackio")
         known = _known_id(run, "trackio")
-        self._run = self._trackio.init(
+        self._run = self._library.init(
             project=run.project,
             name=known or f"{run.name}-{uuid.uuid4().hex[:6]}",  # the run's id in Trackio
             group=run.group,
@@ -202,22 +206,6 @@ class TrackioSink:
         )
         if known is None:
             _keep_id(run, "trackio", self._run.name)
-
-    def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Write every scalar of a step."""
-        self._run.log(_scalars(values), step=step)
-
-    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
-        """Write the text and the fields as a text of the step."""
-        self._run.log({"event": _event(text, fields)}, step=step)
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a table."""
-        self._run.log({"samples": self._trackio.Table(columns=list(COLUMNS), data=_cells(rows))}, step=step)
-
-    def close(self) -> None:
-        """Return when everything is written."""
-        self._run.finish()
 
 
 LOGGERS: dict[str, Callable[[LoggedRun], Sink]] = {

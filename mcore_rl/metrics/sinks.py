@@ -62,7 +62,6 @@ class Log:
         self._write(step, due)
 
     def _take(self, step: int, metrics: Iterable[Metric]) -> None:
-        """Add the metrics of a step to those that are pending."""
         self._step = step
         if not self._sinks:
             return

@@ -51,8 +51,11 @@ def line_charts(
 
 
 def _line_chart(figure: Figure | Band, indexed: Sequence[tuple[int, RunRecord]]) -> Iterator[Chart]:
-    """Yield the chart of a figure, unless no run has numbers for it."""
-    series = [line for run_index, run in indexed for line in _series_of(figure, run, run_index)]
+    series: list[Chart] = []
+    for run_index, run in indexed:
+        series += (
+            _band_series(figure, run, run_index) if isinstance(figure, Band) else _line_series(figure, run, run_index)
+        )
     if not series or (isinstance(figure, Figure) and not _is_worth_it(figure, series)):
         return
     first = figure.low if isinstance(figure, Band) else series[0]["metric"]
@@ -75,10 +78,6 @@ def _is_worth_it(figure: Figure, series: Sequence[Chart]) -> bool:
     if figure.lines[0].metric == "reward/part/*":
         return len({line["metric"] for line in series}) > 1
     return not figure.if_any or any(value for line in series for value in line["y"])
-
-
-def _series_of(figure: Figure | Band, run: RunRecord, run_index: int) -> Iterator[Chart]:
-    return _band_series(figure, run, run_index) if isinstance(figure, Band) else _line_series(figure, run, run_index)
 
 
 def _line_series(figure: Figure, run: RunRecord, run_index: int) -> Iterator[Chart]:

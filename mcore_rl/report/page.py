@@ -280,7 +280,6 @@ def _speed_charts(runs: Sequence[RunRecord], run_indices: Sequence[int]) -> Iter
 
 
 def _appended(drawn: list[Chart], new: Iterator[Chart]) -> list[int]:
-    """Append `new` to `drawn` and return their indices."""
     before = len(drawn)
     drawn += new
     return list(range(before, len(drawn)))

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median_low
 from typing import Any
 
 from mcore_rl.config.sft import evaluation_conditions
@@ -192,7 +193,7 @@ def mesh_text(mesh: Mapping[str, Any]) -> str:
 NUMBERS: dict[str, Callable[[RunRecord], str]] = {
     "steps": lambda run: str(run.last_step),
     "time": lambda run: duration(run.seconds),
-    "tokens trained on": lambda run: count(_last(run, "train/consumed_tokens")),
+    "tokens trained on": lambda run: count(next(reversed(run.series("train/consumed_tokens").values), None)),
     "loss": lambda run: _first_to_last(run, "train/loss_nats", plain),
     "held-out loss": lambda run: _first_to_last(run, "eval/loss_nats", plain),
     "loss of a pair": lambda run: _first_to_last(run, "pairs/loss", plain),
@@ -200,10 +201,10 @@ NUMBERS: dict[str, Callable[[RunRecord], str]] = {
     "reward": lambda run: _first_to_last(run, "reward/mean", plain),
     "entropy, nats": lambda run: _first_to_last(run, "policy/entropy_nats", plain),
     "KL to the old policy, largest": lambda run: _of(run.series("policy/kl_old_nats"), max, plain),
-    "routes that differ, mean": lambda run: _of(run.series("routes/changed_fraction"), mean, percent),
+    "routes that differ, mean": lambda run: _of(run.series("routes/changed_fraction"), fmean, percent),
     "busiest expert over mean": lambda run: _first_to_last(run, "moe/load_max_over_mean", plain),
-    "tokens / s / rank, median": lambda run: _of(run.series("train/tokens_per_s_per_rank"), median, count),
-    "MFU, median": lambda run: _of(run.series("train/mfu"), median, percent),
+    "tokens / s / rank, median": lambda run: _of(run.series("train/tokens_per_s_per_rank"), median_low, count),
+    "MFU, median": lambda run: _of(run.series("train/mfu"), median_low, percent),
     "peak main memory, rank 0": lambda run: _of(run.series("memory/peak_resident_bytes"), max, size),
     "peak device memory, rank 0": lambda run: _of(run.series("memory/peak_device_bytes"), max, size),
 }
@@ -249,7 +250,7 @@ def _step_text(run: RunRecord, plan: Planned) -> str:
     if run.stage == "rl":
         return ""
     passes, updates = run.series("time/forward_backward_s"), run.series("time/optimizer_s")
-    measured = f"{median(passes.values) + median(updates.values):.3g} s" if len(passes) else "?"
+    measured = f"{median_low(passes.values) + median_low(updates.values):.3g} s" if len(passes) else "?"
     span = plan.step
     return f"{measured}; {span.likely:.3g} s ({span.low:.3g}-{span.high:.3g})"
 
@@ -290,10 +291,6 @@ def _pass_at_k(run: RunRecord) -> str:
     return ", ".join(f"pass@{k} {percent(float(chances[k]))}" for k in sorted(chances)[-1:])
 
 
-def _last(run: RunRecord, name: str) -> float | None:
-    return next(reversed(run.series(name).values), None)
-
-
 def _first_to_last(run: RunRecord, name: str, show: Callable[[float], str]) -> str:
     values = run.series(name).values
     ends = [values[0], values[-1]] if len(values) > 1 else values
@@ -302,16 +299,6 @@ def _first_to_last(run: RunRecord, name: str, show: Callable[[float], str]) -> s
 
 def _of(series: Series, reduce: Callable[[list[float]], float], show: Callable[[float], str]) -> str:
     return show(reduce(series.values)) if len(series) else ""
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean."""
-    return sum(values) / len(values)
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median; the lower of the two middle values when their number is even."""
-    return sorted(values)[(len(values) - 1) // 2]
 
 
 def plain(value: float) -> str:

@@ -10,7 +10,6 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -131,7 +130,10 @@ def has_noted(rank: int, folder: Path | None = None) -> bool:
 
 def first_cause(folder: Path) -> Failure | None:
     """Return the first of the gravest causes that ranks have written; None if there is none."""
-    return next(_causes(folder), None)
+    for path in sorted(folder.glob("[0-9]-*.json")):
+        with suppress(OSError, ValueError, TypeError):  # withdrawn, or torn by a full disk
+            return Failure(**json.loads(path.read_text(encoding="utf-8")))
+    return None
 
 
 def publish(folder: Path) -> None:
@@ -152,12 +154,6 @@ def collected_in() -> Path | None:
     """
     folder = os.environ.get(FAILURES)
     return Path(folder) if folder else None
-
-
-def _causes(folder: Path) -> Iterator[Failure]:
-    for path in sorted(folder.glob("[0-9]-*.json")):
-        with suppress(OSError, ValueError, TypeError):  # withdrawn, or torn by a full disk
-            yield Failure(**json.loads(path.read_text(encoding="utf-8")))
 
 
 class OomKills:

@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -149,7 +150,9 @@ def _be_the_rank(
         setattr(sys, f"__{name}__", stream)
     os.environ.clear()
     os.environ.update(environment)
-    _set_threads(environment)
+    torch = sys.modules.get("torch")
+    if torch is not None and environment.get(THREADS, "").isdecimal():  # torch has read the launcher's environment
+        torch.set_num_threads(int(environment[THREADS]))
     sys.argv = [module, *args]
     sys.orig_argv = [sys.executable, "-m", module, *args]  # what a run records as its command
     sys.modules.pop(module, None)  # so that runpy does not warn that it runs a second time
@@ -175,8 +178,12 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-def _set_threads(environment: Mapping[str, str]) -> None:
-    """Set torch's number of threads to the rank's: torch's libraries read the launcher's environment."""
-    torch = sys.modules.get("torch")
-    if torch is not None and environment.get(THREADS, "").isdecimal():
-        torch.set_num_threads(int(environment[THREADS]))
+def end_by_signal(number: int) -> None:
+    """End this process by a signal, as its child ended, so that others name it too; without a core, which the child
+    has left.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)

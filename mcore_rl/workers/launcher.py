@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, NoReturn
 
 from mcore_rl.errors import INTERRUPTED_STATUS, REFUSED_STATUS
 from mcore_rl.storage.files import NOT_WRITER, full_disk_explained
@@ -129,7 +129,7 @@ def launch_local(
         old.unlink(missing_ok=True)
     environment = _environment(num_ranks)
     try:
-        with _raised_signals():
+        with _handled_signals(_ask_to_end):
             shares = num_ranks > 1 or all(module in sys.modules for module in imports)
             is_forked = shares and imported(imports, environment.get(THREADS))
             if is_forked and refuse is not None:
@@ -147,14 +147,21 @@ def launch_local(
     live = LiveLine(sys.stdout.buffer, (log_dir / ".live").resolve() if has_terminal else None)
     environment |= {LIVE_FILE: str(live.path)} if live.path else {}
     ranks: list[_Rank] = []
-    with _caught_signals() as caught:
+    caught: list[int] = []
+    with _handled_signals(lambda number, _: caught.append(number)):
         try:
             # Rank 0 comes last, so that no other rank holds its pipes open.
             for rank in reversed(range(num_ranks)):
                 own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 log = log_dir / f"rank_{rank}.log"
                 ranks.insert(0, _start(module, args, own, log, is_first=rank == 0, is_forked=is_forked))
-            _tee_to_console(ranks[0], live)
+            first = ranks[0]
+            for pipe, console in ((first.process.stdout, sys.stdout), (first.process.stderr, sys.stderr)):
+                assert pipe is not None
+                first.tees.append(
+                    threading.Thread(target=_tee, args=(pipe, console.buffer, first.log, live), daemon=True)
+                )
+                first.tees[-1].start()
             return _wait(ranks, caught, causes, stage, live, meanwhile)
         finally:
             _end(ranks)
@@ -260,14 +267,6 @@ def dies_with_parent() -> Callable[[], None] | None:
     return in_child
 
 
-def _tee_to_console(rank: _Rank, live: LiveLine) -> None:
-    for pipe, console in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr)):
-        assert pipe is not None
-        thread = threading.Thread(target=_tee, args=(pipe, console.buffer, rank.log, live), daemon=True)
-        thread.start()
-        rank.tees.append(thread)
-
-
 def _tee(pipe: IO[bytes], console: IO[bytes], log: Path, live: LiveLine) -> None:
     """Copy `pipe` to its end; a closed console (`| head`) does not stop the log, nor a full disk the rank."""
     has_console = has_room = True
@@ -292,12 +291,10 @@ def _tee(pipe: IO[bytes], console: IO[bytes], log: Path, live: LiveLine) -> None
 
 
 @contextmanager
-def _caught_signals() -> Iterator[list[int]]:
-    """Collect the forwarded signals that arrive meanwhile, in order."""
-    caught: list[int] = []
-    before = {number: signal.signal(number, lambda got, _: caught.append(got)) for number in FORWARDED}
+def _handled_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handle) for number in FORWARDED}
     try:
-        yield caught
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -311,24 +308,14 @@ class _AskedToEndError(BaseException):
         self.number = number
 
 
-@contextmanager
-def _raised_signals() -> Iterator[None]:
-    """End the block with _AskedToEndError on a forwarded signal."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        raise _AskedToEndError(number)
-
-    before = {number: signal.signal(number, end) for number in FORWARDED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _ask_to_end(number: int, _: FrameType | None) -> NoReturn:
+    raise _AskedToEndError(number)
 
 
 def _ended_while_starting(number: int) -> int:
     """Report that a signal ended the run before it trained, and return the status."""
-    _write_line(f"{_asked_by(number)} while starting: ended at once, nothing was trained that could be lost.")
+    asked_by = "Ctrl-C" if number == signal.SIGINT else signal_name(number)
+    _write_line(f"{asked_by} while starting: ended at once, nothing was trained that could be lost.")
     return 128 + number
 
 
@@ -414,10 +401,6 @@ def _note_the_dead(
         if note_failure(failure, causes) is None:
             unwritten.append(failure)
     return failed
-
-
-def _asked_by(number: int) -> str:
-    return "Ctrl-C" if number == signal.SIGINT else signal_name(number)
 
 
 def _write_line(line: str) -> None:

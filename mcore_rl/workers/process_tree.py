@@ -1,5 +1,10 @@
 """A process and everything that it starts, ended together: also children of children, and children that left its
 group.
+
+    python -m mcore_rl.workers.process_tree PARENT PROGRAM ARGUMENTS...
+
+runs a server so. Servers start further processes, which outlive a server that is killed, and keep its GPUs; all of them
+end with the process PARENT, and when it asks for that by END_TREE.
 """
 
 import ctypes
@@ -13,6 +18,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import psutil
+
+from mcore_rl.workers.forked_rank import end_by_signal
 
 END_TREE = signal.SIGRTMIN
 """Signal that ends a supervised process with its descendants. It has no other sender: requests to stop a job reach all
@@ -54,7 +61,9 @@ def supervise(work: Callable[[], None], parent: int, *, after_start: Callable[[]
         if arrived is not None and arrived.si_signo == END_TREE:
             break
     _kill_descendants()
-    _exit_as(status or 0)
+    if os.WIFSIGNALED(status or 0):
+        end_by_signal(os.WTERMSIG(status or 0))
+    os._exit(os.WEXITSTATUS(status or 0))
 
 
 def _work_and_exit(work: Callable[[], None]) -> NoReturn:
@@ -99,12 +108,6 @@ def _kill_descendants() -> None:
         _reaped(0)
 
 
-def _exit_as(status: int) -> NoReturn:
-    """End as the child with this wait status ended: by the same signal, or with the same code."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-        os.kill(os.getpid(), number)
-    os._exit(os.WEXITSTATUS(status))
+if __name__ == "__main__":
+    command = sys.argv[2:]
+    supervise(lambda: os.execvp(command[0], command), int(sys.argv[1]), after_start=lambda: None)

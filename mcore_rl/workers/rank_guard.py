@@ -161,8 +161,8 @@ class _Guard(AbstractContextManager[None]):
             signs[rank] = (count, since_s if count == before else now_s)
             if count and now_s - signs[rank][1] > SILENT_S and self.store.read(f"gone/{rank}") is None:
                 self._note_silence(rank, self._host_of(rank))
-            elif count != before:
-                self._withdraw_silence(rank)
+            elif count != before and (record := self.silent.pop(rank, None)):
+                record.unlink(missing_ok=True)
 
     def _publish_death(self) -> None:
         """Publish the death of a rank, which the process above it has recorded: NCCL would wait for the rank."""
@@ -187,10 +187,6 @@ class _Guard(AbstractContextManager[None]):
             return
         cause = f"gives no sign of life since {SILENT_S:g} s: its process is stopped, or its node does not answer"
         self.silent[rank] = note_failure(rank_failure(rank, HUNG_STATUS, cause, order=Order.CONSEQUENCE, host=host))
-
-    def _withdraw_silence(self, rank: int) -> None:
-        if record := self.silent.pop(rank, None):
-            record.unlink(missing_ok=True)
 
     def _watch_store(self) -> None:
         """Record the silence of the store's host: `_watch` waits for its answer, and collectives for its rank."""

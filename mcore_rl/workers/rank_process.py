@@ -7,7 +7,6 @@ other nodes: the first error in a log then comes from an innocent rank, which ha
 """
 
 import os
-import resource
 import runpy
 import signal
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Sequence, Set
 from mcore_rl.errors import INTERRUPTED_STATUS
 from mcore_rl.workers.binding import bind
 from mcore_rl.workers.failures import OomKills, Order, has_noted, note_failure, rank_death, rank_failure
-from mcore_rl.workers.forked_rank import die_with
+from mcore_rl.workers.forked_rank import die_with, end_by_signal
 from mcore_rl.workers.launcher import FORWARDED, raise_open_files, rank_of_launcher
 
 
@@ -42,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         # A rank that was asked to end before it could listen has not failed.
         if -code not in asked:
             note_failure(rank_death(rank, -code, oom))
-        _end_by(-code)
+        end_by_signal(-code)
     if code and code - 128 not in asked and not has_noted(rank):
         note_failure(rank_failure(rank, code, f"ended with status {code}", order=Order.STATUS))
     return code
@@ -96,15 +95,6 @@ def _note_unforeseen(rank: int, error: BaseException | None) -> None:
         cause = f"{type(error).__name__}: {error}"
         text = "".join(traceback.format_exception(error)).rstrip()
         note_failure(rank_failure(rank, 1, cause, f"{cause}\n{text}"))
-
-
-def _end_by(number: int) -> None:
-    """End this process by the signal that ended the rank, so that torchrun and srun name it too; without a core."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

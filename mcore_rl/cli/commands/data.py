@@ -4,11 +4,10 @@ import argparse
 from pathlib import Path
 
 from mcore_rl.cli.commands import CONFIG_HELP, Command, add_overrides, add_program
-from mcore_rl.launch.arguments import positive
+from mcore_rl.launch.arguments import number_from, positive
 
 
-def tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a corpus and the tokenizer to train on it."""
+def _tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     _corpus(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="FILE.model", help="the file to write")
     parser.add_argument(
@@ -28,8 +27,7 @@ def tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
 
 
-def preprocess_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a corpus and the dataset to create from it."""
+def _preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     _corpus(parser)
     parser.add_argument(
         "--output", required=True, type=Path, metavar="PREFIX", help="where to write, without an ending"
@@ -56,8 +54,7 @@ def preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def show_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a training's config and the number of examples to show."""
+def _show_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG",
@@ -68,8 +65,7 @@ def show_data_arguments(parser: argparse.ArgumentParser) -> None:
     add_program(parser)
 
 
-def problems_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare an RL config, a count, and an output file."""
+def _problems_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", help="an RL config, a file or the name of a recipe, whose rl.prompts.task is used"
     )
@@ -87,7 +83,7 @@ def problems_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cut-fraction",
-        type=probability,
+        type=number_from(0, 1, float),
         default=0.0,
         metavar="FRACTION",
         help="give the responses a bad habit: in this fraction of them, drawn at random, the last character is "
@@ -105,8 +101,7 @@ def problems_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def reward_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare an RL config, a number of prompts, and a completion to score."""
+def _reward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="an RL config, a file or the name of a recipe")
     add_overrides(parser)
     parser.add_argument("--sample", type=positive, default=4, help="number of prompts (default 4)")
@@ -126,21 +121,13 @@ def _corpus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", default="text", help="JSON lines: the field with the text (default 'text')")
 
 
-def probability(text: str) -> float:
-    """Return a number from 0 to 1; argparse refuses other values."""
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text}, wanted a number from 0 to 1")
-    return number
-
-
 DATA: dict[str, Command] = {
     "data tokenizer": Command(
         brief="train a sentencepiece tokenizer",
         summary="Train a sentencepiece tokenizer (byte fallback, single digits) on JSON lines or text. "
         "Ids: 0 unknown, 1 begin of text, 2 end of document, 3 padding.",
         example="mcore-rl data tokenizer corpus/train.jsonl --vocab-size 2048 --output data/tokenizer.model",
-        arguments=tokenizer_arguments,
+        arguments=_tokenizer_arguments,
         module="mcore_rl.cli.data",
         main="make_tokenizer",
     ),
@@ -150,7 +137,7 @@ DATA: dict[str, Command] = {
         "A killed run resumes when the same command is given again.",
         example="mcore-rl data preprocess corpus/train.jsonl --output data/train --tokenizer data/tok.model "
         "--workers 8",
-        arguments=preprocess_arguments,
+        arguments=_preprocess_arguments,
         module="mcore_rl.cli.data",
         main="make_dataset",
     ),
@@ -159,7 +146,7 @@ DATA: dict[str, Command] = {
         summary="Show the first training examples of a config as the model reads them: sequences of pretraining, chats "
         "with what is trained on marked, prompts with their reference answers. It starts no ranks.",
         example="mcore-rl data show tiny_moe/sft --num 3",
-        arguments=show_data_arguments,
+        arguments=_show_data_arguments,
         module="mcore_rl.cli.data",
         main="show_examples",
     ),
@@ -167,7 +154,7 @@ DATA: dict[str, Command] = {
         brief="write problems of a built-in task to fine-tune on",
         summary="Write problems of an RL config's built-in task with their answers, to fine-tune on; none is held out.",
         example="mcore-rl problems tiny_moe/grpo --count 20000 --output runs/quickstart/chat.jsonl",
-        arguments=problems_arguments,
+        arguments=_problems_arguments,
         module="mcore_rl.cli.problems",
         main="write_problems",
     ),
@@ -175,7 +162,7 @@ DATA: dict[str, Command] = {
         brief="try a reward on completions, without a model",
         summary="Show what an RL config's reward gives to completions of its own prompts; it needs no model.",
         example="mcore-rl reward tiny_moe/grpo --sample 4",
-        arguments=reward_arguments,
+        arguments=_reward_arguments,
         module="mcore_rl.cli.problems",
         main="score_completions",
     ),

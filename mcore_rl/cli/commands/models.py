@@ -13,8 +13,7 @@ BYTES_PER_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 EVAL_RECIPE = "any_model/eval"
 
 
-def generate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a run or a checkpoint, a prompt, and how to sample tokens."""
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="the model, as --model")
     parser.add_argument("text", metavar="TEXT", nargs="?", help="the prompt, as --prompt")
     parser.add_argument(
@@ -76,8 +75,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def probe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a run, a server, and the reference for the server's weights."""
+def _probe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", metavar="RUN", type=Path, help="the run_dir of a training; its newest checkpoint is used"
     )
@@ -107,8 +105,7 @@ def probe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ca-file", metavar="FILE", help="certificates by which an https server is known")
 
 
-def serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a config, the number of servers on this machine, and their ports."""
+def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     add_overrides(parser)
     parser.add_argument("--count", type=positive, default=1, help="servers on this machine (default 1)")
@@ -117,8 +114,7 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a config like `config_arguments`, or a model, data and rewards."""
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG",
@@ -296,8 +292,7 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a checkpoint, and another to compare it with."""
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="a Hugging Face folder, a safetensors file, a checkpoint or a run")
     parser.add_argument(
         "--diff",
@@ -332,7 +327,7 @@ MODELS: dict[str, Command] = {
         brief="continue a text, or chat, with a model",
         summary="Continue a text, or answer in a chat, with a checkpoint of a run of any mesh, on one process.",
         example='mcore-rl generate runs/quickstart/pretrain "def read_" --tokens 40 --temperature 0.7',
-        arguments=generate_arguments,
+        arguments=_generate_arguments,
         module="mcore_rl.cli.generate",
     ),
     "eval": Command(
@@ -341,7 +336,7 @@ MODELS: dict[str, Command] = {
         "with a reward model's config score the pairs of data.valid and print accuracy and calibration.",
         example="mcore-rl eval tiny_moe/grpo checkpoint.load=runs/tiny_moe_grpo "
         "rl.eval.samples=4 rl.eval.temperature=0.7",
-        arguments=eval_arguments,
+        arguments=_eval_arguments,
         module="mcore_rl.cli.evaluate",
         program="rl",
         given=eval_config,
@@ -359,7 +354,7 @@ MODELS: dict[str, Command] = {
         brief="list or compare what is in checkpoints",
         summary="List what is in a checkpoint of either format, or how it differs from another.",
         example="mcore-rl inspect runs/quickstart/pretrain --diff checkpoints/qwen3",
-        arguments=inspect_arguments,
+        arguments=_inspect_arguments,
         module="mcore_rl.cli.convert",
         main="inspect_checkpoint",
     ),
@@ -377,7 +372,7 @@ MODELS: dict[str, Command] = {
         summary="Start the inference servers of an RL config on this machine, for rl.engine.urls of a training "
         "elsewhere, and start them anew when they end. Their weights come from the training.",
         example="mcore-rl serve qwen3_30b_a3b/gspo rl.engine.kind=vllm --count 4 --port 8000",
-        arguments=serve_arguments,
+        arguments=_serve_arguments,
         module="mcore_rl.cli.servers",
         main="serve",
         config="rl",
@@ -387,7 +382,7 @@ MODELS: dict[str, Command] = {
         summary="Compare an inference server's weights with those of a run's checkpoint, by logprobs, for each group "
         "of weights. Status 1 when the server has others.",
         example="mcore-rl probe runs/a --url http://node7:8000",
-        arguments=probe_arguments,
+        arguments=_probe_arguments,
         module="mcore_rl.cli.servers",
         main="probe",
     ),

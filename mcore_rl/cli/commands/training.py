@@ -1,13 +1,12 @@
 """The commands that train, plan and look at runs, and those of a cluster."""
 
 import argparse
-import math
 from pathlib import Path
 
 from mcore_rl.cli.commands import CONFIG_HELP, Command, add_overrides, add_program, add_ranks
 from mcore_rl.config.recipes import cluster_file
 from mcore_rl.config.trainings import TRAININGS
-from mcore_rl.launch.arguments import attach_arguments, jobs_arguments, launch_arguments, positive
+from mcore_rl.launch.arguments import attach_arguments, jobs_arguments, launch_arguments, number_from, positive
 
 
 def config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,12 +29,11 @@ def config_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def no_arguments(parser: argparse.ArgumentParser) -> None:
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare nothing but --help."""
 
 
-def init_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a model folder, GPUs, and a training program; or the config of another system."""
+def _init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="the model: as of model.path")
     parser.add_argument(
         "--from",
@@ -51,8 +49,7 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
     add_program(parser)
 
 
-def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a config, a cluster, a number of nodes, and what to print about them."""
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG",
@@ -80,7 +77,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="try every mesh, micro-batch and kind of recomputation, and list those that fit and are fast",
     )
-    what.add_argument("--rank", type=rank, metavar="R", help="what this one rank is, and has")
+    what.add_argument("--rank", type=number_from(0), metavar="R", help="what this one rank is, and has")
     parser.add_argument(
         "--lora-rank",
         type=positive,
@@ -98,7 +95,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--imbalance",
-        type=multiple,
+        type=number_from(1, kind=float),
         metavar="X",
         help="tokens of the fullest rank's experts, as a multiple of the mean (1.3), for time and memory; default: "
         "that of a calibrated cluster, else even, with the cost of several",
@@ -124,38 +121,19 @@ def world_sizes(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def rank(text: str) -> int:
-    """Parse a rank; argparse refuses negative numbers."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text}, wanted 0 or more")
-    return number
-
-
-def multiple(text: str) -> float:
-    """Parse the ratio of a maximum to a mean; argparse refuses numbers below 1."""
-    number = float(text)
-    if not 1 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}, wanted 1 or more")
-    return number
-
-
-def show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of a training program, and the program that the config is for."""
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     add_overrides(parser)
     add_ranks(parser)
     add_program(parser)
 
 
-def study_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a study and fields to override."""
+def _study_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="STUDY", help="the study, a file or the name of a recipe")
     add_overrides(parser)
 
 
-def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the form of the output."""
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every patch and its reason")
     parser.add_argument(
         "--nodes",
@@ -166,21 +144,18 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def fields_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a section or a field, and the kind of config."""
+def _fields_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "key", metavar="KEY", nargs="?", default="", help="a section or a field, as rl.loss or optim.lr"
     )
     add_program(parser)
 
 
-def completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the shell."""
+def _completion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=["bash"], help="the shell that completes")
 
 
-def report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare runs, and the page to write or to serve."""
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the run_dir of a training")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default report.html)")
@@ -240,7 +215,7 @@ TRAIN: dict[str, Command] = {
         brief="compare arms of an RL config over seeds",
         summary="Run arms of an RL config from one start, for some seeds, and compare them in one table.",
         example="mcore-rl study tiny_moe/replay_study seeds=[1,2,3]",
-        arguments=study_arguments,
+        arguments=_study_arguments,
         module="mcore_rl.cli.study",
         config="study",
     ),
@@ -248,14 +223,14 @@ TRAIN: dict[str, Command] = {
         brief="write a short config for a model",
         summary="Write a short config for a training of a model, on the GPUs named or on this machine.",
         example="mcore-rl init models/Qwen3-30B-A3B --program rl --gpus 8xH100",
-        arguments=init_arguments,
+        arguments=_init_arguments,
         module="mcore_rl.cli.init",
     ),
     "recipes": Command(
         brief="list the recipes that are shipped",
         summary="List the recipes that are shipped, by the names under which every command takes them for CONFIG.",
         example="mcore-rl recipes",
-        arguments=no_arguments,
+        arguments=_no_arguments,
         module="mcore_rl.cli.cli",
         main="list_recipes",
     ),
@@ -263,7 +238,7 @@ TRAIN: dict[str, Command] = {
         brief="print a config after all checks",
         summary="Print the config of a file and overrides after all checks.",
         example="mcore-rl config qwen3_30b_a3b/pretrain mesh.dp=auto --ranks 64",
-        arguments=show_arguments,
+        arguments=_show_arguments,
         module="mcore_rl.cli.show",
         main="show_config",
         config="pretrain",
@@ -272,7 +247,7 @@ TRAIN: dict[str, Command] = {
         brief="memory, time and meshes of a training, without a GPU",
         summary="Plan a training on a cluster without a GPU: memory of every rank, seconds of a step, meshes that fit.",
         example="mcore-rl plan qwen3_30b_a3b/pretrain --cluster example_h100 --nodes 2 --search",
-        arguments=plan_arguments,
+        arguments=_plan_arguments,
         module="mcore_rl.cli.plan",
     ),
 }
@@ -304,7 +279,7 @@ CLUSTER: dict[str, Command] = {
         summary="Show what this machine has for training: versions, GPUs, layers, kernels, patches of Megatron; what "
         "is missing and what that costs. Status 1 when something is broken.",
         example="mcore-rl doctor --json",
-        arguments=doctor_arguments,
+        arguments=_doctor_arguments,
         module="mcore_rl.cli.doctor",
     ),
 }
@@ -314,7 +289,7 @@ LOOK: dict[str, Command] = {
         brief="one HTML page about runs",
         summary="Write one HTML page about runs, side by side: curves, experts, speed, samples, warnings, settings.",
         example="mcore-rl report runs/quickstart/grpo runs/quickstart/gspo --output report.html",
-        arguments=report_arguments,
+        arguments=_report_arguments,
         module="mcore_rl.cli.show",
         main="make_report",
     ),
@@ -322,7 +297,7 @@ LOOK: dict[str, Command] = {
         brief="explain fields of configs, such as rl.loss",
         summary="Explain the fields of a config, or of a section of it, or one field: default, type, meaning.",
         example="mcore-rl fields rl.loss",
-        arguments=fields_arguments,
+        arguments=_fields_arguments,
         module="mcore_rl.cli.fields",
         main="show_fields",
     ),
@@ -330,7 +305,7 @@ LOOK: dict[str, Command] = {
         brief="completion of commands and fields for bash",
         summary="Print the bash functions that complete commands, options, recipes and fields.",
         example="mcore-rl completion bash",
-        arguments=completion_arguments,
+        arguments=_completion_arguments,
         module="mcore_rl.cli.fields",
         main="print_completion",
     ),

@@ -26,7 +26,7 @@ from mcore_rl.storage.files import write_atomically
 from mcore_rl.workers.launcher import environment_variable, free_port, start_server
 from mcore_rl.workers.process_tree import END_TREE
 
-SUPERVISOR = "mcore_rl.workers.supervisor"
+SUPERVISOR = "mcore_rl.workers.process_tree"
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 """Python module that starts a server, by rl.engine.kind."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -4,7 +4,6 @@ import json
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from mcore_rl.rl.engines.server_process import replacement_request
 from mcore_rl.storage.checkpoints.write import save_weights
 from mcore_rl.workers.launcher import free_port
 from tests.fake_server import FakeServer, TableAnswers
-from tests.forked import RunningCommand
+from tests.forked import RunningCommand, wait_for
 from tests.tiny_models import TINY
 
 MODEL = TINY["qwen3_moe"]
@@ -195,13 +194,6 @@ def test_servers_that_end_or_lack_the_weights_are_started_anew_and_all_end_with_
         assert "started with --served-model-name policy" in next(tmp_path.glob("run/servers/*.log")).read_text()
     finally:
         process.kill()
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_the_native_engine_has_no_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

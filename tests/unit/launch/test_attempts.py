@@ -235,15 +235,18 @@ def fails_on(host: str, headline: str = "ended", status: int = 139, prefix: str 
     return f"{prefix}\n[ $SLURMD_NODENAME != {host} ] || cat >{file} <<'EOF'\n{text}\nEOF\nexit 1"
 
 
-def test_a_node_that_crashes_ranks_again_and_again_is_excluded_although_there_is_progress(machines):
-    for number, host in enumerate(("n2", "n1", "n2", "n1")):
+@pytest.mark.parametrize(
+    ("crashing", "last_attempts", "excluded"), [("n2 n1 n2 n1 n2", 10, "n2"), ("n2 n2 n1 n2", 3, "")]
+)
+def test_a_node_that_crashed_3_of_the_last_attempts_is_excluded_although_there_is_progress(
+    machines, crashing, last_attempts, excluded
+):
+    for number, host in enumerate(crashing.split()):
+        assert machines.excluded == ""
         machines.program(fails_on(host))
         machines.checkpoint(10 * number + 10)
-        assert machines.attempt(number, "n1 n2 n3").returncode == 0 and machines.excluded == ""
-    machines.program(fails_on("n2"))
-    done = machines.attempt(4, "n1 n2 n3")
-    assert machines.excluded == "n2" and "n2 crashed in 3 of the last 10 attempts: it is excluded" in done.stdout
-    assert [end[:2] for end in machines.ends] == [("crash", "requeue")] * 5
+        assert machines.attempt(number, "n1 n2 n3", bad_node_attempts=last_attempts).returncode == 0
+    assert machines.excluded == excluded and {end[:2] for end in machines.ends} == {("crash", "requeue")}
 
 
 def test_the_first_cause_is_the_first_line_after_the_start_and_sruns_words_are_in_a_log_of_their_own(machines):
@@ -262,14 +265,6 @@ def test_the_first_cause_is_the_first_line_after_the_start_and_sruns_words_are_i
     of_srun = [line for line in done.stderr.splitlines() if line.startswith("srun")]
     assert of_srun == ["srun: warning: a switch is slow"]
     assert (machines.run / "logs/7.0/srun.log").read_text().startswith("\n".join(words))
-
-
-def test_crashes_long_ago_do_not_count_against_a_node(machines):
-    for number, host in enumerate(("n2", "n2", "n1", "n2")):
-        machines.program(fails_on(host))
-        machines.checkpoint(10 * number + 10)
-        machines.attempt(number, bad_node_attempts=3)
-    assert machines.excluded == ""
 
 
 def test_without_its_bad_node_a_job_has_one_more_attempt(machines):

@@ -202,15 +202,6 @@ def test_samples_are_of_the_first_and_the_last_step_the_best_answer_first(runs):
     assert after.groups[0].prompt.startswith("prompt a of step 39")
 
 
-def test_samples_have_their_control_characters_escaped(tmp_path):
-    run_dir = write_run(tmp_path, RlRunConfig(run_dir="escaped"), 3, samples=(0,))
-    (path,) = (run_dir / "samples").glob("*.jsonl")
-    sample = json.loads(path.read_text().splitlines()[0])
-    path.write_text(json.dumps(sample | {"completion": "\x1b[2J", "prompt": "\x9b31m"}) + "\n")
-    (step,) = before_and_after(run_dir)
-    assert step.groups[0].prompt == "\\x9b31m" and step.groups[0].completions[0].text == "\\x1b[2J"
-
-
 def test_a_diff_of_words_has_both_texts_and_their_longest_common_words():
     before, after = word_diff("  so x = 3, then 4", "  so y = 3, and then 4!")
     assert before == (("same", "  so "), ("gone", "x "), ("same", "= 3, "), ("same", "then 4"))
@@ -242,7 +233,7 @@ def test_texts_and_tokens_with_markup_and_escape_sequences_are_shown_as_text(tmp
     odd = ["<script>window.hacked = 2</script>", "\x1b[2J", "\x1b]0;title\x07", "<b onclick=x>"]
     (path,) = (run_dir / "samples").glob("*.jsonl")
     sample = json.loads(path.read_text().splitlines()[0])
-    sample |= {"completion": "".join(odd), "pieces": odd, "log_ratios": [None] * 4}
+    sample |= {"completion": "".join(odd), "pieces": odd, "log_ratios": [None] * 4, "prompt": "\x9b31m"}
     path.write_text(json.dumps(sample) + "\n")
     later = json.dumps(sample | {"completion": "<ins>" + "".join(odd), "step": 3})
     (path.parent / "step_0000003.jsonl").write_text(later + "\n")
@@ -250,7 +241,7 @@ def test_texts_and_tokens_with_markup_and_escape_sequences_are_shown_as_text(tmp
     parser = Texts()
     parser.feed((tmp_path / "odd.html").read_text())
     assert parser.seen.count("<script>window.hacked = 2</script>\\x1b[2J\\x1b]0;title\\x07<b onclick=x>") == 3
-    assert "<ins><script>" in parser.seen and "\x1b" not in parser.seen
+    assert "<ins><script>" in parser.seen and "\\x9b31m" in parser.seen and not {"\x1b", "\x9b"} & set(parser.seen)
     assert [tag for tag, _ in parser.tags].count("script") == 2
     assert not [attributes for _, attributes in parser.tags if "onclick" in attributes]
 

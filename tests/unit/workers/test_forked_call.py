@@ -11,6 +11,7 @@ import torch
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.workers.forked_call import ForkedCall, ForkedCallError
+from tests.forked import is_gone, wait_for
 
 
 def test_the_call_sees_memory_as_it_was() -> None:
@@ -79,7 +80,4 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     with pytest.raises(ForkedCallError):
         ForkedCall(parent).result()
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "it outlived its parent"
-        time.sleep(0.01)
+    wait_for(lambda: is_gone(pid))

@@ -9,11 +9,11 @@ import textwrap
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from mcore_rl.workers import launcher
 from mcore_rl.workers.launcher import launch_local, under_launcher, world_size_of_launcher
+from tests.forked import is_gone, wait_for
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
 ENDED_WITHIN_S = 120.0
@@ -55,17 +55,6 @@ def start_launcher(tmp_path, num_ranks, imports=(), devices=(), most_bytes=resou
     return subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
     )
-
-
-def wait_for(condition, timeout_s=120.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.02)
-
-
-def is_gone(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def pids(tmp_path, num_ranks):
@@ -268,11 +257,6 @@ def test_the_first_failure_is_shown_and_ends_the_others(program, tmp_path, capfd
     assert errors.startswith("Traceback")
     headline = f"First cause: rank {failing} on {platform.node()}: ValueError: boom of {failing} (exit status 1)"
     assert errors.splitlines()[-1] == f"{headline}; its output: {tmp_path}/logs/rank_{failing}.log"
-
-
-def test_the_exit_status_is_that_of_the_first_failure(program, tmp_path):
-    module = program("sys.exit(7) if rank == 1 else time.sleep(600)")
-    assert launch_local(module, [], 2, tmp_path / "logs") == 7
 
 
 def test_a_killed_rank_is_named_with_its_signal(program, tmp_path, capfd):
