@@ -38,11 +38,7 @@ ALL_FIELDS = "--help-all"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the console script.
-
-    Returns:
-        The exit status, explained by EXIT_STATUSES in errors.py; if ranks fail, the status of the first to fail.
-    """
+    """Run the console script; return its status (EXIT_STATUSES in errors.py) or that of the first rank that failed."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     # Like standard error, show letters that the terminal's encoding lacks by their code.
     if isinstance(sys.stdout, io.TextIOWrapper):

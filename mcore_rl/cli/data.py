@@ -95,11 +95,7 @@ def make_dataset(args: argparse.Namespace) -> int:
 
 
 def show_examples(args: argparse.Namespace) -> int:
-    """Print the first `args.num` training examples of the config, or records of a data file by their format.
-
-    Raises:
-        ConfigError: the config is not for training.
-    """
+    """Print the first `args.num` training examples of the config, or records of a data file by their format."""
     path = Path(args.config)
     is_data = path.is_file() and path.suffix != ".toml"
     if is_data or is_table(args.config) or (path.is_dir() and data_files(path)):

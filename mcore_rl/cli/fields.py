@@ -39,11 +39,7 @@ complete -o default -F _mcore_rl mcore-rl
 
 
 def show_fields(args: argparse.Namespace) -> int:
-    """Print help for the section or field `args.key`; without a key, list all sections.
-
-    Raises:
-        ConfigError: if there is no such section or field; the message names the most similar.
-    """
+    """Print help for the section or field `args.key`; without a key, list all sections."""
     kinds = [args.program] if args.program else [*TRAININGS]
     if not args.key:
         sections = [doc for kind in kinds for doc in describe_sections(KINDS[kind]) if doc.key]

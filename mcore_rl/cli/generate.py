@@ -95,11 +95,7 @@ def opening_turns(args: argparse.Namespace) -> tuple[Message, ...]:
 
 
 def request_of(args: argparse.Namespace, trained: ModelFolder, messages: Sequence[Message] = ()) -> Request:
-    """Return the request to the model for the arguments, or for the turns of a chat so far.
-
-    Raises:
-        ConfigError: --chat is given and the model has no chat template.
-    """
+    """Return the request to the model for the arguments, or for the turns of a chat so far."""
     tokenizer, path = load_tokenizer(trained.tokenizer), trained.tokenizer.path
     template = trained.chat_template
     if args.chat and template is None:
@@ -259,11 +255,7 @@ def continuations(
 
 
 def _take_positional(args: argparse.Namespace) -> None:
-    """Set --model and --prompt to the positional arguments; a single one is the text if an option names the model.
-
-    Raises:
-        ConfigError: Both forms of one are given.
-    """
+    """Set --model and --prompt to the positional arguments; a single one is the text if an option names the model."""
     if (args.model or args.run or args.checkpoint) and args.text is None:
         args.folder, args.text = None, args.folder
     for place, option in (("folder", "model"), ("text", "prompt")):

@@ -132,10 +132,8 @@ def _gpus_here() -> Gpus | None:
 
 
 def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
-    """Print in one line whether training `kind` of the model in `folder` fits on the GPUs, and then how.
-
-    Raises:
-        ConfigError: it does not fit; with the smallest number of GPUs that it fits on.
+    """Print in one line that training `kind` of the model in `folder` fits on the GPUs, and then how; else raise
+    ConfigError with the smallest number of GPUs that it fits on.
     """
     found = _tried(folder, gpus, kind, overrides)
     training, shown = found.training, found.shortlist()

@@ -100,10 +100,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _is_model(config: Path) -> bool:
-    """Return whether CONFIG is a model, a folder or ORGANIZATION/NAME of the hub, and neither a file nor a recipe.
-
-    Raises:
-        ConfigError: There is no such file and no such recipe, and the hub's cache on this machine has no such model.
+    """Return whether CONFIG is a model, a folder or ORGANIZATION/NAME in the hub's cache on this machine, and neither a
+    file nor a recipe; ConfigError if it is none of them.
     """
     if config.is_dir():
         return True

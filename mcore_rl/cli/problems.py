@@ -82,12 +82,8 @@ def valid_path(output: Path) -> Path:
 
 
 def line_of_problem(problem: Problem, seed: int, cut_fraction: float) -> dict[str, str]:
-    """Return a problem as a line for fine-tuning: its answer, and the response to imitate.
-
-    Args:
-        problem: The problem.
-        seed: Seed of the run, which decides which responses are cut.
-        cut_fraction: Probability of leaving out the last character of the response.
+    """Return a problem as a line for fine-tuning: its answer, and the response to imitate, whose last character is left
+    out with probability `cut_fraction`, by the run's seed.
     """
     is_cut = random.Random(f"{seed}/{problem.problem_id}").random() < cut_fraction
     response = problem.answer[:-1] if is_cut else problem.answer
@@ -95,12 +91,8 @@ def line_of_problem(problem: Problem, seed: int, cut_fraction: float) -> dict[st
 
 
 def line_of_pair(problem: Problem, seed: int, faults: str) -> dict[str, str]:
-    """Return a problem as a line with its answer and a wrong answer, which depends on `seed`.
-
-    Args:
-        problem: A problem with a digit or lowercase letter in its answer; otherwise raises DataError.
-        seed: Seed of the run.
-        faults: "character": replace one character of the answer; "any": choose among FAULTS with equal probability.
+    """Return a problem as a line with its answer and a wrong answer, which depends on `seed`: one character replaced if
+    `faults` is "character", else one of FAULTS with equal probability. DataError without a digit or lowercase letter.
     """
     generator = random.Random(f"{seed}/{problem.problem_id}")
     if faults == "character":
@@ -174,10 +166,8 @@ def _kind(character: str) -> str:
 
 
 def score_completions(args: argparse.Namespace) -> int:
-    """Score completions of the first `args.sample` prompts and print them with prompt and reference.
-
-    Returns:
-        0, or 1 if a score failed. A part that always fails raises TrainingError.
+    """Score completions of the first `args.sample` prompts and print them with prompt and reference; return 0, or 1 if
+    a score failed. A part that always fails raises TrainingError.
     """
     config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
     check_rl(config, config.mesh.smallest_world)

@@ -45,11 +45,8 @@ class PlannedRun:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do the unfinished runs; write rows, table and figures after each run, and print the table at the end.
-
-    Returns:
-        The exit status: 0, also if the study was asked to stop, or the status of the first failed run, which ends the
-        study.
+    """Do the unfinished runs; write rows, table and figures after each run, and print the table at the end. Return 0,
+    also if the study was asked to stop, or the status of the first failed run, which ends the study.
     """
     study = load_config(StudyConfig, Path(args.config), args.overrides)
     refuse_other_files(Path(study.run_dir), Path(args.config))

@@ -26,14 +26,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def step_of(job: str, cluster: ClusterConfig, work_dir: Path, node: str, command: list[str]) -> list[str]:
-    """Return the srun command of a step that takes nothing from the steps of the job.
-
-    Args:
-        job: Id of a running job.
-        cluster: The cluster's file of the job, for its container and its set-up of Python.
-        work_dir: Folder in which the command starts.
-        node: Name of the node; empty: the first node.
-        command: Words of the command; none: an interactive shell.
+    """Return the srun command of a step on a node of a running job (empty: the first) that takes nothing from the steps
+    of the job. It starts `command`, or an interactive shell, in `work_dir` and the container of `cluster`.
     """
     container = cluster.container
     is_shell = not command

@@ -48,11 +48,7 @@ OTHER_LAUNCH_S = 60.0
 
 
 def main(args: argparse.Namespace) -> int:
-    """Submit the jobs, or show them with --dry-run.
-
-    Returns:
-        The exit status 0; errors of the user are raised.
-    """
+    """Submit the jobs, or show them with --dry-run; return the exit status."""
     cluster = load_config(ClusterConfig, args.cluster)
     check_cluster(cluster)
     plans = list(_plans(args, cluster))

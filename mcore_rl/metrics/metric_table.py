@@ -46,10 +46,8 @@ METRICS = {
 
 
 def row_name(name: str) -> str:
-    """Return the key of METRICS for `name`, in which a layer's index is NN, a part of the reward NAME, and k is K.
-
-    Raises:
-        ValueError: METRICS has no such row; the message names the most similar row.
+    """Return the key of METRICS for `name`, in which a layer's index is NN, a part of the reward NAME, and k is K;
+    ValueError, which names the most similar row, where there is none.
     """
     key = re.sub(r"/layer_\d+/", "/layer_NN/", re.sub(r"^reward/part/.+", "reward/part/NAME", name))
     key = re.sub(r"^eval/pass_at_\d+$", "eval/pass_at_K", key)

@@ -138,13 +138,8 @@ class ConsoleSink:
     def __init__(
         self, console: Console, total_steps: int, *, is_quiet: bool = False, has_live_line: bool = False
     ) -> None:
-        """Prepare to print.
-
-        Args:
-            console: Destination of the lines.
-            total_steps: Steps of the run.
-            is_quiet: Whether only warnings are printed.
-            has_live_line: Whether the process that started this rank shows the current step below the printed lines.
+        """Prepare to print; if `is_quiet`, only warnings. `has_live_line`: the process that started this rank shows the
+        current step below the printed lines.
         """
         self._console = console
         self._total_steps = total_steps

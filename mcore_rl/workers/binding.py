@@ -37,11 +37,8 @@ class Core:
 
 
 def bind(local_rank: int, root: Path = Path("/")) -> str | None:
-    """Bind this process and its children to the cores of a local rank, and order the GPUs that it sees.
-
-    Args:
-        local_rank: Index of the rank on its node.
-        root: Folder with the `proc` and `sys` of the kernel that describe the machine.
+    """Bind this process and its children to the cores of a local rank, and order the GPUs that it sees, as the kernel's
+    `proc` and `sys` below `root` describe the machine.
 
     Returns:
         A line for the log; None if no binding was requested, or the cores cannot be divided.

@@ -84,11 +84,8 @@ def signal_name(number: int) -> str:
 
 
 def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
-    """Write the cause to `folder`, by default the launcher's folder.
-
-    Returns:
-        The file; None if causes are not collected, or nothing can be written: stderr then gets a line with the
-        headline.
+    """Write the cause to `folder`, by default the launcher's folder, and return the file; None if causes are not
+    collected, or nothing can be written: stderr then gets a line with the headline.
     """
     folder = folder or collected_in()
     if folder is None:

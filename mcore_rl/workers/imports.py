@@ -20,15 +20,8 @@ WAIT_S = 24 * 3600.0
 
 
 def checkpoint_of(load: str, model: ModelConfig, run_dir: Path | None) -> Path:
-    """Return the checkpoint with the weights `load`; for a Hugging Face folder, its import.
-
-    Args:
-        load: A value of `checkpoint.load`.
-        model: The model that loads them.
-        run_dir: Folder of the run, next to which imports are; None without a run.
-
-    Raises:
-        CheckpointError: If the folder has not been imported; the message has the command.
+    """Return the checkpoint with the weights `load` (of checkpoint.load); for a Hugging Face folder, its import next to
+    `run_dir`. CheckpointError, with the command, if the folder has not been imported.
     """
     found = import_of(load, model, imports_folder(os.environ, run_dir))
     if found is None:

@@ -32,12 +32,7 @@ class LiveLine:
     """The live line, and the terminal's other lines above it. Several threads may write."""
 
     def __init__(self, console: IO[bytes], path: Path | None) -> None:
-        """Prepare to draw.
-
-        Args:
-            console: The terminal.
-            path: File with the text of the line; None if `console` is not a terminal: there is no line then.
-        """
+        """Prepare to draw the text in the file `path`; None if `console` is not a terminal: there is no line then."""
         self.path = path
         self._console = console
         if path is not None:

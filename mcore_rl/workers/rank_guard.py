@@ -149,10 +149,8 @@ class _Guard(AbstractContextManager[None]):
                 self._give_way(*failed)
 
     def _note_silent_ranks(self, signs: dict[int, tuple[int, float]]) -> None:
-        """Record each rank that gives no sign any more; a rank that gives a sign again is not a cause.
-
-        Args:
-            signs: Count of each rank's signs and the time at which it last changed; updated.
+        """Record each rank that gives no sign any more; a rank that gives a sign again is not a cause. `signs` are the
+        count of each rank's signs and the time at which it last changed, and are updated.
         """
         now_s = time.monotonic()
         for rank in range(self.world_size):

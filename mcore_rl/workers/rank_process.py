@@ -48,14 +48,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ended(child: int, awaited: Set[int]) -> tuple[int, list[int]]:
-    """Wait for the end of the rank `child`; send it the requests to stop.
-
-    Args:
-        child: Its process.
-        awaited: SIGCHLD and the requests to stop, all blocked.
-
-    Returns:
-        Its exit code, negative for the signal that ended it, and the requests that came.
+    """Wait for the end of the rank in the process `child`, and send it the requests to stop among `awaited`, which are
+    blocked. Return its exit code, negative for the signal that ended it, and the requests that came.
     """
     asked: list[int] = []
     while True:

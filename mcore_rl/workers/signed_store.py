@@ -32,10 +32,8 @@ def write_secret(path: Path) -> None:
 
 
 def secret_of_launcher() -> bytes:
-    """Return the secret of this run's ranks; empty, and without protection, if the launcher gives none.
-
-    Raises:
-        ConfigError: If the file cannot be read, is empty, or can be read by other users.
+    """Return the secret of this run's ranks; empty, and without protection, if the launcher gives none. ConfigError if
+    its file cannot be read, is empty, or can be read by other users.
     """
     path = os.environ.get(SECRET_FILE)
     if not path:

@@ -66,7 +66,6 @@ class Opened:
 
 @pytest.fixture
 def open_page(browser: Browser, report: Path):
-    """Opens the report at a size, light or dark."""
     pages: list[Page] = []
 
     def opened(size: str = "desktop", scheme: str = "light", path: Path = report, url: str | None = None) -> Opened:

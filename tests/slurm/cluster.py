@@ -5,7 +5,6 @@ Needs root, Debian's packages (install.sh) and the freezer of cgroup v1. Jobs ru
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -51,7 +50,6 @@ class Cluster:
         return self.folder / "shared"
 
     def start(self) -> None:
-        """Until all nodes are idle."""
         if os.geteuid() != 0 or not FREEZER.is_dir():
             raise RuntimeError(f"the cluster needs root and {FREEZER} (cgroup v1)")
         self._write_files()
@@ -132,7 +130,6 @@ class Cluster:
     # ---- jobs
 
     def submit(self, script: Path, *options: str) -> str:
-        """The id of the job."""
         return self.run("sbatch", "--parsable", *options, script).split(";")[0]
 
     def job(self, job: str) -> dict[str, str]:
@@ -141,21 +138,16 @@ class Cluster:
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
     def hosts(self, job: str) -> list[str]:
-        """The nodes that it has, or had."""
         return self.run("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
 
     def state(self, job: str) -> str:
-        """PENDING, RUNNING, ..."""
         return self.job(job)["JobState"]
 
     def until_state(self, job: str, states: Sequence[str] | frozenset[str], within_s: float) -> str:
-        """The first of `states` that the job is in."""
         self.until(lambda: self.state(job) in states, f"job {job} is {sorted(states)}", within_s)
         return self.state(job)
 
     def until_idle(self, nodes: Sequence[str]) -> None:
-        """All `nodes` wait for jobs."""
-
         def idle() -> bool:
             found = self.attempt("sinfo", "-h", "-N", "-p", "batch", "-t", "idle", "-o", "%N")
             return set(nodes) <= set(found.stdout.split())
@@ -164,20 +156,11 @@ class Cluster:
 
     # ---- faults
 
-    def cut_power(self, node: str) -> None:
-        """Every process of the node is gone at once."""
-        os.kill(self._node_init(node), signal.SIGKILL)
-
-    def boot(self, node: str) -> None:
-        """Switch on what had its power cut."""
-        self.run(SCRIPTS / "node.sh", self.folder, node, as_root=True)
-
     def kill_slurmd(self, node: str) -> None:
         """Of the daemons of Slurm only this one; the tasks of jobs go on."""
         self.run("pkill", "-KILL", "-x", "slurmd", node=node, as_root=True)
 
     def start_slurmd(self, node: str) -> None:
-        """Of a node that is on."""
         self.run("slurmd", "-N", node, node=node, as_root=True)
 
     # ---- how it is made
@@ -228,7 +211,6 @@ class Cluster:
         raise AssertionError(f"{node} is not on")
 
     def _child(self, pid: int) -> int:
-        """The one child of `unshare --fork`, soon after its start."""
         children: list[int] = []
         self.until(lambda: bool(children.extend(_children(pid)) or children), f"{pid} has a child", 10)
         return children[0]

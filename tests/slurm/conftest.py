@@ -29,7 +29,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(corpus: Path) -> Iterator[Cluster]:
-    """Five idle nodes."""
     folder = Path(tempfile.mkdtemp(prefix="throwaway-slurm-"))
     folder.chmod(0o755)
     cluster = Cluster(folder, 5)

@@ -62,7 +62,6 @@ if (attempt / "n2").exists():
 
 
 def mcore_rl(cluster: Cluster, *words: object, within_s: float = 300) -> "subprocess.CompletedProcess[str]":
-    """The command on the login node."""
     path = f"PYTHONPATH={cluster.code}"
     return cluster.attempt("env", path, cluster.python, "-m", "mcore_rl.cli.cli", *words, within_s=within_s)
 

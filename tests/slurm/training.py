@@ -123,7 +123,6 @@ def job(cluster: Cluster, name: str, *overrides: str, **fields: Any) -> JobScrip
 
 
 def submit(cluster: Cluster, script: JobScript, *options: str) -> str:
-    """The id of the job, whose script is in its run_dir."""
     run_dir = Path(script.run_dir)
     for path in (run_dir, run_dir / "logs"):
         path.mkdir(exist_ok=True)
@@ -158,7 +157,6 @@ def signal_rank(cluster: Cluster, node: str, name: str) -> None:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """Step -> training loss."""
     records = _records(run_dir / "metrics.jsonl")
     return {record["step"]: record["train/loss_nats"] for record in records if "train/loss_nats" in record}
 
@@ -171,7 +169,6 @@ def ends(run_dir: Path, job: str = "") -> list[tuple[str, str]]:
 
 
 def saved_step(run_dir: Path) -> int:
-    """Of the last complete checkpoint."""
     latest = run_dir / "checkpoints/latest_checkpointed_iteration.txt"
     return int(latest.read_text()) if latest.exists() else 0
 

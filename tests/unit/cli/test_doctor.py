@@ -39,7 +39,6 @@ def findings() -> dict[str, Any]:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, findings: dict[str, Any], nodes: Path | None = None) -> int:
-    """The status of the command that finds this."""
     monkeypatch.setattr(doctor, "examine", lambda: findings)
     return doctor.main(argparse.Namespace(json=False, nodes=nodes))
 

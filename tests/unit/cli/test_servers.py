@@ -32,8 +32,6 @@ MODEL = TINY["qwen3_moe"]
 
 
 class Scores(TableAnswers):
-    """Logprobs of texts by a function."""
-
     def __init__(self, score: Callable[[Sequence[int]], list[float]]) -> None:
         super().__init__()
         self._score = score

@@ -65,7 +65,6 @@ class LoginNode:
 
     @property
     def submitted(self) -> list[Path]:
-        """The scripts that were submitted."""
         path = self.folder / "submitted"
         return [Path(line.split()[-1]) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -79,7 +78,6 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A working folder with the data that recipes name."""
     folder = tmp_path / "home"
     for name in ("train", "valid"):
         for ending in (".bin", ".idx", ".jsonl"):

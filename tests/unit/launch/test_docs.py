@@ -25,13 +25,6 @@ def test_the_pipeline_on_the_page_names_recipes_that_are_there(tmp_path):
     assert all(stages[name].config in recipe_files() for name in ("pretrain", "sft", "rl"))
 
 
-def test_the_commands_on_the_page_are_valid():
-    lines = re.findall(r"^mcore-rl (launch|jobs) ?(.*)$", PAGE, re.MULTILINE)
-    assert len(lines) == 5
-    for name, words in lines:
-        parser_of(name).parse_intermixed_args(words.split())
-
-
 def test_every_option_of_launch_is_on_the_page():
     options = re.findall(r"--[a-z-]+", parser_of("launch").format_help())
     assert {option for option in options if option not in PAGE} <= {"--help"}

@@ -8,8 +8,6 @@ from mcore_rl.launch.job import STATUS
 
 
 class Run:
-    """The folder of a run that was submitted as job 12."""
-
     def __init__(self, path, array=""):
         self.path = path
         submission = {

@@ -233,7 +233,6 @@ def test_data_that_the_container_does_not_see_is_told_with_the_mount_that_is_mis
 
 
 def small_job(home, folder):
-    """The plan of a job of two files, and code that is copied in no time."""
     for package in ("mcore_rl", "launch"):
         (home / "code" / package).mkdir(parents=True, exist_ok=True)
     run_dir = home / "runs/a"
@@ -315,7 +314,6 @@ def test_files_of_a_launch_have_the_permissions_of_their_sources(home, slurm, tm
 
 
 def with_keys(tmp_path, path):
-    """A cluster that names `path` as its file of keys."""
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(f'extends = "{CPU}"\nenvironment_file = "{path}"\n')
     return cluster

@@ -51,7 +51,6 @@ def started(folder: Path, *args: Any) -> tuple[ForkServerProcess, float]:
 
 
 def status_of(process: ForkServerProcess) -> int | None:
-    """Its exit status, once it has ended."""
     process.join(300)
     return process.exitcode
 
