@@ -1,7 +1,6 @@
 """Conversations of an engine with environments; apart from their tests, so that ranks and workers can import them."""
 
 import dataclasses
-import json
 import os
 import threading
 import time
@@ -9,9 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
@@ -33,6 +29,7 @@ from mcore_rl.rl.types import Group, Problem, Prompt
 from tests.generating import Tensors, loaded
 from tests.hf_models import VOCAB
 from tests.sections import engine_config
+from tests.tokenizer_files import save_tokenizer
 
 END = 0
 """Id that ends a turn and a document."""
@@ -98,15 +95,9 @@ class Faulty(Echo):
 
 def write_tokenizer(folder: Path) -> Path:
     """A token a character: of ASCII, and few others."""
-    folder.mkdir(exist_ok=True)
     names = ["<end>", *map(chr, range(32, 127)), *map(chr, range(0xE0, 0xE0 + VOCAB - 96))]
-    ids = {name: index for index, name in enumerate(names)}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": TEMPLATE}))
+    fields = {"eos_token": "<end>", "chat_template": TEMPLATE}
+    save_tokenizer(folder, names, "?", ("<end>",), splits_characters=True, **fields)
     return folder
 
 

@@ -109,7 +109,6 @@ ONLY_ON_CUDA = ("memory/device_bytes", "memory/peak_device_bytes", "memory/devic
 
 
 def rows_of(run: str) -> set[str]:
-    """Return the rows of METRICS that the test run emits."""
     return {row for row in METRICS for pattern in EMITTED_BY[run] if fnmatchcase(row, pattern)}
 
 

@@ -49,7 +49,6 @@ def running_sum_difference() -> float:
 
 
 def compared(chunks: Sequence[nn.Module], model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
-    """Generate twice."""
     gpu = active()
     assert gpu is not None
     plain, plain_waits = generated(chunks, model, mesh, cuda_graphs=False)

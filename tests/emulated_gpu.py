@@ -11,7 +11,6 @@ functions (they run as they are written) and NCCL (gloo takes its place).
 import contextlib
 import functools
 import importlib.machinery
-import itertools
 import math
 import os
 import traceback
@@ -25,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention import varlen as torch_varlen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -126,7 +124,6 @@ class EmulatedGpu(TorchDispatchMode):
         return value
 
     def wait(self) -> None:
-        """Count a wait of the host; RuntimeError while a graph is captured, as on a GPU."""
         if self.capturing is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {site()} waits for the GPU")
         self.syncs[site()] += 1
@@ -202,7 +199,6 @@ class EmulatedGraph:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
@@ -244,7 +240,6 @@ def unsized(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> boo
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -328,10 +323,6 @@ def install() -> EmulatedGpu:
     cuda.default_stream = lambda *_, **__: default
     cuda.nvtx.range_push = cuda.nvtx.range_pop = functools.partial(_answer, None)
     _install_tensors(gpu)
-    packed: Any = torch_varlen
-    packed.varlen_attn = _packed_attention(gpu)
-    operators: Any = torch.ops.aten
-    operators._flash_attention_backward = _packed_backward()
     distributed: Any = dist
     distributed.is_nccl_available = functools.partial(_answer, True)
     cuda.nccl.version = functools.partial(_answer, (2, 28, 9))
@@ -409,13 +400,11 @@ class StreamOfGpu(cpu.Stream):
         self._gpu.streams.pop()
 
     def wait_stream(self, other: Any) -> None:
-        """Let the GPU wait."""
         other.is_seen()
 
     wait_event = wait_stream
 
     def wait(self, _: Any = None) -> None:
-        """Let the GPU wait."""
         self.is_seen()
 
     def record(self, stream: Any = None) -> None:
@@ -426,13 +415,11 @@ class StreamOfGpu(cpu.Stream):
         )
 
     def record_event(self, _: Any = None) -> cpu.Stream:
-        """Return an event of the work so far."""
         event = StreamOfGpu(self._gpu)
         event.record(self)
         return event
 
     def synchronize(self, *_: Any) -> None:
-        """Let the host wait."""
         self._gpu.wait()
         self.is_over()
 
@@ -463,111 +450,6 @@ def _install_tensors(gpu: EmulatedGpu) -> None:
         return to_list(self)
 
     tensor.tolist = listed
-
-
-def _packed_attention(gpu: EmulatedGpu) -> Callable[..., Any]:
-    """Stand in for `varlen_attn`, of which torch has kernels for GPUs only: the arguments it takes, in float32."""
-
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        return_aux: Any = None,
-        scale: float,
-        window_size: tuple[int, int],
-        enable_gqa: bool,
-    ) -> Any:
-        assert query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] % 8 == 0
-        assert enable_gqa == (query.shape[1] > key.shape[1]) and window_size[1] == 0
-        gpu.packed_calls += 1
-        outputs, sums = [], []
-        operands = query, key, value, cu_seq_q, cu_seq_k, max_q, max_k
-        for q_SND, k_TND, v_TND, hidden_ST in _packed_sequences(*operands, window_size[0]):
-            scores_NST = torch.einsum("snd,tnd->nst", q_SND, k_TND) * scale
-            scores_NST = scores_NST.masked_fill(hidden_ST, -math.inf)
-            outputs.append(torch.einsum("nst,tnd->snd", scores_NST.softmax(-1), v_TND))
-            sums.append(scores_NST.logsumexp(-1))
-        output = torch.cat(outputs).to(query.dtype)
-        return output if return_aux is None else (output, torch.cat(sums, 1))
-
-    return attend
-
-
-def _packed_sequences(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, window: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield each sequence's queries, keys and values in float32, keys and values for every head of the queries, and
-    what is hidden from which. The last query is at the last key.
-    """
-    shared, lengths = query.shape[1] // key.shape[1], []
-    assert value.shape == key.shape and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    for heads, cumulative, longest in ((query, cu_seq_q, max_q), (key, cu_seq_k, max_k)):
-        assert is_on_gpu(cumulative)
-        with _disable_current_modes():
-            bounds = [int(bound) for bound in cumulative]
-        lengths.append([end - begin for begin, end in itertools.pairwise(bounds)])
-        assert bounds[0] == 0 and bounds[-1] == len(heads) and longest == max(lengths[-1])
-    parts = [query.float().split(lengths[0]), *(x.float().split(lengths[1]) for x in (key, value))]
-    for q_SND, k_TGD, v_TGD in zip(*parts, strict=True):
-        k_TND, v_TND = (x.repeat_interleave(shared, 1) for x in (k_TGD, v_TGD))
-        positions = torch.arange(len(k_TND), device=GPU)
-        behind_ST = positions[len(k_TND) - len(q_SND) :, None] - positions
-        hidden_ST = (behind_ST < 0) | ((behind_ST > window) if window >= 0 else behind_ST < 0)
-        yield q_SND, k_TND, v_TND, hidden_ST
-
-
-def _packed_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Stand in for the backward pass of torch's kernel, which reads probabilities from a log-sum-exp, and the sum over
-    the gradient of the probabilities from the output: FlashAttention-2, arXiv:2307.08691, algorithm 2.
-    """
-
-    def gradients(
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse_NT: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        dropout: float,
-        is_causal: bool,
-        rng_state: Tensor,
-        unused: Tensor,
-        *,
-        scale: float,
-        window_size_left: int,
-        window_size_right: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert dropout == 0.0 and is_causal == (window_size_left == -1) and window_size_right == 0
-        assert is_on_gpu(rng_state) and is_on_gpu(unused) and grad.dtype == output.dtype == query.dtype
-        groups, begin = key.shape[1], 0
-        found: list[list[Tensor]] = [[], [], []]
-        operands = query, key, value, cu_seq_q, cu_seq_k, max_q, max_k
-        for q_SND, k_TND, v_TND, hidden_ST in _packed_sequences(*operands, window_size_left):
-            rows = slice(begin, begin + len(q_SND))
-            begin += len(q_SND)
-            grad_SND, output_SND = grad[rows].float(), output[rows].float()
-            scores_NST = torch.einsum("snd,tnd->nst", q_SND, k_TND) * scale
-            probs_NST = (scores_NST - lse_NT[:, rows, None]).exp().masked_fill(hidden_ST, 0.0)
-            pull_NST = torch.einsum("snd,tnd->nst", grad_SND, v_TND)
-            of_scores_NST = probs_NST * (pull_NST - (grad_SND * output_SND).sum(-1).t()[..., None]) * scale
-            of_key = torch.einsum("nst,snd->tnd", of_scores_NST, q_SND)
-            of_value = torch.einsum("nst,snd->tnd", probs_NST, grad_SND)
-            found[0].append(torch.einsum("nst,tnd->snd", of_scores_NST, k_TND))
-            for total, heads in zip(found[1:], (of_key, of_value), strict=True):
-                total.append(heads.unflatten(1, (groups, -1)).sum(2))
-        of_query, of_key, of_value = (torch.cat(parts).to(query.dtype) for parts in found)
-        return of_query, of_key, of_value
-
-    return gradients
 
 
 def _answer(value: Any = None, *_: Any, **__: Any) -> Any:

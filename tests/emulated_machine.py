@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tests import emulated_gpu
+from tests import emulated_gpu, emulated_varlen
 
 TE = ("transformer_engine", "transformer_engine_torch")
 APEX = ("apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
@@ -38,7 +38,6 @@ def emulated(machine: str, function: str, *arguments: str) -> "subprocess.Comple
 
 
 def main(argv: Sequence[str]) -> None:
-    """Emulate, call, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("cuda", "te", "apex", "broken-te", "other-apex"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     broken = (*(TE[:1] if args.broken_te else ()), *(("apex.optimizers",) if args.other_apex else ()))
     sys.meta_path.insert(0, EmulatedPackages((*empty, *(name.partition(".")[0] for name in broken)), broken))
     if args.cuda:
-        emulated_gpu.install()
+        emulated_varlen.install(emulated_gpu.install())
     module, _, function = args.function.partition(":")
     result = getattr(importlib.import_module(module), function)(*args.arguments)
     sys.stdout.write(f"{json.dumps(result)}\n")
@@ -87,17 +86,14 @@ class EmulatedPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._roots, self._broken = roots, broken
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module under the roots."""
         if name.partition(".")[0] not in self._roots:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Return an empty module."""
         return EmptyModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fail where the package is broken."""
         if module.__name__ in self._broken:
             raise ImportError(f"{module.__name__}: undefined symbol: _ZN3c104cuda9SetDeviceEab")
 

@@ -1,4 +1,4 @@
-"""Attention of packed sequences on an emulated GPU, whose kernel for them tests/emulated_gpu.py stands in for."""
+"""Attention of packed sequences on an emulated GPU, whose kernel for them tests/emulated_varlen.py stands in for."""
 
 import json
 from pathlib import Path

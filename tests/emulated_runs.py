@@ -85,7 +85,6 @@ def train(layers: str = "auto") -> dict[str, Any]:
 
 
 def steps_of(run: PretrainConfig, steps: int) -> dict[str, Any]:
-    """Train a few steps."""
     started = platform.start(run.platform)
     state = set_up(run, started)
     reports = []

@@ -33,14 +33,13 @@ def write_weights(folder: Path) -> None:
             "rl": [test_rl_updates.weights(MODEL, seed) for seed in (1, 2)],
             "ppo": list(test_ppo.weights_of(PPO_MODEL)),
             "preferences": [test_preferences.weights(seed) for seed in (1, 2)],
-            "faults": random_weights(parity.config_of(rl_config("one", "rl_r2").model, MeshConfig())),
+            "faults": random_weights(parity.config_of(rl_config("1", "rl_r2").model, MeshConfig())),
         },
         folder / "weights.pt",
     )
 
 
 def weights_of(folder: str, name: str) -> Any:
-    """Return weights that were written."""
     return torch.load(Path(folder) / "weights.pt", weights_only=True)[name]
 
 
@@ -90,15 +89,15 @@ def resumed(folder: str) -> dict[str, list[float]]:
 
 def faults(folder: str) -> dict[str, dict[str, Any]]:
     """The outcome of each fault of replay that has one rank: the error, or the largest change of a number."""
-    scenarios = {m.scenario for m in MUTANTS if m.in_short and "one" in m.meshes}
-    rl = {("one", s): rl_config("one", s) for s in scenarios if s.startswith("rl_")}
-    work = Work(weights={"one": weights_of(folder, "faults")}, rl=rl)
-    plain = {scenario: outcome_of("one", scenario, None, work) for scenario in sorted(scenarios)}
+    scenarios = {m.scenario for m in MUTANTS if m.in_short and "1" in m.meshes}
+    rl = {("1", s): rl_config("1", s) for s in scenarios if s.startswith("rl_")}
+    work = Work(weights={"1": weights_of(folder, "faults")}, rl=rl)
+    plain = {scenario: outcome_of("1", scenario, None, work) for scenario in sorted(scenarios)}
     assert {one["error"] for one in plain.values()} == {""}
     found = {}
     for mutant in MUTANTS:
-        if mutant.in_short and "one" in mutant.meshes:
-            outcome = outcome_of("one", mutant.scenario, mutant, work)
+        if mutant.in_short and "1" in mutant.meshes:
+            outcome = outcome_of("1", mutant.scenario, mutant, work)
             effect = effect_of([outcome], [plain[mutant.scenario]])
             found[mutant.name] = {"error": outcome["error"], "effect": effect}
     platform.stop()
@@ -113,6 +112,5 @@ def scratch(folder: str, name: str) -> Path:
 
 
 def finish() -> None:
-    """Leave the mesh and the process group."""
     destroy_mesh()
     platform.stop()

@@ -36,8 +36,6 @@ Files = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One command."""
-
     kind: str
     source: str
     output: str
@@ -116,7 +114,6 @@ def random_case(choice: random.Random, home: Path) -> Case:
 
 
 def planned(case: Case, home: Path, settings: CopySettings) -> Conversion:
-    """Return the plan of a command."""
     source, output = home / case.source, home / case.output
     if case.kind == "import":
         return plan_import(source, output, ImportOptions(vocab_multiple=16), settings)
@@ -127,7 +124,6 @@ def planned(case: Case, home: Path, settings: CopySettings) -> Conversion:
 
 
 def files_of(home: Path) -> Files:
-    """Return all files and links of the user."""
     found = {}
     for path in sorted(home.rglob("*")):
         name = str(path.relative_to(home))
@@ -251,7 +247,6 @@ def contents(folder: Path) -> Files:
 
 
 def main() -> int:
-    """Run the cases and print how many ended how."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=500)
     cases = parser.parse_args().cases

@@ -55,8 +55,6 @@ def config_of(
 
 @dataclass(kw_only=True)
 class Run:
-    """A run on this rank."""
-
     state: TrainState
     checkpoints: Checkpoints
     folder: RunFolder

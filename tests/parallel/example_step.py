@@ -24,7 +24,6 @@ from mcore_rl.train.state import TrainState
 
 
 def letters(tokens_T: Sequence[int]) -> str:
-    """A letter for each token."""
     return "".join(chr(ord("a") + token) for token in tokens_T)
 
 
@@ -34,8 +33,6 @@ def reward(given: RewardInput) -> float:
 
 
 class ExamplePrompts:
-    """The example's prompts, once."""
-
     num_prompts, skipped = len(PROMPTS), ""
 
     def take(self, cursor: int, count: int) -> list[Prompt]:

@@ -2,8 +2,6 @@
 
 The matrices of numerics run with torch's layers, which GPUs have too; tests/unit/model/layers/test_cpu.py holds the
 compiled layers of CPUs to them.
-
-A forward pass on any mesh. Apart from its test, so that ranks need not import transformers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,18 +20,53 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig, OptimConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch
-from mcore_rl.megatron.mesh import Axis, Mesh, build_mesh, seed_ranks
+from mcore_rl.megatron.mesh import Axis, Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.megatron.schedule import HeadOutput, run_pass
-from mcore_rl.model.build import build_model, copy_in, local_shards, unwrap
+from mcore_rl.model.build import copy_in, local_shards, unwrap
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import NextTokenHead, train_step
-from tests.hf_weights import to_global
 from tests.ranks import run_ranks
 
 Tensors = dict[str, Tensor]
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+MESHES = {
+    "1": MeshConfig(),
+    "tp2": MeshConfig(tp=2),
+    "tp2-nosp": MeshConfig(tp=2, sequence_parallel=False),
+    "tp4": MeshConfig(tp=4),
+    "pp2": MeshConfig(pp=2),
+    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
+    "pp4-vpp2": MeshConfig(pp=4, vpp=2),
+    "pp2-uneven": MeshConfig(pp=2, first_stage_layers=1, last_stage_layers=3),
+    "pp2-layout": MeshConfig(pp=2, pp_layout=(4, 0)),
+    "pp2-vpp2-balanced": MeshConfig(pp=2, vpp=2, pp_layout="balanced"),  # of 4 layers: 1, 2, 1 and none
+    "ep2": MeshConfig(ep=2, dp=2),
+    "etp2": MeshConfig(etp=2, dp=2),
+    "cp2": MeshConfig(cp=2),
+    "dp2": MeshConfig(dp=2),
+    "dp2-overlapped": MeshConfig(dp=2, **OVERLAPPED),
+    "ep2-overlapped": MeshConfig(ep=2, dp=2, **OVERLAPPED),
+    "tp2-pp2": MeshConfig(tp=2, pp=2),
+    "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
+    "tp2-ep2": MeshConfig(tp=2, ep=2),
+    "tp2-etp2": MeshConfig(tp=2, etp=2),
+    "tp2-cp2": MeshConfig(tp=2, cp=2),
+    "tp2-dp2": MeshConfig(tp=2, dp=2),
+    "tp2-dp2-overlapped": MeshConfig(tp=2, dp=2, **OVERLAPPED),
+    "tp2-ep2-shared-overlapped": MeshConfig(tp=2, ep=2, overlap_shared_experts=True),
+    "tp2-etp2-ep2": MeshConfig(tp=2, etp=2, ep=2, dp=2),
+    "pp2-ep2": MeshConfig(pp=2, ep=2, dp=2),
+    "pp2-vpp2-dp2-overlapped": MeshConfig(pp=2, vpp=2, dp=2, **OVERLAPPED),
+    "cp2-ep2": MeshConfig(cp=2, ep=2),
+    "cp2-dp2": MeshConfig(cp=2, dp=2),
+    "cp2-dp2-overlapped": MeshConfig(cp=2, dp=2, **OVERLAPPED),
+    "cp2-pp2": MeshConfig(cp=2, pp=2),
+    "cp2-pp2-ep2": MeshConfig(cp=2, pp=2, ep=2),
+}
+"""The meshes of the tests by name, of two ranks to eight."""
 
 
 def set_up_plain(config: RunConfig) -> TrainState:
@@ -44,8 +77,6 @@ def set_up_plain(config: RunConfig) -> TrainState:
 
 
 class LogitsHead:
-    """Keeps the whole logits of a microbatch."""
-
     wants_losses = False
 
     def __init__(self, mesh: Mesh) -> None:
@@ -76,40 +107,6 @@ def gather_positions(local: Tensor, cp: Axis) -> Tensor:
     shards = [torch.empty_like(local) for _ in range(cp.size)]
     dist.all_gather(shards, local.contiguous(), group=cp.group)
     return unzigzag(shards)
-
-
-def logits_on(
-    mesh_config: MeshConfig, models: dict[str, tuple[ModelConfig, Tensors]], tokens_BS: Tensor
-) -> dict[str, list[Tensor]]:
-    """On a rank: for each model the logits of each row, where the rank has the last stage."""
-    start(PlatformConfig(layers="torch"))
-    mesh = build_mesh(mesh_config)
-    return {name: _logits(mesh, model, tensors, tokens_BS) for name, (model, tensors) in models.items()}
-
-
-def _logits(mesh: Mesh, model: ModelConfig, tensors: Tensors, tokens_BS: Tensor) -> list[Tensor]:
-    settings = PlatformConfig(layers="torch")
-    platform = start(settings)
-    seed_ranks(1)
-    chunks = build_model(model, mesh, platform, settings)
-    copy_in(chunks, to_global(tensors, model))
-    microbatches = [
-        localize(
-            Microbatch(
-                tokens_BS=row_S[None],
-                labels_BS=row_S[None],
-                loss_mask_BS=torch.ones(1, len(row_S)),
-                position_ids_BS=torch.arange(len(row_S))[None],
-            ),
-            mesh.cp,
-            platform.device,
-        )
-        for row_S in tokens_BS
-    ]
-    for chunk in chunks:
-        chunk.eval()
-    with torch.no_grad():
-        return [outputs["logits"] for outputs in run_pass(chunks, microbatches, LogitsHead(mesh), backward=False)]
 
 
 STEPS, SEQUENCES, LENGTH = 3, 8, 32
@@ -172,7 +169,6 @@ def random_weights(config: PretrainConfig) -> Tensors:
 
 
 def fresh_weights(config: PretrainConfig) -> list[Any]:
-    """On a rank: the pieces of a new model."""
     return owned(set_up_plain(config))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl_run import RlRunConfig
@@ -16,19 +15,14 @@ from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.model.build import copy_in
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
-from tests.parallel.parity import Tensors, assembled, relative_errors
+from tests.parallel.parity import MESHES, Tensors, assembled, relative_errors
 from tests.parallel.replay_mutants import Mutant, applied
 from tests.parallel.replaying import LENGTHS, Case, Run, opened, perturbed, replayed, sample_tokens, tiny
 from tests.parallel.rl_steps import updates
 from tests.ranks import run_ranks
 from tests.tiny_models import shallow
 
-MESHES = {
-    "one": MeshConfig(),
-    "tp2-ep2": MeshConfig(tp=2, ep=2),
-    "cp2": MeshConfig(cp=2),
-    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
-}
+SOME_MESHES = ("1", "tp2-ep2", "cp2", "pp2-vpp2")
 REPLAY = {"r3": ReplayConfig(kind="r3"), "r3_left_out": ReplayConfig(kind="r3", missing="live")}
 FAULTS_AT_ONCE = 24
 TOLERANCE = 1e-6
@@ -51,7 +45,6 @@ def model_of(mesh: str, **moe: Any) -> ModelConfig:
 
 
 def trained(jobs: Sequence[tuple[str, str, Mutant | None]], work: Work) -> list[dict[str, Any]]:
-    """On a rank: the outcome of each (mesh, scenario, fault)."""
     return [outcome_of(mesh, scenario, mutant, work) for mesh, scenario, mutant in jobs]
 
 
@@ -120,8 +113,6 @@ def take_routes(run: Run, *, leaves_out: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fault on one mesh."""
-
     mutant: Mutant
     mesh: str
     error: str
@@ -141,7 +132,7 @@ def table(mutants: Sequence[Mutant], work: Work) -> list[Row]:
     """Run faults and their unmutated scenarios, many in one set of ranks."""
     rows = []
     for world in (1, 2):
-        meshes = [name for name, mesh in MESHES.items() if mesh.smallest_world == world]
+        meshes = [mesh for mesh in SOME_MESHES if MESHES[mesh].smallest_world == world]
         faults = [(mesh, m) for mesh in meshes for m in mutants if mesh in m.meshes]
         # Those of one scenario together: each set of ranks runs the scenarios of its faults without any.
         faults.sort(key=lambda fault: (meshes.index(fault[0]), fault[1].scenario))
@@ -151,7 +142,6 @@ def table(mutants: Sequence[Mutant], work: Work) -> list[Row]:
 
 
 def part_of_table(world: int, faults: Sequence[tuple[str, Mutant]], work: Work) -> list[Row]:
-    """Run some faults in one set of ranks."""
     plain = list(dict.fromkeys((mesh, mutant.scenario) for mesh, mutant in faults))
     jobs: list[tuple[str, str, Mutant | None]] = [(*key, None) for key in plain]
     jobs += [(mesh, mutant.scenario, mutant) for mesh, mutant in faults]

@@ -13,14 +13,12 @@ from typing import Literal
 import mcore_rl
 
 Scenario = Literal["r2", "padded", "drops", "r3", "r3_left_out", "rl_r2", "rl_r3", "rl_replayed_reference"]
-EVERYWHERE = ("one", "tp2-ep2")
+EVERYWHERE = ("1", "tp2-ep2")
 SHARDED = ("tp2-ep2",)
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One fault, put into one function."""
-
     name: str
     file: str
     """Path below mcore_rl."""
@@ -385,7 +383,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "            left_t = microbatch.is_live_t1[:, 0].nonzero()[:, 0]\n"
         "            experts_tK[left_t[1]] = scores.detach()[left_t[1]].topk(topk, largest=False).indices",
         scenario="r3_left_out",
-        meshes=("one",),
+        meshes=("1",),
     ),
     Mutant(
         "tokens that were left out take routes in recomputation",

@@ -73,8 +73,6 @@ class SavedRoutes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model on one mesh, recorded and replayed."""
-
     model: str
     mesh: MeshConfig
     recompute: str = "none"
@@ -87,7 +85,6 @@ class Case:
 
     @property
     def platform(self) -> PlatformConfig:
-        """Platform with this precision and recomputation."""
         if self.recompute in ("none", "full"):
             return PlatformConfig(layers="torch", precision=self.precision, recompute=self.recompute)  # type: ignore[arg-type]
         modules: Any = (self.recompute,)
@@ -102,11 +99,9 @@ class LossHead:
     wants_losses = True
 
     def count(self, microbatch: LocalMicrobatch) -> Tensor:
-        """Return the number of trained tokens."""
         return microbatch.loss_mask_Bs.sum().int()
 
     def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
-        """Return loss and count of one microbatch."""
         mask_Bs = microbatch.loss_mask_Bs
         loss = (output.float() * mask_Bs * (1 + microbatch.position_ids_Bs % 3)).sum()
         kept = {"losses": output.detach().float(), "mask": mask_Bs}
@@ -199,11 +194,9 @@ class Run:
     names: list[Tensor]
 
     def tape(self) -> RoutingTape:
-        """Return a new tape for one pass."""
         return RoutingTape(self.state.chunks, self.state.mesh, self.layouts, self.cache, self.version)
 
     def losses(self, kept: Sequence[dict[str, Tensor]]) -> dict[int, float]:
-        """Return the loss of each trained token on this rank, by name."""
         found: dict[int, float] = {}
         for names_Bs, outputs in zip(self.names, kept, strict=False):
             chosen = outputs["mask"] > 0
@@ -211,7 +204,6 @@ class Run:
         return found
 
     def evaluate(self, routing: Any = free_routing) -> dict[int, float]:
-        """Return the losses of a pass without gradients."""
         for chunk in self.state.chunks:
             chunk.eval()
         with torch.no_grad():
@@ -221,7 +213,6 @@ class Run:
         return self.losses(kept)
 
     def gradients(self, routing: Any = free_routing) -> tuple[dict[int, float], list[Any]]:
-        """Return losses and finished gradients, in the pieces of the weights."""
         for chunk in self.state.chunks:
             chunk.zero_grad_buffer()
         with whole_gradients(self.state) as found:
@@ -229,7 +220,6 @@ class Run:
         return self.losses(kept), [piece for piece in found if not piece[0].endswith("expert_bias")]
 
     def saved(self) -> dict[int, SavedRoutes]:
-        """Return the routes of each sample that this rank has cached."""
         cached = {sample: self.cache.sample(self.version, sample) for sample in self.cache.samples(self.version)}
         return {
             sample: SavedRoutes(
@@ -261,7 +251,6 @@ class Run:
 
 
 def as_holding(routes: SavedRoutes) -> OfferedRoutes:
-    """Return saved routes as a cache offers them to other ranks."""
     return OfferedRoutes(
         num_tokens=routes.num_tokens,
         layers=routes.layers,
@@ -520,7 +509,6 @@ class Outcome(NamedTuple):
 
 
 def together(ranks: Sequence[dict[str, Any]]) -> Outcome:
-    """Merge what each rank returned."""
     recorded: dict[int, dict[int, list[int]]] = {}
     for rank in ranks:
         for layer, routes in rank.get("recorded", {}).items():
@@ -595,7 +583,6 @@ def assert_unchanged(outcome: Outcome, reference: Outcome) -> None:
 
 
 def assert_same_training(outcome: Outcome, reference: Outcome, tolerance: float = 1e-5) -> None:
-    """Assert equal losses and gradients of other weights with the same routes."""
     assert outcome.losses == pytest.approx(reference.losses, rel=1e-5)
     errors = relative_errors(outcome.gradients, reference.gradients)
     assert max(errors.values()) <= tolerance, f"gradients differ: {largest(errors)}"

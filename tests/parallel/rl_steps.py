@@ -116,7 +116,6 @@ def random_routes(config: RlRunConfig, num_tokens: int, generator: torch.Generat
 def reference_pass(
     config: RlRunConfig, reference: Reference, logprobs: PolicyLogprobs, routes: PolicyRoutes, state: TrainState
 ) -> ReferencePass:
-    """The pass over a reference policy."""
     return ReferencePass(
         reference,
         config.rl.loss,
@@ -129,7 +128,6 @@ def reference_pass(
 
 
 def texts_pass(config: RlRunConfig, state: TrainState) -> Texts:
-    """Conversations that are mixed into updates."""
     return Texts(
         conversations(config),
         config.rl.ptx,
@@ -140,7 +138,6 @@ def texts_pass(config: RlRunConfig, state: TrainState) -> Texts:
 
 
 def splits_of(learner: Learner) -> RoutingSplits:
-    """The split of every rollout batch."""
     config, state = learner.config, learner.state
     return RoutingSplits(
         policy_logprobs(state, config.rl, config.model.vocab_size),

@@ -22,7 +22,7 @@ from mcore_rl.model.layers import adapters
 from mcore_rl.storage.checkpoints.write import load_weights
 from tests.conversion import adapter_of, assert_same, exported, read_dist, read_hf
 from tests.parallel.checkpointing import SMALL, SMALL_DEEPSEEK, config_of, opened, run
-from tests.parallel.parity import assembled, owned, set_up_plain
+from tests.parallel.parity import MESHES, assembled, owned, set_up_plain
 from tests.ranks import run_ranks
 
 TARGETS: dict[str, tuple[Target, ...]] = {
@@ -30,13 +30,7 @@ TARGETS: dict[str, tuple[Target, ...]] = {
     "attention": ("attention",),
     "experts": ("experts",),
 }
-MESHES = {
-    "tp2-etp2": MeshConfig(tp=2, etp=2),
-    "empty-stage": MeshConfig(pp=2, pp_layout=(2, 0)),
-    "ep2": MeshConfig(ep=2, dp=2),
-    "tp2": MeshConfig(tp=2),
-    "one": MeshConfig(),
-}
+MESHES = MESHES | {"empty-stage": MeshConfig(pp=2, pp_layout=(2, 0))}
 
 
 def lora_config(
@@ -47,7 +41,6 @@ def lora_config(
 
 
 def trained(config: PretrainConfig, until: int, save_at: Sequence[int]) -> dict[str, Any]:
-    """On a rank: a run that goes on to a step, and its weights then."""
     with opened(config) as opened_run:
         before = owned(opened_run.state)
         opened_run.train(until, save_at)
@@ -87,7 +80,7 @@ def test_a_resumed_run_is_bit_equal(targets: str, mesh: str, tmp_path: Path) -> 
 def test_adapters_move_to_another_mesh_bit_for_bit(model: ModelConfig, tmp_path: Path) -> None:
     config = lora_config(tmp_path / "a", "tp2-etp2", "auto", model)  # type: ignore[arg-type]
     _, _, saved, _ = train(config, 2, [2])
-    for mesh in ("one", "ep2", "tp2"):
+    for mesh in ("1", "ep2", "tp2"):
         moved = lora_config(tmp_path / mesh, mesh, "auto", model, load=str(tmp_path / "a"))  # type: ignore[arg-type]
         _, found, _, _ = train(moved, 2)
         assert found.keys() == saved.keys()
@@ -103,25 +96,25 @@ def test_new_adapters_begin_over_the_weights_of_a_checkpoint_without_any(tmp_pat
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
     assert all(torch.equal(after[name], tensor) for name, tensor in weights.items())
     with pytest.raises(AssertionError, match="load_optimizer=false to start from its weights"):
-        run(lora_config(tmp_path / "lora-2", "one", TARGETS["all"], load=str(tmp_path / "base")), 1)
+        run(lora_config(tmp_path / "lora-2", "1", TARGETS["all"], load=str(tmp_path / "base")), 1)
 
 
 def test_a_model_without_adapters_or_with_other_ones_refuses_them(tmp_path: Path) -> None:
-    config = lora_config(tmp_path / "a", "one", TARGETS["all"])
+    config = lora_config(tmp_path / "a", "1", TARGETS["all"])
     run(config, 1, [1])
     load = {"load": str(tmp_path / "a"), "load_optimizer": False}
-    plain = config_of(tmp_path / "b", SMALL, MESHES["one"], **load)
+    plain = config_of(tmp_path / "b", SMALL, MESHES["1"], **load)
     with pytest.raises(AssertionError, match=r'other low-rank adapters:\n(.*\n)*- lora.rank is 4 there, "none" here'):
         run(plain, 1)
     with pytest.raises(AssertionError, match="has low-rank adapters, and this model has none"):
         run_ranks(weights_loaded, 1, plain)
-    other = lora_config(tmp_path / "c", "one", TARGETS["all"], **load)
+    other = lora_config(tmp_path / "c", "1", TARGETS["all"], **load)
     other = other.model_copy(update={"lora": other.lora.model_copy(update={"alpha": 16.0})})
     with pytest.raises(AssertionError, match=r"other low-rank adapters:\n- lora.alpha is 8.0 there, 16.0 here"):
         run(other, 1)
     begun = config.lora.model_copy(update={"load": "peft"})
     with pytest.raises(AssertionError, match=r"lora\.load=peft would take their place.*Leave lora\.load out"):
-        run(lora_config(tmp_path / "d", "one", TARGETS["all"], **load).model_copy(update={"lora": begun}), 1)
+        run(lora_config(tmp_path / "d", "1", TARGETS["all"], **load).model_copy(update={"lora": begun}), 1)
     changed = config.model_copy(update={"lora": other.lora})
     with pytest.raises(AssertionError, match="The run cannot go on exactly"):
         run(changed, 2)
@@ -129,7 +122,7 @@ def test_a_model_without_adapters_or_with_other_ones_refuses_them(tmp_path: Path
 
 def over_base(tmp_path: Path, name: str, mesh: str, **checkpoint: Any) -> PretrainConfig:
     """A run of adapters of all kinds of modules over the weights of another run, which is made once."""
-    base = config_of(tmp_path / "base", SMALL, MESHES["one"])
+    base = config_of(tmp_path / "base", SMALL, MESHES["1"])
     if not Path(base.run_dir).exists():
         run(base, 1, [1])
     load = {"load": base.run_dir, "load_optimizer": False}
@@ -158,7 +151,7 @@ def test_adapters_alone_are_read_and_exported_as_a_checkpoint_of_all_weights(tmp
     _, _, saved, _ = train(over_base(tmp_path, "whole", "tp2-etp2"), 2, [2])
     train(over_base(tmp_path, "alone", "tp2-etp2", weights="adapters"), 2, [2])
     load = {"load": str(tmp_path / "alone"), "weights": "adapters"}
-    for mesh in ("one", "ep2"):
+    for mesh in ("1", "ep2"):
         config = lora_config(tmp_path / mesh, mesh, TARGETS["all"], **load)
         losses, found, after, _ = train(config, 3, [3])
         assert found.keys() == saved.keys() and losses.keys() == {3}
@@ -176,19 +169,19 @@ def test_adapters_alone_are_read_and_exported_as_a_checkpoint_of_all_weights(tmp
 
 
 def test_an_export_of_adapters_replaces_an_earlier_export(tmp_path: Path) -> None:
-    run(lora_config(tmp_path / "run", "one", TARGETS["all"]), 1, [1])
+    run(lora_config(tmp_path / "run", "1", TARGETS["all"]), 1, [1])
     for more in ([], ["--overwrite"]):
         folders = [str(tmp_path / name) for name in ("run", "adapter")]
         assert main(["convert", "export", *folders, "--adapter", "each", *more]) == 0
 
 
 def test_adapters_alone_are_refused_over_another_base_or_none(tmp_path: Path) -> None:
-    config = over_base(tmp_path, "run", "one", weights="adapters")
+    config = over_base(tmp_path, "run", "1", weights="adapters")
     run(config, 1, [1])
     (tmp_path / "base").rename(tmp_path / "away")
     with pytest.raises(AssertionError, match=r"base is .*/iter_0000001, which is not there. Put it"):
         run(config, 2)
-    other = config_of(tmp_path / "base", SMALL, MESHES["one"])
+    other = config_of(tmp_path / "base", SMALL, MESHES["1"])
     run(other.model_copy(update={"train": other.train.model_copy(update={"seed": 2})}), 1, [1])
     with pytest.raises(AssertionError, match="that is another checkpoint now, of other files than they were"):
         run(config, 2)
@@ -201,7 +194,7 @@ def test_adapters_alone_are_refused_over_another_base_or_none(tmp_path: Path) ->
 
 def test_a_damaged_base_leaves_the_checkpoints_of_adapters_in_their_place(tmp_path: Path) -> None:
     """They are whole, and an earlier one has the same base."""
-    config = over_base(tmp_path, "run", "one", weights="adapters", on_damaged="previous", keep="all")
+    config = over_base(tmp_path, "run", "1", weights="adapters", on_damaged="previous", keep="all")
     run(config, 2, [1, 2])
     files = (tmp_path / "base/checkpoints/iter_0000001").glob("*.distcp")
     file = max(files, key=lambda path: path.stat().st_size)
@@ -220,13 +213,13 @@ def test_a_damaged_base_leaves_the_checkpoints_of_adapters_in_their_place(tmp_pa
 
 def test_a_run_does_not_begin_to_leave_its_base_out(tmp_path: Path) -> None:
     """Which base its weights are equal to is known at its first start alone; all weights can be saved at any time."""
-    config = over_base(tmp_path, "run", "one")
+    config = over_base(tmp_path, "run", "1")
     run(config, 1, [1])
     with pytest.raises(AssertionError, match=r'"adapters", and .*iter_0000001 of this run has all weights'):
-        run(over_base(tmp_path, "run", "one", weights="adapters"), 2)
-    alone = over_base(tmp_path, "alone", "one", weights="adapters")
+        run(over_base(tmp_path, "run", "1", weights="adapters"), 2)
+    alone = over_base(tmp_path, "alone", "1", weights="adapters")
     run(alone, 1, [1])
-    run(over_base(tmp_path, "alone", "one"), 2, [2])
+    run(over_base(tmp_path, "alone", "1"), 2, [2])
     assert "embedding.word_embeddings.weight" in read_dist(tmp_path / "alone/checkpoints/iter_0000002")
 
 

@@ -31,6 +31,7 @@ from mcore_rl.train.step import NextTokenHead, train_step
 from tests.parallel import test_preferences, test_rl_updates
 from tests.parallel.parity import (
     LENGTH,
+    MESHES,
     ROWS,
     STEPS,
     Outcome,
@@ -52,12 +53,7 @@ from tests.sections import loss_config
 from tests.tiny_models import TINY, shallow
 
 LORA = LoraConfig(rank=4, alpha=8.0)
-PROGRAM_MESHES = {
-    "tp2-etp2": MeshConfig(tp=2, etp=2),
-    "ep2-overlapped": MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
-    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
-    "cp2": MeshConfig(cp=2),
-}
+PROGRAM_MESHES = ("tp2-etp2", "ep2-overlapped", "pp2-vpp2", "cp2")
 CHANGES: list[dict[str, Any]] = [{"kind": "grpo", "kl_coeff": 0.1}, {"kind": "gspo"}]
 
 
@@ -72,7 +68,7 @@ def weights(config: RunConfig, seed: int) -> Tensors:
 
 
 def dpo_config(mesh: str) -> DPOConfig:
-    config = test_preferences.config_of(PROGRAM_MESHES.get(mesh, MeshConfig()))
+    config = test_preferences.config_of(MESHES[mesh])
     return config.model_copy(update={"lora": LORA})
 
 
@@ -86,7 +82,7 @@ def dpo_reports(mesh: str) -> list[Any]:
 @pytest.mark.matrix("pp2-vpp2")
 @pytest.mark.parametrize("mesh", PROGRAM_MESHES)
 def test_steps_on_preferences_do_not_depend_on_the_mesh(mesh: str) -> None:
-    ((expected, (steps,)),) = dpo_reports("one")
+    ((expected, (steps,)),) = dpo_reports("1")
     for logprobs, (found,) in dpo_reports(mesh):
         torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=0)
         for ours, theirs in zip(found, steps, strict=True):
@@ -94,7 +90,7 @@ def test_steps_on_preferences_do_not_depend_on_the_mesh(mesh: str) -> None:
 
 
 def rl_config(mesh: str) -> RlRunConfig:
-    config = test_rl_updates.config_of("qwen3_moe", PROGRAM_MESHES.get(mesh, MeshConfig()), replay="r2")
+    config = test_rl_updates.config_of("qwen3_moe", MESHES[mesh], replay="r2")
     return config.model_copy(update={"lora": LORA})
 
 
@@ -115,19 +111,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.matrix("tp2-etp2")
 @pytest.mark.parametrize("mesh", PROGRAM_MESHES)
 def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(mesh: str, folder: Path) -> None:
-    for ours, theirs in zip(rl_reports(mesh, folder), rl_reports("one", folder), strict=True):
+    for ours, theirs in zip(rl_reports(mesh, folder), rl_reports("1", folder), strict=True):
         for update, expected in zip(ours, theirs, strict=True):
             for name, value in expected.items():
                 allowed = 4 * 2**-21 if name.startswith("max/") else 1e-6
                 assert update[name] == pytest.approx(value, rel=2e-6, abs=allowed), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh"), [("grpo", "one"), ("gspo", "one"), ("ppo", "one"), ("grpo", "ep2-overlapped")]
-)
+@pytest.mark.parametrize(("kind", "mesh"), [("grpo", "1"), ("gspo", "1"), ("ppo", "1"), ("grpo", "ep2-overlapped")])
 def test_updates_of_a_policy_move_its_adapters_alone(kind: str, mesh: str) -> None:
     """Neither routers nor the biases on the choice of experts."""
-    on = PROGRAM_MESHES.get(mesh, MeshConfig())
+    on = MESHES[mesh]
     config = test_rl_updates.config_of("deepseek_v3-shallow", on, replay="r2")
     rl = config.rl.model_copy(update={"loss": loss_config(kind=kind)})
     adapted = config.model_copy(update={"lora": LORA, "rl": rl})
@@ -180,7 +174,7 @@ def references(config: RlRunConfig, folder: Path) -> dict[str, Any]:
 
 def test_a_reference_that_shares_the_base_is_its_adapters_alone(tmp_path: Path) -> None:
     """New ones, which change nothing: it is the base bit for bit, also in a run that resumes."""
-    (found,) = run_ranks(references, 1, rl_config("one"), tmp_path)
+    (found,) = run_ranks(references, 1, rl_config("1"), tmp_path)
     for name in ("whole", "shared", "saved-alone"):
         assert torch.equal(found[name], found["begin"]), name
         assert torch.equal(found[f"{name} resumed"], found["begin"]), name
@@ -191,28 +185,13 @@ def test_a_reference_that_shares_the_base_is_its_adapters_alone(tmp_path: Path) 
     assert alone < whole / 2 and whole == shared
 
 
-OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-MESHES = {
-    "tp2": MeshConfig(tp=2),
-    "tp2-nosp": MeshConfig(tp=2, sequence_parallel=False),
-    "pp2": MeshConfig(pp=2),
-    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
-    "ep2": MeshConfig(ep=2, dp=2),
-    "tp2-ep2": MeshConfig(tp=2, ep=2),
-    "tp2-etp2": MeshConfig(tp=2, etp=2),
-    "etp2": MeshConfig(etp=2, dp=2),
-    "tp2-etp2-ep2": MeshConfig(tp=2, etp=2, ep=2, dp=2),
-    "cp2": MeshConfig(cp=2),
-    "dp2": MeshConfig(dp=2),
-    "tp2-dp2": MeshConfig(tp=2, dp=2),
-    "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
-    "dp2-overlapped": MeshConfig(dp=2, **OVERLAPPED),
-    "tp2-dp2-overlapped": MeshConfig(tp=2, dp=2, **OVERLAPPED),
-    "ep2-overlapped": MeshConfig(ep=2, dp=2, **OVERLAPPED),
-    "pp2-vpp2-dp2-overlapped": MeshConfig(pp=2, vpp=2, dp=2, **OVERLAPPED),
-}
 FUSED, SPLIT = LoraConfig(rank=4, alpha=8.0), LoraConfig(rank=4, alpha=8.0, expert_gate_up="split")
-CASES = [("qwen3_moe", mesh) for mesh in MESHES if mesh != "tp2-nosp"] + [
+EVERY_AXIS = (
+    *("tp2", "pp2", "pp2-vpp2", "ep2", "tp2-ep2", "tp2-etp2", "etp2", "tp2-etp2-ep2", "cp2", "dp2", "tp2-dp2"),
+    *("tp2-pp2-vpp2", "dp2-overlapped", "tp2-dp2-overlapped", "ep2-overlapped", "pp2-vpp2-dp2-overlapped"),
+)
+CASES = [
+    *(("qwen3_moe", mesh) for mesh in EVERY_AXIS),
     *(("deepseek_v3", mesh) for mesh in ("tp2", "tp2-ep2", "tp2-etp2", "pp2-vpp2", "ep2", "cp2")),
     *(("qwen2_moe", "tp2-ep2"), ("gpt_oss", "tp2-ep2"), ("llama", "tp2"), ("llama", "tp2-nosp")),
 ]
@@ -276,14 +255,14 @@ def test_recomputing_activations_changes_nothing(targets: str, recompute: str) -
     assert_trains_as_one_rank("qwen3_moe", MESHES["tp2-etp2"], platform, targets=TARGETS[targets])
 
 
-@pytest.mark.parametrize("mesh", ["one", "tp2-etp2"])
+@pytest.mark.parametrize("mesh", ["1", "tp2-etp2"])
 def test_adapters_train_in_16_bits(mesh: str) -> None:
     """The rank of experts, 2, is not one that torch's grouped products take in bf16. A few tokens go to other experts
     than in fp32.
     """
     model = shallow(TINY["qwen3_moe"])
     initial, reference = single_rank(model, SPLIT)
-    on = MESHES.get(mesh, MeshConfig())
+    on = MESHES[mesh]
     config = config_of(model, on, PlatformConfig(layers="torch", precision="bf16"), SPLIT)
     outcome = run(config, on.smallest_world, {key: tensor.clone() for key, tensor in initial.items()})
     assert outcome.losses == pytest.approx(reference.losses, rel=5e-3)
@@ -398,7 +377,6 @@ def test_a_fault_fails_the_comparison(mutant: str) -> None:
 
 
 def described(config: PretrainConfig) -> str:
-    """On a rank: the line for the log."""
     return adapters.describe_adapters(set_up_plain(config).chunks)
 
 

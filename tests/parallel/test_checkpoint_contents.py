@@ -214,7 +214,6 @@ def test_changed_bytes_are_found_and_the_last_complete_checkpoint_offered(
 
 
 def refusal(config: PretrainConfig) -> str:
-    """On a rank: the message of a run that does not begin."""
     with pytest.raises(CheckpointError) as error, opened(config):
         pass
     return str(error.value)

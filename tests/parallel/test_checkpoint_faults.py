@@ -168,7 +168,6 @@ def test_a_damaged_checkpoint_is_refused_and_the_last_complete_one_offered(
 
 
 def refusal(config: PretrainConfig) -> str:
-    """On a rank: the message of a run that does not begin."""
     with pytest.raises(CheckpointError) as error, opened(config):
         pass
     return str(error.value)
@@ -310,7 +309,6 @@ def weights_saved(config: PretrainConfig, folder: Path) -> float:
 
 
 def weights_loaded(config: PretrainConfig, folder: Path) -> float:
-    """On a rank: the sum of squares of all weights after loading."""
     state = set_up_plain(config)
     load_weights(state.chunks, state.mesh, config.model, folder)
     return float(sum(shard.data.double().pow(2).sum() for shard in local_shards(state.chunks)))
@@ -323,7 +321,6 @@ def test_old_checkpoints_go_only_when_a_newer_is_complete(tmp_path: Path) -> Non
 
 
 def names_after_each_step(config: PretrainConfig) -> list[list[str]]:
-    """On a rank: which checkpoints there are when the save of each step is complete."""
     seen = []
     with opened(config) as run:
         for step in (1, 2, 3):

@@ -188,7 +188,6 @@ def test_a_state_before_the_first_step_can_be_saved(tmp_path: Path) -> None:
 
 
 def saved_at_once(config: PretrainConfig) -> None:
-    """On a rank: a checkpoint of step 0."""
     with opened(config) as run:
         run.checkpoints.save()
 
@@ -265,7 +264,6 @@ def trained_while_writers_wait(config: PretrainConfig) -> dict[str, torch.Tensor
 
 
 def resumed_with_bias(config: PretrainConfig) -> tuple[dict[int, float], torch.Tensor]:
-    """On a rank: the expert bias after resuming, and the losses up to step 5."""
     with opened(config) as run:
         bias = unwrap(run.state.chunks[0]).decoder.layers[1].mlp.router.expert_bias.clone()
         run.train(5)
@@ -282,7 +280,6 @@ def test_progress_comes_back(tmp_path: Path) -> None:
 
 
 def progress_of(config: PretrainConfig, until: int) -> dict[str, int]:
-    """On a rank: the progress after a step that is saved, or after resuming."""
     with opened(config) as run:
         run.train(until)
         run.state.progress.skipped_steps += 7 if until else 0

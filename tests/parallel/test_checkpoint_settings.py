@@ -72,14 +72,12 @@ def test_a_damaged_newest_checkpoint_is_passed_over_where_the_config_says_so(
 
 
 def refusal(config: RunConfig) -> str:
-    """On a rank: the message of a run that does not begin."""
     with pytest.raises((CheckpointError, ConfigError)) as error, opened(config):  # type: ignore[arg-type]
         pass
     return str(error.value)
 
 
 def as_sft(config: PretrainConfig) -> Any:
-    """The same settings as a config of `mcore-rl sft`."""
     return SFTConfig(**{name: getattr(config, name) for name in RunConfig.model_fields})
 
 
@@ -152,8 +150,6 @@ def test_changes_on_a_resume_are_logged_and_those_of_data_and_random_numbers_ref
 
 
 class NanHead(NextTokenHead):
-    """A loss that is not finite."""
-
     def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
         return replace(super().__call__(microbatch, output * torch.nan))
 

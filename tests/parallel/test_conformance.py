@@ -18,18 +18,11 @@ from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.model.build import copy_in
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.testing.conformance import ReplayPass, ReplayResult, RoutedModel, RunPasses, conformance
-from tests.parallel.parity import Tensors, assembled, config_of, random_weights
+from tests.parallel.parity import MESHES, Tensors, assembled, config_of, random_weights
 from tests.parallel.replay_mutants import MUTANTS, Mutant, applied
 from tests.parallel.replaying import IDS, LENGTHS, Case, Run, opened, perturbed, sample_tokens, tiny
 from tests.ranks import run_ranks
 from tests.tiny_models import shallow
-
-MESHES = {
-    "one": MeshConfig(),
-    "tp2-ep2": MeshConfig(tp=2, ep=2),
-    "cp2": MeshConfig(cp=2),
-    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
-}
 
 
 def model_of(meshes: Sequence[str]) -> ModelConfig:
@@ -49,7 +42,6 @@ def runner(model: ModelConfig, weights: Tensors, mutant: Mutant | None = None) -
 
 
 def together(ranks: Sequence[dict[str, Any]]) -> ReplayResult:
-    """Merge what the ranks found in one pass."""
     errors = {found.get("error") for found in ranks}
     assert len(errors) == 1, f"the ranks disagree: {errors}"
     if (error := errors.pop()) is not None:
@@ -94,7 +86,6 @@ def passes_of_rank(
 
 
 def result_of(run: Run, one: ReplayPass) -> dict[str, Any]:
-    """Run one pass as rl/step/policy_routes.py does."""
     if one.kind == "live":
         losses, gradients = run.gradients()
         return {"losses": losses, "gradients": gradients}
@@ -122,8 +113,8 @@ def result_of(run: Run, one: ReplayPass) -> dict[str, Any]:
 FAULTS = ("layers in reverse in the hook", "gates of the live choice", "routes imposed in the forward pass only")
 
 
-@pytest.mark.matrix("one-tp2-ep2")
-@pytest.mark.parametrize("meshes", [("one", "tp2-ep2"), ("one", "cp2", "pp2-vpp2")], ids="-".join)
+@pytest.mark.matrix("1-tp2-ep2")
+@pytest.mark.parametrize("meshes", [("1", "tp2-ep2"), ("1", "cp2", "pp2-vpp2")], ids="-".join)
 def test_this_package_conforms(meshes: tuple[str, ...]) -> None:
     model = model_of(meshes)
     weights = random_weights(config_of(model, MeshConfig()))

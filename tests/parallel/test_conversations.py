@@ -10,14 +10,9 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.rl.types import Completion
 from tests.conversing import config_of, held_on, problems, write_tokenizer
 from tests.hf_models import oracle
+from tests.parallel.parity import MESHES
 from tests.ranks import run_ranks
 
-MESHES = {
-    "tp2": MeshConfig(tp=2),
-    "ep2": MeshConfig(ep=2, dp=2),
-    "cp2": MeshConfig(cp=2),
-    "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
-}
 PROMPTS = problems("1", "2", "refuse", "raise", "")
 
 
@@ -39,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.matrix("tp2-pp2-vpp2")
-@pytest.mark.parametrize("mesh", list(MESHES))
+@pytest.mark.parametrize("mesh", ["tp2", "ep2", "cp2", "tp2-pp2-vpp2"])
 def test_conversations_are_those_of_one_rank(mesh: str, folder: Path) -> None:
     """All ranks of a model have them; a replica with fewer goes on generating with the others until all have ended."""
     wanted = alone(folder)

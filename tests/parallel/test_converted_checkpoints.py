@@ -1,11 +1,10 @@
-"""A converted checkpoint computes what transformers does on every mesh; what was trained on one goes back."""
+"""Converted checkpoints: their weights are streamed from any mesh, and what was trained goes back."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from mcore_rl.checks.mesh import mesh_violations
@@ -27,19 +26,14 @@ from tests.conversion import (
     with_mtp,
     write_hf,
 )
-from tests.hf_models import TOLERANCE, oracle, random_tokens
+from tests.hf_models import TOLERANCE, oracle
 from tests.hf_weights import to_global
 from tests.parallel.checkpointing import config_of, trained
-from tests.parallel.converted import described, logits_of_checkpoints, streamed_weights, weight_bytes
+from tests.parallel.converted import described, streamed_weights, weight_bytes
+from tests.parallel.parity import MESHES
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
-MESHES = {
-    "one rank": MeshConfig(),
-    "tp2-ep2": MeshConfig(tp=2, ep=2),
-    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
-    "tp2-etp2": MeshConfig(tp=2, etp=2),
-}
 EVEN: dict[str, Any] = {"num_hidden_layers": 4}
 """So that pipelines can be cut."""
 TWO_GROUPS = EVEN | {"num_key_value_heads": 2}
@@ -62,36 +56,12 @@ CASES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": EVEN | {"index_topk_freq": 2, "index_skip_topk_offset": 1},
 }
 """A family a line: a case of tests/hf_models.py, and what makes it fit the meshes. Experts: 6, of deepseek 8."""
-Converted = dict[str, tuple[ModelConfig, Path]]
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    """Every case, imported, with 1,003 tokens padded to a multiple of 16."""
-    folder = tmp_path_factory.mktemp("converted")
-    return {
-        case: (
-            oracle(case, vocab_size=1003, **changes).ours,
-            imported(saved(case, folder / case / "hf", vocab_size=1003, **changes), folder / case / "ckpt"),
-        )
-        for case, changes in CASES.items()
-    }
-
-
-@pytest.mark.matrix("pp2-vpp2")
-@pytest.mark.parametrize("mesh", MESHES)
-def test_logits_of_imported_checkpoints_equal_those_of_transformers(mesh: str, checkpoints: Converted) -> None:
-    config, tokens_BS = MESHES[mesh], random_tokens()
-    wanted = {case: found for case, found in checkpoints.items() if fits(found[0], config)}
-    ranks = run_ranks(logits_of_checkpoints, config.smallest_world, config, wanted, tokens_BS)
-    for case in wanted:
-        logits_BSV = oracle(case, vocab_size=1003, **CASES[case]).logits(tokens_BS)
-        answers = [torch.cat(rank[case]) for rank in ranks if rank[case]]
-        assert len(answers) == config.smallest_world // config.pp
-        for answer_BSV in answers:
-            # Gated delta nets amplify rounding.
-            atol = 3e-4 if case == "qwen3_next" else TOLERANCE
-            torch.testing.assert_close(answer_BSV[..., :1003], logits_BSV, rtol=0, atol=atol, msg=case)
+def import_of(case: str, changes: dict[str, Any], folder: Path) -> tuple[ModelConfig, Path]:
+    """Import a case, with 1,003 tokens padded to a multiple of 16."""
+    changes = changes | {"vocab_size": 1003}
+    return oracle(case, **changes).ours, imported(saved(case, folder / case / "hf", **changes), folder / case / "ckpt")
 
 
 STREAMED = {
@@ -100,24 +70,23 @@ STREAMED = {
     "tp2-etp2": (MeshConfig(tp=2, etp=2), 1 << 12),
 }
 """Meshes, and the most bytes of a message, which is far less than a layer has."""
-CUT_STREAMED = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "tied")
-"""Cases that are streamed from several ranks."""
+CUT_STREAMED = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "qwen3_next")
+"""Cases that are streamed from several ranks, beside one with tied embeddings."""
 
 
 @pytest.mark.matrix("tp2-ep2-pp2")
 @pytest.mark.parametrize("mesh", STREAMED)
-def test_weights_that_are_streamed_equal_an_export_and_need_the_memory_of_a_layer(
-    mesh: str, checkpoints: Converted, tmp_path: Path
-) -> None:
+def test_weights_that_are_streamed_equal_an_export_and_need_the_memory_of_a_layer(mesh: str, tmp_path: Path) -> None:
     config, message_bytes = STREAMED[mesh]
+    cases = CASES if config.smallest_world == 1 else CUT_STREAMED
+    wanted = {case: import_of(case, CASES[case], tmp_path) for case in cases}
     tied = CASES["qwen3_moe"] | {"vocab_size": 1003, "tie_word_embeddings": True}
     source = saved("qwen3_moe", tmp_path / "tied hf", **tied)
-    every = checkpoints | {"tied": (oracle("qwen3_moe", **tied).ours, imported(source, tmp_path / "tied"))}
+    wanted["tied"] = oracle("qwen3_moe", **tied).ours, imported(source, tmp_path / "tied")
     if config.smallest_world == 1:
         mtp = write_hf(tmp_path / "mtp hf", *with_mtp())
-        every["mtp"] = (open_hf_model(mtp, vocab_multiple=16).model, imported(mtp, tmp_path / "mtp"))
-    cases = every if config.smallest_world == 1 else CUT_STREAMED
-    wanted = {case: every[case] for case in cases if fits(every[case][0], config)}
+        wanted["mtp"] = open_hf_model(mtp, vocab_multiple=16).model, imported(mtp, tmp_path / "mtp")
+    wanted = {case: found for case, found in wanted.items() if fits(found[0], config)}
     assert len(wanted) == (18 if config.smallest_world == 1 else 5)
     ranks = run_ranks(streamed_weights, config.smallest_world, config, wanted, message_bytes)
     for case, (model, checkpoint) in wanted.items():
@@ -141,11 +110,6 @@ def fits(model: ModelConfig, mesh: MeshConfig) -> bool:
     return not list(mesh_violations(model, mesh, seq_length=32))
 
 
-def test_every_mesh_of_the_list_is_for_most_families() -> None:
-    for config in MESHES.values():
-        assert sum(fits(oracle(case, vocab_size=1003, **changes).ours, config) for case, changes in CASES.items()) >= 7
-
-
 def test_a_run_starts_from_an_import_and_what_it_trains_goes_back(tmp_path: Path) -> None:
     case, changes = "qwen3_moe", TWO_GROUPS | {"vocab_size": 120}
     source = saved(case, tmp_path / "hf", **changes)
@@ -159,8 +123,6 @@ def test_a_run_starts_from_an_import_and_what_it_trains_goes_back(tmp_path: Path
     back = exported(trained_folder, tmp_path / "back", reference=source)
     assert_same(to_global(read_hf(back), model), without_optimizer_and_padding(read_dist(trained_folder), model))
     assert len(differing(source, back)) > 100
-    again = run_ranks(logits_of_checkpoints, 1, MeshConfig(), {case: (model, trained_folder)}, random_tokens())
-    assert torch.cat(again[0][case]).isfinite().all()
 
 
 def without_optimizer_and_padding(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:

@@ -26,7 +26,6 @@ def read_all(folder: str) -> list[list[list[int]]]:
 
 
 def unusable_cache(folder: str) -> str:
-    """What this rank says of a cache folder that is a file."""
     data = DataConfig(train=(f"{folder}/a",), seq_length=8, split=(100.0, 0.0, 0.0))
     plan = plan_data(data, vocab_size=1000, samples=SampleCounts(train=20))
     try:

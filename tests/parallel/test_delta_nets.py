@@ -1,6 +1,5 @@
-"""Gated delta nets on any mesh compute one rank's gradients and steps, in fp64 where rounding explains nothing.
-
-Attention over chosen keys computes one rank's gradients and steps on any mesh, in fp64: no choice is rounded.
+"""Gated delta nets and attention over chosen keys compute one rank's gradients and steps on any mesh, in fp64: rounding
+explains nothing, and no choice is rounded.
 """
 
 import pytest
@@ -9,43 +8,13 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import DeltaConfig, ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from tests.double import on_one_rank, trained
-from tests.parallel.parity import largest, relative_errors
+from tests.parallel.parity import MESHES, largest, relative_errors
 from tests.parallel.test_parity import assert_trains_as_one_rank
 from tests.tiny_models import TINY
 
 ROWS, SHORTER = (), (64, 8, 72, 24, 32)
 """Two rows of 64 positions, or one row of several sequences; 8 keys are chosen, which is all that one of them has."""
-INDEXED_MESHES = {"tp2": MeshConfig(tp=2), "cp2": MeshConfig(cp=2), "tp2-cp2": MeshConfig(tp=2, cp=2)}
 FULL = PlatformConfig(layers="torch", recompute="full")
-
-
-def indexed_model(family: str) -> ModelConfig:
-    """Three layers, so that one shares a choice between two that make it; no balance loss."""
-    tiny = TINY[family]
-    moe = tiny.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0})
-    shared = (1,) if tiny.indexer.shared_layers else ()
-    indexer = tiny.indexer.model_copy(update={"shared_layers": shared})
-    return tiny.model_copy(update={"num_layers": 3, "moe": moe, "indexer": indexer})
-
-
-@pytest.mark.matrix("deepseek_v32-tp2-cp2-packed", "glm_moe_dsa-tp2-cp2-rows")
-@pytest.mark.parametrize(
-    ("family", "mesh", "lengths"),
-    [
-        pytest.param(family, mesh, lengths, id=f"{family}-{mesh}-{'packed' if lengths else 'rows'}")
-        for family in ("deepseek_v32", "glm_moe_dsa")
-        for mesh in INDEXED_MESHES
-        for lengths in (ROWS, SHORTER)
-    ],
-)
-def test_indexed_attention_has_the_gradients_and_steps_of_one_rank(
-    family: str, mesh: str, lengths: tuple[int, ...]
-) -> None:
-    model = indexed_model(family)
-    found, wanted = trained(model, INDEXED_MESHES[mesh], lengths), on_one_rank(model, lengths)
-    for ours, theirs, bound in zip(found, wanted, (1e-12, 1e-11), strict=True):
-        errors = relative_errors(ours, theirs)
-        assert max(errors.values()) <= bound, largest(errors)
 
 
 @pytest.mark.matrix("1-2")
@@ -64,29 +33,39 @@ def test_selective_recomputation_changes_nothing(modules: tuple[str, ...]) -> No
 
 PACKED = (64, 8, 128, 24, 32)
 """One row of several sequences, some of them with several chunks."""
-MESHES = {
-    "tp2": MeshConfig(tp=2),
-    "cp2": MeshConfig(cp=2),
-    "tp2-ep2": MeshConfig(tp=2, ep=2),
-    "tp2-cp2": MeshConfig(tp=2, cp=2),
-    "tp4": MeshConfig(tp=4),
-}
 CASES = [
-    *(("qwen3_next", mesh, lengths) for mesh in MESHES for lengths in (ROWS, PACKED)),
+    *(
+        (family, mesh, lengths)
+        for family in ("deepseek_v32", "glm_moe_dsa")
+        for mesh in ("tp2", "cp2", "tp2-cp2")
+        for lengths in (ROWS, SHORTER)
+    ),
+    *(
+        ("qwen3_next", mesh, lengths)
+        for mesh in ("tp2", "cp2", "tp2-ep2", "tp2-cp2", "tp4")
+        for lengths in (ROWS, PACKED)
+    ),
     *(("qwen3_5_moe_text", mesh, PACKED) for mesh in ("tp2", "cp2", "tp2-ep2")),
     *(("qwen3_5_text", mesh, PACKED) for mesh in ("tp2", "cp2")),
 ]
 
 
 def model_of(family: str) -> ModelConfig:
-    """Two key/value heads, so that four tensor-parallel ranks share them; one layer of each kind; no balance loss."""
+    """No balance loss. Of keys that are chosen three layers, so that one shares a choice between two that make it; of
+    delta nets one layer of each kind, and two key/value heads, which four tensor-parallel ranks share.
+    """
     tiny = TINY[family]
     moe = tiny.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0})
-    delta = DeltaConfig(full_every=2, key_heads=4, value_heads=8, key_dim=8, value_dim=12)
-    return tiny.model_copy(update={"num_layers": 2, "moe": moe, "delta": delta})
+    if tiny.delta.full_every is not None:
+        delta = DeltaConfig(full_every=2, key_heads=4, value_heads=8, key_dim=8, value_dim=12)
+        return tiny.model_copy(update={"num_layers": 2, "moe": moe, "delta": delta})
+    indexer = tiny.indexer.model_copy(update={"shared_layers": (1,) if tiny.indexer.shared_layers else ()})
+    return tiny.model_copy(update={"num_layers": 3, "moe": moe, "indexer": indexer})
 
 
-@pytest.mark.matrix("qwen3_next-tp2-cp2-packed", "qwen3_next-tp4-rows")
+@pytest.mark.matrix(
+    "deepseek_v32-tp2-cp2-packed", "glm_moe_dsa-tp2-cp2-rows", "qwen3_next-tp2-cp2-packed", "qwen3_next-tp4-rows"
+)
 @pytest.mark.parametrize(
     ("family", "mesh", "lengths"),
     [

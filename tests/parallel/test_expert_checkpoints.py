@@ -21,16 +21,11 @@ from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.linear import RMSNorm
 from mcore_rl.storage.checkpoints.write import sharding_metadata
+from tests.parallel.parity import MESHES
 from tests.ranks import run_ranks
 from tests.unit.model.layers.oracles import small_config
 
 NUM_EXPERTS, WIDTH, ROWS = 4, 32, 6
-MESHES = {
-    "1": MeshConfig(),
-    "ep2": MeshConfig(ep=2, dp=2),
-    "tp2-etp2": MeshConfig(tp=2, etp=2),
-    "tp2-etp2-ep2": MeshConfig(tp=2, etp=2, ep=2, dp=2),
-}
 Saved = tuple[dict[str, Tensor], set[tuple[Any, ...]]]
 
 
@@ -157,7 +152,7 @@ def whole(ranks: list[Any]) -> Saved:
 
 @pytest.mark.matrix("tp2-etp2-ep2-single", "tp2-etp2-ep2-stacked")
 @pytest.mark.parametrize("is_singleton", [False, True], ids=["stacked", "single"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["1", "ep2", "tp2-etp2", "tp2-etp2-ep2"])
 def test_our_experts_are_saved_as_megatrons_are(mesh: str, is_singleton: bool) -> None:
     config = MESHES[mesh]
     ours = whole(run_ranks(trained, config.smallest_world, "ours", config, is_singleton, False))
@@ -166,7 +161,6 @@ def test_our_experts_are_saved_as_megatrons_are(mesh: str, is_singleton: bool) -
 
 @functools.cache
 def saved_by_megatrons(is_singleton: bool) -> Saved:
-    """Return the checkpoint that Megatron's experts write on one rank."""
     return whole(run_ranks(trained, 1, "megatron", MeshConfig(), is_singleton, False))
 
 

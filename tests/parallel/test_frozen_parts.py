@@ -70,7 +70,6 @@ def test_a_layer_that_is_frozen_alone_is_refused_at_the_start(mesh: MeshConfig, 
 
 
 def partly_frozen_run(config: PretrainConfig) -> str:
-    """On a rank: the error of a run in which the first layer's router alone is frozen."""
     setup.freeze = freeze_first_router
     with pytest.raises(ConfigError) as error, open_run(config, start(config.platform)):
         pass
@@ -78,13 +77,11 @@ def partly_frozen_run(config: PretrainConfig) -> str:
 
 
 def freeze_first_router(chunks: Sequence[nn.Module], **_settings: bool) -> None:
-    """Stands for `freeze`."""
     if chunks[0].pre_process:
         unwrap(chunks[0]).decoder.layers[0].mlp.router.requires_grad_(False)
 
 
 def detached_run(config: PretrainConfig) -> str:
-    """On a rank: the error of a run that trains experts which the loss does not reach."""
     setup.freeze = partial(freeze_all_but, PARTS["experts"], "1")
     tokens = torch.arange(16)
     sample = {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(16), "position_ids": tokens}
@@ -125,7 +122,6 @@ def trained_part(config: PretrainConfig, part: str, cell: str, until: int, save_
 
 
 def freeze_all_but(part: str, cell: str, chunks: Sequence[nn.Module], **_settings: bool) -> None:
-    """Stands for `freeze`."""
     is_first_stage = any("word_embeddings" in name for name, _ in chunks[0].named_parameters())
     for chunk in chunks:
         for name, param in chunk.named_parameters():
@@ -133,5 +129,4 @@ def freeze_all_but(part: str, cell: str, chunks: Sequence[nn.Module], **_setting
 
 
 def weights_of(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """A copy of this rank's weights by name."""
     return {name: param.detach().clone() for chunk in chunks for name, param in chunk.named_parameters()}

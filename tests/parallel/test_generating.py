@@ -18,6 +18,7 @@ from mcore_rl.rl.sampling import Cut, Drawn, draw, uniforms
 from mcore_rl.rl.types import Completion
 from tests.generating import completions_on, ragged_prompts
 from tests.hf_models import VOCAB, oracle
+from tests.parallel.parity import MESHES
 from tests.ranks import run_ranks
 
 ROWS, IDS, PADDED = 64, 700, 768
@@ -37,7 +38,6 @@ def logits() -> Tensor:
 
 
 def drawn_on(tp: int) -> list[Drawn]:
-    """On a rank."""
     mesh = build_mesh(MeshConfig(tp=tp))
     slice_Bv = logits().chunk(tp, dim=1)[mesh.tp.rank]
     uniforms_B = uniforms(torch.arange(ROWS), torch.arange(ROWS))
@@ -53,16 +53,8 @@ def test_slices_of_the_vocabulary_on_two_ranks_draw_the_same() -> None:
             torch.testing.assert_close(ours.kept_logprobs_B, wanted.kept_logprobs_B, rtol=0, atol=1e-12)
 
 
-MESHES = {
-    "tp2": MeshConfig(tp=2),
-    "ep2": MeshConfig(ep=2, dp=2),
-    "pp2": MeshConfig(pp=2),
-    "tp2-ep2": MeshConfig(tp=2, ep=2),
-    "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
-    "cp2": MeshConfig(cp=2),
-}
 MESHES_OF = {
-    "qwen3_moe": list(MESHES),
+    "qwen3_moe": ["tp2", "ep2", "pp2", "tp2-ep2", "tp2-pp2-vpp2", "cp2"],
     "deepseek_v3": ["tp2", "pp2"],
     "glm_moe_dsa": ["tp2-ep2", "pp2", "cp2"],
     "qwen3_next": ["tp2", "pp2", "cp2"],
@@ -86,7 +78,6 @@ def work_of(case: str, num_layers: int) -> tuple[Any, ...]:
 
 @functools.cache
 def alone_with(case: str, num_layers: int) -> list[list[Completion]]:
-    """The completions of one rank, by sampling."""
     alone: list[list[Completion]]
     ((_, alone),) = run_ranks(completions_on, 1, MeshConfig(), *work_of(case, num_layers))
     assert {completion.finish for completion in alone[1]} == {"stop", "length"}

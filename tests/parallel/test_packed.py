@@ -1,6 +1,5 @@
 """Packed rows train as their conversations would one by one, on any mesh."""
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -15,12 +14,13 @@ from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.data.batch import BatchSource, Microbatch
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.packing import PackedSequences, PackingOptions
-from mcore_rl.megatron.schedule import HeadOutput, run_pass
+from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.model.build import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import NextTokenHead, world_sums
 from tests.parallel.parity import (
+    MESHES,
     Tensors,
     assembled,
     config_of,
@@ -36,13 +36,6 @@ from tests.tiny_models import TINY
 LENGTHS = (30, 3, 23, 9, 5, 17, 25, 2, 6)
 """Tokens of the conversations; a row holds 32 positions."""
 ROWS = 4
-MESHES = {
-    "1": MeshConfig(),
-    "tp2-ep2": MeshConfig(tp=2, ep=2),
-    "cp2": MeshConfig(cp=2),
-    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
-    "cp2-pp2-ep2": MeshConfig(cp=2, pp=2, ep=2),
-}
 # The routers' losses see all tokens of a forward pass, padding included: here only the next token's loss counts.
 NO_ROUTER_LOSS = {"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
 MODELS = {
@@ -51,19 +44,6 @@ MODELS = {
 }
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})
 MODELS["deepseek_v3-mtp2"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 2})
-
-
-CHANGED = 3
-
-
-class Logits:
-    """Keeps the model's output."""
-
-    wants_losses = False
-
-    def __call__(self, microbatch: LocalMicrobatch, output: torch.Tensor) -> HeadOutput:
-        """The logits of each position."""
-        return HeadOutput(loss=output.sum(), count=torch.tensor(1), outputs={"logits": output.detach()})
 
 
 def conversations(vocab_size: int) -> Examples:
@@ -162,33 +142,3 @@ def test_recomputing_packed_mtp_layers_changes_nothing() -> None:
     )
     assert recomputed[0] == stored[0]
     assert max(relative_errors(recomputed[1], stored[1]).values()) <= 1e-6
-
-
-def changes_of_logits(config: PretrainConfig) -> list[tuple[int, float]]:
-    """On one rank: for each span its first token, and how far another conversation CHANGED moves its logits."""
-    state = set_up_plain(config)
-    before = conversations(config.model.vocab_size)
-    ids = before.ids_T.copy()
-    begin, end = before.starts_N[CHANGED : CHANGED + 2]
-    ids[begin:end] = (ids[begin:end] + 1) % config.model.vocab_size
-    both = [packed(state, before), packed(state, dataclasses.replace(before, ids_T=ids))]
-    with torch.no_grad():
-        logits = [
-            torch.cat([outputs["logits"][0] for outputs in run_pass(state.chunks, inputs, Logits(), backward=False)])
-            for inputs in both
-        ]
-    distances = (logits[0] - logits[1]).abs().amax(-1)
-    lengths = [length for inputs in both[0] if inputs.packed for length in inputs.packed.lengths]
-    firsts = torch.cat([inputs.tokens_Bs[0] for inputs in both[0]]).split(lengths)
-    return [(int(first[0]), float(span.max())) for first, span in zip(firsts, distances.split(lengths), strict=True)]
-
-
-@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
-def test_a_conversation_sees_nothing_of_the_others_in_its_row(model: str) -> None:
-    config = config_of(MODELS[model], MeshConfig())
-    examples = conversations(config.model.vocab_size)
-    changed = int(examples.ids_T[examples.starts_N[CHANGED]])
-    (spans,) = run_ranks(changes_of_logits, 1, config)
-    moved = [first for first, distance in spans if distance > 1e-3]
-    assert moved == [changed]
-    assert max(distance for first, distance in spans if first != changed) < 1e-5

@@ -12,6 +12,7 @@ from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import (
     LENGTH,
+    MESHES,
     ROWS,
     WIDE_ROWS,
     Outcome,
@@ -26,29 +27,6 @@ from tests.parallel.parity import (
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY, shallow
 
-MESHES = {
-    "tp2": MeshConfig(tp=2),
-    "pp2": MeshConfig(pp=2),
-    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
-    "ep2": MeshConfig(ep=2, dp=2),
-    "tp2-ep2": MeshConfig(tp=2, ep=2),
-    "tp2-etp2": MeshConfig(tp=2, etp=2),
-    "tp2-etp2-ep2": MeshConfig(tp=2, etp=2, ep=2, dp=2),
-    "cp2": MeshConfig(cp=2),
-    "cp2-ep2": MeshConfig(cp=2, ep=2),
-    "dp2": MeshConfig(dp=2),
-    "dp2-overlapped": MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
-    "tp2-pp2": MeshConfig(tp=2, pp=2),
-    "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
-    "pp2-ep2": MeshConfig(pp=2, ep=2, dp=2),
-    "pp2-uneven": MeshConfig(pp=2, first_stage_layers=1, last_stage_layers=3),
-    "pp2-layout": MeshConfig(pp=2, pp_layout=(4, 0)),
-    "pp2-vpp2-balanced": MeshConfig(pp=2, vpp=2, pp_layout="balanced"),  # 1, 2, 1 and no layer
-    "tp2-dp2-overlapped": MeshConfig(tp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
-    "pp2-vpp2-dp2-overlapped": MeshConfig(pp=2, vpp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
-    "tp2-ep2-shared-overlapped": MeshConfig(tp=2, ep=2, overlap_shared_experts=True),
-    "ep2-overlapped": MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
-}
 MODELS = dict(TINY)
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})
 MODELS["deepseek_v32-mtp"] = MODELS["deepseek_v32"].model_copy(update={"mtp_layers": 1})
@@ -60,7 +38,24 @@ MODELS["glm_moe_dsa-8"] = MODELS["glm_moe_dsa"].model_copy(
     }
 )
 REPRESENTATIVE = ("tp2-ep2", "tp2-etp2", "pp2-vpp2", "cp2", "tp2-pp2-vpp2")
-CASES = [("qwen3_moe", mesh) for mesh in MESHES if "shared" not in mesh] + [
+EVERY_AXIS = (
+    *(
+        "tp2",
+        "pp2",
+        "pp2-vpp2",
+        "ep2",
+        "tp2-ep2",
+        "tp2-etp2",
+        "tp2-etp2-ep2",
+        "cp2",
+        "cp2-ep2",
+        "dp2",
+        "dp2-overlapped",
+    ),
+    *("tp2-pp2", "tp2-pp2-vpp2", "pp2-ep2", "pp2-uneven", "pp2-layout", "pp2-vpp2-balanced", "tp2-dp2-overlapped"),
+    *("pp2-vpp2-dp2-overlapped", "ep2-overlapped"),
+)
+CASES = [("qwen3_moe", mesh) for mesh in EVERY_AXIS] + [
     (model, mesh) for model in ("deepseek_v3", "mixtral") for mesh in REPRESENTATIVE
 ]
 CASES += [
@@ -179,7 +174,7 @@ def test_recomputing_activations_changes_nothing(recompute: str, mesh: str) -> N
         if recompute == "full"
         else PlatformConfig(layers="torch", recompute="selective", recompute_modules=tuple(recompute.split("-")))  # type: ignore[arg-type]
     )
-    on = MESHES.get(mesh, MeshConfig())
+    on = MESHES[mesh]
     assert_trains_as_one_rank(shallow(MODELS["qwen3_moe"], on), on, platform)
 
 

@@ -36,7 +36,7 @@ from mcore_rl.train.preferences import (
 )
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
-from tests.parallel.parity import Tensors, random_weights, set_up_plain
+from tests.parallel.parity import MESHES, Tensors, random_weights, set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -147,15 +147,6 @@ def _steps(
     return found
 
 
-MESHES = {
-    "tp2": MeshConfig(tp=2),
-    "pp2": MeshConfig(pp=2),
-    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
-    "cp2": MeshConfig(cp=2),
-    "tp2-ep2": MeshConfig(tp=2, ep=2),
-    "dp2": MeshConfig(dp=2),
-    "cp2-dp2": MeshConfig(cp=2, dp=2),
-}
 LOSSES = [
     DPOSection(),
     DPOSection(loss="ipo", margin_coeff=0.0, length_normalised=True),
@@ -220,7 +211,7 @@ def assert_same(
 
 
 @pytest.mark.matrix("pp2-vpp2", "cp2", "tp2-ep2")
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["tp2", "pp2", "pp2-vpp2", "cp2", "tp2-ep2", "dp2", "cp2-dp2"])
 def test_steps_on_preferences_do_not_depend_on_the_mesh(mesh: str) -> None:
     config = config_of(MESHES[mesh])
     if mesh == "tp2-ep2":  # with logits of 7 positions at a time

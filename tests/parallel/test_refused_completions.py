@@ -36,7 +36,7 @@ from mcore_rl.rl.step.learner import Learner, OptionalParts, policy_logprobs
 from mcore_rl.rl.step.policy_routes import PolicyRoutes
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.rl.types import Group, Prompt
-from tests.parallel.parity import Tensors, assembled, owned
+from tests.parallel.parity import MESHES, Tensors, assembled, owned
 from tests.parallel.rl_steps import GROUPS, SIZE, begin, rollout_of
 from tests.parallel.test_rl_updates import config_of, weights
 from tests.ranks import run_ranks
@@ -49,7 +49,6 @@ FAILED = "failed"
 
 
 def reward(given: RewardInput) -> float:
-    """The number that a completion's text is."""
     return float(given.completion)
 
 
@@ -85,8 +84,6 @@ class Batch:
 
 
 class GivenEngine(QuietEngine):
-    """An engine that returns the given completions."""
-
     capabilities = Capabilities(max_tokens=100, routes=True, seeded=True)
     policy_version = 0
 
@@ -104,8 +101,6 @@ class GivenEngine(QuietEngine):
 
 
 class GivenPrompts:
-    """The prompts of the given completions, once."""
-
     skipped = ""
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -156,12 +151,6 @@ MODEL = "deepseek_v3"
 N = GROUPS * SIZE
 NUMBERS = ("train/grad_norm", "train/consumed_tokens", "critic/grad_norm", "critic/loss")
 LOAD = "moe/load_max_over_mean"
-MESHES = {
-    "alone": MeshConfig(),
-    "tp2-pp2": MeshConfig(tp=2, pp=2),
-    "ep2": MeshConfig(ep=2, dp=2),
-    "cp2": MeshConfig(cp=2),
-}
 
 
 @dataclass(frozen=True)
@@ -213,7 +202,6 @@ def wrong(sample: int) -> Tensor:
 
 
 def left_out(sample: int) -> Tensor:
-    """The live routes but for one row."""
     routes_TLK = honest()[sample].clone()
     routes_TLK[len(routes_TLK) // 2] = -1
     return routes_TLK
@@ -253,7 +241,6 @@ def assert_same(found: Learned, wanted: Learned, *, biases: bool = True) -> None
 
 
 def traced(folder: Path) -> list[dict[str, Any]]:
-    """The samples of the first rollout batch with their tokens."""
     lines = (folder / "samples/step_0000000.jsonl").read_text().splitlines()
     return [sample for sample in map(json.loads, lines) if "log_ratios" in sample]
 
@@ -278,8 +265,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("references")
 
 
-@pytest.mark.matrix("alone-1", "ep2-2")
-@pytest.mark.parametrize(("mesh", "num_steps"), [("alone", 1), ("alone", 2), ("tp2-pp2", 2), ("ep2", 2), ("cp2", 1)])
+@pytest.mark.matrix("1-1", "ep2-2")
+@pytest.mark.parametrize(("mesh", "num_steps"), [("1", 1), ("1", 2), ("tp2-pp2", 2), ("ep2", 2), ("cp2", 1)])
 def test_wrong_routes_leave_an_update_as_it_is_of_the_batch_without_these_completions(
     mesh: str, num_steps: int, folder: Path, tmp_path: Path
 ) -> None:
@@ -300,7 +287,7 @@ def test_wrong_routes_leave_an_update_as_it_is_of_the_batch_without_these_comple
     assert_same(found, without(groups, num_steps, "trainer", folder))
 
 
-@pytest.mark.parametrize("mesh", ["alone", "tp2-pp2"])
+@pytest.mark.parametrize("mesh", ["1", "tp2-pp2"])
 def test_with_refuse_completions_without_all_routes_are_left_out(mesh: str, folder: Path, tmp_path: Path) -> None:
     """The first completion of a group has no routes, and each of the others lacks a row."""
     config = refusing(of_steps(2, MESHES[mesh]), missing="refuse")

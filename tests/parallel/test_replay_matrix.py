@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.megatron.routers import replayed_routers
 from mcore_rl.model.build import unwrap
 from mcore_rl.replay.router_hooks import ChunkMicrobatch, ChunkRouters, RouterHook
 from mcore_rl.train.state import TrainState
-from tests.parallel.parity import largest, relative_errors
+from tests.parallel.parity import MESHES, largest, relative_errors
 from tests.parallel.replaying import (
     LAYOUTS,
     MODELS,
@@ -88,21 +87,10 @@ def batched_messages(state: TrainState) -> None:
 
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
-MESHES = {
-    "tp2": MeshConfig(tp=2),
-    "pp2": MeshConfig(pp=2),
-    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
-    "ep2": MeshConfig(ep=2, dp=2),
-    "tp2-ep2": MeshConfig(tp=2, ep=2),
-    "tp2-etp2": MeshConfig(tp=2, etp=2),
-    "cp2": MeshConfig(cp=2),
-    "dp2": MeshConfig(dp=2),
-    "cp2-pp2": MeshConfig(cp=2, pp=2),
-    "cp2-pp2-ep2": MeshConfig(cp=2, pp=2, ep=2),
-    "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
-    "pp4-vpp2": MeshConfig(pp=4, vpp=2),
-    "pp2-vpp2-balanced": MeshConfig(pp=2, vpp=2, pp_layout="balanced"),
-}
+EVERY_AXIS = (
+    *("tp2", "pp2", "pp2-vpp2", "ep2", "tp2-ep2", "tp2-etp2", "cp2", "dp2", "cp2-pp2", "cp2-pp2-ep2"),
+    *("tp2-pp2-vpp2", "pp4-vpp2", "pp2-vpp2-balanced"),
+)
 CAPACITY = ("qwen3_moe-full", "deepseek_v3-full")
 """Models whose experts have a capacity factor of 1."""
 RECOMPUTE = ("none", "full", "moe")
@@ -124,7 +112,7 @@ def model_of(family: str, mesh: str) -> str:
     "tp2-pp2-vpp2-deepseek_v3",
 )
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", EVERY_AXIS)
 def test_routes_of_one_rank_give_its_gradients_on_every_mesh(mesh: str, family: str) -> None:
     """Each without, with full, and with selective recomputation; packed and padded."""
     model = model_of(family, mesh)

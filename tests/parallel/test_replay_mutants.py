@@ -9,8 +9,8 @@ import pytest
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.replay import ReplayKind
 from mcore_rl.config.rl_run import RlRunConfig
-from tests.parallel.parity import config_of, random_weights
-from tests.parallel.replay_faults import MESHES, Row, Work, model_of, table
+from tests.parallel.parity import MESHES, config_of, random_weights
+from tests.parallel.replay_faults import SOME_MESHES, Row, Work, model_of, table
 from tests.parallel.replay_mutants import MUTANTS, applied
 from tests.parallel.test_rl_updates import config_of as rl_config_of
 
@@ -28,13 +28,12 @@ def rl_config(mesh: str, scenario: str) -> RlRunConfig:
 def work() -> Work:
     scenarios = {(mesh, m.scenario) for m in MUTANTS if m.scenario.startswith("rl_") for mesh in m.meshes}
     return Work(
-        weights={mesh: random_weights(config_of(model_of(mesh), MeshConfig())) for mesh in MESHES},
+        weights={mesh: random_weights(config_of(model_of(mesh), MeshConfig())) for mesh in SOME_MESHES},
         rl={(mesh, scenario): rl_config(mesh, scenario) for mesh, scenario in scenarios},
     )
 
 
 def text_of(rows: list[Row]) -> str:
-    """Return the table: fault, mesh, verdict, relative effect, and the beginning of the message."""
     lines = [
         f"{row.mutant.name:62} {row.mutant.scenario:22} {row.mesh:9} {row.verdict:9} "
         f"{'-' if row.effect is None else format(row.effect, '.1e'):8} {row.error[:90]}"

@@ -1,4 +1,6 @@
-"""A reward model as a user trains it: from a language model, killed and resumed, shifted, evaluated, refused."""
+"""A reward model and preference optimisation as a user runs them: from a language model, killed and resumed; scores are
+shifted, evaluated, refused, and the reference's logprobs cached or gone.
+"""
 
 import io
 import json
@@ -11,10 +13,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
-import tokenizers
 import torch
-from tokenizers import models, pre_tokenizers
 from torch import Tensor
 
 from mcore_rl.cli import evaluate
@@ -22,54 +23,68 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig, OptimConfig
-from mcore_rl.config.preferences import PreferenceDataConfig, RewardModelConfig
+from mcore_rl.config.preferences import DPOConfig, DPOSection, PreferenceDataConfig, RewardModelConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.metrics.jsonl import read_records
 from mcore_rl.model.build import build_model
 from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT
-from mcore_rl.programs import rm
+from mcore_rl.programs import dpo, rm
+from mcore_rl.programs.rl import teacher_source
+from mcore_rl.programs.rollouts import load_reward_models
+from mcore_rl.rl.engines.native.engine import evaluating
+from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.rewards.from_model import RewardModels, load_reward_models
 from mcore_rl.storage.checkpoints.read import find_checkpoint
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights
+from mcore_rl.train.preferences import PreferenceTrainer
 from mcore_rl.train.reward_model import RewardModelTrainer
 from tests.conversion import assert_adapters_alone_moved, exported, imported, read_dist
 from tests.emitted import assert_emitted
 from tests.ranks import run_ranks
 from tests.rounding import fp32_rounding
 from tests.tiny_models import TINY
+from tests.tokenizer_files import save_tokenizer
 from tests.unit.rl import test_reward_model
 
 WORDS = [f"w{index}" for index in range(100)]
 MODEL = TINY["qwen3_moe"].model_copy(update={"num_layers": 2, "hidden_dropout": 0.1})
+WITHOUT_DROPOUT = MODEL.model_copy(update={"hidden_dropout": 0.0})
+"""A policy that is its reference exactly, at the start."""
 MESH = MeshConfig(tp=2, ep=2)
 STEPS, KILLED_AT = 12, 7
+DPO_STEPS, DPO_KILLED_AT = 8, 6
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of words, and questions whose better answer repeats their last word."""
-    folder = tmp_path_factory.mktemp("pairs")
-    vocabulary = {word: index for index, word in enumerate(["<unk>", "<end>", *WORDS])}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+def write_inputs(folder: Path, model: ModelConfig, sizes: dict[str, int], most_words: int) -> Path:
+    """Write a tokenizer of words, a model, and questions whose better answer repeats their last word; the other answer
+    has one to `most_words` words.
+    """
+    save_tokenizer(folder, ["<unk>", "<end>", *WORDS], "<unk>", ("<end>",), eos_token="<end>")
     draw = random.Random(0)
-    for name, count in (("train", 200), ("valid", 30)):
+    for name, count in sizes.items():
         lines = []
         for _ in range(count):
             right, wrong = draw.sample(WORDS[:6], 2)
             question = " ".join([*draw.choices(WORDS, k=draw.randint(0, 5)), right])
-            answers = {"chosen": right, "rejected": " ".join([wrong] * draw.randint(1, 2))}
-            lines.append(json.dumps({"prompt": question, **answers}))
+            rejected = " ".join([wrong] * (draw.randint(1, most_words) if most_words > 1 else 1))
+            lines.append(json.dumps({"prompt": question, "chosen": right, "rejected": rejected}))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    run_ranks(write_language_model, 1, MODEL, folder / "base")
+    run_ranks(write_language_model, 1, model, folder / "base")
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("pairs"), MODEL, {"train": 200, "valid": 30}, most_words=2)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("dpo"), WITHOUT_DROPOUT, {"train": 60, "valid": 20}, most_words=1)
 
 
 def write_language_model(model: ModelConfig, path: Path) -> None:
@@ -89,28 +104,34 @@ def config_of(folder: Path, name: str) -> RewardModelConfig:
         optim=OptimConfig(lr=1e-2, warmup_steps=2),
         train=TrainConfig(steps=STEPS, global_batch=16, eval_interval=6),
         checkpoint=CheckpointConfig(load=str(folder / "base"), load_optimizer=False, interval=5),
-        data=PreferenceDataConfig(
-            train=(str(folder / "train.jsonl"),),
-            valid=(str(folder / "valid.jsonl"),),
-            chat_template="raw",
-            seq_length=16,
-            tokens_per_microbatch=128,
-            tokenizer={"kind": "huggingface", "path": str(folder)},  # type: ignore[arg-type]
-        ),
+        data=data_of(folder),
     )
 
 
-def killed_at(step: int, config: RewardModelConfig) -> None:
-    """On a rank: the run, which is killed when it begins the step after `step`."""
-    whole = RewardModelTrainer._step
+def data_of(folder: Path) -> PreferenceDataConfig:
+    return PreferenceDataConfig(
+        train=(str(folder / "train.jsonl"),),
+        valid=(str(folder / "valid.jsonl"),),
+        chat_template="raw",
+        seq_length=16,
+        tokens_per_microbatch=128,
+        tokenizer={"kind": "huggingface", "path": str(folder)},  # type: ignore[arg-type]
+    )
 
-    def step_or_end(trainer: RewardModelTrainer) -> None:
+
+def killed_at(step: int, config: RewardModelConfig | DPOConfig) -> None:
+    """On a rank: the run, which is killed when it begins the step after `step`."""
+    is_dpo = isinstance(config, DPOConfig)
+    owner, train = (PreferenceTrainer, dpo.train) if is_dpo else (RewardModelTrainer, rm.train)
+    whole = owner._step
+
+    def step_or_end(trainer: Any) -> None:
         if trainer.state.progress.step == step:
             os.kill(os.getpid(), signal.SIGKILL)
         whole(trainer)
 
-    with mock.patch.object(RewardModelTrainer, "_step", step_or_end):
-        rm.train(config)
+    with mock.patch.object(owner, "_step", step_or_end):
+        train(config)
 
 
 def numbers_of(run_dir: Path) -> dict[tuple[int, str], Any]:
@@ -124,14 +145,12 @@ def numbers_of(run_dir: Path) -> dict[tuple[int, str], Any]:
 
 
 def evaluated(config: RewardModelConfig) -> str:
-    """On a rank: what `mcore-rl eval` prints."""
     with redirect_stdout(io.StringIO()) as output:
         evaluate.evaluate_reward_model(config)
     return output.getvalue()
 
 
 def loaded_as_policy(path: Path) -> None:
-    """On a rank: a language model is given a reward model's weights."""
     settings = PlatformConfig(layers="torch")
     platform, mesh = platforms.start(settings), build_mesh(MESH)
     seed_ranks(0)
@@ -240,3 +259,103 @@ def test_a_reward_model_that_is_killed_resumes_bit_equal_and_scores_chosen_answe
 
     with pytest.raises(AssertionError, match="is of a reward model or a critic, whose scores are no logits"):
         run_ranks(loaded_as_policy, 2, folder / "straight")
+
+
+def dpo_config(home: Path, name: str, lora: LoraConfig | None = None) -> DPOConfig:
+    return DPOConfig(
+        lora=lora or LoraConfig(),
+        run_dir=str(home / name),
+        platform=PlatformConfig(layers="torch", deterministic=True),
+        model=WITHOUT_DROPOUT,
+        mesh=MeshConfig(),
+        optim=OptimConfig(lr=3e-3 if lora is None else 1e-2, warmup_steps=2),
+        train=TrainConfig(steps=DPO_STEPS, global_batch=16, eval_interval=4),
+        checkpoint=CheckpointConfig(load=str(home / "base"), load_optimizer=False, interval=5),
+        data=data_of(home),
+        dpo=DPOSection(beta=0.5),
+    )
+
+
+def refusal(config: DPOConfig) -> str:
+    with pytest.raises(CheckpointError) as error:
+        dpo.train(config)
+    return str(error.value)
+
+
+def test_a_reference_of_another_model_is_refused(home: Path) -> None:
+    config = dpo_config(home, "other")
+    config = config.model_copy(
+        update={
+            "model": WITHOUT_DROPOUT.model_copy(update={"norm_eps": 1e-3}),
+            "checkpoint": CheckpointConfig(),
+            "dpo": DPOSection(beta=0.5, reference=str(home / "base")),
+        }
+    )
+    assert "- model.norm_eps is 1e-06 there, 0.001 here" in run_ranks(refusal, 1, config)[0]
+
+
+def logits_of_teachers(config: DPOConfig, paths: list[Path]) -> list[Tensor]:
+    """On a rank: logits of teachers of a policy with the config's model."""
+    platform, mesh, found = platforms.start(config.platform), build_mesh(config.mesh), []
+    seed_ranks(0)
+    tokens = torch.arange(16)[None]
+    for path in paths:
+        source = teacher_source(str(path), WITHOUT_DROPOUT, config.mesh, 16, 16, load_tokenizer(config.data.tokenizer))
+        teacher = FrozenModel(
+            source.model, source.path, mesh, platform, config.platform, store="host", verify_checksums=True
+        )
+        with torch.no_grad(), teacher.installed(), evaluating(teacher.chunks):
+            found.append(teacher.chunks[0](tokens, tokens, None)[..., : WITHOUT_DROPOUT.vocab_size].clone())
+    return found
+
+
+def cached(run_dir: Path) -> dict[str, list[float]]:
+    files = sorted((run_dir / "reference_logprobs").glob("*.npz"))
+    return {file.name: numpy.load(file)["logprobs"].tolist() for file in files}
+
+
+@pytest.mark.matrix("whole")
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=8)], ids=["whole", "adapters"])
+def test_a_killed_run_without_its_cache_resumes_bit_equal_from_a_fresh_pass_of_the_reference(
+    lora: LoraConfig | None, home: Path
+) -> None:
+    """The reference of new adapters is the model without them."""
+    kind = "whole" if lora is None else "adapters"
+    straight, killed = (dpo_config(home, f"{kind}-{name}", lora) for name in ("straight", "killed"))
+    straight_dir, killed_dir = home / f"{kind}-straight", home / f"{kind}-killed"
+    run_ranks(dpo.train, 1, straight)
+    with pytest.raises(AssertionError, match="died without an answer"):
+        run_ranks(killed_at, 1, DPO_KILLED_AT, killed)
+    before = cached(killed_dir)
+    # Pairs of train and valid; other weights are in the modules when the run resumes.
+    assert [len(logprobs) for logprobs in before.values()].count(120) == 1 and len(before) == 2
+    first, second = sorted((killed_dir / "reference_logprobs").glob("*.npz"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-40])
+    run_ranks(dpo.train, 1, killed)
+    assert cached(killed_dir) == cached(straight_dir) == before
+    wanted = numbers_of(straight_dir)
+    assert numbers_of(killed_dir) == wanted
+    events = (killed_dir / "metrics.jsonl").read_text()
+    assert "is damaged" in events and "logprobs of 40 answers took" in events
+    assert_emitted("dpo", straight_dir)
+
+    assert wanted[1, "pairs/loss"] == pytest.approx(numpy.log(2), rel=1e-12), "the model is its reference"
+    assert wanted[1, "pairs/accuracy"] == 0.5 and wanted[1, "pairs/reward_margin"] == 0
+    if lora is None:
+        assert wanted[DPO_STEPS, "pairs/loss"] < 0.6 and wanted[DPO_STEPS, "eval/pairs/accuracy"] > 0.6
+        return
+    # Over random weights, which eight steps of all of them teach more.
+    assert wanted[DPO_STEPS, "pairs/loss"] < 0.68
+    end = find_checkpoint(straight_dir)
+    assert_adapters_alone_moved(find_checkpoint(home / "base"), end)
+    exported(end, home / "merged", merges=True)
+    merged = imported(home / "merged", home / "imported", vocab_multiple=WITHOUT_DROPOUT.vocab_multiple)
+    ((ours, theirs, of_base),) = run_ranks(logits_of_teachers, 1, straight, [end, merged, home / "base"])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    assert (ours - of_base).abs().max() > 0.01
+    others = LoraConfig(rank=8, alpha=8.0)
+    asked = straight.model_copy(
+        update={"lora": others, "run_dir": str(home / "asked"), "dpo": DPOSection(beta=0.5, reference=str(end))}
+    )
+    assert "- lora.alpha is 32.0 there, 8.0 here" in run_ranks(refusal, 1, asked)[0]

@@ -15,7 +15,7 @@ from mcore_rl.config.rl.loss import AnyLoss, PtxConfig, UpdateConfig
 from mcore_rl.config.rl.rollout import PromptConfig, RolloutConfig
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
-from tests.parallel.parity import Tensors, assembled, random_weights
+from tests.parallel.parity import MESHES, Tensors, assembled, random_weights
 from tests.parallel.rl_steps import (
     GROUPS,
     SIZE,
@@ -36,16 +36,7 @@ from tests.ranks import run_ranks
 from tests.sections import advantage_config, loss_config
 from tests.tiny_models import TINY, shallow
 
-MESHES = {
-    "tp2": MeshConfig(tp=2),
-    "pp2": MeshConfig(pp=2),
-    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
-    "ep2": MeshConfig(ep=2, dp=2),
-    "cp2": MeshConfig(cp=2),
-    "dp2": MeshConfig(dp=2),
-    "tp2-pp2": MeshConfig(tp=2, pp=2),
-    "cp2-dp2-overlapped": MeshConfig(cp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
-}
+EVERY_AXIS = ("tp2", "pp2", "pp2-vpp2", "ep2", "cp2", "dp2", "tp2-pp2", "cp2-dp2-overlapped")
 MODELS = TINY | {f"{name}-shallow": shallow(TINY[name]) for name in ("qwen3_moe", "deepseek_v3")}
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3-shallow"].model_copy(update={"mtp_layers": 1})
 CHANGES: list[dict[str, Any]] = [
@@ -90,7 +81,6 @@ def config_of(
 
 
 def model_of(model: str, mesh: str) -> str:
-    """The model of a mesh, shallow where there are no stages."""
     return model if MESHES[mesh].pp > 1 else f"{model}-shallow"
 
 
@@ -129,7 +119,7 @@ def assert_same(ours: list[list[dict[str, float]]], theirs: list[list[dict[str, 
 
 
 @pytest.mark.matrix("qwen3_moe-tp2-pp2", "deepseek_v3-pp2-vpp2")
-@pytest.mark.parametrize(("model", "mesh"), [*[("qwen3_moe", mesh) for mesh in MESHES], *REPRESENTATIVE])
+@pytest.mark.parametrize(("model", "mesh"), [*[("qwen3_moe", mesh) for mesh in EVERY_AXIS], *REPRESENTATIVE])
 def test_updates_do_not_depend_on_the_mesh(model: str, mesh: str, folder: Path, tmp_path: Path) -> None:
     model = model_of(model, mesh)
     config = config_of(model, MESHES[mesh])
@@ -245,9 +235,9 @@ def test_routes_of_an_engine_that_are_like_none_of_the_trainer_end_the_run(tmp_p
         run_ranks(updates, 1, config, weights("qwen3_moe", 1), {}, tmp_path, [{}])
 
 
-@pytest.mark.parametrize("mesh", ["alone", "dp2", "cp2", "pp2"])
+@pytest.mark.parametrize("mesh", ["1", "dp2", "cp2", "pp2"])
 def test_tokens_get_the_z_scores_of_the_steps_that_end_there_or_later(mesh: str) -> None:
-    config = config_of("qwen3_moe", MESHES.get(mesh, MeshConfig()))
+    config = config_of("qwen3_moe", MESHES[mesh])
     rl = config.rl.model_copy(update={"advantage": advantage_config(kind="steps", eps=0.01)})
     config = config.model_copy(update={"rl": rl})
     rollout = rollout_of(config, 0, 1)
@@ -318,10 +308,10 @@ def test_old_logprobs_of_a_pass_before_are_those_of_the_update_itself(folder: Pa
     assert reports[2]["kl_old"] > 0.0
 
 
-@pytest.mark.parametrize("mesh", ["alone", "ep2"])
+@pytest.mark.parametrize("mesh", ["1", "ep2"])
 def test_sampled_old_logprobs_need_no_routes(mesh: str, folder: Path, tmp_path: Path) -> None:
     """The KL of the first update is then what a trainer's pass reports as the mismatch with the rollout."""
-    config = config_of("qwen3_moe", MESHES.get(mesh, MeshConfig()), old_logprobs="rollout")
+    config = config_of("qwen3_moe", MESHES[mesh], old_logprobs="rollout")
     initial, other = weights("qwen3_moe", 1), weights("qwen3_moe", 2)
     ranks = run_ranks(updates, config.mesh.smallest_world, config, initial, other, tmp_path, [{"kind": "gspo"}])
     first, second = ranks[0][0]

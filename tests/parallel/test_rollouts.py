@@ -139,14 +139,12 @@ def known(rollout: Rollout) -> dict[str, Any]:
 
 
 def taken(mesh: MeshConfig, cursors: Sequence[int], rollout: dict[str, Any]) -> list[dict[str, Any]]:
-    """On a rank: what is known of the rollouts from these cursors."""
     start(PlatformConfig(layers="torch"))
     with opened(build_mesh(mesh), ScriptedEngine(), rollout) as rollouts:
         return [known(rollouts.take(cursor)) for cursor in cursors]
 
 
 def waited_s(mesh: MeshConfig, rollout: dict[str, Any]) -> float:
-    """On a rank: the seconds of generation of the first rollout batch."""
     start(PlatformConfig(layers="torch"))
     with opened(build_mesh(mesh), SlowEngine(), rollout) as rollouts:
         return float(reduced(rollouts.take(0).metrics)["time/rollout_s"])
@@ -174,7 +172,6 @@ STEPS = [0, 3, 8]
 
 @functools.cache
 def alone(dynamic: bool) -> list[dict[str, Any]]:
-    """One replica's groups of each step."""
     (rank,) = run_ranks(taken, 1, MeshConfig(), STEPS, {"dynamic_sampling": dynamic})
     return rank
 

@@ -19,7 +19,7 @@ from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.train.preferences import PreferenceSource, packing_limits
 from mcore_rl.train.reward_model import RewardHead
 from mcore_rl.train.step import train_step
-from tests.parallel.parity import Tensors, assembled, batch, owned, set_up_plain
+from tests.parallel.parity import MESHES, Tensors, assembled, batch, owned, set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -27,12 +27,9 @@ from tests.tiny_models import TINY
 MODEL = TINY["qwen3_moe"].scored.model_copy(
     update={"moe": TINY["qwen3_moe"].moe.model_copy(update={"balance": "none"})}
 )
-MESHES = {
-    "tp2": MeshConfig(tp=2),
-    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
-    "cp2": MeshConfig(cp=2),
-    "tp2-ep2": MeshConfig(tp=2, ep=2),
-}
+
+
+COMPARED = ("tp2", "pp2-vpp2", "cp2", "tp2-ep2")
 
 
 class ValueHead:
@@ -95,7 +92,6 @@ def config_of(mesh: MeshConfig, lora: LoraConfig | None = None) -> RewardModelCo
 
 
 def steps(config: RewardModelConfig, initial: Tensors) -> list[dict[str, float]]:
-    """On a rank: what a step on values and two on pairs report."""
     state = set_up_plain(config)
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
@@ -114,7 +110,6 @@ def steps(config: RewardModelConfig, initial: Tensors) -> list[dict[str, float]]
 
 
 def on_each_mesh(meshes: list[MeshConfig], initial: Tensors, lora: LoraConfig | None) -> list[Any]:
-    """On a rank: the steps of each mesh, one mesh after another."""
     outcomes = []
     for mesh in meshes:
         outcomes.append(steps(config_of(mesh, lora), initial))
@@ -123,7 +118,6 @@ def on_each_mesh(meshes: list[MeshConfig], initial: Tensors, lora: LoraConfig | 
 
 
 def initial_weights(config: RewardModelConfig) -> list[Any]:
-    """On a rank: the pieces of a new model."""
     return owned(set_up_plain(config))
 
 
@@ -138,8 +132,8 @@ def test_losses_and_gradients_of_values_and_rewards_do_not_depend_on_the_mesh(lo
             tensor.normal_(std=0.1 if name == "score.weight" else 0.02, generator=generator)
     (reference,) = run_ranks(steps, 1, config_of(MeshConfig(), lora), initial)
     assert [step["count"] for step in reference[1:]] == [9, 3]
-    on_ranks = run_ranks(on_each_mesh, 4, list(MESHES.values()), initial, lora)
-    for name, *outcomes in zip(MESHES, *on_ranks, strict=True):
+    on_ranks = run_ranks(on_each_mesh, 4, [MESHES[mesh] for mesh in COMPARED], initial, lora)
+    for name, *outcomes in zip(COMPARED, *on_ranks, strict=True):
         for outcome in outcomes:
             for step, (ours, theirs) in enumerate(zip(outcome, reference, strict=True)):
                 # Adapters have three more rounded sums in each matrix: 7e-6 of a reward of 0.25.

@@ -84,7 +84,6 @@ def pushed(config: RlRunConfig, tensors: Tensors, message_bytes: int) -> tuple[P
     live = LiveBytes(shard.data for shard in local_shards(chunks))
 
     def watched(*args: Any) -> Iterator[Bucket]:
-        """What the push gathers, and all that it does with it."""
         with live:
             for index, bucket in enumerate(iter_hf_weights(*args)):
                 if index == 0:
@@ -222,7 +221,6 @@ class TransformersAnswers(TableAnswers):
         return found
 
     def complete(self, asked: Asked) -> Answer:
-        """The table's tokens."""
         answer, start = super().complete(asked), len(asked.prompt) - 1
         logits_SV = self._logits((*asked.prompt, *answer.tokens))[start:]
         return replace(answer, logprobs=tuple(reported_logprobs(logits_SV, answer.tokens, asked)))

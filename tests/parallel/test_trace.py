@@ -16,7 +16,6 @@ ODD = (0, 6)
 
 @functools.cache
 def traced(mesh: str, folder: Path) -> list[dict[str, Any]]:
-    """The samples of a rollout batch with two updates."""
     routes = {n: honest()[n].clone() for n in range(N)}
     for n in ODD:
         routes[n][-1] = wrong(n)[-1]
@@ -31,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_changed_routes_and_advantages_are_those_made_by_hand(folder: Path) -> None:
-    samples = traced("alone", folder)
+    samples = traced("1", folder)
     assert len(samples) == N
     for n, sample in enumerate(samples[: 4 * SIZE]):
         changed = sample["changed_routes"]["rollout_routes"]
@@ -45,7 +44,7 @@ def test_changed_routes_and_advantages_are_those_made_by_hand(folder: Path) -> N
 
 @pytest.mark.parametrize("mesh", ["tp2-pp2", "cp2"])
 def test_tokens_are_the_same_on_every_mesh(mesh: str, folder: Path) -> None:
-    for one, other in zip(traced(mesh, folder), traced("alone", folder), strict=True):
+    for one, other in zip(traced(mesh, folder), traced("1", folder), strict=True):
         assert one.get("changed_routes") == other.get("changed_routes")
         if "log_ratios" in one:
             assert one["log_ratios"] == pytest.approx(other["log_ratios"], abs=2e-4)

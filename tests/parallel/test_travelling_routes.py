@@ -217,7 +217,6 @@ def laid_out_otherwise(meshes: Sequence[MeshConfig], model: ModelConfig, weights
 
 
 def rebatched(run: Run, layouts: list[MicrobatchLayout]) -> Run:
-    """Return a run with the same model and cache, and another batch."""
     made = [microbatch_of(layout, run.state) for layout in layouts]
     return Run(run.state, run.cache, run.version, layouts, [m for m, _ in made], [names for _, names in made])
 

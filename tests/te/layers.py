@@ -28,12 +28,10 @@ Tensors = Mapping[str, Tensor]
 
 
 def settings_of(layers: Layers, precision: Literal["fp32", "bf16"] = "fp32") -> PlatformConfig:
-    """Return settings with layers of one kind."""
     return PlatformConfig(layers=layers, precision=precision)
 
 
 def built(model: ModelConfig, mesh: Mesh, settings: PlatformConfig, seed: int = 1) -> list[nn.Module]:
-    """Return this rank's chunks."""
     seed_ranks(seed)
     platform = start(settings)
     assert platform.layers == settings.layers

@@ -85,7 +85,6 @@ def test_checkpoints_of_either_kind_of_layers_are_loaded_by_the_other_bit_for_bi
 
 
 def fits(model: ModelConfig, mesh: MeshConfig) -> bool:
-    """Whether the mesh cuts this model."""
     return (mesh.ep == 1 or model.is_moe) and not list(mesh_violations(model, mesh, seq_length=32))
 
 

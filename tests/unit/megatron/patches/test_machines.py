@@ -105,7 +105,7 @@ def waits_of_a_layer(trained: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.matrix()
 @pytest.mark.parametrize("machine", [CUDA])
 def test_every_familys_logits_on_cuda_are_those_of_transformers(machine: str) -> None:
-    done = emulated(machine, "tests.emulated_families:families")
+    done = emulated(machine, "tests.emulated_bench:families")
     assert done.returncode == 0, done.stderr[-3000:]
     differences = json.loads(done.stdout.splitlines()[-1])
     assert differences.keys() == FAMILIES.keys() - {"gpt_oss"}  # YaRN's tables are not emulated
