@@ -118,3 +118,9 @@ def shallow(model: ModelConfig, *meshes: MeshConfig) -> ModelConfig:
     dense the other one has experts.
     """
     return model if any(mesh.pp > 1 for mesh in meshes) else model.model_copy(update={"num_layers": 2})
+
+
+def without_router_losses(model: ModelConfig, **moe: Any) -> ModelConfig:
+    """The model without the routers' losses, which are of a microbatch, padding included, and not of tokens."""
+    losses = {"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
+    return model.model_copy(update={"moe": model.moe.model_copy(update=losses | moe)})

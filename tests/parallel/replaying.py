@@ -1,8 +1,5 @@
-"""Helpers that record, impose and compare routes on any mesh; one world of ranks runs many cases.
-
-Routes, and drops, read and imposed on one rank without any part of mcore_rl.replay, to check it against.
-
-Routes, losses and gradients of one rank, and comparisons of other meshes with them.
+"""Routes that are recorded, imposed and compared on any mesh, with those of one rank and with an oracle that has no
+part of mcore_rl.replay; one world of ranks runs many cases.
 """
 
 import dataclasses
@@ -41,7 +38,7 @@ from tests.parallel.parity import (
     whole_gradients,
 )
 from tests.ranks import run_ranks
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, without_router_losses
 
 LENGTHS = (13, 8, 16, 5, 11, 16, 3, 10)
 """Number of tokens of each sample; the last position of each is not trained on."""
@@ -51,14 +48,11 @@ IDS = 1000
 VERSION = 3
 Sabotage = Callable[[TrainState], None]
 
-NO_ROUTER_LOSS = {"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
-
 
 def tiny(family: str, num_layers: int = 4, mtp: int = 0, **moe: Any) -> ModelConfig:
     """Return a family's smallest model without the routers' losses, which see padding."""
-    model = TINY[family]
-    experts = model.moe.model_copy(update=NO_ROUTER_LOSS | moe)
-    return model.model_copy(update={"moe": experts, "num_layers": num_layers, "mtp_layers": mtp})
+    model = without_router_losses(TINY[family], **moe)
+    return model.model_copy(update={"num_layers": num_layers, "mtp_layers": mtp})
 
 
 class SavedRoutes(NamedTuple):

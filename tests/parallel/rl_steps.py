@@ -1,4 +1,4 @@
-"""Updates on a rollout that is given, on any mesh: apart from its tests, so that ranks need not import them."""
+"""Updates on a rollout that is given, on any mesh."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,13 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.replay import ReplayConfig, ReplayKind
+from mcore_rl.config.rl.rollout import PromptConfig, RolloutConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
+from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.packing import PackedSequences, PackingOptions
 from mcore_rl.errors import TrainingError
@@ -29,8 +35,28 @@ from mcore_rl.train.state import TrainState
 from tests.generating import prompt_of
 from tests.parallel.parity import Tensors, owned, set_up_plain
 from tests.sections import advantage_config, loss_config
+from tests.tiny_models import without_router_losses
 
 GROUPS, SIZE = 6, 4
+
+
+def run_config(
+    model: ModelConfig, mesh: MeshConfig, replay: ReplayKind, optim: OptimConfig, **sections: Any
+) -> RlRunConfig:
+    """Two updates of each rollout of GROUPS prompts; `sections` of rl beside prompts and rollout."""
+    return RlRunConfig(
+        platform=PlatformConfig(layers="torch"),
+        model=without_router_losses(model),
+        mesh=mesh,
+        replay=ReplayConfig(kind=replay, max_disagreement=None),  # the random routes of R3 are like nobody's
+        optim=optim,
+        train=TrainConfig(steps=100, global_batch=GROUPS * SIZE // 2),
+        rl=RlConfig(
+            prompts=PromptConfig(max_tokens=8),
+            rollout=RolloutConfig(prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=0.7),
+            **sections,
+        ),
+    )
 
 
 def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout:

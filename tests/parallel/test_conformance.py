@@ -1,7 +1,4 @@
-"""The conformance kit on this package: every format, mesh, damage and some faults.
-
-This package as a program under the conformance kit: how any program is given to it.
-"""
+"""The conformance kit on this package: every format, mesh, damage and some faults."""
 
 import sys
 from collections.abc import Sequence

@@ -31,17 +31,12 @@ from tests.parallel.parity import (
     set_up_plain,
 )
 from tests.ranks import run_ranks
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, without_router_losses
 
 LENGTHS = (30, 3, 23, 9, 5, 17, 25, 2, 6)
 """Tokens of the conversations; a row holds 32 positions."""
 ROWS = 4
-# The routers' losses see all tokens of a forward pass, padding included: here only the next token's loss counts.
-NO_ROUTER_LOSS = {"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
-MODELS = {
-    name: TINY[name].model_copy(update={"moe": TINY[name].moe.model_copy(update=NO_ROUTER_LOSS)})
-    for name in ("qwen3_moe", "deepseek_v3", "minimax_m2")
-}
+MODELS = {name: without_router_losses(TINY[name]) for name in ("qwen3_moe", "deepseek_v3", "minimax_m2")}
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})
 MODELS["deepseek_v3-mtp2"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 2})
 

@@ -1,7 +1,4 @@
-"""PPO's updates of policy and critic: those of transformers and autograd in float64, and the same on every mesh.
-
-Updates of a policy and its critic on a given rollout: apart from its tests, so that ranks need not import them.
-"""
+"""PPO's updates of policy and critic: those of transformers and autograd in float64, and the same on every mesh."""
 
 import copy
 import functools
@@ -21,11 +18,9 @@ from torch import Tensor, nn
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.replay import ReplayConfig, ReplayKind
+from mcore_rl.config.replay import ReplayKind
 from mcore_rl.config.rl.loss import CriticConfig, DistillConfig, PtxConfig, UpdateConfig
-from mcore_rl.config.rl.rollout import PromptConfig, RolloutConfig
-from mcore_rl.config.rl_run import RlConfig, RlRunConfig
-from mcore_rl.config.run import PlatformConfig, TrainConfig
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.megatron.schedule import free_routing
@@ -53,6 +48,7 @@ from tests.parallel.rl_steps import (
     reference_pass,
     replaced,
     rollout_of,
+    run_config,
     sampled_positions,
     texts_pass,
     token_advantages,
@@ -290,28 +286,17 @@ TEACHERS = {"other": "a checkpoint", "itself": "self"}
 
 def config_of(model: ModelConfig, replay: ReplayKind = "none", optim: OptimConfig = ADAM) -> RlRunConfig:
     """Two minibatches; clips that are reached, truncated completions that go on in the last value."""
-    moe = model.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0})
-    return RlRunConfig(
-        platform=PlatformConfig(layers="torch"),
-        model=model.model_copy(update={"moe": moe}),
-        replay=ReplayConfig(kind=replay, max_disagreement=None),  # the routes of R3 here are like nobody's
-        optim=optim,
-        train=TrainConfig(steps=100, global_batch=GROUPS * SIZE // 2),
-        rl=RlConfig(
-            prompts=PromptConfig(max_tokens=8),
-            rollout=RolloutConfig(prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=TEMPERATURE),
-            advantage=advantage_config(
-                kind="gae",
-                gamma=GAMMA,
-                gae_lambda=LAMBDA,
-                bootstrap_truncated=True,
-                eps=EPS,
-                critic=CriticConfig(optim=optim, clip_value=VALUE_CLIP, gae_lambda=CRITIC_LAMBDA),
-            ),
-            loss=loss_config(kind="ppo", clip_low=CLIP, clip_high=CLIP, kl_coeff=BETA, kl_in="reward"),
-            update=UpdateConfig(max_tokens_per_microbatch=80),
-        ),
+    advantage = advantage_config(
+        kind="gae",
+        gamma=GAMMA,
+        gae_lambda=LAMBDA,
+        bootstrap_truncated=True,
+        eps=EPS,
+        critic=CriticConfig(optim=optim, clip_value=VALUE_CLIP, gae_lambda=CRITIC_LAMBDA),
     )
+    loss = loss_config(kind="ppo", clip_low=CLIP, clip_high=CLIP, kl_coeff=BETA, kl_in="reward")
+    update = UpdateConfig(max_tokens_per_microbatch=80)
+    return run_config(model, MeshConfig(), replay, optim, advantage=advantage, loss=loss, update=update)
 
 
 class Theirs:

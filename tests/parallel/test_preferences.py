@@ -1,7 +1,5 @@
 """A step on preferences does not depend on the mesh: the two sides of a pair lie anywhere in a packed row, and context
 parallelism cuts both.
-
-Steps on preferences that are given, on any mesh: apart from its tests, so that ranks need not import them.
 """
 
 import functools
@@ -38,7 +36,7 @@ from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
 from tests.parallel.parity import MESHES, Tensors, random_weights, set_up_plain
 from tests.ranks import run_ranks
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, without_router_losses
 
 SIZES = (2, 3, 2, 2, 4, 2, 2)
 """Answers of each prompt: pairs and rankings."""
@@ -155,12 +153,9 @@ LOSSES = [
 
 
 def config_of(mesh: MeshConfig, tokens_per_microbatch: int = 128) -> DPOConfig:
-    """No balance loss, which is of a microbatch and not of tokens."""
-    tiny = TINY["qwen3_moe"]
-    moe = tiny.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0})
     return DPOConfig(
         platform=PlatformConfig(layers="torch"),
-        model=tiny.model_copy(update={"moe": moe}),
+        model=without_router_losses(TINY["qwen3_moe"]),
         mesh=mesh,
         data=PreferenceDataConfig(seq_length=24, tokens_per_microbatch=tokens_per_microbatch),
         optim=OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3),

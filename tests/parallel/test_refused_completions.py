@@ -1,7 +1,6 @@
 """Completions that are left out of a rollout batch because of their routes: the rest trains as if they had not been.
 
-A rollout batch of a scripted engine, some of whose routes are wrong or missing, through RlTrainer on any mesh: apart
-from its tests, so that ranks need not import them.
+Tokens beside the samples are the same on every mesh, with the routes that were changed by hand.
 """
 
 import functools
@@ -360,3 +359,44 @@ def test_more_than_the_allowed_share_ends_the_run(
     reason = rf"The routes of {num_wrong + num_missing} of its 24 completions are refused, and {int(24 * fraction)} may"
     with pytest.raises(AssertionError, match=rf"(?s)RoutingError: Rollout batch at step 0: .*{reason}"):
         learn(config, Batch(routes, texts(), range(GROUPS)), tmp_path)
+
+
+ODD = (0, 6)
+"""Samples of which one row of routes is of other experts, the last: that of the token before the last."""
+
+
+@functools.cache
+def traced_on(mesh: str, traces: Path) -> list[dict[str, Any]]:
+    routes = {n: honest()[n].clone() for n in range(N)}
+    for n in ODD:
+        routes[n][-1] = wrong(n)[-1]
+    learn(refusing(of_steps(2, MESHES[mesh])), Batch(routes, texts(), range(GROUPS)), traces / mesh)
+    path = traces / mesh / "samples/step_0000000.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traced_on")
+
+
+def test_changed_routes_and_advantages_are_those_made_by_hand(traces: Path) -> None:
+    samples = traced_on("1", traces)
+    assert len(samples) == N
+    for n, sample in enumerate(samples[: 4 * SIZE]):
+        changed = sample["changed_routes"]["rollout_routes"]
+        assert (sample["tokens"] - 2 in changed) == (n in ODD)
+        assert len(sample["pieces"]) == len(sample["log_ratios"]) == sample["tokens"]
+        group = samples[n // SIZE * SIZE : n // SIZE * SIZE + SIZE]
+        mean = sum(one["reward"] for one in group) / SIZE
+        assert (sample["advantage"] > 0) == (sample["reward"] > mean)
+    assert all("pieces" not in sample for sample in samples[4 * SIZE :])
+
+
+@pytest.mark.parametrize("mesh", ["tp2-pp2", "cp2"])
+def test_tokens_are_the_same_on_every_mesh(mesh: str, traces: Path) -> None:
+    for one, other in zip(traced_on(mesh, traces), traced_on("1", traces), strict=True):
+        assert one.get("changed_routes") == other.get("changed_routes")
+        if "log_ratios" in one:
+            assert one["log_ratios"] == pytest.approx(other["log_ratios"], abs=2e-4)
+            assert one["advantage"] == pytest.approx(other["advantage"], rel=1e-5)

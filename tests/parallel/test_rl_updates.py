@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig, ReplayKind
 from mcore_rl.config.rl.loss import AnyLoss, PtxConfig, UpdateConfig
-from mcore_rl.config.rl.rollout import PromptConfig, RolloutConfig
-from mcore_rl.config.rl_run import RlConfig, RlRunConfig
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
+from mcore_rl.megatron.mesh import Axis
+from mcore_rl.rl.step.losses import policy_loss
+from mcore_rl.rl.step.objective import policy_objective
 from tests.parallel.parity import MESHES, Tensors, assembled, random_weights
 from tests.parallel.rl_steps import (
-    GROUPS,
     SIZE,
     cached_bytes,
     expert_biases,
@@ -25,6 +27,7 @@ from tests.parallel.rl_steps import (
     rollout_of,
     router_shifts,
     routing_splits,
+    run_config,
     sampled_positions,
     splits_by_hand,
     token_advantages,
@@ -35,6 +38,8 @@ from tests.parallel.rl_steps import (
 from tests.ranks import run_ranks
 from tests.sections import advantage_config, loss_config
 from tests.tiny_models import TINY, shallow
+from tests.unit.rl.ragged import PADDED, tokens_of
+from tests.unit.rl.ragged import batch as ragged_batch
 
 EVERY_AXIS = ("tp2", "pp2", "pp2-vpp2", "ep2", "cp2", "dp2", "tp2-pp2", "cp2-dp2-overlapped")
 MODELS = TINY | {f"{name}-shallow": shallow(TINY[name]) for name in ("qwen3_moe", "deepseek_v3")}
@@ -59,25 +64,11 @@ def config_of(
     mesh: MeshConfig,
     max_tokens_per_microbatch: int = ROWS["long"],
     replay: ReplayKind = "none",
-    **update: Any,
+    **changes: Any,
 ) -> RlRunConfig:
-    """Two updates a rollout; no balance loss, which is of a microbatch and not of tokens."""
-    tiny = MODELS[model]
-    moe = tiny.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0})
-    return RlRunConfig(
-        platform=PlatformConfig(layers="torch"),
-        model=tiny.model_copy(update={"moe": moe}),
-        mesh=mesh,
-        replay=ReplayConfig(kind=replay, max_disagreement=None),  # random routes are like nobody's
-        optim=OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3),
-        train=TrainConfig(steps=100, global_batch=GROUPS * SIZE // 2),
-        rl=RlConfig(
-            prompts=PromptConfig(max_tokens=8),
-            rollout=RolloutConfig(prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=0.7),
-            loss=loss_config(),
-            update=UpdateConfig(max_tokens_per_microbatch=max_tokens_per_microbatch, **update),
-        ),
-    )
+    update = UpdateConfig(max_tokens_per_microbatch=max_tokens_per_microbatch, **changes)
+    optim = OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3)
+    return run_config(MODELS[model], mesh, replay, optim, loss=loss_config(), update=update)
 
 
 def model_of(model: str, mesh: str) -> str:
@@ -376,3 +367,60 @@ def test_routes_of_a_rollout_are_forgotten_with_it(replay: ReplayKind) -> None:
     (found,) = run_ranks(cached_bytes, 1, config, weights("qwen3_moe-shallow", 1))
     assert found[0] > 0
     assert found == [found[0]] * 3
+
+
+LOSSES = [
+    loss_config(
+        kind=kind,
+        entropy_coeff=0.1,
+        kl_coeff=0.1,
+        **(
+            {}
+            if mismatch is None
+            else {"importance_sampling": mismatch, "importance_sampling_low": 0.9, "importance_sampling_high": 1.1}
+        ),
+    )
+    for kind, mismatch in [
+        ("grpo", "mask"),
+        ("gspo", "sequence_mask"),
+        ("gspo_token", "truncate"),
+        ("rspo", "sequence_truncate"),
+        ("kimi_k2", None),
+        ("cispo", "sequence_truncate"),
+    ]
+]
+
+
+def on_a_part(cp):
+    """Sums, maxima and the gradient of every config from this rank's part of each row."""
+    part = torch.arange(PADDED).chunk(cp.size)[cp.rank]
+    results = []
+    for config in LOSSES:
+        rows = ragged_batch()
+        leaf = rows["logprobs"].requires_grad_()
+        whole = tokens_of(rows, config.aggregation_in_use)
+        mine = {
+            name: values_T.unflatten(0, (-1, PADDED))[:, part].flatten()
+            for name in whole.__slots__
+            if name.endswith("_T") and (values_T := getattr(whole, name)) is not None
+        }
+        tokens = type(whole)(**mine, lengths_N=whole.lengths_N)
+        loss = policy_loss(tokens, policy_objective(config), cp)
+        (gradient,) = torch.autograd.grad(loss.loss, leaf)
+        numbers = [{name: float(x) for name, x in values.items()} for values in (loss.sums, loss.maxima)]
+        results.append((*numbers, gradient))
+    return results
+
+
+def on_a_rank():
+    return on_a_part(Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size()))
+
+
+def test_context_parallelism_changes_neither_loss_nor_gradient():
+    alone = on_a_part(Axis(None, 0, 1))
+    ranks = run_ranks(on_a_rank, 2)
+    for (sums, maxima, gradient), *parts in zip(alone, *ranks, strict=True):
+        assert {name: sum(part[0][name] for part in parts) for name in sums} == pytest.approx(sums, rel=1e-12)
+        assert {name: max(part[1][name] for part in parts) for name in maxima} == maxima
+        torch.testing.assert_close(sum(part[2] for part in parts), gradient, rtol=1e-12, atol=1e-15)
+        assert gradient.abs().max() > 0

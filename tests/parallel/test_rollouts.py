@@ -1,7 +1,4 @@
-"""A step's groups do not depend on how many replicas make them; dynamic sampling takes what has a signal.
-
-Rollouts of a scripted engine on ranks; apart from its tests, so that ranks need not import them.
-"""
+"""A step's groups do not depend on how many replicas make them; dynamic sampling takes what has a signal."""
 
 import functools
 import statistics

@@ -1,7 +1,4 @@
-"""The served engine on meshes: one rank of a replica asks, and all its ranks have the answers with their own routes.
-
-The served engine on a rank of any mesh; apart from its test, so that ranks need not import it.
-"""
+"""The served engine on meshes: one rank of a replica asks, and all its ranks have the answers with their own routes."""
 
 import resource
 import threading
