@@ -52,7 +52,6 @@ STRICT = "assume_ok_unexpected"
 
 
 def halves(layer: ModuleSpec) -> tuple[ModuleSpec, ModuleSpec]:
-    """The attention of a layer alone, and its MLP alone."""
     attention = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
     mlp = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
     first, second = (

@@ -17,6 +17,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, PretrainConfig, TrainConfig
+from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.mesh import destroy_mesh
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
@@ -122,6 +123,13 @@ def assert_killed(function: Callable[..., Any], num_ranks: int, *args: Any) -> N
     """Run `function` on ranks of which one kills itself with SIGKILL."""
     with pytest.raises(AssertionError, match="died without an answer"):
         run_ranks(function, num_ranks, *args)
+
+
+def refusal(config: Any) -> str:
+    """On a rank: the message of a run that does not begin."""
+    with pytest.raises((CheckpointError, ConfigError)) as error, opened(config):
+        pass
+    return str(error.value)
 
 
 def kill_this_rank() -> None:

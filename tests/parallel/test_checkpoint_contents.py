@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.run import PretrainConfig
-from mcore_rl.errors import CheckpointError
 from mcore_rl.storage.checksums import crc32_of
 from mcore_rl.storage.foreign import load_metadata
-from tests.parallel.checkpointing import SMALL, config_of, opened, run
+from tests.parallel.checkpointing import SMALL, config_of, refusal
 from tests.ranks import run_ranks
 
 TP2_EP2 = MeshConfig(tp=2, ep=2)
@@ -33,14 +31,6 @@ class Program:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open, (self.file, "w")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on TP2 x EP2 with checkpoints of steps 1 and 2."""
-    folder = tmp_path_factory.mktemp("saved")
-    run(config_of(folder, SMALL, TP2_EP2), until=2, save_at=[1, 2])
-    return folder
 
 
 def archive(content: object) -> bytes:
@@ -211,9 +201,3 @@ def test_changed_bytes_are_found_and_the_last_complete_checkpoint_offered(
     messages = run_ranks(refusal, 2, config_of(copy, SMALL, TP2_EP2))
     assert len(set(messages)) == 1 and what in messages[0]
     assert f"The last complete one is {copy}/checkpoints/iter_0000001" in messages[0]
-
-
-def refusal(config: PretrainConfig) -> str:
-    with pytest.raises(CheckpointError) as error, opened(config):
-        pass
-    return str(error.value)

@@ -26,7 +26,7 @@ from mcore_rl.programs.open_run import open_run
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights, weights_state
 from mcore_rl.train.loop import SupervisedTrainer
 from mcore_rl.train.step import NextTokenHead
-from tests.parallel.checkpointing import SMALL, config_of, opened, run, stop_writers, stopped_writers
+from tests.parallel.checkpointing import SMALL, config_of, opened, refusal, run, stop_writers, stopped_writers
 from tests.parallel.parity import set_up_plain
 from tests.ranks import run_ranks
 
@@ -64,14 +64,6 @@ def resumed_at(config: PretrainConfig) -> int:
 ONE = MeshConfig()
 TP2_EP2 = MeshConfig(tp=2, ep=2)
 OTHER = SMALL.model_copy(update={"moe": SMALL.moe.model_copy(update={"num_experts": 4})})
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on TP2 x EP2 with checkpoints of steps 1 and 2."""
-    folder = tmp_path_factory.mktemp("saved")
-    run(config_of(folder, SMALL, TP2_EP2), until=2, save_at=[1, 2])
-    return folder
 
 
 @pytest.mark.matrix("background")
@@ -165,12 +157,6 @@ def test_a_damaged_checkpoint_is_refused_and_the_last_complete_one_offered(
         assert f"The last complete one is {copy}/checkpoints/iter_0000001" in message
     shutil.move(copy / "checkpoints/iter_0000002", tmp_path / "aside")
     assert list(run(own, until=2).losses) == [2], "the remedy works"
-
-
-def refusal(config: PretrainConfig) -> str:
-    with pytest.raises(CheckpointError) as error, opened(config):
-        pass
-    return str(error.value)
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_it_is_read(saved: Path, tmp_path: Path) -> None:

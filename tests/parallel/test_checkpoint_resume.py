@@ -71,23 +71,15 @@ def stayed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, obje
 
 
 @pytest.mark.full
-def test_gated_delta_nets_resume_on_other_meshes(tmp_path: Path) -> None:
-    """A rank's parts of their projections are tensors of their own in a checkpoint, with their moments."""
-    model = TINY["qwen3_next"]
-    stayed = run(config_of(tmp_path / "stayed", model, MeshConfig(tp=2, ep=2)), until=4, save_at=[2])
+@pytest.mark.parametrize(("family", "within"), [("qwen3_next", 3e-6), ("glm_moe_dsa", 1e-6)])
+def test_newer_kinds_of_attention_resume_on_other_meshes(family: str, within: float, tmp_path: Path) -> None:
+    """A rank's parts of the projections of delta nets are tensors of their own in a checkpoint, with their moments;
+    these layers amplify the rounding of sums in another order. Indexers are held by no optimizer.
+    """
+    stayed = run(config_of(tmp_path / "stayed", TINY[family], TP2_EP2), until=4, save_at=[2])
     for name, mesh in {"pp2": MeshConfig(pp=2), "cp2": MeshConfig(cp=2)}.items():
-        moved = run(config_of(tmp_path / name, model, mesh, load=str(tmp_path / "stayed")), until=4)
-        # These layers amplify the rounding of sums in another order.
-        assert moved.losses == pytest.approx({step: stayed.losses[step] for step in (3, 4)}, rel=3e-6), name
-
-
-@pytest.mark.full
-def test_indexers_which_no_optimizer_holds_resume_on_other_meshes(tmp_path: Path) -> None:
-    model = TINY["glm_moe_dsa"]
-    stayed = run(config_of(tmp_path / "stayed", model, MeshConfig(tp=2, ep=2)), until=4, save_at=[2])
-    for name, mesh in {"pp2": MeshConfig(pp=2), "cp2": MeshConfig(cp=2)}.items():
-        moved = run(config_of(tmp_path / name, model, mesh, load=str(tmp_path / "stayed")), until=4)
-        assert moved.losses == pytest.approx({step: stayed.losses[step] for step in (3, 4)}, rel=1e-6), name
+        moved = run(config_of(tmp_path / name, TINY[family], mesh, load=str(tmp_path / "stayed")), until=4)
+        assert moved.losses == pytest.approx({step: stayed.losses[step] for step in (3, 4)}, rel=within), name
 
 
 def test_a_pipeline_stage_without_experts_can_be_left_and_entered(tmp_path: Path) -> None:

@@ -13,25 +13,17 @@ from torch import Tensor
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
-from mcore_rl.errors import CheckpointError, ConfigError, TrainingError
+from mcore_rl.errors import TrainingError
 from mcore_rl.megatron.schedule import HeadOutput
 from mcore_rl.metrics.attempts_file import NUMERICS
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.train.step import NextTokenHead, train_step
-from tests.parallel.checkpointing import SMALL, Run, config_of, opened, run
+from tests.parallel.checkpointing import SMALL, Run, config_of, opened, refusal, run
 from tests.parallel.parity import batch
 from tests.ranks import run_ranks
 
 ONE = MeshConfig()
 TP2_EP2 = MeshConfig(tp=2, ep=2)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
-    """A run on TP2 x EP2 with checkpoints of steps 1 and 2, and its losses."""
-    folder = tmp_path_factory.mktemp("saved")
-    losses = run(config_of(folder, SMALL, TP2_EP2), until=2, save_at=[1, 2]).losses
-    return folder, losses
 
 
 def folders(path: Path) -> list[str]:
@@ -45,10 +37,10 @@ def flip_the_middle(file: Path) -> None:
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_where_the_config_says_so(
-    saved: tuple[Path, dict[int, float]], tmp_path: Path
+    saved_run: tuple[Path, dict[int, float]], tmp_path: Path
 ) -> None:
     copy = tmp_path / "run"
-    shutil.copytree(saved[0], copy)
+    shutil.copytree(saved_run[0], copy)
     flip_the_middle(copy / "checkpoints/iter_0000002/__1_0.distcp")
     stopping = config_of(copy, SMALL, TP2_EP2)
     assert "iter_0000002/__1_0.distcp is " in run_ranks(refusal, 2, stopping)[0]
@@ -57,7 +49,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_where_the_config_says_so(
     config = config_of(copy, SMALL, TP2_EP2, on_damaged="previous")
     resumed = run(config, until=2)
     assert resumed.source == copy / "checkpoints/iter_0000001"
-    assert resumed.losses == {2: saved[1][2]}, "bit for bit the step that was lost"
+    assert resumed.losses == {2: saved_run[1][2]}, "bit for bit the step that was lost"
     assert folders(copy) == ["damaged_iter_0000002_0", "iter_0000001"]
     assert (copy / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "1\n"
     (warning,) = (line for line in resumed.lines if line.startswith("warning: "))
@@ -71,29 +63,23 @@ def test_a_damaged_newest_checkpoint_is_passed_over_where_the_config_says_so(
     assert folders(copy) == ["damaged_iter_0000002_0", "iter_0000001"]
 
 
-def refusal(config: RunConfig) -> str:
-    with pytest.raises((CheckpointError, ConfigError)) as error, opened(config):  # type: ignore[arg-type]
-        pass
-    return str(error.value)
-
-
 def as_sft(config: PretrainConfig) -> Any:
     return SFTConfig(**{name: getattr(config, name) for name in RunConfig.model_fields})
 
 
 def test_of_another_stages_checkpoint_only_the_weights_are_taken(
-    saved: tuple[Path, dict[int, float]], tmp_path: Path
+    saved_run: tuple[Path, dict[int, float]], tmp_path: Path
 ) -> None:
-    path = saved[0] / "checkpoints/iter_0000002"
-    fine_tuning = as_sft(config_of(tmp_path / "sft", SMALL, TP2_EP2, load=str(saved[0])))
+    path = saved_run[0] / "checkpoints/iter_0000002"
+    fine_tuning = as_sft(config_of(tmp_path / "sft", SMALL, TP2_EP2, load=str(saved_run[0])))
     step, moments, lines = run_ranks(state_at_start, 2, fine_tuning)[0]
     assert (step, moments) == (0, 0.0)
     assert f"weights of {path}, a checkpoint of pretrain; optimizer, schedule, data and steps start anew" in lines
-    same = config_of(tmp_path / "more", SMALL, TP2_EP2, load=str(saved[0]))
+    same = config_of(tmp_path / "more", SMALL, TP2_EP2, load=str(saved_run[0]))
     step, moments, lines = run_ranks(state_at_start, 2, same)[0]
     assert step == 2 and moments > 0
     # One folder, one run of one program.
-    other = as_sft(config_of(saved[0], SMALL, TP2_EP2))
+    other = as_sft(config_of(saved_run[0], SMALL, TP2_EP2))
     assert run_ranks(refusal, 2, other)[0].startswith(f"{path} is of a run of pretrain, and this is sft.")
 
 
@@ -110,10 +96,10 @@ def state_at_start(config: PretrainConfig) -> tuple[int, float, list[str]]:
 
 
 def test_changes_on_a_resume_are_logged_and_those_of_data_and_random_numbers_refused(
-    saved: tuple[Path, dict[int, float]], tmp_path: Path
+    saved_run: tuple[Path, dict[int, float]], tmp_path: Path
 ) -> None:
     copy = tmp_path / "run"
-    shutil.copytree(saved[0], copy)
+    shutil.copytree(saved_run[0], copy)
     config = config_of(copy, SMALL, TP2_EP2)
     changed = config.model_copy(
         update={
