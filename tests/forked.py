@@ -53,6 +53,13 @@ def run_main(module: str, words: Sequence[object], num_ranks: int = 1) -> "subpr
         return subprocess.CompletedProcess([module, *arguments], status, output, errors)
 
 
+def succeed(module: str, words: Sequence[object], num_ranks: int = 1) -> "subprocess.CompletedProcess[str]":
+    """Return the output of `run_main`; AssertionError with all that it wrote where its status is not 0."""
+    finished = run_main(module, words, num_ranks)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished
+
+
 def begin_main(module: str, words: Sequence[object], output: Path, **environment: str) -> ForkServerProcess:
     """Return the started process of `python -m module words...`; `output` gets what it writes."""
     arguments = [str(word) for word in words]

@@ -1,6 +1,7 @@
-"""A learnable corpus as .bin/.idx, a tiny config on it, and the command as a user gives it."""
+"""A learnable corpus as .bin/.idx, tiny configs of pretraining and of RL, and the command as a user gives it."""
 
 import json
+import string
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tests.forked import run_command
+from tests.tokenizer_files import save_tokenizer
 
 VOCAB_SIZE = 120
 Finished = subprocess.CompletedProcess[str]
@@ -93,7 +95,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 @pytest.fixture
 def mcore_rl() -> Callable[..., Finished]:
-    """Runs a command to its end."""
     return run_command
 
 
@@ -101,3 +102,69 @@ def losses(run_dir: Path) -> dict[int, float]:
     """Step -> training loss, from metrics.jsonl."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {record["step"]: record["train/loss_nats"] for record in records if "train/loss_nats" in record}
+
+
+RL_CONFIG = """
+run_dir = "{folder}/rl"
+[platform]
+deterministic = true
+layers = "torch"
+[model]
+num_layers = 2
+hidden_size = 64
+num_heads = 4
+num_kv_heads = 2
+head_dim = 16
+vocab_size = 48
+vocab_multiple = 16
+[model.moe]
+num_experts = 4
+top_k = 2
+ffn_hidden_size = 32
+[data]
+chat_template = "raw"
+tokenizer = {{ kind = "huggingface", path = "{folder}/characters" }}
+[mesh]
+tp = 2
+ep = 2
+[optim]
+lr = 3e-3
+schedule = "constant"
+[train]
+steps = 16
+global_batch = 16
+eval_interval = 16
+[checkpoint]
+interval = 4
+[rl.prompts]
+task = "reversing"
+max_tokens = 12
+[rl.rollout]
+prompts_per_step = 4
+group_size = 8
+max_new_tokens = 12
+[rl.reward]
+parts = ["length"]
+length_max_tokens = 2
+[rl.loss]
+kl_coeff = 1e-3
+reference_refresh_rollouts = 3
+[rl.update]
+max_tokens_per_microbatch = 96
+[rl.eval]
+num_prompts = 4
+[rl.samples]
+interval = 5
+"""
+
+
+@pytest.fixture
+def rl_file(tmp_path: Path) -> Path:
+    """Two ranks (TP2 x EP2) that learn to end early; two updates a rollout, each of two microbatches or more, and a
+    reference that is refreshed.
+    """
+    characters = ["<end>", *string.digits, *string.ascii_lowercase, "="]
+    save_tokenizer(tmp_path / "characters", characters, "=", splits_characters=True, eos_token="<end>")
+    path = tmp_path / "rl.toml"
+    path.write_text(RL_CONFIG.format(folder=tmp_path))
+    return path

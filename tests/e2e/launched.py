@@ -9,5 +9,4 @@ MODULE = "tests.e2e.signalled"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the launcher's status, as `mcore-rl` does."""
     return launch_local(MODULE, argv[1:], 2, Path(argv[0]), [MODULE])

@@ -62,7 +62,6 @@ def ask_launcher() -> None:
 
 
 def hang() -> None:
-    """Get nowhere for ten minutes."""
     time.sleep(600)
 
 
@@ -70,7 +69,6 @@ HOWS: dict[str, Callable[[], None]] = {"lose_rank_1": lose_rank_1, "ask_launcher
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mcore_rl.cli.PROGRAM` until it is stopped."""
     program, when, *words = argv
     how, phase, count = when.rsplit(".", 2)
     owner, function = CALLED_IN[phase]

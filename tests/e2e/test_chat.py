@@ -3,11 +3,9 @@
 import json
 from pathlib import Path
 
-import tokenizers
-from tokenizers import models, pre_tokenizers
-
 from mcore_rl.api import read_metrics
-from tests.forked import run_main
+from tests.forked import CLI, succeed
+from tests.tokenizer_files import save_tokenizer
 
 WORDS = [f"w{index}" for index in range(24)]
 CHATML = (
@@ -91,17 +89,10 @@ def make_chat_files(folder: Path) -> None:
     The conversations leave out four words, which the held-out prompts ask for: an accuracy of 1 would be equal in
     programs that all score everything as correct.
     """
-    (folder / "tokenizer").mkdir()
     names = ["<unk>", "system", "user", "assistant", *WORDS]
-    tokenizer = tokenizers.Tokenizer(
-        models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
-    (folder / "tokenizer/tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|endoftext|>", "chat_template": CHATML})
-    )
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    fields = {"eos_token": "<|endoftext|>", "chat_template": CHATML}
+    save_tokenizer(folder / "tokenizer", names, "<unk>", special, **fields)
     taught = range(len(WORDS) - 4)
     chats = [[("user", WORDS[i]), ("assistant", follower(i))] for i in taught]
     lines = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
@@ -113,26 +104,20 @@ def make_chat_files(folder: Path) -> None:
     (folder / "rl.toml").write_text(RL.format(folder=folder, name="rl", lr=1e-4))
 
 
-def succeed(module: str, *words: object) -> str:
-    finished = run_main(module, words)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
-
-
 def test_a_chat_model_ends_its_turns_and_is_as_good_in_rl_eval_and_generate(tmp_path: Path) -> None:
     """No completion is truncated, and the greedy accuracy on the held-out prompts is one number in all three."""
     make_chat_files(tmp_path)
-    succeed("mcore_rl.programs.sft", tmp_path / "sft.toml")
-    log = succeed("mcore_rl.programs.rl", tmp_path / "rl.toml")
+    succeed("mcore_rl.programs.sft", [tmp_path / "sft.toml"])
+    log = succeed("mcore_rl.programs.rl", [tmp_path / "rl.toml"]).stdout
     assert "a completion ends at '<|im_end|>'" in log
     metrics = read_metrics(tmp_path / "rl")
     assert metrics["rollout/truncated_fraction"] and not any(metrics["rollout/truncated_fraction"].values())
-    evaluated = json.loads(succeed("mcore_rl.cli.evaluate", tmp_path / "rl.toml"))
+    evaluated = json.loads(succeed("mcore_rl.cli.evaluate", [tmp_path / "rl.toml"]).stdout)
     correct = 0
     for line in (tmp_path / "held_out.jsonl").read_text().splitlines():
         prompt = json.loads(line)
-        words = ["--run", tmp_path / "rl", "--chat", "--prompt", prompt["prompt"], "--tokens", 8]
-        answer = succeed("mcore_rl.cli.cli", "generate", *words, "--temperature", 0)
+        words = ["generate", "--run", tmp_path / "rl", "--chat", "--prompt", prompt["prompt"], "--tokens", 8]
+        answer = succeed(CLI, [*words, "--temperature", 0]).stdout
         correct += answer == prompt["answer"] + "\n"
     assert 0.5 <= correct / 4 < 1.0
     assert evaluated["eval/accuracy"] == metrics["eval/accuracy"][2] == correct / 4
@@ -149,11 +134,6 @@ def test_fine_tuning_warns_of_a_template_that_trains_on_no_end(tmp_path: Path) -
         )
     )
     for words, is_warned in (([], False), ([f"data.chat_template={tmp_path}/unended.jinja"], True)):
-        log = succeed(
-            "mcore_rl.programs.sft",
-            tmp_path / "sft.toml",
-            "train.steps=1",
-            "run_dir=" + str(tmp_path / str(is_warned)),
-            *words,
-        )
+        words = [tmp_path / "sft.toml", "train.steps=1", f"run_dir={tmp_path / str(is_warned)}", *words]
+        log = succeed("mcore_rl.programs.sft", words).stdout
         assert ("none of the first 20 conversations trains on a token that ends a completion" in log) == is_warned

@@ -25,7 +25,6 @@ class Terminal:
             os.execv(sys.executable, [sys.executable, "-m", "mcore_rl.cli.cli", *words])
 
     def type(self, keys: bytes) -> None:
-        """Press keys."""
         os.write(self._descriptor, keys)
 
     def read(self, enough: int, ending: bytes = b"") -> bytes:

@@ -5,40 +5,25 @@ import shutil
 from pathlib import Path
 
 from mcore_rl.api import read_metrics
-from tests.e2e.test_rl import computed, rl_file  # noqa: F401  # a fixture
+from tests.e2e.test_rl import computed
 from tests.emitted import assert_emitted
-from tests.forked import run_main
+from tests.forked import succeed
 
 WORDS = (
-    "mesh.tp=1",
-    "mesh.ep=1",
-    "train.steps=8",
-    "train.eval_interval=8",
-    "checkpoint.interval=4",
-    "rl.samples.interval=1",
-    "rl.environment.name=examples.environment:Retry",
-    "rl.environment.arguments={tries=2}",
-    "rl.environment.max_turns=3",
-    "rl.environment.max_tokens=64",
-    'rl.reward.parts=["positions","environment"]',
-    "rl.reward.length_max_tokens=none",
-    "rl.loss.kl_coeff=0",
-    "rl.loss.reference_refresh_rollouts=none",
-    "rl.advantage.kind=steps",
+    *("mesh.tp=1", "mesh.ep=1", "train.steps=8", "train.eval_interval=8", "checkpoint.interval=4", "replay.kind=r3"),
+    *("rl.samples.interval=1", "rl.environment.name=examples.environment:Retry", "rl.environment.arguments={tries=2}"),
+    *("rl.environment.max_turns=3", "rl.environment.max_tokens=64", 'rl.reward.parts=["positions","environment"]'),
+    *("rl.reward.length_max_tokens=none", "rl.loss.kl_coeff=0", "rl.loss.reference_refresh_rollouts=none"),
     # Ids of letters: most turns of a policy that knows nothing end in time.
-    f"rl.rollout.stop_tokens={list(range(11, 31))}",
-    "replay.kind=r3",
-    "rl.update.epochs=2",
+    *("rl.advantage.kind=steps", f"rl.rollout.stop_tokens={list(range(11, 31))}", "rl.update.epochs=2"),
 )
 
 
 def test_a_run_with_turns_replays_their_routes_shows_them_and_is_bit_equal_after_a_resume(
-    rl_file: Path,  # noqa: F811
-    tmp_path: Path,
+    rl_file: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "rl"
-    done = run_main("mcore_rl.programs.rl", [rl_file, *WORDS])
-    assert done.returncode == 0, done.stderr
+    succeed("mcore_rl.programs.rl", [rl_file, *WORDS])
     wanted = computed(run_dir)
     metrics = read_metrics(run_dir)
     assert_emitted("rl with an environment", run_dir)
@@ -60,8 +45,7 @@ def test_a_run_with_turns_replays_their_routes_shows_them_and_is_bit_equal_after
     shutil.rmtree(run_dir / "checkpoints/iter_0000008")
     (run_dir / "DONE").unlink()
     before = len((run_dir / "metrics.jsonl").read_text().splitlines())
-    resumed = run_main("mcore_rl.programs.rl", [rl_file, *WORDS])
-    assert resumed.returncode == 0, resumed.stderr
+    succeed("mcore_rl.programs.rl", [rl_file, *WORDS])
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert len(lines) > before
     assert computed(run_dir) == wanted

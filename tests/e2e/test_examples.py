@@ -24,8 +24,7 @@ from mcore_rl.rl.step.losses import PolicyTokens
 from mcore_rl.rl.types import Problem
 from mcore_rl.storage.checkpoint import read_marker
 from tests.e2e.conftest import Finished
-from tests.e2e.test_rl import rl_file  # noqa: F401  # a fixture
-from tests.forked import run_main
+from tests.forked import run_main, succeed
 from tests.parallel.example_step import step_of_example, step_of_trainer
 from tests.ranks import run_ranks
 from tests.sections import advantage_config, loss_config
@@ -106,9 +105,7 @@ def test_the_family_has_biases_where_its_base_has_none() -> None:
 
 
 def test_an_rl_run_uses_and_records_all_of_them(
-    rl_file: Path,  # noqa: F811
-    mcore_rl: Callable[..., Finished],
-    tmp_path: Path,
+    rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:
     fields = {
         "model.family": "examples.family:BiasedQwen3Moe",
@@ -137,8 +134,7 @@ def test_an_rl_run_uses_and_records_all_of_them(
 
 def test_a_training_from_python_learns(tmp_path: Path) -> None:
     texts = [ROOT / "README.md", ROOT / "docs/slurm.md"]
-    done = run_main("tests.script", [ROOT / "examples/train.py", tmp_path, *texts])
-    assert done.returncode == 0, done.stderr
+    done = succeed("tests.script", [ROOT / "examples/train.py", tmp_path, *texts])
     losses = read_metrics(tmp_path / "run")["train/loss_nats"]
     assert is_done(tmp_path / "run")
     assert losses[20] < losses[1] - 0.5
@@ -151,8 +147,7 @@ def test_under_a_launcher_every_rank_calls_train(config_file: Path, tmp_path: Pa
         "import sys\nfrom mcore_rl.api import train\n"
         "train('pretrain', sys.argv[1], {'train.steps': 2, 'train.eval_batches': None})\n"
     )
-    done = run_main("tests.script", [script, config_file], 2)
-    assert done.returncode == 0, done.stderr
+    succeed("tests.script", [script, config_file], 2)
     assert is_done(tmp_path / "run") and read_metrics(tmp_path / "run")["train/loss_nats"].keys() == {1, 2}
 
 

@@ -11,7 +11,7 @@ import pytest
 from mcore_rl.api import is_done, train
 from mcore_rl.metrics.attempts_file import read_attempts
 from tests.e2e.conftest import Finished, losses
-from tests.forked import run_main
+from tests.forked import succeed
 
 SHORT = ("train.steps=30", "train.micro_batch=8", "optim.lr=1e-2")
 
@@ -62,8 +62,7 @@ def test_python_is_called_with_each_step_and_its_error_ends_the_run(config_file:
 
 def test_torchrun_and_mcore_rl_run_the_same(config_file: Path, trained: Path, tmp_path: Path) -> None:
     program = ["-m", "mcore_rl.programs.pretrain", config_file, f"run_dir={tmp_path}/torchrun"]
-    theirs = run_main("torch.distributed.run", ["--standalone", "--nproc-per-node", "2", *program])
-    assert theirs.returncode == 0, theirs.stderr
+    succeed("torch.distributed.run", ["--standalone", "--nproc-per-node", "2", *program])
     assert losses(tmp_path / "torchrun") == losses(trained)
 
 
@@ -72,8 +71,7 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint_and_it_goes_on_alike(
 ) -> None:
     interrupted = tmp_path / "interrupted"
     words = ["pretrain", f"{interrupted}/STOP.step.5", config_file, f"run_dir={interrupted}"]
-    stopped = run_main("tests.e2e.signalled", words, 2)
-    assert stopped.returncode == 0, stopped.stderr
+    succeed("tests.e2e.signalled", words, 2)
     assert list(losses(interrupted)) == [1, 2, 3, 4, 5] and not (interrupted / "DONE").exists()
     assert mcore_rl("pretrain", config_file, f"run_dir={interrupted}").returncode == 0
     assert losses(interrupted) == losses(trained)

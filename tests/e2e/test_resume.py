@@ -14,7 +14,7 @@ import torch
 from mcore_rl.metrics.jsonl import read_records
 from tests.e2e.conftest import Finished, losses
 from tests.emitted import assert_emitted
-from tests.forked import RunningCommand, run_main
+from tests.forked import RunningCommand, run_main, succeed
 
 LOAD = "moe/expert_load"
 
@@ -29,8 +29,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(config_file: Path, c
         "log.peak_tflops=0.1",
         f"data.test=['{corpus}/valid']",
     ]
-    straight = run_main("mcore_rl.programs.pretrain", [config_file, *fields], 2)
-    assert straight.returncode == 0, straight.stderr
+    succeed("mcore_rl.programs.pretrain", [config_file, *fields], 2)
     assert_emitted("pretrain", tmp_path / "run")
     run_dir = tmp_path / "broken"
     words = [config_file, *fields, f"run_dir={run_dir}"]
@@ -46,8 +45,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(config_file: Path, c
     assert stopped_at in (5, 9) and not (run_dir / "DONE").exists()
     assert (run_dir / f"checkpoints/iter_{stopped_at:07d}").exists()
 
-    last = run_main("mcore_rl.programs.pretrain", words, 2)
-    assert last.returncode == 0, last.stderr
+    last = succeed("mcore_rl.programs.pretrain", words, 2)
     assert f"resumed from {run_dir}/checkpoints/iter_{stopped_at:07d}" in last.stdout
     assert (run_dir / "DONE").exists()
     assert losses(run_dir) == losses(tmp_path / "run")
@@ -58,8 +56,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(config_file: Path, c
 def test_on_one_rank_dropout_goes_on_with_the_numbers_of_the_run(config_file: Path, tmp_path: Path) -> None:
     """Without sequence parallelism it draws from torch's own generator, from which nothing else of a start may draw."""
     fields = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "checkpoint.interval=2", "checkpoint.asynchronous=false"]
-    straight = run_main("mcore_rl.programs.pretrain", [config_file, *fields])
-    assert straight.returncode == 0, straight.stderr
+    succeed("mcore_rl.programs.pretrain", [config_file, *fields])
     words = [config_file, *fields, f"run_dir={tmp_path}/broken"]
     killed = run_main("tests.e2e.signalled", ["pretrain", "SIGKILL.step.4", *words])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -69,7 +66,6 @@ def test_on_one_rank_dropout_goes_on_with_the_numbers_of_the_run(config_file: Pa
 
 
 def expert_tokens(run_dir: Path) -> int:
-    """Return the sum of `moe/expert_load` over all records, layers and experts."""
     loads = [record[LOAD] for record in read_records(run_dir / "metrics.jsonl") if LOAD in record]
     return int(torch.tensor(loads).sum())
 
@@ -148,8 +144,7 @@ def test_a_longer_run_reads_on_in_the_order_of_the_shorter_one_or_is_refused(
     """126 sequences: steps of 8 begin the second epoch in 20 steps, and the third in 40."""
     data = [f"data.train=['{corpus}/valid']", f"data.shuffle={shuffle}"]
     words = [config_file, *ONE_RANK, *data]
-    short = run_main("mcore_rl.programs.pretrain", [*words, "train.steps=20"])
-    assert short.returncode == 0, short.stderr
+    short = succeed("mcore_rl.programs.pretrain", [*words, "train.steps=20"])
     said = f"{corpus}/valid has 4,040 tokens to train on, 126 sequences; 100.00% of the run's, 1.27 epochs"
     assert said in short.stdout
     before = losses(tmp_path / "run")
@@ -167,7 +162,6 @@ def test_a_longer_run_reads_on_in_the_order_of_the_shorter_one_or_is_refused(
         assert run_main("mcore_rl.programs.pretrain", [*words, *accepted]).returncode == 0
         return
     assert longer.returncode == 0, longer.stderr
-    straight = run_main("mcore_rl.programs.pretrain", [*words, "train.steps=40", f"run_dir={tmp_path}/straight"])
-    assert straight.returncode == 0, straight.stderr
+    succeed("mcore_rl.programs.pretrain", [*words, "train.steps=40", f"run_dir={tmp_path}/straight"])
     assert max(before) == 20 and before.items() <= losses(tmp_path / "straight").items()
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")

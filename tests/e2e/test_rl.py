@@ -4,101 +4,28 @@ import json
 import shutil
 import signal
 import statistics
-import string
 from collections.abc import Sequence
 from math import exp
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.metrics.jsonl import read_records
 from mcore_rl.planning.memory import memory_of_fullest_rank
 from mcore_rl.planning.training import training_of
 from mcore_rl.report.notices import notices
 from mcore_rl.report.runs import read_run
 from mcore_rl.storage.checkpoints.read import OWN_ENTRY
 from mcore_rl.storage.files import NOT_WRITER
+from tests.e2e.conftest import RL_CONFIG
 from tests.emitted import assert_emitted
-from tests.forked import CLI, run_main
+from tests.forked import CLI, run_main, succeed
 from tests.parallel.test_reward_model_runs import write_language_model
 from tests.ranks import run_ranks
-
-CONFIG = """
-run_dir = "{folder}/rl"
-[platform]
-deterministic = true
-layers = "torch"
-[model]
-num_layers = 2
-hidden_size = 64
-num_heads = 4
-num_kv_heads = 2
-head_dim = 16
-vocab_size = 48
-vocab_multiple = 16
-[model.moe]
-num_experts = 4
-top_k = 2
-ffn_hidden_size = 32
-[data]
-chat_template = "raw"
-tokenizer = {{ kind = "huggingface", path = "{folder}/characters" }}
-[mesh]
-tp = 2
-ep = 2
-[optim]
-lr = 3e-3
-schedule = "constant"
-[train]
-steps = 16
-global_batch = 16
-eval_interval = 16
-[checkpoint]
-interval = 4
-[rl.prompts]
-task = "reversing"
-max_tokens = 12
-[rl.rollout]
-prompts_per_step = 4
-group_size = 8
-max_new_tokens = 12
-[rl.reward]
-parts = ["length"]
-length_max_tokens = 2
-[rl.loss]
-kl_coeff = 1e-3
-reference_refresh_rollouts = 3
-[rl.update]
-max_tokens_per_microbatch = 96
-[rl.eval]
-num_prompts = 4
-[rl.samples]
-interval = 5
-"""
-
-
-@pytest.fixture
-def rl_file(tmp_path: Path) -> Path:
-    """Two ranks (TP2 x EP2) that learn to end early; two updates a rollout, each of two microbatches or more, and a
-    reference that is refreshed.
-    """
-    folder = tmp_path / "characters"
-    folder.mkdir()
-    characters = ["<end>", *string.digits, *string.ascii_lowercase, "="]
-    tokenizer = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="="))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    path = tmp_path / "rl.toml"
-    path.write_text(CONFIG.format(folder=tmp_path))
-    return path
-
 
 COMPUTED = ("policy/loss", "policy/kl_reference_nats", "train/grad_norm", "reward/mean", "eval/reward")
 
@@ -106,22 +33,15 @@ COMPUTED = ("policy/loss", "policy/kl_reference_nats", "train/grad_norm", "rewar
 def computed(run_dir: Path, names: tuple[str, ...] = COMPUTED) -> dict[int, dict[str, float]]:
     """Step -> what was computed there, from metrics.jsonl."""
     steps: dict[int, dict[str, float]] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    for record in read_records(run_dir / "metrics.jsonl"):
         steps.setdefault(record["step"], {}).update({key: record[key] for key in names if key in record})
     return {step: numbers for step, numbers in steps.items() if numbers}
 
 
 DELTA = (
-    "model.family=qwen3_next",
-    "model.rope.fraction=0.25",
-    "model.delta.full_every=2",
-    "model.delta.key_heads=2",
-    "model.delta.value_heads=4",
-    "model.delta.key_dim=16",
-    "model.delta.value_dim=16",
-    "model.moe.shared_experts=1",
-)
+    "model.family=qwen3_next model.rope.fraction=0.25 model.delta.full_every=2 model.delta.key_heads=2 "
+    "model.delta.value_heads=4 model.delta.key_dim=16 model.delta.value_dim=16 model.moe.shared_experts=1"
+).split()
 
 
 @pytest.mark.full
@@ -129,30 +49,20 @@ DELTA = (
 def test_gated_delta_nets_learn_under_replayed_routes(replay: str, rl_file: Path, tmp_path: Path) -> None:
     """Trainer and engine compute the rule in chunks and token by token."""
     words = [rl_file, *DELTA, f"replay.kind={replay}", "checkpoint.interval=none"]
-    found = run_main("mcore_rl.programs.rl", words, 2)
-    assert found.returncode == 0, found.stderr
+    succeed("mcore_rl.programs.rl", words, 2)
     steps = computed(tmp_path / "rl", ("reward/mean", "rollout/mismatch_kl_nats"))
     rewards = [numbers["reward/mean"] for numbers in steps.values() if "reward/mean" in numbers]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
-    mismatches = [
-        numbers["rollout/mismatch_kl_nats"] for numbers in steps.values() if "rollout/mismatch_kl_nats" in numbers
-    ]
+    name = "rollout/mismatch_kl_nats"
+    mismatches = [numbers[name] for numbers in steps.values() if name in numbers]
     assert mismatches and max(mismatches) <= 1e-4, mismatches
 
 
 INDEXED = (
-    "model.family=deepseek_v32",
-    "model.mla.q_lora_rank=32",
-    "model.mla.kv_lora_rank=32",
-    "model.mla.qk_nope_head_dim=16",
-    "model.mla.qk_rope_head_dim=16",
-    "model.mla.v_head_dim=16",
-    "model.indexer.top_k=3",
-    "model.indexer.heads=4",
-    "model.indexer.width=16",
-    "model.moe.expert_bias=true",
-    "model.moe.expert_bias_rate=0",
-)
+    "model.family=deepseek_v32 model.mla.q_lora_rank=32 model.mla.kv_lora_rank=32 model.mla.qk_nope_head_dim=16 "
+    "model.mla.qk_rope_head_dim=16 model.mla.v_head_dim=16 model.indexer.top_k=3 model.indexer.heads=4 "
+    "model.indexer.width=16 model.moe.expert_bias=true model.moe.expert_bias_rate=0"
+).split()
 
 
 @pytest.mark.matrix("r2")
@@ -162,8 +72,7 @@ def test_attention_over_chosen_keys_learns_and_training_chooses_the_keys_of_the_
 ) -> None:
     """Samples are longer than the three keys that a query attends to."""
     words = [rl_file, *INDEXED, f"replay.kind={replay}", "checkpoint.interval=none"]
-    found = run_main("mcore_rl.programs.rl", words, 2)
-    assert found.returncode == 0, found.stderr
+    succeed("mcore_rl.programs.rl", words, 2)
     names = ("reward/mean", "rollout/mismatch_kl_nats", "routes/index_overlap")
     steps = computed(tmp_path / "rl", names)
     of = {name: [numbers[name] for numbers in steps.values() if name in numbers] for name in names}
@@ -195,8 +104,7 @@ def assert_traced(samples: Sequence[dict[str, Any]], updates: Sequence[dict[str,
 
 
 def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Path, tmp_path: Path) -> None:
-    straight = run_main("mcore_rl.programs.rl", [rl_file, "checkpoint.interval=none"], 2)
-    assert straight.returncode == 0, straight.stderr
+    succeed("mcore_rl.programs.rl", [rl_file, "checkpoint.interval=none"], 2)
     wanted = computed(tmp_path / "rl")
     rewards = [numbers["reward/mean"] for numbers in wanted.values() if "reward/mean" in numbers]
     assert len(rewards) == 8
@@ -218,14 +126,12 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
     stopped = run_main("tests.e2e.signalled", ["rl", "SIGTERM.update.3", *words], 2)
     assert stopped.returncode == 0, "a clean stop is no failure"
     assert not (run_dir / "DONE").exists()
-    last = run_main("mcore_rl.programs.rl", words, 2)
-    assert last.returncode == 0, last.stderr
+    last = succeed("mcore_rl.programs.rl", words, 2)
     assert f"resumed from {run_dir}/checkpoints/iter_" in last.stdout
     assert f"reference policy: {run_dir}/reference/step_" in last.stdout
     assert computed(run_dir) == wanted
 
-    evaluated = run_main("mcore_rl.cli.evaluate", [rl_file, "mesh.tp=1", "mesh.ep=1"])
-    assert evaluated.returncode == 0, evaluated.stderr
+    evaluated = succeed("mcore_rl.cli.evaluate", [rl_file, "mesh.tp=1", "mesh.ep=1"])
     result = json.loads(evaluated.stdout.splitlines()[-1])
     assert result["eval/reward"] == pytest.approx(wanted[16]["eval/reward"], abs=1e-6)
 
@@ -234,55 +140,41 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
 def test_low_rank_adapters_killed_are_bit_equal_in_the_end_and_evaluated(rl_file: Path, tmp_path: Path) -> None:
     """Under replayed routes, with the policy without its adapters as the reference, which is refreshed once."""
     lora = ("lora.rank=8", "optim.lr=5e-3", "model.moe.balance=none", "replay.kind=r2", "train.steps=12")
-    straight = run_main("mcore_rl.programs.rl", [rl_file, *lora, "checkpoint.interval=none"], 2)
-    assert straight.returncode == 0, straight.stderr
+    straight = succeed("mcore_rl.programs.rl", [rl_file, *lora, "checkpoint.interval=none"], 2)
     assert "adapters: 4 matrices of attention with " in straight.stdout
     wanted = computed(tmp_path / "rl")
     assert wanted[2]["policy/kl_reference_nats"] > 0.0
     words = [rl_file, *lora, f"run_dir={tmp_path / 'broken'}"]
     killed = run_main("tests.e2e.signalled", ["rl", "SIGKILL.update.10", *words], 2)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    last = run_main("mcore_rl.programs.rl", words, 2)
-    assert last.returncode == 0, last.stderr
+    succeed("mcore_rl.programs.rl", words, 2)
     assert computed(tmp_path / "broken") == wanted
 
-    evaluated = run_main("mcore_rl.cli.evaluate", [rl_file, *lora, "mesh.tp=1", "mesh.ep=1"])
-    assert evaluated.returncode == 0, evaluated.stderr
+    evaluated = succeed("mcore_rl.cli.evaluate", [rl_file, *lora, "mesh.tp=1", "mesh.ep=1"])
     result = json.loads(evaluated.stdout.splitlines()[-1])
     assert result["eval/reward"] == pytest.approx(wanted[12]["eval/reward"], abs=1e-6)
     # A config without adapters takes those of the checkpoint, with its rank and scale.
     without = [rl_file, *lora[1:], "mesh.tp=1", "mesh.ep=1"]
-    evaluated = run_main("mcore_rl.cli.evaluate", without)
-    assert evaluated.returncode == 0, evaluated.stderr
+    evaluated = succeed("mcore_rl.cli.evaluate", without)
     assert json.loads(evaluated.stdout.splitlines()[-1])["eval/reward"] == result["eval/reward"]
     refused = run_main("mcore_rl.cli.evaluate", [rl_file, *lora, "lora.alpha=8", "mesh.tp=1", "mesh.ep=1"])
     assert refused.returncode != 0 and "lora.alpha is 32.0 there, 8.0 here" in refused.stderr
 
 
 PPO = (
-    *("mesh.tp=1", "mesh.ep=1", "train.steps=8", "train.global_batch=8", "train.eval_interval=none"),
-    *("checkpoint.interval=2", "rl.rollout.prompts_per_step=16", "rl.rollout.group_size=1", "replay.kind=r2"),
-    *("rl.advantage.kind=gae", "rl.loss.kind=ppo", "rl.loss.kl_in=reward", "rl.advantage.critic.warmup_rollouts=1"),
-    *(
-        "rl.advantage.critic.epochs=2",
-        "rl.advantage.critic.optim.lr=3e-3",
-        "rl.loss.kl_target=2.0",
-        "rl.loss.kl_horizon=160",
-    ),
-)
+    "mesh.tp=1 mesh.ep=1 train.steps=8 train.global_batch=8 train.eval_interval=none checkpoint.interval=2 "
+    "rl.rollout.prompts_per_step=16 rl.rollout.group_size=1 replay.kind=r2 rl.advantage.kind=gae "
+    "rl.loss.kind=ppo rl.loss.kl_in=reward rl.advantage.critic.warmup_rollouts=1 rl.advantage.critic.epochs=2 "
+    "rl.advantage.critic.optim.lr=3e-3 rl.loss.kl_target=2.0 rl.loss.kl_horizon=160"
+).split()
 WITH_PPO = (
-    *("rl.distill.teacher=self", "rl.distill.self_refresh_rollouts=2", "rl.distill.use=loss"),
-    *("rl.distill.estimator=vocabulary", "rl.ptx.coeff=0.1", "rl.ptx.sequences=2", "rl.advantage.critic.replay=r2"),
-)
+    "rl.distill.teacher=self rl.distill.self_refresh_rollouts=2 rl.distill.use=loss "
+    "rl.distill.estimator=vocabulary rl.ptx.coeff=0.1 rl.ptx.sequences=2 rl.advantage.critic.replay=r2"
+).split()
 """What else keeps state or reads by step, so that one kill tests the resume of all of it."""
 OF_PPO = (
-    *("ptx/loss_nats", "teacher/kl_nats", "critic/routes_changed_fraction"),
-    *COMPUTED,
-    "critic/loss",
-    "critic/grad_norm",
-    "values/mean",
-    "values/explained_variance",
-    "kl/coeff",
+    *(*COMPUTED, "ptx/loss_nats", "teacher/kl_nats", "critic/routes_changed_fraction", "critic/loss"),
+    *("critic/grad_norm", "values/mean", "values/explained_variance", "kl/coeff"),
 )
 
 
@@ -294,11 +186,10 @@ def reward_model(folder: Path) -> Path:
     ]
     (folder / "pairs.jsonl").write_text("".join(lines * 20))
     path = folder / "rm.toml"
-    path.write_text(CONFIG.format(folder=folder).partition("[train]")[0])
+    path.write_text(RL_CONFIG.format(folder=folder).partition("[train]")[0])
     words = [f"run_dir={folder / 'rm'}", f"data.train=['{folder / 'pairs.jsonl'}']", "data.seq_length=64"]
     words += ["model.head=score", "mesh.tp=1", "mesh.ep=1", "train.steps=2", "train.global_batch=8"]
-    trained = run_main("mcore_rl.programs.rm", [path, *words])
-    assert trained.returncode == 0, trained.stderr
+    succeed("mcore_rl.programs.rm", [path, *words])
     return folder / "rm"
 
 
@@ -309,8 +200,7 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     # Its scores are normalised by the moments of all before, which are part of what is resumed.
     scored = f"rl.reward.parts=['length', 'model:{reward_model(tmp_path)}']"
     ppo = (*PPO, *WITH_PPO, texts, scored, "rl.reward.normalize_models=true")
-    straight = run_main("mcore_rl.programs.rl", [rl_file, *ppo])
-    assert straight.returncode == 0, straight.stderr
+    straight = succeed("mcore_rl.programs.rl", [rl_file, *ppo])
     assert "critic: layers of the policy, and a new head: all values start at 0" in straight.stdout
     assert straight.stdout.count("the critic warms up: weights are as before") == 2
     assert "chats.jsonl has keys that are not read: id (40);" in straight.stdout
@@ -334,8 +224,7 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert [path.name for path in (run_dir / "checkpoints").glob("iter_*")] == ["iter_0000002"], phase
     assert not (run_dir / "DONE").exists()
-    last = run_main("tests.waiting", ["mcore_rl.programs.rl", *words])
-    assert last.returncode == 0, last.stderr
+    last = succeed("tests.waiting", ["mcore_rl.programs.rl", *words])
     assert "resumed from" in last.stdout and "critic: " not in last.stdout
     assert f"teacher: {run_dir}/teacher/step_0000000" in last.stdout
     # The teacher is the policy as it was after the second rollout, where its KL is 0.
@@ -346,11 +235,11 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
 
 
 AHEAD = (
-    *("mesh.tp=1", "mesh.ep=1", "mesh.dp=2", "train.eval_interval=8", "checkpoint.interval=none"),
-    *("rl.loss.kl_coeff=0", "rl.loss.reference_refresh_rollouts=none", "rl.samples.interval=1"),
-    *("rl.engine.kind=bench.copied_engine:copied_engine", "rl.rollout.max_staleness=2", "replay.kind=r3"),
-    *("rl.loss.importance_sampling=truncate", "replay.split_interval=1"),
-)
+    "mesh.tp=1 mesh.ep=1 mesh.dp=2 train.eval_interval=8 checkpoint.interval=none rl.loss.kl_coeff=0 "
+    "rl.loss.reference_refresh_rollouts=none rl.samples.interval=1 "
+    "rl.engine.kind=bench.copied_engine:copied_engine rl.rollout.max_staleness=2 replay.kind=r3 "
+    "rl.loss.importance_sampling=truncate replay.split_interval=1"
+).split()
 
 
 def test_two_replicas_generate_ahead_within_the_bound_and_resume_with_the_same_prompts(
@@ -360,14 +249,13 @@ def test_two_replicas_generate_ahead_within_the_bound_and_resume_with_the_same_p
     run_dir = tmp_path / "rl"
     for steps in (8, 16):
         (run_dir / "DONE").unlink(missing_ok=True)
-        finished = run_main("mcore_rl.programs.rl", [rl_file, *AHEAD, f"train.steps={steps}"], 2)
-        assert finished.returncode == 0, finished.stderr
+        finished = succeed("mcore_rl.programs.rl", [rl_file, *AHEAD, f"train.steps={steps}"], 2)
         # No rollout batch has enough tokens to measure a limit.
         common = torch.load(run_dir / f"checkpoints/iter_{steps:07d}/common.pt", weights_only=False)
         assert common[OWN_ENTRY]["progress"]["disagreement_limits"] == []
     assert "resumed from" in finished.stdout
     assert_emitted("rl ahead", run_dir)
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = list(read_records(run_dir / "metrics.jsonl"))
     batches = [record for record in records if "rollout/started_prompts" in record]
     assert [record["rl/consumed_prompts"] for record in batches] == list(range(4, 36, 4))
     for rollout, record in enumerate(batches):
@@ -425,12 +313,7 @@ STARTS = {
     "policy": ("mcore_rl.programs.rl", ["checkpoint.load={folder}/base", "checkpoint.load_optimizer=false"]),
     "critic": (
         "mcore_rl.programs.rl",
-        [
-            "rl.advantage.critic.load={folder}/base",
-            "rl.advantage.kind=gae",
-            "rl.loss.kind=ppo",
-            "rl.rollout.group_size=8",
-        ],
+        "rl.advantage.critic.load={folder}/base rl.advantage.kind=gae rl.loss.kind=ppo rl.rollout.group_size=8".split(),
     ),
     "evaluation": ("mcore_rl.cli.evaluate", ["checkpoint.load={folder}/base"]),
 }
@@ -456,8 +339,7 @@ def test_no_start_takes_the_weights_of_another_model_of_the_same_shapes(
         assert line in refused.stderr
     assert "Traceback" not in refused.stderr
     allowed = 'checkpoint.allow_changes=["model.rope.theta", "model.moe.top_k"]'
-    accepted = run_main(module, [*arguments, *other, allowed])
-    assert accepted.returncode == 0, accepted.stdout + accepted.stderr
+    succeed(module, [*arguments, *other, allowed])
 
 
 def test_generate_does_not_use_a_checkpoint_in_the_model_of_another_run(rl_file: Path, tmp_path: Path) -> None:
@@ -503,9 +385,8 @@ def test_engine_and_trainer_agree_bit_for_bit_with_batch_invariant_products(rl_f
     words = ["mesh.tp=1", "mesh.ep=1", "platform.batch_invariant=true", "rl.rollout.temperature=0.9"]
     words += ["train.steps=4", "train.eval_interval=none", "rl.engine.step_tokens=24", "rl.engine.slots=5"]
     words += ["rl.rollout.prompts_per_step=2", "train.global_batch=8"]
-    finished = run_main("mcore_rl.programs.rl", [rl_file, *words, "replay.observe_rollout=true"])
-    assert finished.returncode == 0, finished.stderr
-    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    succeed("mcore_rl.programs.rl", [rl_file, *words, "replay.observe_rollout=true"])
+    records = list(read_records(tmp_path / "rl/metrics.jsonl"))
     measured = [record for record in records if "rollout/mismatch_max" in record]
     assert len(measured) == 4
     for record in measured:
@@ -521,31 +402,16 @@ def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
     (tmp_path / "own_rewards.py").write_text(OWN_REWARDS)
     names = ("broken", "unnumbered", "out_of_text", "hangs_and_crashes_once")
     parts = f"rl.reward.parts={['length', *(f'own_rewards:{name}' for name in names)]}"
-    words = [
-        "mesh.tp=1",
-        "mesh.ep=1",
-        "train.steps=4",
-        "train.eval_interval=2",
-        parts,
-        "rl.reward.timeout_s=3",
-        "rl.reward.error_value=0.0",
-        "rl.reward.max_failed_fraction=1.0",
-    ]
-    words += [
-        "replay.kind=r2",
-        "replay.observe_rollout=true",
-        "replay.split_interval=1",
-        "replay.split_layers=2",
-        "rl.loss.importance_sampling=mask",
-        "rl.loss.router_shift=true",
-        "rl.eval.samples=2",
-    ]
-    words += ["rl.eval.temperature=1.0"]
+    words = (
+        "mesh.tp=1 mesh.ep=1 train.steps=4 train.eval_interval=2 rl.reward.timeout_s=3 rl.reward.error_value=0.0 "
+        "rl.reward.max_failed_fraction=1.0 replay.kind=r2 replay.observe_rollout=true replay.split_interval=1 "
+        "replay.split_layers=2 rl.loss.importance_sampling=mask rl.loss.router_shift=true rl.eval.samples=2 "
+        "rl.eval.temperature=1.0"
+    ).split()
     monkeypatch.chdir(tmp_path)
-    finished = run_main("mcore_rl.programs.rl", [rl_file, *words])
-    assert finished.returncode == 0, finished.stderr
+    finished = succeed("mcore_rl.programs.rl", [rl_file, *words, parts])
     assert_emitted("rl", tmp_path / "rl")
-    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    records = list(read_records(tmp_path / "rl/metrics.jsonl"))
     last = [record for record in records if "reward/errors" in record][-1]
     assert last["reward/errors_raised"] == last["reward/errors_not_finite"] == 32
     # The model has 48 ids, the tokenizer 38: the engine and the trainer leave out the same ones.
@@ -594,11 +460,7 @@ def test_completions_without_a_score_leave_group_and_loss_and_a_batch_of_them_en
     assert finished.stderr.count("ConnectionError: the service is gone") and "Traceback" in finished.stdout
     samples = [json.loads(x) for x in (tmp_path / "rl/samples/step_0000000.jsonl").read_text().splitlines()]
     assert sum(sample["reward"] is None for sample in samples) == 8
-    (first, *_) = [
-        record
-        for record in map(json.loads, (tmp_path / "rl/metrics.jsonl").read_text().splitlines())
-        if "reward/mean" in record
-    ]
+    first = next(record for record in read_records(tmp_path / "rl/metrics.jsonl") if "reward/mean" in record)
     assert first["reward/unscored_completions"] == 8
     rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
     assert first["reward/mean"] == pytest.approx(sum(rewards) / 24)
@@ -617,9 +479,8 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
     words = ["mesh.tp=1", "mesh.dp=2", "train.steps=4", "train.eval_interval=none", "rl.advantage.kind=steps"]
     words += ["rl.reward.error_value=0.0", "rl.reward.max_failed_fraction=1"]
     words += [parts, "rl.samples.interval=1", "rl.reward.length_max_tokens=none"]
-    finished = run_main("mcore_rl.programs.rl", [rl_file, *words], 2)
-    assert finished.returncode == 0, finished.stderr
-    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    succeed("mcore_rl.programs.rl", [rl_file, *words], 2)
+    records = list(read_records(tmp_path / "rl/metrics.jsonl"))
     last = [record for record in records if "reward/errors" in record][-1]
     assert last["reward/errors_bad_steps"] == last["reward/errors"] == 32
     assert all(record["train/grad_norm"] > 0.0 for record in records if "train/grad_norm" in record)
@@ -630,14 +491,13 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
 
 def test_r2_with_a_capacity_warns_and_logs_the_tokens_that_updates_drop(rl_file: Path, tmp_path: Path) -> None:
     alone = ["mesh.tp=1", "mesh.ep=1", "train.steps=2", "train.eval_interval=2", "checkpoint.interval=2"]
-    finished = run_main(
+    finished = succeed(
         "mcore_rl.programs.rl",
         [rl_file, *alone, "replay.kind=r2", "model.moe.capacity_factor=1.0", "rl.advantage.kind=remax"],
     )
-    assert finished.returncode == 0, finished.stderr
     assert_emitted("rl with remax", tmp_path / "rl")
     assert "warning: model.moe.capacity_factor=1.0" in finished.stdout
-    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    records = list(read_records(tmp_path / "rl/metrics.jsonl"))
     (last,) = [record for record in records if "moe/dropped_tokens" in record]
     assert last["moe/dropped_tokens"] > 0 and 0 < last["moe/dropped_fraction"] < 0.5
 
@@ -666,11 +526,10 @@ def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Pat
     parts = ["rl.reward.parts=['regex']", "rl.reward.regex_pattern=nothing", "rl.reward.length_max_tokens=none"]
     words = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "rl.rollout.dynamic_sampling=true", *parts]
     words += ["rl.rollout.top_p=0.9"]
-    finished = run_main("mcore_rl.programs.rl", [rl_file, *words, "rl.rollout.max_refills=1"])
-    assert finished.returncode == 0, finished.stderr
+    finished = succeed("mcore_rl.programs.rl", [rl_file, *words, "rl.rollout.max_refills=1"])
     assert finished.stdout.count("nothing to train on in this update") == 4
     assert "warning: rl.rollout.top_p=0.9: tokens are sampled from" in finished.stdout
-    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    records = list(read_records(tmp_path / "rl/metrics.jsonl"))
     name = "reward/groups_without_signal_fraction"
     assert {record[name] for record in records if name in record} == {1.0}
     assert_emitted("rl with dynamic sampling", tmp_path / "rl")
@@ -682,9 +541,8 @@ def test_a_run_that_the_balance_loss_alone_moves_warns_in_log_and_report(rl_file
     words = ["mesh.tp=1", "mesh.ep=1", "train.steps=11", "train.global_batch=32", "rl.loss.kl_coeff=0.0"]
     words += ["rl.reward.parts=['regex']", "rl.reward.regex_pattern=nothing", "checkpoint.interval=none"]
     words += ["rl.reward.length_max_tokens=none", "rl.loss.reference_refresh_rollouts=none"]
-    finished = run_main("mcore_rl.programs.rl", [rl_file, *words])
-    assert finished.returncode == 0, finished.stderr
-    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    finished = succeed("mcore_rl.programs.rl", [rl_file, *words])
+    records = list(read_records(tmp_path / "rl/metrics.jsonl"))
     assert all(record["train/grad_norm"] > 0 for record in records if "train/grad_norm" in record)
     assert finished.stdout.count("| no signal in 4 of 4 groups |") == 11
     found = [notice.text for notice in notices(read_run(tmp_path / "rl", "rl"))]

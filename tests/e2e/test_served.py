@@ -26,10 +26,10 @@ from mcore_rl.rl.rollouts.rollout import sample_seed
 from mcore_rl.storage.checkpoints.read import find_checkpoint
 from tests.conversion import read_dist
 from tests.e2e.test_resume import running, wait_for_step
-from tests.e2e.test_rl import COMPUTED, computed, rl_file  # noqa: F401  # a fixture
+from tests.e2e.test_rl import COMPUTED, computed
 from tests.emitted import assert_emitted
 from tests.fake_server import Asked, FakeServer
-from tests.forked import run_main
+from tests.forked import run_main, succeed
 from tests.generating import loaded
 from tests.served_model import ModelAnswers
 
@@ -56,17 +56,13 @@ def mesh() -> Iterator[Mesh]:
     "changes", [(), ("lora.rank=8", "optim.lr=1e-2", "model.moe.balance=none")], ids=["whole", "adapters"]
 )
 def test_losses_through_servers_are_those_of_the_native_engine(
-    changes: tuple[str, ...],
-    rl_file: Path,  # noqa: F811
-    tmp_path: Path,
-    mesh: Mesh,
+    changes: tuple[str, ...], rl_file: Path, tmp_path: Path, mesh: Mesh
 ) -> None:
     """Two servers that begin with other weights; one of them breaks a completion and an update once. Low-rank adapters
     come to them added to the weights.
     """
     small = (*SMALL, *changes)
-    native = run_main("mcore_rl.programs.rl", [rl_file, *small])
-    assert native.returncode == 0, native.stderr
+    succeed("mcore_rl.programs.rl", [rl_file, *small])
     wanted = computed(tmp_path / "rl", NAMES)
     assert len(wanted) == 5 and any(numbers.get("policy/loss") for numbers in wanted.values())
 
@@ -84,8 +80,7 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         servers[0].faults = [("/inference/v1/generate", "null_logprob"), ("/reset_prefix_cache", "no_success")]
         urls = json.dumps([server.url for server in servers])
         engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", f"run_dir={tmp_path / 'served'}"]
-        run = run_main("mcore_rl.programs.rl", [rl_file, *small, *engine])
-        assert run.returncode == 0, run.stderr
+        run = succeed("mcore_rl.programs.rl", [rl_file, *small, *engine])
         found = computed(tmp_path / "served", NAMES)
         assert found.keys() == wanted.keys()
         for step, numbers in wanted.items():
@@ -99,16 +94,13 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         status = json.loads((tmp_path / "served/servers/status.json").read_text())
         assert status["version"] == 4 and [one["is_serving"] for one in status["servers"]] == [True, True]
 
-        evaluated = run_main("mcore_rl.cli.evaluate", [rl_file, *small, *engine])
-        assert evaluated.returncode == 0, evaluated.stderr
+        evaluated = succeed("mcore_rl.cli.evaluate", [rl_file, *small, *engine])
         result = json.loads(evaluated.stdout.splitlines()[-1])
         assert result["eval/reward"] == pytest.approx(wanted[4]["eval/reward"], abs=1e-6)
 
 
 def test_a_server_with_vllms_default_logprobs_ends_a_run_at_another_temperature_before_its_first_rollout(
-    rl_file: Path,  # noqa: F811
-    tmp_path: Path,
-    mesh: Mesh,
+    rl_file: Path, tmp_path: Path, mesh: Mesh
 ) -> None:
     model = load_config(RlRunConfig, rl_file, SMALL).model
     zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
@@ -124,14 +116,11 @@ def test_a_server_with_vllms_default_logprobs_ends_a_run_at_another_temperature_
 
 @pytest.mark.full
 def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engine(
-    rl_file: Path,  # noqa: F811
-    tmp_path: Path,
-    mesh: Mesh,
+    rl_file: Path, tmp_path: Path, mesh: Mesh
 ) -> None:
     """Two servers that have the base."""
     small = (*SMALL, "lora.rank=8", "optim.lr=1e-2", "model.moe.balance=none")
-    native = run_main("mcore_rl.programs.rl", [rl_file, *small])
-    assert native.returncode == 0, native.stderr
+    succeed("mcore_rl.programs.rl", [rl_file, *small])
     wanted = computed(tmp_path / "rl", NAMES)
     saved = read_dist(find_checkpoint(tmp_path / "rl"))
     base = {key: saved[key] for key in saved if not key.startswith("optimizer.") and ".adapter." not in key}
@@ -156,8 +145,7 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
 
         urls = json.dumps([server.url for server in servers])
         engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", "rl.engine.lora=adapter"]
-        run = run_main("mcore_rl.programs.rl", [rl_file, *small, *engine, f"run_dir={tmp_path / 'served'}"])
-        assert run.returncode == 0, run.stderr
+        succeed("mcore_rl.programs.rl", [rl_file, *small, *engine, f"run_dir={tmp_path / 'served'}"])
         assert not any("update" in path for server in servers for path in server.paths())
         assert min(len(server.rollouts()) for server in servers) > 10
         assert [len(server.adapters) for server in servers] == [1, 1]
@@ -169,11 +157,7 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
 
 @pytest.mark.parametrize(("kind", "computes_again"), [("vllm", True), ("sglang", True), ("vllm", False)])
 def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server_says_nothing(
-    kind: str,
-    computes_again: bool,
-    rl_file: Path,  # noqa: F811
-    tmp_path: Path,
-    mesh: Mesh,
+    kind: str, computes_again: bool, rl_file: Path, tmp_path: Path, mesh: Mesh
 ) -> None:
     """A server has sampled its completions when an update comes, and reads their routes after it, or before."""
     config = load_config(RlRunConfig, rl_file, SMALL)
@@ -215,8 +199,7 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
 
 
 def test_ctrl_c_saves_and_a_second_one_ends_at_once_and_both_end_the_servers_that_the_run_started(
-    rl_file: Path,  # noqa: F811
-    tmp_path: Path,
+    rl_file: Path, tmp_path: Path
 ) -> None:
     """Groups are in progress beside the training; the same command resumes, and is then ended by two Ctrl-C."""
     run_dir = tmp_path / "run"

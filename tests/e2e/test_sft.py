@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tokenizers
-from tokenizers import models, pre_tokenizers
 
 from mcore_rl.storage.checkpoints.read import find_checkpoint
 from tests.conversion import assert_adapters_alone_moved, read_dist
 from tests.e2e.conftest import Finished, losses
 from tests.emitted import assert_emitted
-from tests.forked import run_command, run_main
+from tests.forked import run_command, run_main, succeed
+from tests.tokenizer_files import save_tokenizer
 
 WORDS = [f"w{index}" for index in range(100)]
 SPECIAL = ["<unk>", "<end>", "<turn>", "user", "assistant"]
@@ -27,13 +26,7 @@ TEMPLATE = (
 def chats(tmp_path: Path) -> Path:
     """A tokenizer of words with its template, and two files of questions whose answers repeat them."""
     folder = tmp_path / "chats"
-    folder.mkdir()
-    vocabulary = {word: index for index, word in enumerate(SPECIAL + WORDS)}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<end>", "<turn>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    save_tokenizer(folder, SPECIAL + WORDS, "<unk>", ("<end>", "<turn>"), eos_token="<end>")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     draw = random.Random(0)
     for name, count in (("train", 120), ("valid", 20)):
@@ -70,8 +63,7 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     """With dropout, on TP2 x EP2; the answers' loss falls, and the log says where the weights are from."""
     load = [f"checkpoint.load={trained}", "checkpoint.load_optimizer=false"]
 
-    straight = run_main("mcore_rl.programs.sft", [sft_file, f"run_dir={tmp_path}/straight", *load], 2)
-    assert straight.returncode == 0, straight.stderr
+    straight = succeed("mcore_rl.programs.sft", [sft_file, f"run_dir={tmp_path}/straight", *load], 2)
     assert f"weights of {trained}/checkpoints/iter_0000012" in straight.stdout
     assert "120 conversations in" in straight.stdout
     wanted = losses(tmp_path / "straight")
@@ -81,8 +73,7 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     assert_emitted("sft", tmp_path / "straight")
 
     words = [sft_file, f"run_dir={tmp_path}/stopped", *load]
-    stopped = run_main("tests.e2e.signalled", ["sft", "SIGTERM.step.6", *words], 2)
-    assert stopped.returncode == 0, stopped.stderr
+    succeed("tests.e2e.signalled", ["sft", "SIGTERM.step.6", *words], 2)
     assert len(losses(tmp_path / "stopped")) == 6 and not (tmp_path / "stopped/DONE").exists()
     data = tmp_path / "chats/train.jsonl"
     conversations = data.read_text()
@@ -92,8 +83,7 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     assert f'data.train is "{data} with {len(conversations.encode())} bytes, CRC-32 ' in grown.stderr, grown.stderr
     assert 'checkpoint.allow_changes=["data.train"]' in grown.stderr
     data.write_text(conversations)
-    last = run_main("mcore_rl.programs.sft", words, 2)
-    assert last.returncode == 0, last.stderr
+    succeed("mcore_rl.programs.sft", words, 2)
     assert losses(tmp_path / "stopped") == wanted
 
 
@@ -128,8 +118,7 @@ def test_low_rank_adapters_learn_over_pretrained_weights_and_are_exported(
     """On TP2 x EP2; the base stays as it was, the answers' loss falls, and both exports are written."""
     load = [f"checkpoint.load={trained}", "checkpoint.load_optimizer=false", "model.attention_dropout=0"]
     lora = ["lora.rank=8", "optim.lr=1e-2", "model.hidden_dropout=0"]
-    tuned = run_main("mcore_rl.programs.sft", [sft_file, f"run_dir={tmp_path}/lora", *load, *lora], 2)
-    assert tuned.returncode == 0, tuned.stderr
+    tuned = succeed("mcore_rl.programs.sft", [sft_file, f"run_dir={tmp_path}/lora", *load, *lora], 2)
     assert "iter_0000012, a checkpoint of pretrain, and new adapters; optimizer" in tuned.stdout
     assert "adapters: 4 matrices of attention with " in tuned.stdout
     wanted = losses(tmp_path / "lora")
@@ -152,8 +141,7 @@ def test_low_rank_adapters_learn_over_pretrained_weights_and_are_exported(
     assert ours.stdout == merged.stdout != of_base.stdout
     again = ["train.steps=1", f"lora.load={tmp_path}/adapter", f"run_dir={tmp_path}/again"]
     again.append("checkpoint.weights=adapters")
-    resumed = run_main("mcore_rl.programs.sft", [sft_file, *load, *lora, *again], 2)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = succeed("mcore_rl.programs.sft", [sft_file, *load, *lora, *again], 2)
     assert f"adapters of {tmp_path}/adapter" in resumed.stdout
     assert losses(tmp_path / "again")[1] < 0.8 * wanted[1]
     alone = read_dist(find_checkpoint(tmp_path / "again"))

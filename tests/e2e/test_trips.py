@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.forked import run_main
+from tests.forked import succeed
 
 STEP = {
     "rl/trainer.py": "the step, in order, and its observer",
@@ -83,7 +83,6 @@ SENT = {
     [((), {*STEP}), (("--epochs", "2"), {*STEP, *REPLAYED}), (("--replay", "r3"), {*STEP, *REPLAYED, *SENT})],
 )
 def test_a_step_enters_these_files_and_none_of_a_feature_that_is_off(words: tuple[str, ...], files: set[str]) -> None:
-    done = run_main("bench.trips", ["--list", *words])
-    assert done.returncode == 0, done.stderr
+    done = succeed("bench.trips", ["--list", *words])
     entered = set(re.findall(r"calls  (\S+\.py):", done.stdout))
     assert entered == files
