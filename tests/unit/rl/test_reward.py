@@ -23,10 +23,11 @@ from mcore_rl.rl.rewards.interface import Job, RewardInput, RewardWorkers, TextS
 from mcore_rl.rl.rewards.score import FailureReport, Reward, refuse_failing_parts, try_reward
 from mcore_rl.rl.rollouts.rollout import Rollouts, _ReplicaScores, token_steps
 from mcore_rl.rl.rollouts.signal import constant_groups
-from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, StepReward, Turn, single_version
+from mcore_rl.rl.step.advantages import StepReward, constant_groups
+from mcore_rl.rl.types import Episode, Group, Problem, Prompt, StepReward, Turn
 from mcore_rl.rl.workers import MAX_TEXT, MAX_TRACEBACK, FailedScore
 from tests.emitted import rows_of
-from tests.unit.rl.groups import text_group
+from tests.unit.rl.groups import completion_of, text_group
 
 OWN = """
 import time
@@ -61,10 +62,14 @@ def own_module(tmp_path, monkeypatch):
     return name
 
 
+def scored(config, *groups):
+    with Reward(config, max_new_tokens=8) as reward:
+        return reward(groups)
+
+
 def test_parts_are_weighed_and_added_and_told_by_name(own_module):
     config = RewardConfig(parts=("exact", "regex", f"{own_module}:bonus"), weights=(1.0, 0.5, 2.0), regex_pattern="a")
-    with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([text_group("ab", "ab", "b", more=1), text_group("c", "a", "c", more=0)])
+    scores = scored(config, text_group("ab", "ab", "b", more=1), text_group("c", "a", "c", more=0))
     assert scores.parts["exact"].tolist() == [[1, 0], [0, 1]]
     assert scores.parts["regex"].tolist() == [[1, 0], [1, 0]]
     assert scores.parts[f"{own_module}:bonus"].tolist() == [[1.5, 1.25], [0.25, 0.25]]
@@ -86,16 +91,14 @@ def test_completions_with_equal_parts_have_equal_rewards_in_every_bit(own_module
     """A product of matrices gives the last ones of 15 another last bit, and their groups a signal."""
     parts = ("exact", "positions", "regex", f"{own_module}:half", f"{own_module}:quarter")
     config = RewardConfig(parts=parts, weights=(1.0, 0.2, 0.1, 0.1, 0.1), regex_pattern="a")
-    with Reward(config, max_new_tokens=8) as reward:
-        rewards_PG = reward([text_group("x", *["ab"] * 5) for _ in range(3)]).rewards_PG
+    rewards_PG = scored(config, *[text_group("x", *["ab"] * 5) for _ in range(3)]).rewards_PG
     assert set(rewards_PG.flatten().tolist()) == {0.1 + 0.1 * 0.5 + 0.1 * 0.25}
     assert constant_groups(rewards_PG).all()
 
 
 def test_a_reward_that_always_raises_or_is_not_a_number_is_counted(own_module):
     config = RewardConfig(parts=("exact", f"{own_module}:never", f"{own_module}:nan"), error_value=-1.0)
-    with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([text_group("a", "a", "b")])
+    scores = scored(config, text_group("a", "a", "b"))
     assert scores.rewards_PG.tolist() == [[-1, -2]]
     failures = {failed.part.partition(":")[2]: (failed.failure.kind, failed.failure.text) for failed in scores.failures}
     assert failures == {"never": ("raised", "KeyError: 'lost'"), "nan": ("not_finite", "nan")}
@@ -106,8 +109,7 @@ def test_a_reward_that_always_raises_or_is_not_a_number_is_counted(own_module):
 
 def test_a_completion_whose_score_failed_has_no_reward_and_counts_in_no_mean(own_module):
     config = RewardConfig(parts=("exact", f"{own_module}:sometimes"))
-    with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([text_group("ab", "ab", "raise", "b"), text_group("a", "raise", "raise", "a")])
+    scores = scored(config, text_group("ab", "ab", "raise", "b"), text_group("a", "raise", "raise", "a"))
     rewards = [[None if math.isnan(x) else x for x in row] for row in scores.rewards_PG.tolist()]
     assert rewards == [[3.0, None, 1.0], [None, None, 2.0]]
     assert scores.steps_PG[0][1] == scores.steps_PG[1][0] == ()
@@ -140,8 +142,7 @@ def test_the_first_failure_of_each_kind_is_reported_with_traceback_and_sample(ow
 @pytest.mark.parametrize(("num_failed", "limit", "ends"), [(7, 0.9, False), (8, 0.9, True), (8, 1.0, False)])
 def test_a_part_that_fails_for_more_than_the_fraction_ends_the_run(own_module, num_failed, limit, ends):
     config = RewardConfig(parts=("exact", f"{own_module}:never"))
-    with Reward(config, max_new_tokens=8) as reward:
-        failures = reward([text_group("a", "b")]).failures
+    failures = scored(config, text_group("a", "b")).failures
     counts = {f"{own_module}:never": num_failed, "exact": 1}
     if not ends:
         refuse_failing_parts(counts, 8, failures, limit)
@@ -175,8 +176,7 @@ def test_a_trial_on_reference_answers_refuses_what_always_fails(own_module):
 )
 def test_a_reward_may_come_with_its_reason(own_module, returned, value, reason):
     part = f"{own_module}:evaluated"
-    with Reward(RewardConfig(parts=(part,)), max_new_tokens=8) as reward:
-        scores = reward([text_group("", returned)])
+    scores = scored(RewardConfig(parts=(part,)), text_group("", returned))
     assert scores.failures == ()
     assert scores.rewards_PG.item() == value
     assert scores.reasons_PG == [[{part: reason} if reason else {}]]
@@ -184,8 +184,7 @@ def test_a_reward_may_come_with_its_reason(own_module, returned, value, reason):
 
 @pytest.mark.parametrize("returned", ["None", "{}", "{'value': 1}", "{'score': 1, 'reward': 2}"])
 def test_a_return_without_one_score_names_what_is_wanted(own_module, returned):
-    with Reward(RewardConfig(parts=(f"{own_module}:evaluated",)), max_new_tokens=8) as reward:
-        (failed,) = reward([text_group("", returned)]).failures
+    (failed,) = scored(RewardConfig(parts=(f"{own_module}:evaluated",)), text_group("", returned)).failures
     assert "wanted: a number, (number, reason), a dict with 'score', or steps" in failed.failure.text
 
 
@@ -193,8 +192,7 @@ def test_a_return_without_one_score_names_what_is_wanted(own_module, returned):
 def test_a_part_of_weight_0_that_fails_takes_no_reward_away(own_module, error_value):
     part = f"{own_module}:sometimes"
     config = RewardConfig(parts=("exact", part), weights=(1.0, 0.0), error_value=error_value)
-    with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([text_group("raise", "raise", "b")])
+    scores = scored(config, text_group("raise", "raise", "b"))
     assert scores.rewards_PG.tolist() == [[1.0, 0.0]]
     assert scores.steps_PG == [[((5, 1.0),), ((1, 0.0),)]]
     # It is reported all the same.
@@ -208,8 +206,7 @@ def test_a_part_that_does_not_apply_is_left_out_of_the_sum_and_of_its_means(own_
     part = f"{own_module}:evaluated"
     config = RewardConfig(parts=("length", part), weights=(1.0, 2.0), length_max_tokens=99)
     texts = ("None", "(None, 'no code')", "{'score': None}", "0.5")
-    with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([text_group("", *texts)])
+    scores = scored(config, text_group("", *texts))
     assert scores.rewards_PG.tolist() == [[0.0, 0.0, 0.0, 1.0]] and scores.failures == ()
     assert scores.steps_PG == [[((4, 0.0),), ((17, 0.0),), ((15, 0.0),), ((3, 1.0),)]]
     assert scores.reasons_PG[0][1] == {part: "no code"}
@@ -221,15 +218,16 @@ def test_a_part_that_does_not_apply_is_left_out_of_the_sum_and_of_its_means(own_
 @pytest.mark.parametrize(("weights", "num_failed"), [((1.0, 1.0), 0), ((0.0, 1.0), 1), ((0.0, 0.0), 0)])
 def test_a_completion_to_which_no_part_with_a_weight_applies_has_no_reward(own_module, weights, num_failed):
     config = RewardConfig(parts=("exact", f"{own_module}:evaluated"), weights=weights)
-    with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([text_group("None", "None")])
+    scores = scored(config, text_group("None", "None"))
     assert [failed.failure.kind for failed in scores.failures] == ["bad_reply"] * num_failed
     assert math.isnan(scores.rewards_PG.item()) == bool(num_failed)
 
 
 def test_numpy_s_bool_is_a_value_of_a_step_and_of_a_score(own_module):
-    with Reward(RewardConfig(parts=(f"{own_module}:evaluated",)), max_new_tokens=8) as reward:
-        scores = reward([text_group("", "[(1, __import__('numpy').bool_(True))]", "__import__('numpy').bool_(1)")])
+    scores = scored(
+        RewardConfig(parts=(f"{own_module}:evaluated",)),
+        text_group("", "[(1, __import__('numpy').bool_(True))]", "__import__('numpy').bool_(1)"),
+    )
     assert scores.failures == () and scores.rewards_PG.tolist() == [[1.0, 1.0]]
 
 
@@ -237,8 +235,7 @@ def test_steps_of_parts_are_weighed_and_those_with_the_same_end_added(own_module
     config = RewardConfig(
         parts=(f"{own_module}:steps", "exact"), weights=(2.0, 4.0), overlong_buffer_tokens=4, overlong_penalty=1.0
     )
-    with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([text_group("abcdef", "abc", "abcdef")])
+    scores = scored(config, text_group("abcdef", "abc", "abcdef"))
     assert scores.rewards_PG.tolist() == [[3.0, 6.5]]
     assert scores.steps_PG == [[((2, 2.0), (3, 1.0)), ((2, 2.0), (6, 4.5))]]
     assert scores.parts[f"{own_module}:steps"].tolist() == [[1.5, 1.5]]
@@ -255,8 +252,7 @@ def test_bad_steps_are_counted_by_their_kind(own_module):
         "[(1, float('nan'))]",
         "[]",
     )
-    with Reward(RewardConfig(parts=(f"{own_module}:evaluated",), error_value=-1.0), max_new_tokens=8) as reward:
-        scores = reward([text_group("", *texts)])
+    scores = scored(RewardConfig(parts=(f"{own_module}:evaluated",), error_value=-1.0), text_group("", *texts))
     assert [failed.failure.kind for failed in scores.failures] == ["bad_steps"] * 6 + ["not_finite"]
     assert scores.rewards_PG.tolist() == [[-1, -1, -1, -1, -1, -1, -1, 0]]
     assert reduced(scores.metrics())["reward/errors_bad_steps"] == 6
@@ -266,8 +262,7 @@ def test_steps_that_add_up_to_1_but_for_rounding_are_correct(own_module):
     """Ten steps of 0.1 are 0.9999999999999999."""
     text = "[(i, 0.1) for i in range(1, 11)]"
     part = f"{own_module}:evaluated"
-    with Reward(RewardConfig(parts=(part,), correct=part), max_new_tokens=8) as reward:
-        scores = reward([text_group("", text, "0.99")])
+    scores = scored(RewardConfig(parts=(part,), correct=part), text_group("", text, "0.99"))
     assert scores.rewards_PG[0, 0] < 1
     assert scores.correct_PG.tolist() == [[1.0, 0.0]]
 
@@ -279,8 +274,7 @@ def test_a_part_that_only_measures_ends_no_run_however_often_it_fails(own_module
     """Unless groups are sampled by it."""
     part = f"{own_module}:never"
     reward_config = RewardConfig(parts=("exact", part), weights=(1.0, 0.0), correct=part)
-    with Reward(reward_config, max_new_tokens=8) as reward:
-        failures = reward([text_group("a", "b", "c")]).failures
+    failures = scored(reward_config, text_group("a", "b", "c")).failures
     messages = []
     rollouts = Rollouts(
         engine=None,
@@ -301,9 +295,7 @@ def test_a_part_that_only_measures_ends_no_run_however_often_it_fails(own_module
 
 def test_a_step_ends_at_the_first_token_with_which_the_text_is_as_long():
     pieces = ["ab", "c", "", "def", "g", "<end>"]
-    completion = Completion(
-        text="abcdefg", tokens_T=tuple(range(6)), logprobs_T=(0.0,) * 6, versions=single_version(0, 6), finish="stop"
-    )
+    completion = completion_of("abcdefg", tuple(range(6)))
     steps = [TextStep(end, 0.5) for end in range(1, 8)]
     ends = token_steps(completion, steps, lambda tokens: "".join(pieces[t] for t in tokens), 0.0)
     assert ends == [StepReward(end, 0.5) for end in (0, 0, 1, 3, 3, 3, 5)]
@@ -312,14 +304,7 @@ def test_a_step_ends_at_the_first_token_with_which_the_text_is_as_long():
 def test_turns_of_an_environment_are_steps_and_text_steps_are_of_the_last_turn():
     pieces = ["ab", "c", "<", "de", "f", ">"]
     episode = Episode(messages=(), turns=(Turn(0, 2, 0.25), Turn(3, 5, 1.0)), end="done")
-    completion = Completion(
-        text="def",
-        tokens_T=tuple(range(5)),
-        logprobs_T=(0.0,) * 5,
-        versions=single_version(0, 5),
-        finish="stop",
-        episode=episode,
-    )
+    completion = completion_of("def", tuple(range(5)), episode)
 
     def spelled(tokens):
         return "".join(pieces[t] for t in tokens)
@@ -340,14 +325,7 @@ def test_the_environments_rewards_are_a_part_and_its_failures_are_counted():
             end="done" if failure is None else "failed",
             failure=failure,
         )
-        return Completion(
-            text="abcd",
-            tokens_T=(1, 2, 3),
-            logprobs_T=(0.0,) * 3,
-            versions=single_version(0, 3),
-            finish="stop",
-            episode=episode,
-        )
+        return completion_of("abcd", (1, 2, 3), episode)
 
     problem = Problem(problem_id="p", prompt="?", answer="abcd")
     kinds = ("timeout", "bad_reply", "template")
@@ -374,8 +352,7 @@ def test_the_environments_rewards_are_a_part_and_its_failures_are_counted():
 
 def test_completions_near_the_length_limit_lose():
     config = RewardConfig(overlong_buffer_tokens=4, overlong_penalty=0.5)
-    with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([text_group("abcd", "abcd", "abcdef", "abcdefgh")])
+    scores = scored(config, text_group("abcd", "abcd", "abcdef", "abcdefgh"))
     assert scores.rewards_PG.tolist() == [[1, -0.25, -0.5]]
     assert scores.parts["overlong"].tolist() == [[0, -0.25, -0.5]]
 

@@ -21,11 +21,12 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, unwrap
+from mcore_rl.programs.rl import refuse_other_critic
+from mcore_rl.programs.rollouts import load_reward_models
 from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.models.critic import refuse_other_critic
 from mcore_rl.rl.rewards.from_model import (
     RewardModel,
-    RewardModels,
     RewardModelSource,
     load_reward_models,
     reward_model_source,
@@ -33,13 +34,14 @@ from mcore_rl.rl.rewards.from_model import (
 )
 from mcore_rl.rl.rewards.interface import Outcome, Score
 from mcore_rl.rl.rewards.score import Reward
-from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
+from mcore_rl.rl.types import Group, Problem, Prompt
 from mcore_rl.rl.workers import FailedScore
 from mcore_rl.storage.checkpoint import find_checkpoint, read_marker, write_marker
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from tests.generating import prompt_of
 from tests.rounding import fp32_rounding
 from tests.tiny_models import TINY
+from tests.unit.rl.groups import completion_of
 
 MODEL = TINY["qwen3_moe"]
 ROUNDING = {"atol": fp32_rounding(18.0, MODEL.hidden_size), "rtol": 0.0}
@@ -51,16 +53,7 @@ def groups() -> list[Group]:
     return [
         Group(
             prompt=prompt_of([20 + p] * (p + 1), str(p)),
-            completions=tuple(
-                Completion(
-                    text="x",
-                    tokens_T=tuple(said),
-                    logprobs_T=(0.0,) * len(said),
-                    versions=single_version(0, len(said)),
-                    finish="stop",
-                )
-                for said in of_prompt
-            ),
+            completions=tuple(completion_of("x", tuple(said)) for said in of_prompt),
         )
         for p, of_prompt in enumerate(COMPLETIONS)
     ]
@@ -111,9 +104,7 @@ def values(outcomes: list[Outcome]) -> Tensor:
 
 
 @pytest.mark.parametrize("store", ["device", "host"])
-def test_packed_scores_are_those_of_each_completion_alone(
-    store: str, checkpoint: tuple[Path, Tensor], one_rank: Mesh, tmp_path: Path
-) -> None:
+def test_packed_scores_are_those_of_each_completion_alone(store, checkpoint, one_rank, tmp_path):
     path, alone_PG = checkpoint
     config = config_of(path, f"rl.reward.model_store={store}")
     platform = start(PlatformConfig())
@@ -148,14 +139,7 @@ def test_its_tokens_travel_as_the_policys_do(checkpoint: tuple[Path, Tensor]) ->
 
 
 def stepped(text: str, tokens_T: tuple[int, ...]) -> Group:
-    completion = Completion(
-        text=text,
-        tokens_T=tokens_T,
-        logprobs_T=(0.0,) * len(tokens_T),
-        versions=single_version(0, len(tokens_T)),
-        finish="stop",
-    )
-    return Group(prompt=prompt_of([20, 21], "p"), completions=(completion,))
+    return Group(prompt=prompt_of([20, 21], "p"), completions=(completion_of(text, tokens_T),))
 
 
 def score_of(path: Path, mesh: Mesh, tokens: list[int]) -> float:
@@ -168,21 +152,17 @@ def score_of(path: Path, mesh: Mesh, tokens: list[int]) -> float:
 
 
 @pytest.mark.parametrize("value", ["score", "probability"])
-def test_the_score_of_a_step_is_that_of_the_text_up_to_its_end(
-    value: str, checkpoint: tuple[Path, Tensor], one_rank: Mesh
-) -> None:
+def test_the_score_of_a_step_is_that_of_the_text_up_to_its_end(value, checkpoint, one_rank):
     path, _ = checkpoint
     part = f"step_model:{path}"
     config = config_of(path, f"rl.reward.parts=['{part}']", f"rl.reward.step_value={value}")
     tokenizer = mock.create_autospec(Tokenizer, instance=True)
     tokenizer.decode = lambda tokens: "".join("\n" if token == 10 else chr(97 + token) for token in tokens)
     models = load_reward_models(config, tokenizer, one_rank, start(PlatformConfig()))
-    assert models is not None
     every = [stepped("fg\n\nhi\nj", (5, 6, 10, 10, 7, 8, 10, 9)), stepped("d", (3, 1)), stepped("\n", (10,))]
     outcomes = models.outcomes(every, are_counted=True)[part]
     ends = [[(4, [5, 6, 10, 10]), (7, [5, 6, 10, 10, 7, 8, 10]), (8, [5, 6, 10, 10, 7, 8, 10, 9])], [(1, [3, 1])]]
     for outcome, wanted in zip(outcomes, ends, strict=False):
-        assert isinstance(outcome, Score) and outcome.steps is not None
         scores = [score_of(path, one_rank, [20, 21, *tokens]) for _, tokens in wanted]
         if value == "probability":
             scores = [1 / (1 + math.exp(-score)) for score in scores]
@@ -192,9 +172,7 @@ def test_the_score_of_a_step_is_that_of_the_text_up_to_its_end(
     assert outcomes[2] == FailedScore("bad_steps", "the completion has no step")
 
 
-def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(
-    checkpoint: tuple[Path, Tensor], one_rank: Mesh, tmp_path: Path
-) -> None:
+def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(checkpoint, one_rank, tmp_path):
     path, _ = checkpoint
     words = ["<unk>", "<end>", "ask", "one", "two", "long"]
     own = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
@@ -207,10 +185,7 @@ def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(
     policy.digest, policy.vocab_size = "another", 120
     problem = Problem(problem_id="p", prompt="ask", answer="", fields={})
     texts = ["one\ntwo", "long " * MODEL.max_position]
-    completions = tuple(
-        Completion(text=text, tokens_T=(7, 8), logprobs_T=(0.0, 0.0), versions=single_version(0, 2), finish="stop")
-        for text in texts
-    )
+    completions = tuple(completion_of(text, (7, 8)) for text in texts)
     group = Group(prompt=Prompt(problem=problem, tokens_T=(99,)), completions=completions)
     whole, steps = f"model:{path}", f"step_model:{path}"
     with pytest.raises(ConfigError, match=r"Set rl.reward.model_chat_template"):
@@ -223,24 +198,19 @@ def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(
         "rl.reward.step_value=score",
     )
     models = load_reward_models(config, policy, one_rank, start(PlatformConfig()))
-    assert models is not None
     found = models.outcomes([group], are_counted=True)
     first, both = score_of(path, one_rank, [2, 3]), score_of(path, one_rank, [2, 3, 4, 1])
-    assert found[whole][0].value == pytest.approx(both, abs=ROUNDING["atol"])  # type: ignore[union-attr]
-    assert [step.value for step in found[steps][0].steps] == pytest.approx([first, both], abs=ROUNDING["atol"])  # type: ignore[union-attr]
-    assert [step.end for step in found[steps][0].steps] == [4, 7]  # type: ignore[union-attr]
+    assert found[whole][0].value == pytest.approx(both, abs=ROUNDING["atol"])
+    assert [step.value for step in found[steps][0].steps] == pytest.approx([first, both], abs=ROUNDING["atol"])
+    assert [step.end for step in found[steps][0].steps] == [4, 7]
     too_long = found[whole][1]
-    assert isinstance(too_long, FailedScore)
     assert too_long.text == f"the text has {MODEL.max_position + 2} tokens, the reward model reads {MODEL.max_position}"
 
 
-def test_scores_are_normalised_by_all_those_of_the_training_so_far(
-    checkpoint: tuple[Path, Tensor], one_rank: Mesh
-) -> None:
+def test_scores_are_normalised_by_all_those_of_the_training_so_far(checkpoint, one_rank):
     path, alone_PG = checkpoint
     config = config_of(path, "rl.reward.normalize_models=true")
     models = load_reward_models(config, Tokenizer.__new__(Tokenizer), one_rank, start(PlatformConfig()))
-    assert isinstance(models, RewardModels)
     every = groups()
     models.outcomes(every[:2], are_counted=True)
     models.outcomes(every, are_counted=False)
@@ -253,9 +223,7 @@ def test_scores_are_normalised_by_all_those_of_the_training_so_far(
     assert json.loads(json.dumps(models.moments)) == models.moments
 
 
-def test_a_reward_is_the_weighted_sum_of_models_and_functions_and_the_function_decides_what_is_correct(
-    checkpoint: tuple[Path, Tensor],
-) -> None:
+def test_a_reward_is_the_weighted_sum_of_models_and_functions_and_the_function_decides_what_is_correct(checkpoint):
     path, alone_PG = checkpoint
     part = f"model:{path}"
     config = config_of(path, f"rl.reward.parts=['{part}', 'length']", "rl.reward.weights=[2.0, 0.5]")

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,10 @@ def scored(config: RewardConfig, *texts: str) -> Scores:
         return reward([group(*texts)])
 
 
+def tried(config: RewardConfig) -> object:
+    return try_reward(config, 8, [group("5").prompt] * 2, lambda text: [1] * len(text))
+
+
 def test_batches_come_back_in_order_in_every_form_of_a_score(server: Server) -> None:
     forms: dict[str, Any] = {
         "a": 0.5,
@@ -116,9 +121,7 @@ def test_batches_come_back_in_order_in_every_form_of_a_score(server: Server) -> 
         ([(401, {"error": "who?"})], 1, "status 401"),
     ],
 )
-def test_a_request_is_repeated_and_then_its_scores_have_failed(
-    server: Server, replies: list[tuple[int, Any]], num_requests: int, reason: str | None
-) -> None:
+def test_a_request_is_repeated_and_then_its_scores_have_failed(server, replies, num_requests, reason):
     server.reply = lambda _, number: replies[number - 1]
     config = RewardConfig(parts=(server.url,), server=RewardServerConfig(retries=2, **QUICK))
     scores = scored(config, "a", "b")
@@ -156,7 +159,7 @@ def test_a_server_that_is_down_at_the_start_is_refused_before_work(server: Serve
     settings = RewardServerConfig(retries=1, **QUICK)
     config = RewardConfig(parts=("exact", url), max_failed_fraction=max_failed_fraction, server=settings)
     with pytest.raises(TrainingError) as caught:
-        try_reward(config, 8, [group("5").prompt] * 2, lambda text: [1] * len(text))
+        tried(config)
     assert f'rl.reward.parts "{url}" gave no score for any of 4 reference answers, before the start' in str(
         caught.value
     )
@@ -177,22 +180,24 @@ def test_a_key_comes_from_the_environment_and_is_needed(server: Server, monkeypa
     assert "secret" not in config.model_dump_json()
 
 
-def test_a_judge_is_asked_by_a_template_and_its_last_score_counts(server: Server, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def judged_by(server: Server, template: Path, **judge: Any) -> RewardConfig:
+    """The config of a reward by a judge at the server, which is asked with this template."""
+    settings = JudgeConfig(url=f"{server.url}/v1", model="big", **judge)
+    return RewardConfig(parts=(f"judge:{template}",), judge=settings, server=RewardServerConfig(**QUICK))
+
+
+def says(text: str) -> tuple[int, Any]:
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def test_a_judge_is_asked_by_a_template_and_its_last_score_counts(server, tmp_path):
     template = tmp_path / "judge.jinja"
     template.write_text("Question: {{ prompt }} Answer: {{ completion }} of level {{ fields.level }}. Score 0 to 10?")
-    part = f"judge:{template}"
-
-    def reply(body: Any, _: int) -> tuple[int, Any]:
-        text = body["messages"][0]["content"]
-        said = "no idea" if "bad" in text else "Score: 3. On reflection: score **7.5**"
-        return 200, {"choices": [{"message": {"role": "assistant", "content": said}}]}
-
-    server.reply = reply
-    judge = JudgeConfig(url=f"{server.url}/v1", model="big", scale=10.0, max_tokens=32)
-    config = RewardConfig(parts=(part,), judge=judge, server=RewardServerConfig(**QUICK))
-    scores = scored(config, "5", "bad")
+    said = "Score: 3. On reflection: score **7.5**"
+    server.reply = lambda body, _: says("no idea" if "bad" in body["messages"][0]["content"] else said)
+    scores = scored(judged_by(server, template, scale=10.0, max_tokens=32), "5", "bad")
     assert scores.rewards_PG[0, 0].item() == 0.75
-    assert scores.reasons_PG[0][0] == {part: "Score: 3. On reflection: score **7.5**"}
+    assert scores.reasons_PG[0][0] == {f"judge:{template}": said}
     assert scores.correct_part is None
     (failed,) = scores.failures
     assert failed.failure.text == "no score in the judge's answer: 'no idea'"
@@ -240,17 +245,10 @@ def test_a_judge_is_asked_by_a_template_and_its_last_score_counts(server: Server
         ("Score: 1e999", "no single number"),
     ],
 )
-def test_a_score_of_a_judge_is_read_whole_or_has_failed(
-    server: Server,
-    tmp_path,
-    answer: str,
-    score: float | str,  # type: ignore[no-untyped-def]
-) -> None:
+def test_a_score_of_a_judge_is_read_whole_or_has_failed(server, tmp_path, answer, score):
     (tmp_path / "judge.jinja").write_text("Score?")
-    server.reply = lambda _, __: (200, {"choices": [{"message": {"content": answer}}]})
-    judge = JudgeConfig(url=f"{server.url}/v1", model="big")
-    config = RewardConfig(parts=(f"judge:{tmp_path}/judge.jinja",), judge=judge, server=RewardServerConfig(**QUICK))
-    scores = scored(config, "5")
+    server.reply = lambda _, __: says(answer)
+    scores = scored(judged_by(server, tmp_path / "judge.jinja"), "5")
     if isinstance(score, str):
         (failed,) = scores.failures
         assert failed.failure.text.startswith(score)
@@ -259,23 +257,21 @@ def test_a_score_of_a_judge_is_read_whole_or_has_failed(
         assert scores.rewards_PG.tolist() == [[score]]
 
 
-def test_the_number_of_a_score_is_whole_where_a_pattern_takes_a_part_of_it(server: Server, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_number_of_a_score_is_whole_where_a_pattern_takes_a_part_of_it(server, tmp_path):
     (tmp_path / "judge.jinja").write_text("Rate it.")
-    server.reply = lambda _, __: (200, {"choices": [{"message": {"content": "Rating: [-2.5]"}}]})
-    judge = JudgeConfig(url=f"{server.url}/v1", model="big", score_pattern=r"Rating:\W*(\d+)")
-    config = RewardConfig(parts=(f"judge:{tmp_path}/judge.jinja",), judge=judge, server=RewardServerConfig(**QUICK))
+    server.reply = lambda _, __: says("Rating: [-2.5]")
+    config = judged_by(server, tmp_path / "judge.jinja", score_pattern=r"Rating:\W*(\d+)")
     assert scored(config, "5").rewards_PG.tolist() == [[-2.5]]
 
 
-def test_a_template_that_cannot_be_read_is_refused_and_one_that_names_too_much_fails(server: Server, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_template_that_cannot_be_read_is_refused_and_one_that_names_too_much_fails(server, tmp_path):
     template = tmp_path / "judge.jinja"
-    judge = JudgeConfig(url=f"{server.url}/v1", model="big")
-    config = RewardConfig(parts=(f"judge:{template}",), judge=judge, server=RewardServerConfig(**QUICK))
+    config = judged_by(server, template)
     template.write_text("{% if %}")
     with pytest.raises(ConfigError, match=r"the template cannot be read"):
         scored(config, "5")
     for text in ("{{ wrong_name }}", "{{ prompt.__class__.__mro__ }}"):
         template.write_text(text)
         with pytest.raises(TrainingError, match=r"gave no score for any of 4 reference answers.*template"):
-            try_reward(config, 8, [group("5").prompt] * 2, lambda text: [1] * len(text))
+            tried(config)
     assert not server.requests

@@ -20,7 +20,7 @@ from mcore_rl.rl.batch import LogprobHead, evaluating, make_microbatch
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.environments.conversations import _Draft
-from mcore_rl.rl.types import Completion, Episode, Group, Prompt, TrainedSample, single_version
+from mcore_rl.rl.types import Completion, Group, Prompt, TrainedSample, single_version
 from tests.conversing import END, LETTERS, chat_of, config_of, conversations_of, held, problems, sampling, seeds_of
 from tests.hf_models import VOCAB, Oracle
 from tests.unit.rl.engines.test_served import served
@@ -33,7 +33,7 @@ def test_masks_and_logprobs_are_those_of_a_teacher_forced_pass_over_the_whole_co
 ) -> None:
     groups = held(config_of(theirs.ours), engine, folder, one_rank, SIX)
     pairs = [(group.prompt, one) for group in groups for one in group.completions]
-    assert max(len(episode_of(one).turns) for _, one in pairs) >= 4
+    assert max(len(one.episode.turns) for _, one in pairs) >= 4
     samples = {
         index: TrainedSample(
             tokens_T=torch.tensor(prompt.tokens_T + one.tokens_T),
@@ -59,15 +59,13 @@ def test_masks_and_logprobs_are_those_of_a_teacher_forced_pass_over_the_whole_co
 
 
 @pytest.mark.parametrize("template", ["tokenizer", "plain", "raw"])
-def test_the_tokens_between_turns_are_those_of_the_template(
-    template: str, theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
-) -> None:
+def test_the_tokens_between_turns_are_those_of_the_template(template, theirs, engine, folder, one_rank):
     """With a token for each character a conversation has one tokenisation: here the whole is rendered at once."""
     config = config_of(theirs.ours, template)
     _, chat = chat_of(config, folder)
     for group in held(config, engine, folder, one_rank, SIX[:4]):
         for one in group.completions:
-            messages = list(episode_of(one).messages)
+            messages = list(one.episode.messages)
             if messages[-1]["role"] != "assistant":
                 messages.pop()  # what is not answered is not in the tokens
             start, end = one.sampled_spans[-1]
@@ -79,16 +77,13 @@ def test_the_tokens_between_turns_are_those_of_the_template(
             assert messages[-1]["content"] == one.text
 
 
-def test_routes_are_those_of_one_pass_over_the_conversation(
-    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
-) -> None:
+def test_routes_are_those_of_one_pass_over_the_conversation(theirs, engine, folder, one_rank):
     groups = held(config_of(theirs.ours), engine, folder, one_rank, SIX[:3], with_routes=True)
     for group in groups:
         for one in group.completions:
             tokens_T = (*group.prompt.tokens_T, *one.tokens_T)[:-1]
             once = Sampling(max_new_tokens=1, with_routes=True)
             (again,) = engine.generate([dataclasses.replace(group.prompt, tokens_T=tokens_T)], once, [[0]])
-            assert one.experts_TLK is not None and again.completions[0].experts_TLK is not None
             assert torch.equal(one.experts_TLK, again.completions[0].experts_TLK)
 
 
@@ -117,16 +112,13 @@ def test_turns_without_routes_leave_their_rows_out() -> None:
     draft.add(turn(None, 2))
     draft.insert([9])
     draft.add(turn([2] * 13, 2))
-    assert draft.routes is not None
     assert draft.routes.flatten().tolist() == [-1] * 4 + [1] * 3 + [-1] * 3 + [2] * 3
     draft.insert([9])
     draft.add(turn(None, 2))
     assert draft.routes.flatten().tolist()[10:] == [2] * 3 + [-1] * 3
 
 
-def test_the_first_turn_is_the_completion_that_there_is_without_an_environment(
-    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
-) -> None:
+def test_the_first_turn_is_the_completion_that_there_is_without_an_environment(theirs, engine, folder, one_rank):
     config = config_of(theirs.ours, max_turns=1)
     tokenizer, _ = chat_of(config, folder)
     groups = held(config, engine, folder, one_rank, SIX)
@@ -142,15 +134,13 @@ def test_the_first_turn_is_the_completion_that_there_is_without_an_environment(
             assert one.is_truncated  # also where the turn itself is not: the environment has not ended it
 
 
-def test_limits_of_turns_and_of_context_end_conversations_and_count_as_truncated(
-    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
-) -> None:
+def test_limits_of_turns_and_of_context_end_conversations_and_count_as_truncated(theirs, engine, folder, one_rank):
     def ends(**environment: object) -> Counter[tuple[str, bool]]:
         groups = held(config_of(theirs.ours, **environment), engine, folder, one_rank, SIX, group_size=4)
         found = [one for group in groups for one in group.completions]
-        assert max(len(episode_of(one).turns) for one in found) <= int(str(environment.get("max_turns", 99)))
+        assert max(len(one.episode.turns) for one in found) <= int(str(environment.get("max_turns", 99)))
         assert max(len(one.tokens_T) for one in found) <= int(str(environment.get("max_tokens", 100)))
-        return Counter((episode_of(one).end, one.is_truncated) for one in found)
+        return Counter((one.episode.end, one.is_truncated) for one in found)
 
     turns = ends(max_turns=2)
     assert turns["turns", True] > 0 and set(turns) <= {("turns", True), ("length", True)}
@@ -160,16 +150,14 @@ def test_limits_of_turns_and_of_context_end_conversations_and_count_as_truncated
     assert done["done", False] > 0 and set(done) <= {("done", False), ("length", True)}
 
 
-def test_a_turn_that_ends_the_document_and_not_the_turn_is_the_last(
-    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
-) -> None:
+def test_a_turn_that_ends_the_document_and_not_the_turn_is_the_last(theirs, engine, folder, one_rank):
     """Letters end documents here, where they are no marks that the config names."""
     config = config_of(theirs.ours)
     rollout = config.rl.rollout.model_copy(update={"stop_tokens": ()})
     unmarked = config.model_copy(update={"rl": config.rl.model_copy(update={"rollout": rollout})})
     for one, has_marks in ((config, True), (unmarked, False)):
         groups = held(one, engine, folder, one_rank, SIX, ends=LETTERS)
-        ends = {episode_of(each).end for group in groups for each in group.completions}
+        ends = {each.episode.end for group in groups for each in group.completions}
         assert ends <= ({"length", "turns", "context"} if has_marks else {"document", "length"})
         assert ("document" in ends) != has_marks
 
@@ -187,9 +175,7 @@ FAULTS = {
 }
 
 
-def test_an_environment_that_fails_or_floods_ends_its_own_conversation_only(
-    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
-) -> None:
+def test_an_environment_that_fails_or_floods_ends_its_own_conversation_only(theirs, engine, folder, one_rank):
     config = config_of(theirs.ours, name="tests.conversing:Faulty", timeout_s=2.0, max_turns=3, workers=2)
     prompts = problems(*FAULTS, "flood", "long", "")
     groups = held(config, engine, folder, one_rank, prompts, group_size=4)
@@ -197,7 +183,7 @@ def test_an_environment_that_fails_or_floods_ends_its_own_conversation_only(
     for group, other in zip(groups, sound, strict=True):
         fault = group.prompt.problem.answer
         for one, wanted in zip(group.completions, other.completions, strict=True):
-            episode, healthy = episode_of(one), episode_of(wanted)
+            episode, healthy = one.episode, wanted.episode
             meets_fault = len(healthy.turns) >= 2 or fault == "refuse"
             if fault in FAULTS and meets_fault:
                 kind, text = FAULTS[fault]
@@ -209,9 +195,7 @@ def test_an_environment_that_fails_or_floods_ends_its_own_conversation_only(
                 assert episode.end in ("context", "length") and len(episode.turns) == 2
             elif not fault or not meets_fault:
                 assert one.tokens_T == wanted.tokens_T and episode == healthy
-    met = {
-        group.prompt.problem.answer for group in groups for one in group.completions if episode_of(one).end == "failed"
-    }
+    met = {group.prompt.problem.answer for group in groups for one in group.completions if one.episode.end == "failed"}
     assert met == set(FAULTS)
 
 
@@ -254,9 +238,8 @@ def test_groups_that_are_held_while_the_policy_trains_are_those_that_are_held_be
     for group, other in zip(reversed(list(found)), wanted, strict=True):
         assert group.prompt == other.prompt
         for one, want in zip(group.completions, other.completions, strict=True):
-            assert (one.tokens_T, one.finish, episode_of(one)) == (want.tokens_T, want.finish, episode_of(want))
+            assert (one.tokens_T, one.finish, one.episode) == (want.tokens_T, want.finish, want.episode)
             assert one.logprobs_T == pytest.approx(want.logprobs_T, abs=2e-5)
-            assert one.experts_TLK is not None and want.experts_TLK is not None
             assert torch.equal(one.experts_TLK, want.experts_TLK)
 
 
@@ -271,34 +254,26 @@ def test_conversations_through_servers_are_the_native_engines_and_stay_with_the_
             before = ours.asked("/inference/v1/generate")
             (found,) = held(config, ours.engine, folder, one_rank, [prompt], group_size=1, with_routes=True)
             (want,), (one,) = wanted.completions, found.completions
-            num_turns = len(episode_of(one).turns)
+            num_turns = len(one.episode.turns)
             asked = [b - a for a, b in zip(before, ours.asked("/inference/v1/generate"), strict=True)]
             assert num_turns > 1 and sorted(asked) == [0, num_turns]
             assert (found.prompt, one.tokens_T, one.versions) == (wanted.prompt, want.tokens_T, want.versions)
-            assert episode_of(one) == episode_of(want)
+            assert one.episode == want.episode
             assert one.logprobs_T == pytest.approx(want.logprobs_T, abs=2e-5)
-            assert one.experts_TLK is not None and want.experts_TLK is not None
             assert torch.equal(one.experts_TLK, want.experts_TLK)
 
 
-def test_a_conversation_that_goes_on_after_an_update_has_the_versions_of_its_turns(
-    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
-) -> None:
+def test_a_conversation_that_goes_on_after_an_update_has_the_versions_of_its_turns(theirs, engine, folder, one_rank):
     config = config_of(theirs.ours)
     rules = sampling(config, chat_of(config, folder)[0])
     try:
         with conversations_of(config, Asking(engine, after=1), folder, one_rank) as conversations:
             [prompt] = problems("")
             [one] = conversations.hold_group(0, prompt, rules, [4]).completions
-        first_end = episode_of(one).turns[0].end
+        first_end = one.episode.turns[0].end
         assert [(span.version, span.start, span.end) for span in one.versions] == [
             (0, 0, first_end),
             (7, first_end, len(one.tokens_T)),
         ]
     finally:
         engine.update_weights(0)
-
-
-def episode_of(completion: Completion) -> Episode:
-    assert completion.episode is not None
-    return completion.episode

@@ -8,23 +8,13 @@ import torch
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.report.samples import before_and_after
 from mcore_rl.rl.rollouts.evaluation import gather_samples, write_samples
-from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, Rollout, Turn, single_version
-
-
-def completion_of(tokens_T: tuple[int, ...], text: str, episode: Episode | None = None) -> Completion:
-    return Completion(
-        text=text,
-        tokens_T=tokens_T,
-        logprobs_T=(0.0,) * len(tokens_T),
-        versions=single_version(0, len(tokens_T)),
-        finish="stop",
-        episode=episode,
-    )
+from mcore_rl.rl.types import Episode, Group, Problem, Prompt, Rollout, Turn
+from tests.unit.rl.groups import completion_of
 
 
 def test_a_sample_on_disk_has_the_ids_of_its_prompt_and_of_the_tokens_after_it(one_rank: Mesh, tmp_path: Path) -> None:
     talk = Episode(messages=(), turns=(Turn(0, 1, 0.0), Turn(3, 5, 1.0)), end="done")
-    completions = (completion_of((4, 5, 2), "45"), completion_of((6, 9, 9, 7, 2), "7", talk))
+    completions = (completion_of("45", (4, 5, 2)), completion_of("7", (6, 9, 9, 7, 2), talk))
     problem = Problem(problem_id="p", prompt="13", answer="45")
     group = Group(prompt=Prompt(problem=problem, tokens_T=(1, 3)), completions=completions)
     rollout = Rollout(

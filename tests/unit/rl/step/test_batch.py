@@ -11,7 +11,7 @@ from mcore_rl.rl.batch import make_microbatch
 from mcore_rl.rl.step.objective import at_positions
 from mcore_rl.rl.types import SampleShape, TrainedSample
 
-ALONE = Axis(None, 0, 1)  # type: ignore[arg-type]
+ALONE = Axis(None, 0, 1)
 CPU = torch.device("cpu")
 
 
@@ -45,9 +45,8 @@ def test_index_t_belongs_to_the_token_that_is_predicted_there() -> None:
     assert batch.inputs.labels_Bs[0][batch.completion_mask_T].tolist() == [21, 22, 23, 24, 25, 26]
     assert batch.sequence_T[batch.mask_T].tolist() == [0, 0, 0, 2, 2]
     assert batch.lengths_N.tolist() == [3, 0, 2]
-    assert batch.inputs.is_padding_Bs is not None
     assert batch.inputs.is_padding_Bs[0].nonzero().flatten().tolist() == [5, 10, 11]
-    assert batch.inputs.packed is not None and batch.inputs.packed.lengths == (4, 2, 4, 2)
+    assert batch.inputs.packed.lengths == (4, 2, 4, 2)
 
 
 def test_tokens_of_an_environment_are_read_and_neither_trained_on_nor_counted() -> None:
@@ -79,7 +78,6 @@ def test_advantages_and_loss_weights_come_by_the_samples_indices() -> None:
     batch = make_microbatch(SAMPLES, [8, 3], PackingLimits(max_tokens=16, multiple=1, sample_multiple=1), ALONE, CPU)
     numbers_N = torch.arange(10, dtype=torch.float64)
     weighted = batch.with_advantages({3: numbers_N[3].expand(4), 8: numbers_N[8].expand(4)}, 10 * numbers_N)
-    assert weighted.advantages_T is not None and weighted.loss_weights_T is not None
     assert weighted.advantages_T.tolist() == [0, 0, 8, 8, 0, 3, 3, 3]
     assert weighted.loss_weights_T.tolist() == [0, 0, 80, 80, 0, 30, 30, 30]
 
@@ -89,14 +87,13 @@ def test_advantages_of_tokens_lie_where_the_tokens_are_predicted() -> None:
     by_position = {8: torch.tensor([0.0, 0.0, 4.0, 5.0]), 3: torch.tensor([0.0, 1.0, 2.0, 3.0])}
     held = []
     for rank in (0, 1):
-        batch = make_microbatch(SAMPLES, [8, 3], limits, Axis(None, rank, 2), CPU)  # type: ignore[arg-type]
+        batch = make_microbatch(SAMPLES, [8, 3], limits, Axis(None, rank, 2), CPU)
         weighted = batch.with_advantages(by_position, torch.ones(10))
-        assert weighted.advantages_T is not None
         labels = batch.inputs.labels_Bs[0][batch.mask_T].tolist()
         held += zip(labels, weighted.advantages_T[batch.mask_T].tolist(), strict=True)
     assert sorted(held) == [(21, 1), (22, 2), (23, 3), (25, 4), (26, 5)]
     whole = make_microbatch(SAMPLES, [8, 3], limits, ALONE, CPU).with_advantages(by_position, torch.ones(10))
-    assert whole.advantages_T is not None and whole.advantages_T.tolist()[:8] == [0, 0, 4, 5, 0, 1, 2, 3]
+    assert whole.advantages_T.tolist()[:8] == [0, 0, 4, 5, 0, 1, 2, 3]
 
 
 def test_a_microbatch_without_samples_is_padding_that_counts_for_nothing() -> None:
@@ -104,15 +101,15 @@ def test_a_microbatch_without_samples_is_padding_that_counts_for_nothing() -> No
         limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=1, is_fixed=is_fixed)
         batch = make_microbatch({}, [], limits, ALONE, CPU).with_advantages({}, torch.ones(3))
         assert batch.shape == (1, length)
-        assert not batch.mask_T.any() and batch.inputs.is_padding_Bs is not None
+        assert not batch.mask_T.any()
         assert batch.inputs.is_padding_Bs.all()
-        assert batch.loss_weights_T is not None and batch.loss_weights_T.sum() == 0
+        assert batch.loss_weights_T.sum() == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_context_parallel_ranks_hold_their_chunks_of_each_sample(rank: int) -> None:
     limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=4)
-    batch = make_microbatch(SAMPLES, [3, 8], limits, Axis(None, rank, 2), CPU)  # type: ignore[arg-type]
+    batch = make_microbatch(SAMPLES, [3, 8], limits, Axis(None, rank, 2), CPU)
     whole = make_microbatch(SAMPLES, [3, 8], limits, ALONE, CPU)
     places = [0, 3, 4, 7] if rank == 0 else [1, 2, 5, 6]
     assert batch.shape == whole.shape == (1, 8)
