@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.megatron.mesh import Mesh
-from tests.servers.conftest import Figures
 from tests.servers.vllm_server import MODELS, Trainer, VllmServer
 
 MODEL = MODELS["qwen3_moe"]
@@ -21,9 +19,7 @@ def server(python: str, tmp_path: Path) -> Iterator[VllmServer]:
         server.close()
 
 
-def test_a_broadcast_brings_all_weights_in_a_group_of_each_push(
-    server: VllmServer, mesh: Mesh, figures: Figures
-) -> None:
+def test_a_broadcast_brings_all_weights_in_a_group_of_each_push(server, mesh, figures):
     trainer = Trainer(MODEL, mesh)
     for seed in (1, 2):
         trainer.randomize(seed)

@@ -8,9 +8,7 @@ import pytest
 
 from mcore_rl.checks.engine import PROBED_FAMILIES
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.engines.server_api import HttpClient
-from tests.servers.conftest import Figures
 from tests.servers.vllm_server import MAX_TOKENS, OmittingApi, Trainer, VllmServer, generated, random_prompts
 from tests.tiny_models import TINY
 
@@ -42,9 +40,7 @@ def server(model: ModelConfig, python: str, tmp_path_factory: pytest.TempPathFac
         server.close()
 
 
-def test_a_server_has_the_weights_and_each_kind_of_tensor_that_stays_old_is_found(
-    family: str, model: ModelConfig, server: VllmServer, mesh: Mesh, figures: Figures
-) -> None:
+def test_a_server_has_the_weights_and_each_kind_of_tensor_that_stays_old_is_found(family, model, server, mesh, figures):
     trainer = Trainer(model, mesh)
     trainer.randomize(OLD)
     old = trainer.tensors()

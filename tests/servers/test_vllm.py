@@ -49,9 +49,7 @@ def restored(trainer: Trainer, server: VllmServer) -> None:
     assert any(trainer.push(server.api).living for _ in range(3))
 
 
-def test_a_server_that_started_with_weights_of_its_own_has_the_trainers_after_a_push(
-    family: str, server: VllmServer, trainer: Trainer, figures: Figures
-) -> None:
+def test_a_server_that_started_with_weights_of_its_own_has_the_trainers_after_a_push(family, server, trainer, figures):
     trainer.randomize(seed=2)
     report = trainer.push(server.api)
     assert report.living == (server.url,) and report.probe < 1e-5
@@ -64,9 +62,7 @@ def test_a_server_that_started_with_weights_of_its_own_has_the_trainers_after_a_
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_of_64_concurrent_requests_are_the_trainers(
-    temperature: float, family: str, server: VllmServer, trainer: Trainer, figures: Figures
-) -> None:
+def test_logprobs_of_64_concurrent_requests_are_the_trainers(temperature, family, server, trainer, figures):
     prompts = random_prompts(64, 12, VOCAB)
     made = generated([server.api], prompts, max_new=32, temperature=temperature, salt=f"v{trainer.version}")
     assert {one.versions[0].version for one in made} == {trainer.version}
@@ -76,9 +72,7 @@ def test_logprobs_of_64_concurrent_requests_are_the_trainers(
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_each_part_of_the_weights_arrives_alone(
-    part: str, family: str, server: VllmServer, trainer: Trainer, figures: Figures
-) -> None:
+def test_each_part_of_the_weights_arrives_alone(part, family, server, trainer, figures):
     if part == "head" and MODELS[family].tied_embeddings:
         return  # the embedding is the head
     trainer.randomize(seed=11, part=PARTS[part])
@@ -120,9 +114,7 @@ def test_a_completion_that_runs_during_an_update_has_two_spans_each_of_its_own_w
     restored(trainer, server)
 
 
-def test_a_prompt_is_not_answered_from_keys_and_values_of_old_weights(
-    family: str, server: VllmServer, trainer: Trainer, figures: Figures
-) -> None:
+def test_a_prompt_is_not_answered_from_keys_and_values_of_old_weights(family, server, trainer, figures):
     prompt = random_prompts(1, 200, VOCAB, seed=2)
     trainer.randomize(seed=31)
     assert trainer.push(server.api).living
@@ -138,9 +130,7 @@ def test_a_prompt_is_not_answered_from_keys_and_values_of_old_weights(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_probe_finds_weights_that_did_not_arrive(
-    fault: str, family: str, server: VllmServer, trainer: Trainer, figures: Figures
-) -> None:
+def test_the_probe_finds_weights_that_did_not_arrive(fault, family, server, trainer, figures):
     if fault.startswith("a tied") and not MODELS[family].tied_embeddings:
         return
     trainer.randomize(seed=41)
@@ -238,9 +228,7 @@ def game(seed: int) -> Prompt:
     return Prompt(problem=Problem(problem_id=str(seed), prompt="", answer="", fields=fields), tokens_T=(1, 2, 3))
 
 
-def test_generate_writes_what_the_native_engine_writes(
-    family: str, server: VllmServer, trainer: Trainer, mesh: Mesh, tmp_path: Path
-) -> None:
+def test_generate_writes_what_the_native_engine_writes(family, server, trainer, mesh, tmp_path):
     """`mcore-rl generate --url`, greedily, beside the same command on a checkpoint of the same weights."""
     folder = write_tokenizer(tmp_path / "characters")
     tokenizer = TokenizerConfig(kind="huggingface", path=str(folder))

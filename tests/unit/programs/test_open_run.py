@@ -85,9 +85,7 @@ def test_a_run_of_torchs_layers_keeps_them(tmp_path: Path, here: Platform) -> No
 @pytest.mark.parametrize(
     "settings", [PlatformConfig(layers="cpu"), PlatformConfig(bf16_products=True)], ids=["layers", "products"]
 )
-def test_what_the_config_names_is_used_and_the_difference_reported(
-    tmp_path: Path, here: Platform, settings: PlatformConfig
-) -> None:
+def test_what_the_config_names_is_used_and_the_difference_reported(tmp_path, here, settings):
     resumed, (warning,) = keep_layers(settings, here, recorded(tmp_path, here, "torch"))
     assert resumed == here
     assert warning.startswith(f'run.json has the layers "torch", and this start computes with "cpu {here.build}"')

@@ -30,9 +30,7 @@ ALONE = ("checkpoint.load=none", "rl.loss.kind=gspo")
         (["model.family=qwen3", "model.moe.num_experts=0", "model.moe.aux_loss_coeff=0.001"], None),
     ],
 )
-def test_a_start_names_each_balance_that_moves_the_policy_beside_the_rewards(
-    overrides: list[str], named: str | None
-) -> None:
+def test_a_start_names_each_balance_that_moves_the_policy_beside_the_rewards(overrides, named):
     config = load_config(RlRunConfig, Path("tiny_moe/grpo"), [*ALONE, *overrides])
     messages = list(warnings_of(config))
     if named is None:

@@ -14,7 +14,7 @@ OWNER_T = torch.arange(T) % 2
 POSITION_T = torch.arange(T) // 2
 
 
-def sums(codes=CODES_TLK, ids=IDS_T, owner=OWNER_T, position=POSITION_T, layers=LAYERS):  # type: ignore[no-untyped-def]
+def sums(codes=CODES_TLK, ids=IDS_T, owner=OWNER_T, position=POSITION_T, layers=LAYERS):
     weights = token_hashes(ids, position, torch.ones(len(ids), dtype=torch.bool))
     return route_checksums(codes.transpose(0, 1), expert_hashes(layers, E, CPU), weights, owner, 2)
 

@@ -219,8 +219,8 @@ def test_few_tokens_of_one_age_say_nothing_and_those_of_many_batches_do() -> Non
 def test_an_engine_that_rounds_hides_small_moves_not_large_ones() -> None:
     """2 % of the choices differ by rounding: up to 0.1 nats nothing can be said."""
     rounded = {"stale": (40_000, 1_000_000), "current": (40_000, 1_000_000), "current_nats": 0.02}
-    assert stale_routes(**rounded, stale_nats=0.11).warning() is None  # type: ignore[arg-type]
-    assert stale_routes(**rounded, stale_nats=0.13).warning()  # type: ignore[arg-type]
+    assert stale_routes(**rounded, stale_nats=0.11).warning() is None
+    assert stale_routes(**rounded, stale_nats=0.13).warning()
 
 
 def test_without_older_tokens_or_with_logprobs_that_were_not_compared_nothing_is_said() -> None:

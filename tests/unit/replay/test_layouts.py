@@ -16,7 +16,7 @@ def mesh(cp: int = 1, tp: int = 1, cp_rank: int = 0, tp_rank: int = 0) -> Simple
 
 
 def named(layout: MicrobatchLayout, where: SimpleNamespace) -> list[str]:
-    part = local_tokens(layout, where)  # type: ignore[arg-type]
+    part = local_tokens(layout, where)
     return [
         f"{part.samples[owner]}.{position}" if owner >= 0 else "-"
         for owner, position in zip(part.sample_index_t.tolist(), part.position_t.tolist(), strict=True)
@@ -71,7 +71,7 @@ def test_routes_are_current_from_a_position_of_the_sample_on_wherever_it_lies() 
         ((SampleSpan(7, 3, 4), SampleSpan(9, 6, 8, first_current=3), SampleSpan(-1, 0, 4)),), row_length=16, packed=True
     )
     for cp_rank in range(2):
-        part = local_tokens(layout, mesh(cp=2, cp_rank=cp_rank))  # type: ignore[arg-type]
+        part = local_tokens(layout, mesh(cp=2, cp_rank=cp_rank))
         real = part.is_real_t
         names = [name for name in named(layout, mesh(cp=2, cp_rank=cp_rank)) if name != "-"]
         stale = [n for n, current in zip(names, part.is_current_t[real].tolist(), strict=True) if not current]
@@ -79,7 +79,7 @@ def test_routes_are_current_from_a_position_of_the_sample_on_wherever_it_lies() 
 
 
 def test_positions_of_a_sample_rise() -> None:
-    part = local_tokens(PACKED, mesh())  # type: ignore[arg-type]
+    part = local_tokens(PACKED, mesh())
     assert torch.equal(part.positions_of(1), torch.arange(6))
     assert part.lengths == (3, 6)
 

@@ -21,10 +21,10 @@ TWO_ROWS = MicrobatchLayout(
 
 def test_positions_counted_by_hand() -> None:
     """Two packed spans of 4 and 8 positions, and 4 of padding; the second of two ranks has the middle of each."""
-    index_t, position_t = labels_at_routers(PACKED, mesh(cp=2, cp_rank=1))  # type: ignore[arg-type]
+    index_t, position_t = labels_at_routers(PACKED, mesh(cp=2, cp_rank=1))
     assert index_t.tolist() == [0, 0, 1, 1, 1, 1, -1, -1]
     assert position_t.tolist() == [1, 2, 2, 3, 4, 5, -1, -1]
-    index_t, position_t = labels_at_routers(PADDED, mesh(tp=2, tp_rank=1))  # type: ignore[arg-type]
+    index_t, position_t = labels_at_routers(PADDED, mesh(tp=2, tp_rank=1))
     assert index_t.tolist() == [0, 1, -1, 1]
     assert position_t.tolist() == [2, 2, -1, 3]
 
@@ -34,15 +34,15 @@ def test_every_rank_of_every_mesh_sees_the_tokens_that_the_tape_lays_out(layout:
     ranks = [(cp, tp, c, t) for cp, tp in ((1, 1), (2, 1), (1, 2), (2, 2)) for c in range(cp) for t in range(tp)]
     for cp, tp, cp_rank, tp_rank in ranks:
         where = mesh(cp=cp, tp=tp, cp_rank=cp_rank, tp_rank=tp_rank)
-        tokens = local_tokens(layout, where)  # type: ignore[arg-type]
-        index_t, position_t = labels_at_routers(layout, where)  # type: ignore[arg-type]
+        tokens = local_tokens(layout, where)
+        index_t, position_t = labels_at_routers(layout, where)
         assert torch.equal(index_t, tokens.sample_index_t), where
         assert torch.equal(position_t.clamp_min(0), tokens.position_t), where
 
 
 def test_four_ranks_of_context_parallelism_have_each_token_once() -> None:
     layout = MicrobatchLayout(((SampleSpan(0, 15, 16), SampleSpan(1, 8, 8)),), row_length=24, packed=True)
-    labels = [labels_at_routers(layout, mesh(cp=4, cp_rank=rank)) for rank in range(4)]  # type: ignore[arg-type]
+    labels = [labels_at_routers(layout, mesh(cp=4, cp_rank=rank)) for rank in range(4)]
     found = [pair for index_t, position_t in labels for pair in zip(index_t.tolist(), position_t.tolist(), strict=True)]
     expected = [*itertools.product([0], range(15)), *itertools.product([1], range(8)), (-1, -1)]
     assert sorted(found) == sorted(expected)

@@ -244,22 +244,12 @@ def learner_of(state: TrainState, config: RlRunConfig) -> Learner:
     routes = PolicyRoutes(state, config.rl, config.replay)
     logprobs = policy_logprobs(state, config.rl, MODEL.vocab_size)
     # The numbers of a reference are given: what is left of its pass is the KL that rewards pay.
-    kl = ReferencePass(
-        None,  # type: ignore[arg-type]
-        config.rl.loss,
-        config.replay,
-        logprobs,
-        routes,
-        state,
-        updates_per_rollout=1,
-    )
+    kl = ReferencePass(None, config.rl.loss, config.replay, logprobs, routes, state, updates_per_rollout=1)
     return Learner(state, config, routes, logprobs, OptionalParts(reference=kl))
 
 
 @pytest.mark.parametrize(("name", "max_tokens"), [*((name, 40) for name in CASES), ("gspo", 200)])
-def test_objectives_of_packed_completions_are_those_of_the_papers(
-    name: str, max_tokens: int, state: TrainState
-) -> None:
+def test_objectives_of_packed_completions_are_those_of_the_papers(name, max_tokens, state):
     case = CASES[name]
     config = config_of(loss_config(**case.loss), advantage_config(kind=case.advantage_kind), max_tokens)
     learner = learner_of(state, config)

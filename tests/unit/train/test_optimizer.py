@@ -24,7 +24,7 @@ class Groups:
 def rates(config: OptimConfig, steps: int) -> list[float]:
     """The learning rate of each step."""
     groups = Groups()
-    schedule = build_schedule(config, groups, steps)  # type: ignore[arg-type]
+    schedule = build_schedule(config, groups, steps)
     found = []
     for _ in range(steps):
         found.append(groups.param_groups[0]["lr"])
@@ -44,27 +44,19 @@ def test_cosine_after_a_linear_warm_up() -> None:
     [("constant", [1.0] * 6), ("linear", [1 - 0.9 * step / 6 for step in range(6)]), ("wsd", [1, 1, 1, 1, 0.7, 0.4])],
 )
 @pytest.mark.parametrize("warmup_steps", [0, 1, 2, 5])
-def test_step_t_of_a_warm_up_over_w_has_t_over_w_of_the_rate(
-    schedule: str, after: list[float], warmup_steps: int
-) -> None:
+def test_step_t_of_a_warm_up_over_w_has_t_over_w_of_the_rate(schedule, after, warmup_steps):
     """The last step of the warm-up is the first of the decay; without a warm-up that is the first of the run."""
-    config = OptimConfig(
-        lr=1.0,
-        min_lr=0.1,
-        warmup_steps=warmup_steps,
-        schedule=schedule,
-        wsd_decay_steps=3,  # type: ignore[arg-type]
-    )
+    config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=warmup_steps, schedule=schedule, wsd_decay_steps=3)
     expected = [(step + 1) / warmup_steps for step in range(warmup_steps - 1)] + after
     assert rates(config, len(expected)) == pytest.approx(expected)
 
 
 def test_a_resumed_warm_up_goes_on_where_it_was() -> None:
     config = OptimConfig(lr=1.0, warmup_steps=4, schedule="constant")
-    saved = build_schedule(config, Groups(), 9)  # type: ignore[arg-type]
+    saved = build_schedule(config, Groups(), 9)
     saved.step(2)
     groups = Groups()
-    schedule = build_schedule(config, groups, 9)  # type: ignore[arg-type]
+    schedule = build_schedule(config, groups, 9)
     schedule.load_state_dict(saved.state_dict())
     assert groups.param_groups[0]["lr"] == pytest.approx(0.75)
 
@@ -146,7 +138,7 @@ def test_adam_with_moments_in_bf16_equals_the_formula_and_goes_on_alike_after_a_
             second.load_state_dict(first.state_dict())
             first = second
         for param, optimizer in ((whole, adam), (parts, first)):
-            param.decoupled_grad = gradient  # type: ignore[attr-defined]
+            param.decoupled_grad = gradient
             optimizer.step()
     states = adam.state[whole]
     assert {name: state.dtype for name, state in states.items()} == {

@@ -28,7 +28,7 @@ def overlap_of(layers: str) -> tuple[bool, bool]:
     """On a rank: Megatron's fields for the mesh with the overlap."""
     settings = PlatformConfig(precision="bf16")
     with fake_rank(MeshConfig(tp=2, overlap_tp=True), 0, 2) as mesh:
-        platform = replace(fake_platform(settings, mesh), layers=layers)  # type: ignore[arg-type]
+        platform = replace(fake_platform(settings, mesh), layers=layers)
         # Latent attention has no fused rotary embedding, for which Megatron would look for TransformerEngine.
         config = transformer_config(TINY["deepseek_v3"], mesh, platform, settings)
         return config.tp_comm_overlap, config.sequence_parallel

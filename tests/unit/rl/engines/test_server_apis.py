@@ -216,9 +216,7 @@ ROUTED = Sampling(max_new_tokens=5, stop_tokens=frozenset({70}), with_routes=Tru
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("vllm", "uint8"), ("vllm", "uint16"), ("vllm", "int32"), ("sglang", "int32")]
 )
-def test_routes_of_both_formats_are_those_of_the_layers_that_route(
-    kind: str, dtype: str, dense_layers: int | None
-) -> None:
+def test_routes_of_both_formats_are_those_of_the_layers_that_route(kind, dtype, dense_layers):
     with FakeServer(kind=kind, routes_dtype=dtype, dense_layers=dense_layers) as server:
         made = api_of(server).generate((5, 6), ROUTED, 3, salt="v0", request_id="a")
         picked = pick_layers(server.url, made.experts_TLK, MODEL, num_tokens=6)

@@ -66,9 +66,7 @@ def test_the_command_of_vllm_has_what_the_run_needs(tmp_path: Path) -> None:
         ("sglang", 17, ("--max-lora-rank", "17", "--max-loras-per-batch", "2", "--lora-target-modules")),
     ],
 )
-def test_a_server_of_adapters_loads_its_base_and_takes_their_rank(
-    kind: str, rank: int, wanted: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_server_of_adapters_loads_its_base_and_takes_their_rank(kind, rank, wanted, tmp_path):
     words = (f"rl.engine.kind={kind}", "rl.engine.lora=adapter", "rl.engine.base_model=/base")
     found = server_command(config_of(tmp_path, *words, f"lora.rank={rank}"), tmp_path / "s", 1, on_gpu=True)
     command = found.command

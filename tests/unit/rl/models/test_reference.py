@@ -1,6 +1,5 @@
 """A reference policy stays as long as a checkpoint needs it: a run that resumes from it reads the reference of then."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +22,7 @@ from mcore_rl.train.state import Progress
     ],
     ids=["interval", "being_written", "damaged", "none"],
 )
-def test_the_reference_that_a_kept_checkpoint_needs_stays(
-    checkpoints: list[str], left: list[int], tmp_path: Path
-) -> None:
+def test_the_reference_that_a_kept_checkpoint_needs_stays(checkpoints, left, tmp_path):
     references = tmp_path / "reference"
     for step in range(0, 19, 3):
         (references / f"step_{step:07d}").mkdir(parents=True)
@@ -36,9 +33,7 @@ def test_the_reference_that_a_kept_checkpoint_needs_stays(
 
 
 @pytest.mark.parametrize(("kl_target", "adapted", "expected"), [(6.0, 0.7, 0.7), (6.0, None, 0.2), (None, 0.7, 0.2)])
-def test_the_coefficient_is_the_configs_once_no_target_adapts_it(
-    kl_target: float | None, adapted: float | None, expected: float
-) -> None:
+def test_the_coefficient_is_the_configs_once_no_target_adapts_it(kl_target, adapted, expected):
     """A run that resumes may have left out its target, after this has moved the coefficient."""
     loss = GrpoLoss(kl_coeff=0.2, kl_target=kl_target)
     state: Any = SimpleNamespace(progress=Progress(kl_coeff=adapted))

@@ -19,9 +19,7 @@ from mcore_rl.rl.step.losses import next_kl_coeff
         (0.0, -0.2 * 0.128),
     ],
 )
-def test_the_coefficient_changes_by_the_relative_error_times_completions_over_the_horizon(
-    kl_nats: float, power: float
-) -> None:
+def test_the_coefficient_changes_by_the_relative_error_times_completions_over_the_horizon(kl_nats, power):
     got = next_kl_coeff(0.2, kl_nats, target=6.0, horizon=1000, num_completions=128)
     assert got == pytest.approx(0.2 * math.exp(power), rel=1e-12)
     # As the paper has it, up to the square of a step.
@@ -34,9 +32,7 @@ def test_the_coefficient_changes_by_the_relative_error_times_completions_over_th
     horizon=st.integers(1, 10**6),
     num_completions=st.integers(0, 10**5),
 )
-def test_the_coefficient_stays_positive_and_moves_towards_the_target(
-    coeff: float, kl_nats: float, horizon: int, num_completions: int
-) -> None:
+def test_the_coefficient_stays_positive_and_moves_towards_the_target(coeff, kl_nats, horizon, num_completions):
     got = next_kl_coeff(
         coeff, kl_nats, target=6.0, horizon=max(horizon, num_completions), num_completions=num_completions
     )

@@ -30,7 +30,7 @@ def sums(*ratios: float) -> RatioSums:
 
 def found(metrics: list[Metric]) -> dict[str, float]:
     assert len({metric.name for metric in metrics}) == len(metrics)
-    return {name: float(value) for name, value in reduced(metrics).items()}  # type: ignore[arg-type]
+    return {name: float(value) for name, value in reduced(metrics).items()}
 
 
 def test_sums_are_over_the_tokens_of_the_mask_and_of_the_ratio_after_to_before() -> None:

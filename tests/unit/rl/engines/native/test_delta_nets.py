@@ -49,9 +49,7 @@ def logits_of(chunk: nn.Module, tokens: list[int]) -> Tensor:
         ("qwen3_5_text", 24, 200, False),
     ],
 )
-def test_greedy_tokens_are_those_of_whole_passes(
-    case: str, slots: int, step_tokens: int, has_fixed_shapes: bool, one_rank: Mesh
-) -> None:
+def test_greedy_tokens_are_those_of_whole_passes(case, slots, step_tokens, has_fixed_shapes, one_rank):
     """Groups of four share fewer slots, which others had before; prompts are cut at any position."""
     chunks, model = chunks_of(case, one_rank), oracle(case).ours
     config = NativeConfig(slots=slots, step_tokens=step_tokens)

@@ -53,9 +53,7 @@ def logits_of(chunk: nn.Module, tokens: list[int]) -> Tensor:
         ("glm_moe_dsa-shared", 24, 200, False),
     ],
 )
-def test_greedy_tokens_are_those_of_whole_passes(
-    case: str, slots: int, step_tokens: int, has_fixed_shapes: bool, one_rank: Mesh
-) -> None:
+def test_greedy_tokens_are_those_of_whole_passes(case, slots, step_tokens, has_fixed_shapes, one_rank):
     """Groups of four share fewer slots, which others had before; prompts are cut at any position."""
     chunks, model = chunks_of(case, one_rank), oracle(case).ours
     config = NativeConfig(slots=slots, step_tokens=step_tokens)
@@ -91,9 +89,7 @@ def overlap_of(engine: MegatronEngine) -> tuple[float, float] | None:
 
 @pytest.mark.parametrize("has_fixed_shapes", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_training_chooses_the_keys_of_the_engine(
-    case: str, has_fixed_shapes: bool, one_rank: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_chooses_the_keys_of_the_engine(case, has_fixed_shapes, one_rank, monkeypatch):
     """At the positions behind the 8th of the first completion of each version, in each layer with an indexer."""
     chunks, model = chunks_of(case, one_rank), oracle(case).ours
     config = NativeConfig(slots=3, step_tokens=11)
