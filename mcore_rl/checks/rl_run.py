@@ -160,7 +160,7 @@ def _layers(config: RlRunConfig) -> Iterator[str]:
 
 
 def _routers(config: RlRunConfig) -> Iterator[str]:
-    """Check what is trained, replayed and recorded of routers."""
+    """Check the router settings: training, replay and records."""
     model, rl, replay = config.model, config.rl, config.replay
     moe = model.moe
     if not model.is_moe:

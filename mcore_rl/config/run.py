@@ -212,7 +212,7 @@ class RunConfig(Section):
     """The sections that all training programs have."""
 
     run_dir: str = "runs/run"
-    """Folder of everything that the run writes; one run, one folder, one writer."""
+    """Output folder of the run; only one process may write to it."""
     platform: PlatformConfig = PlatformConfig()
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()

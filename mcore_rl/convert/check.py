@@ -520,7 +520,7 @@ def _as_hf_tensors(found: HfModel | DistModel, repeated: Collection[str]) -> Com
 
 
 def _config_of(folder: HfFolder) -> ModelConfig | None:
-    """Return the config of a folder; None for an unknown family, of which only tensors can be compared."""
+    """Return the config of a folder; None for an unknown family, whose tensors alone can be compared."""
     try:
         return checked_model_from_hf(folder.config or {})
     except ConfigError:

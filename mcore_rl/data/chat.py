@@ -97,7 +97,7 @@ class Chat(Protocol):
 
 
 class TemplateError(DataError):
-    """A chat template that does not render a growing conversation as one growing text."""
+    """A chat template whose rendering of a longer conversation does not begin with that of the shorter one."""
 
 
 def prompt_ids(chat: Chat, conversation: Conversation) -> list[int]:

@@ -192,7 +192,7 @@ class _Shard(NamedTuple):
     has_entropy: bool = True
 
     def logits(self, tensor_TX: Tensor, weight_vD: Tensor | None) -> Logits:
-        """Return logits from what `_factors` made of them."""
+        """Rescale logits with the output of `_factors`."""
         if weight_vD is None:
             return tensor_TX
         return DeferredLogits(tensor_TX, weight_vD, self.chunk_tokens)

@@ -77,7 +77,7 @@ class Rollouts:
     route_store: Literal["device", "pinned"]
     """Memory in which they wait."""
     samples_interval: int | None
-    """Rollout batches between two of which people can read the samples; None: of none."""
+    """Interval between rollout batches whose samples are logged; None: never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,7 +130,7 @@ SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "lines.js", "maps.js", "bars.j
 STYLES = ("vendor/uPlot.min.css", "report.css")
 NUM_COLOURS = 8
 GENERATOR = "mcore-rl report"
-"""Mark by which a page is known that may be replaced by a newer one."""
+"""Marker of a page of ours: a newer report may replace it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,9 @@ MARK_BYTES = 4096
 MAX_LISTED = 5
 """Most files that a message lists."""
 RUN_RECORDS = ("run.json", "writer.json", "metrics.jsonl")
-"""Files of which a run's folder has at least one from its start on."""
+"""A run's folder contains one of these files from its first second on."""
 RUN_CONTENT = ("checkpoints", "config.toml")
-"""Entries of which a run's folder has at least one, too."""
+"""A run's folder also contains one of these entries."""
 Stamps = Mapping[str, Sequence[int]]
 """Inode, size and times of each file below a folder, by relative path: while they are the same, so is the content."""
 
@@ -461,7 +461,7 @@ def _with_linked_files(source: Path) -> Iterator[Path]:
 
 
 def unfinished_download(folder: Path) -> str:
-    """Return a sentence on a file of which the hub's client has a part only, for the messages of errors; empty without
+    """Describe a partially downloaded file for an error message; empty without
     any.
     """
     # The client keeps parts in the folder itself (--local-dir), or next to all snapshots of its cache.

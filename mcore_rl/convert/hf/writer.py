@@ -268,7 +268,7 @@ class WithReference:
 
 
 class WithBlocks(WithReference, ABC):
-    """The tensors of an export with blocks, of which some parts are computed from the checkpoint's weights."""
+    """The tensors of an export, including quantized blocks computed from the checkpoint's weights."""
 
     def __init__(self, source: TensorSource, folder: HfFolder, computed: Mapping[str, TargetTensor]) -> None:
         """`computed` has, by the name of a part, the weight that it is computed from."""

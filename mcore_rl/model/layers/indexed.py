@@ -423,7 +423,7 @@ class IndexedLatentAttention(LatentAttention):
 
 
 class IndexedBlock(TransformerBlock):
-    """Megatron's block of layers, some of which share a choice of keys: it makes room for the choices of each pass."""
+    """Megatron's TransformerBlock, with room for the key choices that layers share during a pass."""
 
     def forward(
         self,

@@ -318,7 +318,7 @@ class ChosenKeys:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], draft: Draft | None, longest: int, topk: int) -> None:
-        """Watch a completion; None on a replica without any, which takes part in the pass all the same."""
+        """Start watching a completion; None: this replica has none and only joins the collectives."""
         self._chunks = chunks
         self._draft = draft
         stride = max(1, -(-(longest - topk) // NUM_POSITIONS))
