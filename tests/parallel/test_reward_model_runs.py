@@ -34,7 +34,6 @@ from mcore_rl.model.build import build_model
 from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT
 from mcore_rl.programs import dpo, rm
 from mcore_rl.programs.rl import teacher_source
-from mcore_rl.programs.rollouts import load_reward_models
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.rewards.from_model import RewardModels, load_reward_models

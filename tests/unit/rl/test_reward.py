@@ -23,7 +23,6 @@ from mcore_rl.rl.rewards.interface import Job, RewardInput, RewardWorkers, TextS
 from mcore_rl.rl.rewards.score import FailureReport, Reward, refuse_failing_parts, try_reward
 from mcore_rl.rl.rollouts.rollout import Rollouts, _ReplicaScores, token_steps
 from mcore_rl.rl.rollouts.signal import constant_groups
-from mcore_rl.rl.step.advantages import StepReward, constant_groups
 from mcore_rl.rl.types import Episode, Group, Problem, Prompt, StepReward, Turn
 from mcore_rl.rl.workers import MAX_TEXT, MAX_TRACEBACK, FailedScore
 from tests.emitted import rows_of

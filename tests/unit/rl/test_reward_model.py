@@ -21,8 +21,6 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, unwrap
-from mcore_rl.programs.rl import refuse_other_critic
-from mcore_rl.programs.rollouts import load_reward_models
 from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.models.critic import refuse_other_critic
 from mcore_rl.rl.rewards.from_model import (
