@@ -72,6 +72,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(config_file: Path) -> None:
     assert "100" in result.stderr and "model.vocab_size" in result.stderr
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_model_is_refused(config_file: Path, trained: Path, tmp_path: Path) -> None:
     load = [f"run_dir={tmp_path}/other", f"checkpoint.load={trained}/checkpoints"]
     result = run_main("mcore_rl.programs.pretrain", [config_file, *ALONE, *load, "model.moe.num_experts=8"])

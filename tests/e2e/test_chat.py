@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from mcore_rl.api import read_metrics
 from tests.forked import CLI, succeed
 from tests.tokenizer_files import save_tokenizer
@@ -124,6 +126,7 @@ def test_a_chat_model_ends_its_turns_and_is_as_good_in_rl_eval_and_generate(tmp_
     assert evaluated["eval/truncated_fraction"] == metrics["eval/truncated_fraction"][2] == 0.0
 
 
+@pytest.mark.full
 def test_fine_tuning_warns_of_a_template_that_trains_on_no_end(tmp_path: Path) -> None:
     make_chat_files(tmp_path)
     (tmp_path / "unended.jinja").write_text(

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.conversion import imported, saved
@@ -54,6 +55,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(ended[1])
 
 
+@pytest.mark.full
 def test_ctrl_c_within_an_answer_returns_to_the_prompt(tmp_path: Path) -> None:
     source = saved("qwen3_moe", tmp_path / "hf", torch.bfloat16, max_position_embeddings=4096)
     write_tokenizer(source)

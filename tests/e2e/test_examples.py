@@ -104,6 +104,7 @@ def test_the_family_has_biases_where_its_base_has_none() -> None:
     assert family.to_hf(model)["attention_bias"] is False
 
 
+@pytest.mark.full
 def test_an_rl_run_uses_and_records_all_of_them(
     rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_an_rl_run_uses_and_records_all_of_them(
     assert read_marker(tmp_path / "rl/checkpoints/iter_0000004").inputs["code"] == recorded
 
 
+@pytest.mark.full
 def test_a_training_from_python_learns(tmp_path: Path) -> None:
     texts = [ROOT / "README.md", ROOT / "docs/slurm.md"]
     done = succeed("tests.script", [ROOT / "examples/train.py", tmp_path, *texts])

@@ -60,12 +60,14 @@ def test_python_is_called_with_each_step_and_its_error_ends_the_run(config_file:
     assert is_done(run) and seen == losses(run)
 
 
+@pytest.mark.full
 def test_torchrun_and_mcore_rl_run_the_same(config_file: Path, trained: Path, tmp_path: Path) -> None:
     program = ["-m", "mcore_rl.programs.pretrain", config_file, f"run_dir={tmp_path}/torchrun"]
     succeed("torch.distributed.run", ["--standalone", "--nproc-per-node", "2", *program])
     assert losses(tmp_path / "torchrun") == losses(trained)
 
 
+@pytest.mark.full
 def test_a_stop_file_ends_the_run_with_a_checkpoint_and_it_goes_on_alike(
     config_file: Path, trained: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:

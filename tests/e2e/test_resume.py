@@ -19,6 +19,7 @@ from tests.forked import RunningCommand, run_main, succeed
 LOAD = "moe/expert_load"
 
 
+@pytest.mark.full
 def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(config_file: Path, corpus: Path, tmp_path: Path) -> None:
     """With dropout, MTP and router z-loss, on TP2 x EP2, with asynchronous checkpoints every four steps."""
     fields = [
@@ -53,6 +54,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(config_file: Path, c
     assert expert_tokens(run_dir) == expert_tokens(tmp_path / "run")
 
 
+@pytest.mark.full
 def test_on_one_rank_dropout_goes_on_with_the_numbers_of_the_run(config_file: Path, tmp_path: Path) -> None:
     """Without sequence parallelism it draws from torch's own generator, from which nothing else of a start may draw."""
     fields = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "checkpoint.interval=2", "checkpoint.asynchronous=false"]
@@ -136,7 +138,7 @@ def wait_for_step(run_dir: Path, step: int, run: RunningCommand) -> None:
 ONE_RANK = ("mesh.tp=1", "mesh.ep=1", "train.eval_batches=none", "checkpoint.interval=10", "optim.schedule=constant")
 
 
-@pytest.mark.matrix("whole")
+@pytest.mark.full
 @pytest.mark.parametrize("shuffle", ["epoch", "whole"])
 def test_a_longer_run_reads_on_in_the_order_of_the_shorter_one_or_is_refused(
     config_file: Path, corpus: Path, tmp_path: Path, shuffle: str

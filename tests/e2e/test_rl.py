@@ -65,7 +65,7 @@ INDEXED = (
 ).split()
 
 
-@pytest.mark.matrix("r2")
+@pytest.mark.full
 @pytest.mark.parametrize("replay", ["r3", "r2"])
 def test_attention_over_chosen_keys_learns_and_training_chooses_the_keys_of_the_engine(
     replay: str, rl_file: Path, tmp_path: Path
@@ -193,6 +193,7 @@ def reward_model(folder: Path) -> Path:
     return folder / "rm"
 
 
+@pytest.mark.full
 def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_path: Path) -> None:
     """The critic warms up for a rollout; its schedule decays over its own steps."""
     (tmp_path / "chats.jsonl").write_text('{"prompt": "12=", "response": "ab", "id": 3}\n' * 40)
@@ -242,6 +243,7 @@ AHEAD = (
 ).split()
 
 
+@pytest.mark.full
 def test_two_replicas_generate_ahead_within_the_bound_and_resume_with_the_same_prompts(
     rl_file: Path, tmp_path: Path
 ) -> None:
@@ -319,6 +321,7 @@ STARTS = {
 }
 
 
+@pytest.mark.matrix("policy")
 @pytest.mark.parametrize("start", STARTS)
 def test_no_start_takes_the_weights_of_another_model_of_the_same_shapes(
     start: str, rl_file: Path, tmp_path: Path
@@ -380,6 +383,7 @@ def hangs_and_crashes_once(scored):
 """
 
 
+@pytest.mark.full
 def test_engine_and_trainer_agree_bit_for_bit_with_batch_invariant_products(rl_file: Path, tmp_path: Path) -> None:
     """Completions of other lengths, prompts in parts, several in a packed row, four updates of two rollouts."""
     words = ["mesh.tp=1", "mesh.ep=1", "platform.batch_invariant=true", "rl.rollout.temperature=0.9"]
@@ -466,6 +470,7 @@ def test_completions_without_a_score_leave_group_and_loss_and_a_batch_of_them_en
     assert first["reward/mean"] == pytest.approx(sum(rewards) / 24)
 
 
+@pytest.mark.full
 def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
     rl_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,6 +541,7 @@ def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Pat
     assert (tmp_path / "rl/DONE").exists()
 
 
+@pytest.mark.full
 def test_a_run_that_the_balance_loss_alone_moves_warns_in_log_and_report(rl_file: Path, tmp_path: Path) -> None:
     """All rewards are 0; without a KL the experts' balance loss is all that has a gradient."""
     words = ["mesh.tp=1", "mesh.ep=1", "train.steps=11", "train.global_batch=32", "rl.loss.kl_coeff=0.0"]

@@ -51,7 +51,7 @@ def mesh() -> Iterator[Mesh]:
     destroy_mesh()
 
 
-@pytest.mark.matrix("whole")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes", [(), ("lora.rank=8", "optim.lr=1e-2", "model.moe.balance=none")], ids=["whole", "adapters"]
 )
@@ -99,6 +99,7 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         assert result["eval/reward"] == pytest.approx(wanted[4]["eval/reward"], abs=1e-6)
 
 
+@pytest.mark.full
 def test_a_server_with_vllms_default_logprobs_ends_a_run_at_another_temperature_before_its_first_rollout(
     rl_file: Path, tmp_path: Path, mesh: Mesh
 ) -> None:
@@ -155,6 +156,7 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
             assert found[step] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "computes_again"), [("vllm", True), ("sglang", True), ("vllm", False)])
 def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server_says_nothing(
     kind: str, computes_again: bool, rl_file: Path, tmp_path: Path, mesh: Mesh

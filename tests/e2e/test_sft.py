@@ -57,6 +57,7 @@ def sft_file(config_file: Path, chats: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     trained: Path, sft_file: Path, tmp_path: Path
 ) -> None:
@@ -112,6 +113,7 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(
     assert "Traceback" not in result.stderr and not (tmp_path / "run/config.toml").exists()
 
 
+@pytest.mark.full
 def test_low_rank_adapters_learn_over_pretrained_weights_and_are_exported(
     trained: Path, sft_file: Path, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def train(
     return ranks[0]["losses"], before, after, ranks[0]["lines"]
 
 
-@pytest.mark.matrix("all-tp2-etp2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["tp2-etp2", "empty-stage", "ep2"])
 @pytest.mark.parametrize("targets", TARGETS)
 def test_a_resumed_run_is_bit_equal(targets: str, mesh: str, tmp_path: Path) -> None:
@@ -72,6 +72,7 @@ def test_a_resumed_run_is_bit_equal(targets: str, mesh: str, tmp_path: Path) -> 
     assert moved == {name for name in expected if ".adapter." in name}
 
 
+@pytest.mark.full
 def test_new_adapters_begin_over_the_weights_of_a_checkpoint_without_any(tmp_path: Path) -> None:
     base = config_of(tmp_path / "base", SMALL, MESHES["ep2"])
     _, _, weights, _ = train(base, 2, [2])
@@ -114,7 +115,7 @@ def over_base(tmp_path: Path, name: str, mesh: str, **checkpoint: Any) -> Pretra
     return lora_config(tmp_path / name, mesh, TARGETS["all"], **load, **checkpoint)
 
 
-@pytest.mark.matrix("tp2-etp2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["tp2-etp2", "empty-stage", "ep2"])
 def test_a_run_whose_checkpoints_have_adapters_alone_resumes_bit_equal(mesh: str, tmp_path: Path) -> None:
     whole = over_base(tmp_path, "whole", mesh)
@@ -160,6 +161,7 @@ def test_an_export_of_adapters_replaces_an_earlier_export(tmp_path: Path) -> Non
         assert main(["convert", "export", *folders, "--adapter", "each", *more]) == 0
 
 
+@pytest.mark.full
 def test_adapters_alone_are_refused_over_another_base_or_none(tmp_path: Path) -> None:
     config = over_base(tmp_path, "run", "1", weights="adapters")
     run(config, 1, [1])
@@ -177,6 +179,7 @@ def test_adapters_alone_are_refused_over_another_base_or_none(tmp_path: Path) ->
     assert run(config, 2, [2]).losses.keys() == {2}
 
 
+@pytest.mark.full
 def test_a_damaged_base_leaves_the_checkpoints_of_adapters_in_their_place(tmp_path: Path) -> None:
     """They are whole, and an earlier one has the same base."""
     config = over_base(tmp_path, "run", "1", weights="adapters", on_damaged="previous", keep="all")
@@ -196,6 +199,7 @@ def test_a_damaged_base_leaves_the_checkpoints_of_adapters_in_their_place(tmp_pa
     assert run(config, 3).losses.keys() == {3}
 
 
+@pytest.mark.full
 def test_a_run_does_not_begin_to_leave_its_base_out(tmp_path: Path) -> None:
     """Which base its weights are equal to is known at its first start alone; all weights can be saved at any time."""
     config = over_base(tmp_path, "run", "1")
@@ -221,6 +225,7 @@ def saved_as_replica(config: PretrainConfig, until: int, save_at: Sequence[int])
     return trained(config, until, save_at)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_one_part_of_b_fails_the_comparison(tmp_path: Path) -> None:
     config = lora_config(tmp_path / "a", "tp2", TARGETS["attention"])
     _, _, whole, _ = train(config.model_copy(update={"run_dir": str(tmp_path / "b")}), 1)

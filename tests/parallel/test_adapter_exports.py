@@ -119,7 +119,7 @@ CASES: dict[str, tuple[str, LoraConfig, AdapterLayout]] = {
 }
 
 
-@pytest.mark.matrix("split", "fused-each", "latent")
+@pytest.mark.matrix("split")
 @pytest.mark.parametrize("case", CASES)
 def test_peft_computes_the_same_logits_and_gradients(case: str, tmp_path: Path) -> None:
     family, lora, layout = CASES[case]
@@ -176,7 +176,7 @@ STREAMED = {
 }
 
 
-@pytest.mark.matrix("split")
+@pytest.mark.full
 @pytest.mark.parametrize("case", STREAMED)
 def test_servers_get_the_merged_weights_of_an_export(case: str, tmp_path: Path) -> None:
     """On every mesh; only the order in which ranks' parts of B A are summed may differ."""
@@ -214,7 +214,7 @@ def logits_with(config: PretrainConfig, base: Path, folder: Path) -> Tensor:
         return logits[..., :VOCAB]
 
 
-@pytest.mark.matrix("fused-each")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["fused", "fused-each", "split", "mixtral", "latent", "dense"])
 def test_adapters_of_a_folder_of_peft_are_those_that_were_exported(case: str, tmp_path: Path) -> None:
     family, lora, layout = CASES[case]
@@ -225,6 +225,7 @@ def test_adapters_of_a_folder_of_peft_are_those_that_were_exported(case: str, tm
     assert torch.equal(logits, run.logits)
 
 
+@pytest.mark.full
 def test_adapters_that_peft_made_compute_the_same(tmp_path: Path) -> None:
     """With ranks and scales by patterns, and rslora."""
     base = opened_by_transformers(saved("qwen3_moe", tmp_path / "hf"))
@@ -257,6 +258,7 @@ def test_adapters_that_peft_made_compute_the_same(tmp_path: Path) -> None:
             read_peft(tmp_path / "peft", LORA.model_copy(update=change), config.model)
 
 
+@pytest.mark.full
 def test_what_an_export_cannot_do_is_refused(tmp_path: Path) -> None:
     run = trained("qwen3_moe", tmp_path, LORA.model_copy(update={"expert_gate_up": "split"}))
     with pytest.raises(CheckpointError, match=r"has low-rank adapters beside its weights\. Export them added"):
@@ -270,6 +272,7 @@ def test_what_an_export_cannot_do_is_refused(tmp_path: Path) -> None:
         adapter_of(base, tmp_path / "none", "each")
 
 
+@pytest.mark.full
 def test_what_rounding_loses_of_an_adapter_is_noted(tmp_path: Path) -> None:
     run = trained("qwen3_moe", tmp_path, LORA)
     notes = plan_export(run.adapters, tmp_path / "x", ExportOptions(merges=True, dtype="bf16"), ONE_FILE).notes

@@ -79,7 +79,7 @@ def dpo_reports(mesh: str) -> list[Any]:
     return run_ranks(dpo_steps, config.mesh.smallest_world, *work)
 
 
-@pytest.mark.matrix("pp2-vpp2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", PROGRAM_MESHES)
 def test_steps_on_preferences_do_not_depend_on_the_mesh(mesh: str) -> None:
     ((expected, (steps,)),) = dpo_reports("1")
@@ -108,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("references")
 
 
-@pytest.mark.matrix("tp2-etp2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", PROGRAM_MESHES)
 def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(mesh: str, folder: Path) -> None:
     for ours, theirs in zip(rl_reports(mesh, folder), rl_reports("1", folder), strict=True):
@@ -172,6 +172,7 @@ def references(config: RlRunConfig, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_reference_that_shares_the_base_is_its_adapters_alone(tmp_path: Path) -> None:
     """New ones, which change nothing: it is the base bit for bit, also in a run that resumes."""
     (found,) = run_ranks(references, 1, rl_config("1"), tmp_path)
@@ -229,7 +230,7 @@ def assert_trains_as_one_rank(
     assert trained == {key for key in initial if ".adapter." in key}
 
 
-@pytest.mark.matrix("qwen3_moe-pp2-vpp2-dp2-overlapped", "deepseek_v3-tp2-ep2")
+@pytest.mark.matrix("deepseek_v3-tp2-ep2")
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_three_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
     assert_trains_as_one_rank(model, MESHES[mesh])
@@ -246,7 +247,7 @@ TARGETS: dict[str, tuple[Target, ...] | Literal["auto"]] = {
 }
 
 
-@pytest.mark.matrix("experts-moe")
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", RECOMPUTED)
 @pytest.mark.parametrize("targets", TARGETS)
 def test_recomputing_activations_changes_nothing(targets: str, recompute: str) -> None:
@@ -255,6 +256,7 @@ def test_recomputing_activations_changes_nothing(targets: str, recompute: str) -
     assert_trains_as_one_rank("qwen3_moe", MESHES["tp2-etp2"], platform, targets=TARGETS[targets])
 
 
+@pytest.mark.matrix("1")
 @pytest.mark.parametrize("mesh", ["1", "tp2-etp2"])
 def test_adapters_train_in_16_bits(mesh: str) -> None:
     """The rank of experts, 2, is not one that torch's grouped products take in bf16. A few tokens go to other experts
@@ -278,6 +280,7 @@ def compiled_steps(config: PretrainConfig, initial: Tensors) -> tuple[list[float
     return [report.loss for report in reports], assembled([owned(state)])
 
 
+@pytest.mark.matrix("qwen3_moe")
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
 def test_compiled_layers_train_adapters_alike(model: str) -> None:
     shape, lora = shallow(TINY[model]), lora_of(model)
@@ -365,6 +368,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[TrainState], None]]] = {
 }
 
 
+@pytest.mark.matrix("no-sum-over-etp", "moved-biases")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_fault_fails_the_comparison(mutant: str) -> None:
     model, mesh, sabotage = MUTANTS[mutant]
@@ -391,6 +395,7 @@ def test_matrices_and_parameters_are_counted_over_the_world(mesh: str) -> None:
     )
 
 
+@pytest.mark.matrix("tp2-etp2")
 @pytest.mark.parametrize("mesh", ["tp2-etp2", "pp2-vpp2", "ep2", "dp2-overlapped"])
 def test_new_adapters_are_the_same_on_every_mesh_and_change_nothing(mesh: str) -> None:
     """The base's random weights depend on the mesh, those of adapters on their names alone."""
@@ -439,6 +444,7 @@ def merge_loss_of(config: PretrainConfig, initial: Tensors) -> float:
     return adapters.merge_loss(state.chunks, torch.bfloat16)
 
 
+@pytest.mark.matrix("tp2")
 @pytest.mark.parametrize("mesh", ["ep2", "tp2"])
 def test_what_merging_loses_does_not_depend_on_the_mesh(mesh: str) -> None:
     """Small adapters of experts lose more than those of attention. With ep2 each rank has all of the latter and half of

@@ -33,6 +33,7 @@ from tests.ranks import run_ranks
 DAMAGE = {"run.json": b'[{"started": "2026-01-', "config.toml": b"[model\n\xff"}
 
 
+@pytest.mark.full
 def test_a_run_resumes_over_damaged_records_and_keeps_them(tmp_path: Path) -> None:
     config = config_of(tmp_path, SMALL, MeshConfig())
     for begin, steps in ((0, 3), (3, 4), (4, 5)):
@@ -66,7 +67,7 @@ TP2_EP2 = MeshConfig(tp=2, ep=2)
 OTHER = SMALL.model_copy(update={"moe": SMALL.moe.model_copy(update={"num_experts": 4})})
 
 
-@pytest.mark.matrix("background")
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["background", "foreground"])
 def test_a_full_disk_loses_nothing(asynchronous: bool, tmp_path: Path) -> None:
     """One rank cannot write: all ranks report it, training and older checkpoints are unchanged, later saves work."""
@@ -142,6 +143,7 @@ def with_half_a_marker(path: Path) -> str:
     return "has a damaged checkpoint.json"
 
 
+@pytest.mark.matrix("truncated")
 @pytest.mark.parametrize("damage", [truncated, without_shard, without_marker, with_half_a_marker])
 def test_a_damaged_checkpoint_is_refused_and_the_last_complete_one_offered(
     damage: Any, saved: Path, tmp_path: Path
@@ -176,6 +178,7 @@ def test_missing_and_surplus_layers_are_named(saved: Path, tmp_path: Path) -> No
     assert "model.tied_embeddings is false there, true here" in message
 
 
+@pytest.mark.matrix("own")
 @pytest.mark.parametrize("start", ["own", "load", "weights"])
 def test_another_model_of_the_same_shapes_is_refused_unless_it_is_accepted(
     start: str, saved: Path, tmp_path: Path

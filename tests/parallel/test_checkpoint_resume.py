@@ -35,7 +35,7 @@ TP2_EP2 = MeshConfig(tp=2, ep=2)
 LATE_GATHER = MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
 
 
-@pytest.mark.matrix("qwen-pp2-vpp2", "deepseek-dp2-overlap")
+@pytest.mark.matrix("qwen-pp2-vpp2")
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
@@ -82,6 +82,7 @@ def test_newer_kinds_of_attention_resume_on_other_meshes(family: str, within: fl
         assert moved.losses == pytest.approx({step: stayed.losses[step] for step in (3, 4)}, rel=within), name
 
 
+@pytest.mark.full
 def test_a_pipeline_stage_without_experts_can_be_left_and_entered(tmp_path: Path) -> None:
     """Its optimizer of the experts is empty, yet rank 0's is the one that Megatron saves as common to all."""
     staged = run(config_of(tmp_path / "a", SMALL_DEEPSEEK, MeshConfig(pp=2)), until=4, save_at=[2])
@@ -92,7 +93,7 @@ def test_a_pipeline_stage_without_experts_can_be_left_and_entered(tmp_path: Path
     assert again.losses[4] == pytest.approx(staged.losses[4], rel=1e-6)
 
 
-@pytest.mark.matrix("dropout-tp2-ep2")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
@@ -127,6 +128,7 @@ def test_an_offloaded_optimizer_is_bit_equal_to_that_of_the_device_and_reads_its
     assert back.losses == {step: whole.losses[step] for step in (4, 5)}
 
 
+@pytest.mark.full
 def test_an_optimizer_with_moments_and_gradients_in_bf16_resumes_bit_equal_and_reads_one_in_fp32(
     tmp_path: Path,
 ) -> None:
@@ -150,6 +152,7 @@ def test_an_optimizer_with_moments_and_gradients_in_bf16_resumes_bit_equal_and_r
     assert run(back, until=3).losses[3] == whole.losses[3]
 
 
+@pytest.mark.full
 def test_moments_are_those_of_their_parameter_with_padding_between_buckets(tmp_path: Path) -> None:
     """Megatron saves a neighbour's values then, and on loading gives each parameter what was saved for it."""
     odd = SMALL.model_copy(update={"hidden_size": 72})
@@ -302,7 +305,7 @@ def rate_after_resuming(config: PretrainConfig) -> tuple[float, float, float]:
     return rates.pop(), betas[1], expected
 
 
-@pytest.mark.matrix("dp2-overlap")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [TP2_EP2, LATE_GATHER], ids=["tp2-ep2", "dp2-overlap"])
 def test_weights_alone_start_a_new_run(mesh: MeshConfig, tmp_path: Path) -> None:
     """Those of the last step, also where ranks gather them only in the next forward pass."""

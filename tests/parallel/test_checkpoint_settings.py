@@ -36,6 +36,7 @@ def flip_the_middle(file: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.full
 def test_a_damaged_newest_checkpoint_is_passed_over_where_the_config_says_so(
     saved_run: tuple[Path, dict[int, float]], tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ def as_sft(config: PretrainConfig) -> Any:
     return SFTConfig(**{name: getattr(config, name) for name in RunConfig.model_fields})
 
 
+@pytest.mark.full
 def test_of_another_stages_checkpoint_only_the_weights_are_taken(
     saved_run: tuple[Path, dict[int, float]], tmp_path: Path
 ) -> None:

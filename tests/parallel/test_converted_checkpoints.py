@@ -74,7 +74,7 @@ CUT_STREAMED = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "qwen3_next")
 """Cases that are streamed from several ranks, beside one with tied embeddings."""
 
 
-@pytest.mark.matrix("tp2-ep2-pp2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", STREAMED)
 def test_weights_that_are_streamed_equal_an_export_and_need_the_memory_of_a_layer(mesh: str, tmp_path: Path) -> None:
     config, message_bytes = STREAMED[mesh]
@@ -110,6 +110,7 @@ def fits(model: ModelConfig, mesh: MeshConfig) -> bool:
     return not list(mesh_violations(model, mesh, seq_length=32))
 
 
+@pytest.mark.full
 def test_a_run_starts_from_an_import_and_what_it_trains_goes_back(tmp_path: Path) -> None:
     case, changes = "qwen3_moe", TWO_GROUPS | {"vocab_size": 120}
     source = saved(case, tmp_path / "hf", **changes)
@@ -157,7 +158,7 @@ def apart(one: Path, other: Path, largest_whole: int = LOGITS_BYTES) -> float:
     return distance.logits
 
 
-@pytest.mark.matrix("deepseek_v3-yarn")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3-yarn", "qwen3", "gpt_oss"])
 def test_verify_runs_both_models_a_layer_at_a_time(case: str, tmp_path: Path) -> None:
     source = saved(case, tmp_path / "hf")

@@ -26,7 +26,7 @@ PARTS = {"all": "", "experts": ".experts.", "attention": ".self_attention."}
 CELLS = {"tp2-etp2": (SMALL, MeshConfig(tp=2, etp=2)), "frozen-stage": (SMALL_DEEPSEEK, MeshConfig(pp=2))}
 
 
-@pytest.mark.matrix("all-tp2-etp2", "attention-frozen-stage")
+@pytest.mark.matrix("attention-frozen-stage")
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_alone_trains_and_resumes_bit_for_bit(part: str, cell: str, tmp_path: Path) -> None:

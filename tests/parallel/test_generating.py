@@ -87,7 +87,7 @@ def alone_with(case: str, num_layers: int) -> list[list[Completion]]:
     return alone
 
 
-@pytest.mark.matrix("qwen3_moe-tp2-pp2-vpp2", "deepseek_v3-tp2", "glm_moe_dsa-tp2-ep2")
+@pytest.mark.matrix("qwen3_moe-tp2-pp2-vpp2")
 @pytest.mark.parametrize(("case", "mesh"), [(case, mesh) for case, meshes in MESHES_OF.items() for mesh in meshes])
 def test_completions_are_those_of_one_rank(case: str, mesh: str) -> None:
     num_layers = 4 if MESHES[mesh].pp > 1 else 2
@@ -129,7 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("characters"))
 
 
-@pytest.mark.matrix("tp2-pp2-vpp2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["tp2", "ep2", "cp2", "tp2-pp2-vpp2"])
 def test_conversations_are_those_of_one_rank(mesh: str, folder: Path) -> None:
     """All ranks of a model have them; a replica with fewer goes on generating with the others until all have ended."""

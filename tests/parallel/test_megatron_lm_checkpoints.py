@@ -108,7 +108,7 @@ def test_a_checkpoint_of_megatron_lm_is_exported_with_the_family_of_the_referenc
     assert run_ranks(loaded_by_training, 2, config, theirs)[0] == len(found.tensors)
 
 
-@pytest.mark.matrix("qwen3_moe", "qwen2_moe")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_singleton_local_shards_are_read(case: str, tmp_path: Path) -> None:
     source, theirs, _ = checkpoint_of_megatron_lm(case, tmp_path, singletons=True)

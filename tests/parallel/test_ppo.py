@@ -459,7 +459,7 @@ FIRST: dict[ReplayKind, tuple[str, ...]] = {
 """The meshes that are always compared; the others are of the matrix."""
 
 
-@pytest.mark.matrix("first-r2")
+@pytest.mark.full
 @pytest.mark.parametrize("replay", MORE)
 @pytest.mark.parametrize("which", ["first", "others"])
 def test_ppo_does_not_depend_on_the_mesh(which: str, replay: ReplayKind, tmp_path: Path) -> None:
@@ -497,6 +497,7 @@ def test_ppo_does_not_depend_on_the_mesh(which: str, replay: ReplayKind, tmp_pat
     assert ("ptx_loss" in reference["policy"][0]) == (replay == "r2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_models_that_wait_in_main_memory_between_their_phases_are_bit_equal(num_ranks: int, tmp_path: Path) -> None:
     """On two ranks weights are gathered in the next forward pass, which the critic's must not wait for."""
@@ -536,6 +537,7 @@ def test_reinforce_plus_plus_normalises_discounted_rewards_over_the_world(
     assert got == pytest.approx({key: (x - mean) / deviation for key, x in later.items()}, abs=1e-6)
 
 
+@pytest.mark.matrix("free")
 @pytest.mark.parametrize("how", ["free", "observe"])
 def test_a_critic_whose_routes_are_not_replayed_is_an_error(how: str, tmp_path: Path) -> None:
     """It ended with status 0, and a critic that had learned under other experts than its values'."""

@@ -253,6 +253,7 @@ def test_under_our_launcher_the_traceback_comes_first(tmp_path, monkeypatch, cap
     assert f"First cause: rank 1 on {platform.node()}: ValueError: boom of 1 (exit status 1)" in errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("failing", "raised"), [(0, "on_rank_zero(action)"), (0, "on_every_rank(action)"), (1, "on_every_rank(action)")]
 )
@@ -285,6 +286,7 @@ def test_the_first_cause_is_of_the_rank_that_met_an_error_which_all_raise(
     assert errors.count("the disk is full") == 1 and "ends because" not in errors, errors
 
 
+@pytest.mark.full
 def test_under_torchrun_the_traceback_comes_first(tmp_path):
     program, failed = write(tmp_path, RAISE.format(failing=1))
     done = run_main("torch.distributed.run", ["--nproc-per-node=2", program, failed])

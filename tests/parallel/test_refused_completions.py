@@ -286,6 +286,7 @@ def test_wrong_routes_leave_an_update_as_it_is_of_the_batch_without_these_comple
     assert_same(found, without(groups, num_steps, "trainer", folder))
 
 
+@pytest.mark.matrix("1")
 @pytest.mark.parametrize("mesh", ["1", "tp2-pp2"])
 def test_with_refuse_completions_without_all_routes_are_left_out(mesh: str, folder: Path, tmp_path: Path) -> None:
     """The first completion of a group has no routes, and each of the others lacks a row."""
@@ -298,6 +299,7 @@ def test_with_refuse_completions_without_all_routes_are_left_out(mesh: str, fold
     assert_same(found, without((4,), 2, "trainer", folder))
 
 
+@pytest.mark.full
 def test_one_completion_is_left_out_as_if_its_score_had_failed(tmp_path: Path) -> None:
     """The rest of its group has the advantages of a group of three. A completion without a score is in the passes, so
     that its tokens move the expert bias.
@@ -310,6 +312,7 @@ def test_one_completion_is_left_out_as_if_its_score_had_failed(tmp_path: Path) -
     assert_same(found, failed, biases=False)
 
 
+@pytest.mark.full
 def test_with_sampled_old_logprobs_the_first_update_is_where_routes_are_compared(folder: Path, tmp_path: Path) -> None:
     config = refusing(of_steps(2, MeshConfig(), old_logprobs="rollout"))
     found = learn(config, Batch(in_groups((1,), wrong), texts(), range(GROUPS)), tmp_path)
@@ -323,6 +326,7 @@ def with_critic(config: RlRunConfig) -> RlRunConfig:
     return config.model_copy(update={"rl": config.rl.model_copy(update={"advantage": advantage})})
 
 
+@pytest.mark.full
 def test_a_critic_does_not_learn_from_completions_that_are_left_out(tmp_path: Path) -> None:
     """It learns before the policy does, so that the first minibatch has a pass for old logprobs."""
     found = learn(
@@ -340,6 +344,7 @@ def test_a_critic_does_not_learn_from_completions_that_are_left_out(tmp_path: Pa
     assert_same(found, wanted)
 
 
+@pytest.mark.full
 def test_missing_routes_are_known_before_a_critic_learns(tmp_path: Path) -> None:
     """Also with sampled old logprobs, where wrong ones are found in the policy's update, after it."""
     config = with_critic(refusing(of_steps(1, MeshConfig(), old_logprobs="rollout"), missing="refuse"))
@@ -393,6 +398,7 @@ def test_changed_routes_and_advantages_are_those_made_by_hand(traces: Path) -> N
     assert all("pieces" not in sample for sample in samples[4 * SIZE :])
 
 
+@pytest.mark.matrix("cp2")
 @pytest.mark.parametrize("mesh", ["tp2-pp2", "cp2"])
 def test_tokens_are_the_same_on_every_mesh(mesh: str, traces: Path) -> None:
     for one, other in zip(traced_on(mesh, traces), traced_on("1", traces), strict=True):

@@ -179,6 +179,7 @@ def scores_of(paths: list[Path], tokenizer: TokenizerConfig) -> list[Tensor]:
     return found
 
 
+@pytest.mark.full
 def test_a_reward_model_of_adapters_keeps_its_base_and_scores_as_its_merged_weights(folder: Path) -> None:
     config = config_of(folder, "adapters")
     model = config.model.model_copy(update={"hidden_dropout": 0.0})
@@ -232,6 +233,7 @@ def test_a_process_reward_model_learns_from_labels_of_steps(folder: Path) -> Non
         assert result[name.removeprefix("eval/")] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.full
 def test_a_reward_model_that_is_killed_resumes_bit_equal_and_scores_chosen_answers_0(folder: Path) -> None:
     straight, killed = config_of(folder, "straight"), config_of(folder, "killed")
     run_ranks(rm.train, 2, straight)
@@ -313,7 +315,7 @@ def cached(run_dir: Path) -> dict[str, list[float]]:
     return {file.name: numpy.load(file)["logprobs"].tolist() for file in files}
 
 
-@pytest.mark.matrix("whole")
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=8)], ids=["whole", "adapters"])
 def test_a_killed_run_without_its_cache_resumes_bit_equal_from_a_fresh_pass_of_the_reference(
     lora: LoraConfig | None, home: Path

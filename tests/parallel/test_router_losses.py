@@ -52,6 +52,7 @@ def single_rank(family: str) -> tuple[Tensors, ExpertLoads]:
     return initial, run_ranks(counted, 1, config, initial)[0]
 
 
+@pytest.mark.matrix("qwen3_moe-tp2-etp2-ep2")
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [("qwen3_moe", mesh) for mesh in ("tp2", "pp2-vpp2", "cp2", "tp2-etp2-ep2")] + [("deepseek_v3", "pp2-vpp2")],
@@ -124,6 +125,7 @@ def on_meshes(meshes: list[tuple[MeshConfig, PlatformConfig, tuple[Case, ...]]],
     return found
 
 
+@pytest.mark.full
 def test_router_losses_capacity_and_mtp_loss_do_not_depend_on_the_mesh() -> None:
     weights = random_weights(config_of(MODEL, MeshConfig()))
     # Gates that differ: equal ones would be dropped in any order.

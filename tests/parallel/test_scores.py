@@ -121,6 +121,7 @@ def initial_weights(config: RewardModelConfig) -> list[Any]:
     return owned(set_up_plain(config))
 
 
+@pytest.mark.matrix("whole")
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["whole", "adapters"])
 def test_losses_and_gradients_of_values_and_rewards_do_not_depend_on_the_mesh(lora: LoraConfig | None) -> None:
     """With adapters the head is trained whole beside them."""

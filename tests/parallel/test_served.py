@@ -154,6 +154,7 @@ def _with_adapters(config: RlRunConfig, tensors: Tensors) -> tuple[Mesh, list[nn
     return mesh, chunks
 
 
+@pytest.mark.full
 def test_every_rank_of_a_replica_has_its_completions_with_the_routes_of_its_layers(tmp_path: Path) -> None:
     model = oracle("qwen3_moe", num_hidden_layers=4).ours
     answers = TableAnswers(VOCAB, layers=4, experts=model.moe.num_experts, top_k=model.moe.top_k)
@@ -279,6 +280,7 @@ class DeafAnswers(TransformersAnswers):
         pass
 
 
+@pytest.mark.full
 def test_servers_get_low_rank_adapters_added_to_the_weights_and_one_without_them_is_found_out(tmp_path: Path) -> None:
     theirs = oracle("qwen3_moe", num_hidden_layers=2)
     deaf = DeafAnswers(theirs.model, tmp_path / "deaf")
@@ -310,6 +312,7 @@ class UnboundAnswers(TransformersAnswers):
         return self
 
 
+@pytest.mark.matrix("vllm")
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_servers_load_adapters_under_new_names_and_one_that_ignores_them_is_found_out(
     kind: str, tmp_path: Path

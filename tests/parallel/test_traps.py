@@ -61,6 +61,7 @@ def test_latent_attention_has_the_names_of_transformer_engine() -> None:
     } <= names
 
 
+@pytest.mark.matrix("deepseek_v3-seq_aux_loss-tp2-ep2")
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(tp=2, ep=2)], ids=["1", "tp2-ep2"])
 @pytest.mark.parametrize(("family", "balance"), [("qwen3_moe", "global_aux_loss"), ("deepseek_v3", "seq_aux_loss")])
 def test_a_step_with_an_infinite_gradient_changes_nothing(family: str, balance: str, mesh: MeshConfig) -> None:
@@ -113,6 +114,7 @@ def evaluation(config: PretrainConfig) -> tuple[float, float, float]:
     return losses[0], losses[1], train_step(state, batch(state, 0), NextTokenHead()).loss
 
 
+@pytest.mark.full
 def test_half_precision_trains_like_full_precision() -> None:
     """bf16 weights with fp32 main weights: the first losses agree to bf16's three digits."""
     full = config_of(MODEL, MeshConfig())

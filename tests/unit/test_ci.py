@@ -119,6 +119,7 @@ def test_plain(): pass
 """
 
 
+@pytest.mark.matrix("arguments0-3-3")
 @pytest.mark.parametrize(
     ("arguments", "run", "left_out"),
     [([], 3, 3), (["--all"], 6, 0), (["{file}::test_costly"], 1, 0), (["{file}::test_cell[a]"], 1, 0)],
@@ -140,6 +141,7 @@ def test_only_the_cells_that_a_mark_names_run_by_default_and_the_others_are_coun
     assert (counted in done.stdout) == bool(left_out)
 
 
+@pytest.mark.full
 def test_a_mark_cannot_name_a_cell_that_is_not_there(tmp_path):
     file = tmp_path / "test_matrix.py"
     file.write_text(MATRIX.replace('"d")', '"e")'))

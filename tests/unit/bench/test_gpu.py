@@ -97,6 +97,7 @@ def commands() -> Iterator[bytes]:
             yield path.read_bytes()
 
 
+@pytest.mark.full
 def test_without_a_gpu_the_reason_is_given_before_a_step(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     command = [sys.executable, "-m", "bench.gpu", "--output", str(output)]
@@ -121,6 +122,7 @@ def test_steps_run_on_an_emulated_gpu() -> None:
     assert not any(step["wrong"] for step in found.values())
 
 
+@pytest.mark.full
 def test_weights_come_back_from_the_device_bit_for_bit(one_rank: Mesh) -> None:
     outcome = steps.conversion(steps.Machine(is_gpu=False, mesh=one_rank))
     assert outcome.figures["families"] == steps.FAMILY_CASES and len(steps.FAMILY_CASES) >= 10

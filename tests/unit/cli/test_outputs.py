@@ -66,6 +66,7 @@ def test_a_users_file_is_not_replaced(name: str, home: Path, capsys: pytest.Capt
     assert file in capsys.readouterr().err and files_of(home) == before
 
 
+@pytest.mark.matrix("problems", "tokenizer", "preprocess's tokens", "preprocess's log", "plan")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_its_own_file_is_replaced_until_somebody_changes_it(name: str, home: Path) -> None:
     arguments, file = COMMANDS[name]
@@ -119,7 +120,7 @@ def test_a_source_and_what_lies_around_it_stay(
     assert files_of(home) == before
 
 
-@pytest.mark.matrix("0-same command", "3-another one", "5-same command")
+@pytest.mark.matrix("0-same command")
 @pytest.mark.parametrize("other", [False, True], ids=["same command", "another one"])
 @pytest.mark.parametrize("moves", range(6))
 def test_a_dataset_whose_replacing_was_killed_is_replaced_by_the_next_command(

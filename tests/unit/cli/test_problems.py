@@ -88,6 +88,12 @@ def test_wrong_answers_of_any_kind_are_wrong_and_of_each_kind_as_often(tmp_path:
     assert 400 < kinds["swapped"] < 560
 
 
+@pytest.mark.matrix(
+    "words0-Name a built-in task",
+    "words1-Choose another --output",
+    "words4-Add --preferences",
+    "words5-Leave one of both out",
+)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

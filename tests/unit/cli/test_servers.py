@@ -118,6 +118,7 @@ def test_a_server_that_lacks_one_group_is_shown_to_lack_it(
     assert marked == ["experts"]
 
 
+@pytest.mark.full
 def test_what_rounding_hides_of_a_server_in_bf16_is_said(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights that are 1 % larger change logprobs by less than bf16 does."""
     assert probed(run, "", "--dtype", "bf16") == 0

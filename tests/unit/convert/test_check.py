@@ -137,6 +137,7 @@ FINDINGS = {"a marker": "it is damaged, or of another step", "no marker": "are n
 """By whether the checkpoint has a marker, which has the checksums of whole files: the finding."""
 
 
+@pytest.mark.matrix("a marker")
 @pytest.mark.parametrize("what", FINDINGS)
 def test_a_flipped_bit_ends_an_export_and_leaves_nothing_that_looks_complete(
     what: str, tmp_path: Path, converted: Converted, capsys: pytest.CaptureFixture[str]

@@ -152,7 +152,7 @@ def test_a_model_of_images_without_one_of_its_tensors_is_not_compared(
     assert f"transformers lacks tensors of {source} in their shapes:\n  {name}" in capsys.readouterr().err
 
 
-@pytest.mark.matrix("qwen3_5_text")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5_text", "deepseek_v3"])
 def test_rounding_that_many_layers_amplify_is_not_taken_for_another_model(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

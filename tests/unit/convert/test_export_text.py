@@ -124,6 +124,7 @@ def continued(case: str, ids: list[int], stop: int) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_transformers_makes_text_of_text_with_an_export(
     tmp_path: Path, sentencepiece_model: Path, chat_folder: Path
 ) -> None:
@@ -271,6 +272,7 @@ def test_transformers_opens_exports_without_reference(converted: Converted, tmp_
         torch.testing.assert_close(logits_BSV, oracle(case, **AWKWARD).logits(tokens_BS), rtol=0, atol=1e-6, msg=case)
 
 
+@pytest.mark.matrix("deepseek_v3-dtype")
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
 def test_a_model_opens_in_the_type_of_its_weights_whatever_the_reference_has(

@@ -48,6 +48,7 @@ def state_of(case: str, mesh: Mesh) -> dict[str, Any]:
     return weights_state([unwrap(chunk)], mesh) | {f"extra{i}": state for i, state in enumerate(extra)}
 
 
+@pytest.mark.matrix("deepseek_v3")
 @pytest.mark.parametrize("case", TRANSFORMER_ENGINE)
 def test_an_import_is_loaded_with_megatrons_default_strictness(
     case: str, converted: Converted, one_rank: Mesh, tmp_path: Path

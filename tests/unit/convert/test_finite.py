@@ -96,6 +96,7 @@ FC1, ROUTER = "decoder.layers.mlp.experts.experts.linear_fc1.weight", "decoder.l
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 
 
+@pytest.mark.matrix("decoder.layers.mlp.experts.experts.linear_fc1.weight-3.4e+38")
 @pytest.mark.parametrize("value", [NAN, INFINITE, 3.4e38])
 @pytest.mark.parametrize("key", [FC1, ROUTER, QKV])
 def test_an_export_names_the_tensor_of_the_checkpoint(value: float, key: str, tmp_path: Path) -> None:
@@ -112,6 +113,7 @@ def test_an_export_names_the_tensor_of_the_checkpoint(value: float, key: str, tm
         relaid(broken, tmp_path / "again", KeyLayout("local", "each"), source)
 
 
+@pytest.mark.matrix("model-fp8")
 @pytest.mark.parametrize(("made", "kind"), [(fp8_model, "fp8"), (int4_model, "int4")])
 def test_blocks_are_not_made_of_weights_that_are_not_finite(
     made: Callable[[], tuple[dict[str, Any], Tensors, Tensors]], kind: str, tmp_path: Path

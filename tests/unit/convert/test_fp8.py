@@ -65,6 +65,7 @@ def model(case: str = "deepseek_v3") -> tuple[dict[str, object], Tensors, Tensor
     return theirs.config | {"quantization_config": quantization, "dtype": "bfloat16"}, stored, meant
 
 
+@pytest.mark.matrix("deepseek_v32")
 @pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v32", "minimax_m2"])
 def test_blocks_equal_the_exact_product_rounded_once(case: str, tmp_path: Path) -> None:
     config, stored, meant = model(case)
@@ -90,6 +91,7 @@ SCALE_TYPES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
 """Name: the scales as they are stored, what is stored as fp32 numbers, and what config.json says of it."""
 
 
+@pytest.mark.matrix("bf16")
 @pytest.mark.parametrize("kind", SCALE_TYPES)
 def test_scales_of_other_types_are_read_as_the_numbers_that_they_are(kind: str, tmp_path: Path) -> None:
     store, read, settings = SCALE_TYPES[kind]

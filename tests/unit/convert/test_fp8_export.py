@@ -21,6 +21,7 @@ UP = "model.layers.1.mlp.experts.3.up_proj.weight"
 """136 x 200: a whole block and three that the edges cut."""
 
 
+@pytest.mark.matrix("deepseek_v32")
 @pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v32", "minimax_m2"])
 def test_weights_that_no_step_has_moved_give_back_every_byte(case: str, tmp_path: Path) -> None:
     config, stored, _ = model(case)
@@ -36,6 +37,7 @@ def test_weights_that_no_step_has_moved_give_back_every_byte(case: str, tmp_path
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in stored.values())
 
 
+@pytest.mark.matrix("bf16")
 @pytest.mark.parametrize("kind", SCALE_TYPES)
 def test_scales_of_other_types_come_back_as_they_were_stored(kind: str, tmp_path: Path) -> None:
     store, _, settings = SCALE_TYPES[kind]
@@ -58,6 +60,7 @@ def largest_of_blocks(weight: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.matrix("bf16")
 @pytest.mark.parametrize("kind", ["fp32", *SCALE_TYPES, "fp32 in powers"])
 def test_moved_weights_are_the_nearest_numbers_of_scales_made_of_their_blocks(kind: str, tmp_path: Path) -> None:
     config, stored, meant = model()

@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -83,6 +84,7 @@ def test_every_number_in_every_place_of_a_word() -> None:
     assert out.min() == -2.0 and out.max() == 1.75
 
 
+@pytest.mark.full
 def test_packed_experts_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
     config, stored, meant = model()
     source = write_hf(tmp_path / "hf", config, stored, shards=3)
@@ -93,6 +95,7 @@ def test_packed_experts_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
     assert differing(source, checkpoint) == [] and differing(source, again) == []
 
 
+@pytest.mark.full
 def test_weights_that_no_step_has_moved_give_back_every_word(tmp_path: Path) -> None:
     config, stored, _ = model()
     source = write_hf(tmp_path / "hf", config, stored, shards=3)
@@ -105,6 +108,7 @@ def test_weights_that_no_step_has_moved_give_back_every_word(tmp_path: Path) -> 
     assert (again / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
+@pytest.mark.full
 def test_moved_weights_are_the_nearest_numbers_of_the_references_scales(tmp_path: Path) -> None:
     config, stored, meant = model()
     source = write_hf(tmp_path / "hf", config, stored)

@@ -42,7 +42,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.matrix("qwen3_moe-te-stacked", "qwen3_moe-te-each", "llama-te-stacked", "llama-local-stacked")
+@pytest.mark.matrix("llama-local-stacked")
 @pytest.mark.parametrize(("case", "keys", "layers"), LAYOUTS)
 def test_every_layout_is_read_and_leads_back_to_the_same_bytes(
     case, keys, layers, converted: Converted, tmp_path: Path
@@ -94,6 +94,7 @@ def test_layers_that_differ_cannot_be_stacked(tmp_path: Path) -> None:
         relaid(checkpoint, tmp_path / "other", KeyLayout("te", "stacked"))
 
 
+@pytest.mark.matrix("deepseek_v3")
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
 def test_a_checkpoint_without_marker_takes_its_family_from_the_reference(case: str, tmp_path: Path) -> None:
     source = saved(case, tmp_path / "hf")
@@ -133,6 +134,7 @@ def args_of(checkpoint: Path) -> dict[str, Any]:
     return vars(torch.load(checkpoint / "common.pt", weights_only=False)["args"])
 
 
+@pytest.mark.matrix("glm4_moe-te")
 @pytest.mark.parametrize(("case", "keys"), [(case, "te") for case in NATIVE] + [("qwen3_moe", "local")])
 def test_hybrid_layers_lead_back_to_the_same_bytes(case: str, keys: Any, converted: Converted, tmp_path: Path) -> None:
     source, checkpoint = converted(case)
@@ -165,6 +167,7 @@ def test_attention_of_layer_i_is_layer_2i_and_its_mlp_layer_2i_plus_1(tmp_path: 
     assert layers == set(range(6)) and "decoder.final_layernorm.weight" not in found
 
 
+@pytest.mark.matrix("glm4_moe")
 @pytest.mark.parametrize("case", PATTERNS)
 def test_the_arguments_of_megatron_lm_have_the_pattern(case: str, converted: Converted, tmp_path: Path) -> None:
     """Without it Megatron-LM 0.19 takes a checkpoint for GPTModel's, and with it for HybridModel's."""

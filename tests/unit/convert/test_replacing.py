@@ -30,7 +30,7 @@ def home(template: Path, tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-@pytest.mark.matrix("0")
+@pytest.mark.full
 @pytest.mark.parametrize("first", range(0, 72, 18))
 def test_no_random_output_or_kill_costs_a_file(first: int, template: Path, tmp_path: Path) -> None:
     ends = [check(seed, template, tmp_path, kills=seed % KILL_EVERY == 0) for seed in range(first, first + 18)]

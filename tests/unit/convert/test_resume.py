@@ -62,6 +62,7 @@ def next_work(output: Path) -> Path:
     return output.with_name(f"{output.name}.converting")
 
 
+@pytest.mark.matrix("exported")
 @pytest.mark.parametrize("step", [imported, exported])
 def test_a_conversion_killed_at_three_random_points_gives_the_same_bytes(step, tmp_path: Path) -> None:
     source = saved("deepseek_v3", tmp_path / "hf")
@@ -142,6 +143,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 def test_ctrl_c_does_not_reach_a_worker_in_its_first_moment(tmp_path: Path) -> None:
     """The parent handles it: a worker showed a traceback of its own where it was just forked."""
     words = ["convert", "import", str(saved("llama", tmp_path / "hf")), str(tmp_path / "ckpt")]
@@ -150,6 +152,7 @@ def test_ctrl_c_does_not_reach_a_worker_in_its_first_moment(tmp_path: Path) -> N
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.matrix("a worker")
 @pytest.mark.parametrize("where", ["a worker", "the last files"])
 def test_a_disk_that_fills_up_ends_the_conversion_with_a_remedy_and_the_same_command_resumes(
     where: str, tmp_path: Path
@@ -197,14 +200,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.matrix(
-    "import-hf/model-00002-of-00003.safetensors-time",
-    "import-hf/model-00002-of-00003.safetensors-size",
-    "export-ckpt/iter_0000000/__0_0.distcp-time",
-    "export-ckpt/iter_0000000/common.pt-size",
-    "export-hf/tokenizer.json-time",
-    "relayout-ckpt/iter_0000000/.metadata-size",
-)
+@pytest.mark.matrix("export-ckpt/iter_0000000/__0_0.distcp-time", "relayout-ckpt/iter_0000000/.metadata-size")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     ("kind", "name"),

@@ -22,6 +22,7 @@ AWKWARD = {"vocab_size": 1003}
 """With 3 groups, heads of 24 and 6 experts, which all cases have."""
 
 
+@pytest.mark.matrix("qwen3_moe", "deepseek_v3")
 @pytest.mark.parametrize("case", CASES)
 def test_import_and_export_give_back_every_bit(case: str, converted: Converted, tmp_path: Path) -> None:
     theirs = oracle(case, **AWKWARD)
@@ -43,6 +44,7 @@ FIVE_EXPERTS = {
 }
 
 
+@pytest.mark.matrix("deepseek_v3")
 @pytest.mark.parametrize("case", FIVE_EXPERTS)
 def test_five_experts_of_a_vocabulary_of_1003(case: str, tmp_path: Path) -> None:
     changes = FIVE_EXPERTS[case] | AWKWARD
@@ -52,6 +54,7 @@ def test_five_experts_of_a_vocabulary_of_1003(case: str, tmp_path: Path) -> None
     assert_same(read_hf(exported(checkpoint, tmp_path / "again")), read_hf(source))
 
 
+@pytest.mark.matrix("torch.bfloat16-deepseek_v3")
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_the_type_stays_bit_for_bit(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -61,6 +64,7 @@ def test_the_type_stays_bit_for_bit(case: str, dtype: torch.dtype, tmp_path: Pat
     assert_same(read_hf(exported(checkpoint, tmp_path / "again", reference=source)), read_hf(source))
 
 
+@pytest.mark.full
 def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
     source = saved("deepseek_v3", tmp_path / "hf")
     one, three = (
@@ -122,6 +126,7 @@ def test_the_manifest_has_the_checksum_of_every_tensor_on_both_sides(tmp_path: P
     assert manifest["sources"]["tensors"] == checksums(read_hf(source))
 
 
+@pytest.mark.matrix("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_part_is_a_sound_archive_that_torch_loads(dtype: torch.dtype, tmp_path: Path) -> None:
     checkpoint = imported(saved("deepseek_v3", tmp_path / "hf", dtype), tmp_path / "ckpt")

@@ -26,6 +26,7 @@ WITHOUT = (
 )
 
 
+@pytest.mark.matrix("deepseek_v3")
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3", "deepseek_v3", "gpt_oss"])
 def test_scores_are_those_of_transformers_and_weights_come_back_bit_for_bit(
     name: str, one_rank: Mesh, tmp_path: Path

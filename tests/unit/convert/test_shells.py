@@ -102,12 +102,7 @@ def test_texts_have_the_logits_of_the_whole_model(name: str, one_rank: Mesh) -> 
     assert (found - wanted).abs().max() <= (2e-4 if name.startswith("qwen3_5") else TOLERANCE)
 
 
-@pytest.mark.matrix(
-    "qwen3_vl-as transformers saves",
-    "qwen3_vl_moe-as published",
-    "glm4v_moe-as transformers saves",
-    "qwen3_5_moe-as transformers saves",
-)
+@pytest.mark.matrix("glm4v_moe-as transformers saves")
 @pytest.mark.parametrize("is_published", [False, True], ids=["as transformers saves", "as published"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_tensor_comes_back_bit_for_bit(name: str, is_published: bool, tmp_path: Path) -> None:
@@ -306,6 +301,7 @@ def trained_from(source: Path, checkpoint: Path, folder: Path) -> Path:
     return trained(checkpoint, source, folder / "run")
 
 
+@pytest.mark.matrix("a relayout of a run")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_import_is_found_behind_relayouts_and_runs(
     way: str, images: tuple[Tensors, Path, Path], tmp_path: Path
@@ -337,6 +333,7 @@ def test_it_is_said_whether_the_tensors_of_a_reference_could_be_compared(
     assert "compared with nothing" in notes(text, source, tmp_path / "out")
 
 
+@pytest.mark.full
 def test_the_scales_of_another_reference_are_refused(tmp_path: Path) -> None:
     config, stored, _ = int4_model()
     checkpoint = imported(write_hf(tmp_path / "hf", config, stored), tmp_path / "ckpt")

@@ -217,6 +217,7 @@ def certain(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode(ids[: end + 1]).rstrip(BROKEN) for end in range(len(ids))]
 
 
+@pytest.mark.matrix("byte fallback, no space first")
 def test_certain_is_as_much_of_the_whole_text_as_the_first_tokens_have(kind: Kind) -> None:
     draw = random.Random(0)
     for _ in range(300):
@@ -229,6 +230,7 @@ def test_certain_is_as_much_of_the_whole_text_as_the_first_tokens_have(kind: Kin
         assert ("".join(pieces), len(pieces)) == (whole, len(ids))
 
 
+@pytest.mark.matrix("byte fallback", "byte fallback, no space first", "tiktoken")
 def test_a_stop_string_ends_a_completion_at_the_first_token_whose_text_has_it(kind: Kind) -> None:
     draw, num_found = random.Random(1), 0
     for _ in range(300):
@@ -417,6 +419,7 @@ PROMPT_AND_ANSWER = (
 )
 
 
+@pytest.mark.matrix("after the mark")
 @pytest.mark.parametrize(
     ("template", "is_taught"),
     [

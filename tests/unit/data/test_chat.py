@@ -280,6 +280,7 @@ def test_what_a_turn_spells_forges_no_turn(folder, chat, template):
     assert words.decode(appended, skip_special_tokens=False).count(FORGED) == 1
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     contents=st.lists(
@@ -331,6 +332,7 @@ def of_kind(kind):
     return own.to_str()
 
 
+@pytest.mark.matrix("always")
 @pytest.mark.parametrize("kind", ["bytes", "first", "always", "never", "prepended"])
 @settings(deadline=None, max_examples=100)
 @given(
@@ -353,6 +355,7 @@ def test_a_text_with_a_hidden_name_has_the_tokens_that_it_has_in_plain(kind, pie
 OPEN = {"without marks": PLAIN, "with marks": MARKED, "brackets": BRACKETS, "forgetful": FORGETFUL}
 
 
+@pytest.mark.matrix("brackets")
 @pytest.mark.parametrize("template", [*OPEN, "plain", "raw"])
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

@@ -150,11 +150,13 @@ def data(request, tmp_path, monkeypatch):
     return in_form(request.param, LINES, tmp_path, monkeypatch)
 
 
+@pytest.mark.matrix("lines", "gzipped", "zstandard", "pzstd", "hub")
 def test_records_are_the_same_in_every_form(data):
     assert [record.entry for record in read_records(data)] == LINES
     assert [record.line for record in read_records(data)] == list(range(1, 31))
 
 
+@pytest.mark.matrix("lines", "gzipped", "zstandard")
 def test_chats_prompts_and_documents_are_read_in_every_form(data, tokenizer, tmp_path):
     words = load_tokenizer(tokenizer)
     config = SFTDataConfig(prompt_template="Question: {question}\n", response_field="solution")
@@ -190,6 +192,7 @@ def test_bad_lines_are_counted_with_file_and_line_and_more_than_allowed_end_the_
         read_examples([path], SFTDataConfig(max_bad=1), chat)
 
 
+@pytest.mark.matrix("cut-zst", "changed-gz", "changed-bz2")
 @pytest.mark.parametrize("ending", ["gz", "bz2", "xz", "zst"])
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_damaged_files_are_refused_where_data_is_made_of_them(ending, damage, tokenizer, tmp_path):

@@ -372,6 +372,7 @@ def test_the_first_epoch_is_megatrons(tmp_path):
     assert read(data, 150, tmp_path)[:40] == sequences_of(megatron, 40)
 
 
+@pytest.mark.matrix("weights0")
 @pytest.mark.parametrize("weights", [(), (3.0, 1.0)])
 def test_whole_is_one_order_as_long_as_it_is_described_alike(tmp_path, weights):
     """The order of Megatron's own datasets for all numbers of samples, by their indices."""

@@ -153,6 +153,7 @@ def cut(options, corpus, tmp_path):
     return replace(options, inputs=(tmp_path / "cut.jsonl",))
 
 
+@pytest.mark.matrix("moved0", "moved2")
 @pytest.mark.parametrize("moved", [(), (".bin",), (".bin", ".idx")])
 def test_a_run_killed_while_it_moved_its_files_is_ended_by_the_next(cut, tmp_path, moved):
     whole = replace(cut, output=tmp_path / "whole")

@@ -137,6 +137,7 @@ def with_settings(model: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**values)
 
 
+@pytest.mark.matrix("deepseek_v2", "solar_open")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_the_same_model_with_every_setting(family: str, tmp_path: Path) -> None:
     """Its config class reads the file as the model, with its own defaults, or no file is written."""

@@ -417,6 +417,7 @@ def test_a_launch_folder_that_one_node_lacks_is_that_nodes_fault(machines):
     assert cause == f"n2: {machines.work} cannot be entered: it was deleted, moved, or is not mounted there"
 
 
+@pytest.mark.matrix("1023-False")
 @pytest.mark.parametrize(("mode", "is_imported"), [(0o755, True), (0o775, True), (0o777, False), (0o1777, False)])
 def test_what_everybody_may_write_is_not_imported(machines, mode, is_imported):
     """Python itself runs a sitecustomize.py that it finds on its path."""
@@ -432,6 +433,7 @@ def test_what_everybody_may_write_is_not_imported(machines, mode, is_imported):
     assert (f"warning: {machines.work} is not on PYTHONPATH" in done.stdout) == (not is_imported)
 
 
+@pytest.mark.matrix("00:10:00-False", "00:10:01-True", "UNLIMITED-True")
 @pytest.mark.parametrize(
     ("limit", "is_enough"),
     [("00:10:00", False), ("00:10:01", True), ("1-00:00:00", True), ("1-00:10:00", True), ("UNLIMITED", True)],
@@ -486,6 +488,7 @@ mkdir $RUN/checkpoints; echo 7 >$RUN/checkpoints/latest_checkpointed_iteration.t
 {after}"""
 
 
+@pytest.mark.matrix("node", "limit")
 @pytest.mark.parametrize("who", ENDED)
 def test_who_has_ended_an_attempt_is_recorded_once(machines, who):
     slurm, end = ENDED[who]
@@ -572,6 +575,7 @@ def other_code(machines):
     return package.parent
 
 
+@pytest.mark.matrix("a module that sets PYTHONPATH-once", "the working folder-torchrun")
 @pytest.mark.parametrize("starter", ["srun", "torchrun", "once"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_job_that_would_run_other_code_than_its_copy_ends_with_both_paths(way, starter, machines):

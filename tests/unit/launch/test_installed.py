@@ -3,9 +3,12 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 from tests.unit.launch.conftest import ROOT
 
 
+@pytest.mark.full
 def test_an_installed_package_has_its_templates_clusters_and_recipes_and_copies_itself(home, slurm, tmp_path):
     """Not editable, and away from the repository: what a user of `pip install` has."""
     source, site = tmp_path / "source", tmp_path / "site"

@@ -199,6 +199,7 @@ def test_experts_across_nodes_are_warned_of(home, slurm, capsys):
     assert "warning: mesh.ep=8 (x etp=1) goes over nodes of 4 ranks" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_an_estimate_above_the_gpus_memory_is_refused_with_its_parts_unless_forced(home, slurm, capsys, tmp_path):
     text = H100.read_text().replace("/shared/images/pytorch.sqsh", "docker://images/pytorch")
     (tmp_path / "cluster.toml").write_text(text)
@@ -466,6 +467,7 @@ def test_nothing_of_a_pipeline_is_submitted_when_a_later_stage_is_wrong(pipeline
     assert slurm.submitted == []
 
 
+@pytest.mark.full
 def test_the_same_command_skips_finished_stages_and_goes_on_with_the_failed_one(pipeline, home, slurm, capsys):
     assert launch(**pipeline) == 0
     done = home / "runs/tiny_moe/DONE"
@@ -527,6 +529,7 @@ def test_a_config_with_what_toml_must_escape_reaches_the_job(home, slurm):
 HEAVY = "any(name.partition('.')[0] in ('torch', 'megatron', 'transformers', 'numpy') for name in sys.modules)"
 
 
+@pytest.mark.matrix("jobs")
 @pytest.mark.parametrize("command", ["launch", "jobs"])
 def test_a_login_node_is_answered_without_what_takes_seconds_to_import(command, home, slurm):
     assert launch(DATA) == 0

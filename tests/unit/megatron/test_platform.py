@@ -23,6 +23,7 @@ def test_on_a_cpu_tensors_stay_where_they_are_and_are_read_when_they_are_used() 
     assert emulated_replay.replayed()["events"] == ["read", "forward"] * emulated_replay.ROWS
 
 
+@pytest.mark.full
 def test_on_an_emulated_gpu_routes_travel_before_the_microbatch_in_front_of_them_is_computed() -> None:
     done = emulated("cuda", "tests.emulated_replay:replayed")
     assert done.returncode == 0, done.stderr[-3000:]

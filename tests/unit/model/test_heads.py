@@ -76,6 +76,7 @@ def test_a_model_with_scores_has_the_weights_of_its_rules_and_of_the_estimate(na
     assert sum(shard.data.numel() for shard in trained) == estimate.total
 
 
+@pytest.mark.full
 def test_adapters_and_a_head_alone_are_read_over_their_language_model(one_rank: Mesh, tmp_path: Path) -> None:
     model, lora = MTP, LoraConfig(rank=4)
     base = save_weights([built(model, one_rank)], one_rank, model, tmp_path / "logits")
@@ -99,6 +100,7 @@ def test_adapters_and_a_head_alone_are_read_over_their_language_model(one_rank: 
     assert sum(file.stat().st_size for file in path.iterdir()) < sum(file.stat().st_size for file in base.iterdir())
 
 
+@pytest.mark.matrix("mtp")
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3", "mtp"])
 def test_layers_come_from_a_language_model_and_the_head_from_a_model_with_scores(
     name: str, one_rank: Mesh, tmp_path: Path

@@ -112,6 +112,7 @@ def loads_behind_the_bias(model):
     return found, load.gather(mesh).tokens_LE
 
 
+@pytest.mark.full
 def test_the_expert_bias_of_a_bf16_model_moves_by_exact_counts():
     """bf16 has no odd numbers above 256, and none but multiples of 16 above 2,048."""
     [(found, counts_LE)] = run_ranks(loads_behind_the_bias, 1, TINY["deepseek_v3"])

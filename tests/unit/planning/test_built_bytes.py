@@ -104,7 +104,7 @@ def test_every_stage_of_every_mesh_has_the_bytes_that_megatron_builds(case):
         assert abs(excess["optimizer"]) <= 12 * gaps
 
 
-@pytest.mark.matrix("gpt_oss-score-bf16-{'pp': 2}-fused", "gpt_oss-score-bf16-{'pp': 2}-split")
+@pytest.mark.matrix("gpt_oss-score-bf16-{'pp': 2}-fused")
 @pytest.mark.parametrize("gate_up", ["fused", "split"])
 @pytest.mark.parametrize("case", MESHES, ids=lambda case: "-".join(map(str, case[:3])))
 def test_low_rank_adapters_have_the_bytes_that_megatron_builds(case, gate_up):
@@ -119,7 +119,7 @@ def test_low_rank_adapters_have_the_bytes_that_megatron_builds(case, gate_up):
         assert memory_by_stage(training(config, world))[one.stage].gradients < one.gradients / 2
 
 
-@pytest.mark.matrix("deepseek_v3/pretrain", "mixtral_8x7b/pretrain", "qwen3_235b_a22b/grpo_r2", "tiny_moe/ppo")
+@pytest.mark.matrix("deepseek_v3/pretrain")
 @pytest.mark.parametrize("name", recipes_of(*PROGRAMS))
 def test_a_recipe_has_the_bytes_that_megatron_builds_on_its_first_middle_and_last_stage(name):
     program, config = recipe(name)
@@ -132,6 +132,7 @@ def test_a_recipe_has_the_bytes_that_megatron_builds_on_its_first_middle_and_las
         assert gaps == 0 or name.startswith(HAS_SHORT_WEIGHTS)
 
 
+@pytest.mark.matrix("fields0")
 @pytest.mark.parametrize(
     "fields", [{"exp_avg_dtype": "bf16"}, {"exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}]
 )
@@ -148,6 +149,7 @@ def test_a_precision_aware_optimizer_has_the_bytes_that_megatron_builds(fields):
     assert counted.gradients == of_gradient * (counted.numbers + counted.gaps)
 
 
+@pytest.mark.matrix("0.4")
 @pytest.mark.parametrize("fraction", [0.4, 1.0])
 def test_a_hybrid_optimizer_has_the_bytes_that_megatron_puts_into_main_memory(fraction):
     config = config_of("qwen3_moe", "bf16", {"tp": 2, "ep": 2, "pp": 2}, 0)
@@ -163,6 +165,7 @@ def test_a_hybrid_optimizer_has_the_bytes_that_megatron_puts_into_main_memory(fr
         assert counted.excess(memory_by_stage(training(config, 4))[0], config.platform) == NOTHING
 
 
+@pytest.mark.full
 def test_a_rank_of_16384_has_the_bytes_of_the_closed_form():
     config = recipe("deepseek_v3/pretrain")[1]
     for excess, gaps in excesses(config, 16384, 4096, [0, 8192]):
@@ -182,6 +185,7 @@ def test_models_that_wait_in_main_memory_have_the_bytes_that_megatron_builds():
     assert -2 * counted.gaps <= excess["main memory"] <= 0
 
 
+@pytest.mark.matrix("3")
 @pytest.mark.parametrize("world", [3, 5])
 def test_the_shares_of_an_odd_number_of_ranks_are_together_the_whole_state(world):
     config = config_of("llama", "bf16", {}, 0)
@@ -224,7 +228,7 @@ def cache_bytes(config):
     return found
 
 
-@pytest.mark.matrix("tiny_moe/kimi_k2", "deepseek_v3/grpo_r2")
+@pytest.mark.matrix("tiny_moe/kimi_k2")
 @pytest.mark.parametrize("name", recipes_of("rl"))
 def test_the_rollout_cache_is_that_of_the_engine(name):
     _, config = recipe(name)

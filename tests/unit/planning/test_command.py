@@ -79,6 +79,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
     )[3]  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_mesh_that_the_checks_refuse_is_answered_by_one_that_they_accept():
     with pytest.raises(ConfigError, match=r"(?s)num_experts=128 is not a multiple of mesh.ep=6.*\n  mesh.ep=4"):
         run(
@@ -86,6 +87,7 @@ def test_a_mesh_that_the_checks_refuse_is_answered_by_one_that_they_accept():
         )
 
 
+@pytest.mark.full
 def test_a_search_lists_layouts_with_what_they_give_up_and_the_fields_to_set(capsys):
     first, narrow, second, *choices = lines_of(
         capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--nodes", "2", "--search"
@@ -137,6 +139,7 @@ def test_a_table_of_worlds_has_the_phases_and_the_whole_step_of_reinforcement_le
     assert len(lines_of(capsys, *words, *served, "--world", "16..16")[2].split()) == 5
 
 
+@pytest.mark.full
 def test_a_search_of_reinforcement_learning_lists_its_parts_and_phases(capsys):
     lines = lines_of(capsys, "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "2", "--search")
     assert any("a whole step, a lower bound: rollout by the engine on these ranks" in line for line in lines)
@@ -162,6 +165,7 @@ def test_a_cluster_without_a_device_still_gets_memory_and_schedule(capsys):
     assert "bubble  33.3% of the schedule, if a backward pass takes twice a forward pass" in plain
 
 
+@pytest.mark.full
 def test_what_fits_on_no_mesh_is_answered_by_state_of_the_optimizer_in_main_memory(capsys):
     words = ["qwen3_30b_a3b/ppo", "--cluster", H100, "--nodes", "1"]
     with pytest.raises(ConfigError) as raised:

@@ -115,6 +115,7 @@ def counted(model, *, backward):
     return (counter.get_total_flops() - rotary) / tokens_BS.numel()
 
 
+@pytest.mark.matrix("llama")
 @pytest.mark.parametrize("case", CASES)
 def test_the_formula_is_what_a_model_computes(case):
     ours, model = CASES[case]()

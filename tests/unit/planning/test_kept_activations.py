@@ -90,9 +90,7 @@ def counted_by_recomputation(family, precision, tp):
     }
 
 
-@pytest.mark.matrix(
-    "glm4_moe-bf16-2", "gpt_oss-bf16-1", "llama-bf16-2", "minimax_m2-bf16-2", "qwen2-bf16-2", "qwen2_moe-bf16-2"
-)
+@pytest.mark.matrix("glm4_moe-bf16-2")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_a_layer_of_ours_keeps_the_bytes_that_a_forward_pass_keeps(case):
     """Offsets of experts and tables of angles are left out: small beside widths that are not of a test."""
@@ -109,7 +107,7 @@ def adapters_counted(lora, positions):
     return fake_world.saved_by_layers(config.mesh, config.model, config.platform, lora)[0]
 
 
-@pytest.mark.matrix("attention")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lora", "least", "most"),
     [
@@ -138,6 +136,7 @@ def delta_nets_counted(precision, tp, cases):
     return found
 
 
+@pytest.mark.matrix("bf16-1")
 @pytest.mark.parametrize(("precision", "tp"), [("bf16", 1), ("bf16", 4), ("fp32", 1)])
 def test_a_gated_delta_net_keeps_its_projections_and_its_output(precision, tp):
     """Every backward pass computes again all that lies between them."""
@@ -160,6 +159,7 @@ def indexers_counted(precision, tp, kinds, cases):
     return found
 
 
+@pytest.mark.matrix("bf16-1")
 @pytest.mark.parametrize(("precision", "tp"), [("bf16", 1), ("bf16", 2), ("fp32", 1)])
 def test_attention_over_chosen_keys_keeps_less_than_its_plan_has(precision, tp):
     """Its blocks are computed again, so that they keep no statistics; the plan does not know how long samples are."""
@@ -179,6 +179,7 @@ def counted_with_products(*case):
     return counted(*case)
 
 
+@pytest.mark.matrix("deepseek_v3")
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_products_that_are_left_out_change_no_count(family):
     case = (family, "bf16", 1, "none")

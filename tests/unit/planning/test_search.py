@@ -34,6 +34,7 @@ def place(room_gib=73.6, device="H100"):
     return Place(ranks_per_node=8, room_bytes=room_gib * GIB, device=device and DEVICES[device])
 
 
+@pytest.mark.matrix("llama3_8b/pretrain-24-overrides1")
 @pytest.mark.parametrize(
     ("name", "world", "overrides"),
     [
@@ -59,6 +60,7 @@ def test_a_search_proposes_only_what_the_checks_accept_and_what_fits(name, world
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.full
 def test_the_fields_of_a_choice_make_its_config():
     found = searched("qwen3_30b_a3b/grpo_r2", 16)
     for choice in found.shortlist():
@@ -71,6 +73,7 @@ PINNED = ("replay.store=pinned",)
 """On eight of these GPUs the routes of a rollout batch have to wait in main memory."""
 
 
+@pytest.mark.full
 def test_more_memory_never_fits_fewer_and_a_search_gives_the_same_twice():
     _, config = load("qwen3_30b_a3b/grpo_r2", *PINNED)
     small, large = (searched("qwen3_30b_a3b/grpo_r2", 8, room, overrides=PINNED).choices for room in (73.6, 134.4))
@@ -78,6 +81,7 @@ def test_more_memory_never_fits_fewer_and_a_search_gives_the_same_twice():
     assert search(config, 8, place()).choices == small
 
 
+@pytest.mark.full
 def test_the_published_mesh_of_mixtral_is_among_the_fastest():
     _, config = load("mixtral_8x7b/pretrain")
     found = searched("mixtral_8x7b/pretrain", 64)
@@ -94,6 +98,7 @@ def test_the_published_mesh_of_qwen3_30b_is_among_the_fastest_that_leave_room():
     assert max(one.memory.total for one in choices) <= 0.96 * 73.6 * GIB
 
 
+@pytest.mark.full
 def test_reinforcement_learning_is_searched_by_its_whole_step():
     found, where = searched("qwen3_30b_a3b/grpo_r2", 16), place()
     for choice in found.choices[::250]:
@@ -109,6 +114,7 @@ def test_reinforcement_learning_is_searched_by_its_whole_step():
     assert "weights to servers" in with_servers.rl.parts
 
 
+@pytest.mark.full
 def test_the_nearest_change_little_and_fit():
     found, where = searched("qwen3_30b_a3b/grpo_r2", 8, overrides=PINNED), place()
     assert memory_of_fullest_rank(found.training).total > where.room_bytes
@@ -128,12 +134,14 @@ def test_without_a_device_what_recomputes_and_exchanges_least_comes_first():
     assert (first.mesh.model_parallel, first.training.platform.recompute) == (1, "none")
 
 
+@pytest.mark.full
 def test_a_world_of_16384_is_searched():
     _, config = load("deepseek_v3/pretrain", "train.global_batch=16384")
     found = search(config, 16384, place())
     assert found.choices and found.shortlist()
 
 
+@pytest.mark.full
 def test_main_memory_that_is_known_and_too_small_is_no_room_for_what_waits_there():
     _, config = load("qwen3_30b_a3b/grpo_r2")
     where = place()

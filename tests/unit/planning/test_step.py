@@ -57,6 +57,7 @@ def test_steps_of_published_runs_are_predicted_within_the_stated_error():
     assert max(found) <= span.high == pytest.approx(1 / span.low)
 
 
+@pytest.mark.full
 def test_runs_of_a_family_that_no_rate_was_fitted_to_are_predicted_within_the_stated_error():
     ratios = held_out()
     assert set(ratios) == {run.name for run in RUNS}

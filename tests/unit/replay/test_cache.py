@@ -547,6 +547,7 @@ def test_malformed_routes_are_refused(run: Run, change: Any, message: str) -> No
     assert str(error.value).count("sample ") == 1  # no other of the samples that were checked with it
 
 
+@pytest.mark.matrix("dtype0", "dtype1", "dtype4")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint16])
 def test_routes_that_are_no_integers_are_refused(run: Run, dtype: torch.dtype) -> None:
     """They ended in an error of torch; of `uint16`, which torch does not compare, too."""

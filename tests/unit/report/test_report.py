@@ -349,6 +349,7 @@ def test_failed_scores_are_counted(runs):
     assert "1 scores failed" in "".join(notice.text for notice in notices(runs[2]))
 
 
+@pytest.mark.full
 def test_long_runs_make_a_page_that_opens_at_once(tmp_path):
     run_dir = write_run(tmp_path, PretrainConfig(run_dir="long"), 5)
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-4])

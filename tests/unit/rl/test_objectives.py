@@ -248,6 +248,7 @@ def learner_of(state: TrainState, config: RlRunConfig) -> Learner:
     return Learner(state, config, routes, logprobs, OptionalParts(reference=kl))
 
 
+@pytest.mark.matrix("dual_clip-40", "dr_grpo-40", "cispo-40", "masked sequences-40", "gspo-200")
 @pytest.mark.parametrize(("name", "max_tokens"), [*((name, 40) for name in CASES), ("gspo", 200)])
 def test_objectives_of_packed_completions_are_those_of_the_papers(name, max_tokens, state):
     case = CASES[name]

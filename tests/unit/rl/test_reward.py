@@ -138,6 +138,7 @@ def test_the_first_failure_of_each_kind_is_reported_with_traceback_and_sample(ow
     assert lines[0]["traceback"].endswith("KeyError: 'lost'\n") and lines[0]["completion"] == "given"
 
 
+@pytest.mark.matrix("7-0.9-False", "8-1.0-False")
 @pytest.mark.parametrize(("num_failed", "limit", "ends"), [(7, 0.9, False), (8, 0.9, True), (8, 1.0, False)])
 def test_a_part_that_fails_for_more_than_the_fraction_ends_the_run(own_module, num_failed, limit, ends):
     config = RewardConfig(parts=("exact", f"{own_module}:never"))
@@ -161,6 +162,7 @@ def test_a_trial_on_reference_answers_refuses_what_always_fails(own_module):
     assert (sometimes.problem_id, other.problem_id) == ("p-ab", "p-raise")
 
 
+@pytest.mark.matrix("(0.5, 'because')-0.5-because")
 @pytest.mark.parametrize(
     ("returned", "value", "reason"),
     [
@@ -181,6 +183,7 @@ def test_a_reward_may_come_with_its_reason(own_module, returned, value, reason):
     assert scores.reasons_PG == [[{part: reason} if reason else {}]]
 
 
+@pytest.mark.matrix("None", "{}")
 @pytest.mark.parametrize("returned", ["None", "{}", "{'value': 1}", "{'score': 1, 'reward': 2}"])
 def test_a_return_without_one_score_names_what_is_wanted(own_module, returned):
     (failed,) = scored(RewardConfig(parts=(f"{own_module}:evaluated",)), text_group("", returned)).failures
@@ -421,6 +424,7 @@ def jobs(*texts):
     ]
 
 
+@pytest.mark.matrix("1")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_hangs_or_crashes_costs_its_own_judgement_only(workers):
     with RewardWorkers([obey], workers=workers, timeout_s=1.0, grace_s=2.0) as judges:
@@ -431,6 +435,7 @@ def test_what_hangs_or_crashes_costs_its_own_judgement_only(workers):
     assert outcomes[6].text == "the process ended with status -9"
 
 
+@pytest.mark.matrix("1")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_was_handed_behind_a_crash_is_judged_once(workers, tmp_path):
     file = tmp_path / "marks"

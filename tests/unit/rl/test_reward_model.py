@@ -101,6 +101,7 @@ def values(outcomes: list[Outcome]) -> Tensor:
     return torch.tensor([one.value for one in outcomes if isinstance(one, Score)], dtype=torch.float64)
 
 
+@pytest.mark.matrix("host")
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_packed_scores_are_those_of_each_completion_alone(store, checkpoint, one_rank, tmp_path):
     path, alone_PG = checkpoint
@@ -149,6 +150,7 @@ def score_of(path: Path, mesh: Mesh, tokens: list[int]) -> float:
     return float(scores[0, -1, 0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("value", ["score", "probability"])
 def test_the_score_of_a_step_is_that_of_the_text_up_to_its_end(value, checkpoint, one_rank):
     path, _ = checkpoint
@@ -170,6 +172,7 @@ def test_the_score_of_a_step_is_that_of_the_text_up_to_its_end(value, checkpoint
     assert outcomes[2] == FailedScore("bad_steps", "the completion has no step")
 
 
+@pytest.mark.full
 def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(checkpoint, one_rank, tmp_path):
     path, _ = checkpoint
     words = ["<unk>", "<end>", "ask", "one", "two", "long"]

@@ -46,6 +46,7 @@ def probabilities(logits_V: Tensor, cut: Cut) -> Tensor:
     return result_V / result_V.sum()
 
 
+@pytest.mark.matrix("top_k", "top_p", "all")
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_a_token_is_where_the_sum_of_the_law_passes_the_uniform(cut: Cut, one_rank: Mesh) -> None:
     logits_BV = logits_of(64)
@@ -67,6 +68,7 @@ def test_logprobs_are_of_the_whole_tempered_distribution(cut: Cut, one_rank: Mes
     torch.testing.assert_close(drawn.logprobs_B, wanted_B, rtol=0, atol=2e-6)
 
 
+@pytest.mark.matrix("top_k", "top_p", "all")
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_the_kept_mass_is_the_probability_of_what_may_be_drawn(cut: Cut, one_rank: Mesh) -> None:
     """Its negative log is KL(cut || whole), which is summed here over the whole vocabulary."""

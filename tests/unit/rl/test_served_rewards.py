@@ -110,6 +110,7 @@ def test_batches_come_back_in_order_in_every_form_of_a_score(server: Server) -> 
     }
 
 
+@pytest.mark.matrix("replies0-3-None", "replies1-3-None")
 @pytest.mark.parametrize(
     ("replies", "num_requests", "reason"),
     [

@@ -50,6 +50,7 @@ def test_the_folder_of_imports_is_the_users_the_runs_or_the_caches(tmp_path: Pat
     assert imports_folder({"XDG_CACHE_HOME": "relative"}, None) == Path.home() / ".cache/mcore_rl/imports"
 
 
+@pytest.mark.full
 def test_two_starts_make_one_import_and_a_changed_file_makes_another(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +76,7 @@ def test_two_starts_make_one_import_and_a_changed_file_makes_another(
         checkpoint_of(str(source), model, run)
 
 
+@pytest.mark.full
 def test_where_the_importing_start_is_killed_its_import_ends_too_and_the_next_start_makes_it(
     hf_folder: Path, tmp_path: Path
 ) -> None:
@@ -107,6 +109,7 @@ def test_an_import_is_made_for_what_the_run_wants_of_the_model(tmp_path: Path) -
     assert other.command[4:] == ["--vocab-multiple", "64", "--mtp", "drop"]
 
 
+@pytest.mark.full
 def test_a_folder_without_weights_a_failed_import_and_no_room_are_explained(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +133,7 @@ def test_a_folder_without_weights_a_failed_import_and_no_room_are_explained(
         ensure_imported(str(source), read_model_folder(source).model, None)
 
 
+@pytest.mark.full
 def test_a_model_of_the_hubs_cache_is_found_by_name_and_an_unfinished_one_is_refused(
     hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

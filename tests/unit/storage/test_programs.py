@@ -33,6 +33,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_any_folder_answers_as_transformers_does(
     hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,6 +52,7 @@ def test_any_folder_answers_as_transformers_does(
         assert said(capsys, option, path, *words) == answer
 
 
+@pytest.mark.full
 def test_a_run_from_a_folder_is_the_run_from_its_import_and_all_settings(hf_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     common = [

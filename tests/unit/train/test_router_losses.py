@@ -165,6 +165,7 @@ def both_models(case: Case) -> tuple[Any, Any, ModelConfig, Tensors]:
     return main, mtp, model.model_copy(update={"moe": moe}), to_global(weights, model)
 
 
+@pytest.mark.matrix("seq_aux_loss, 4 rows", "aux_loss, 2 rows, capacity")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_equal_those_of_the_formulas(case: Case) -> None:
     main, mtp, model, weights = both_models(case)

@@ -131,6 +131,7 @@ def test_a_forked_rank_is_as_one_of_a_fresh_python(program, tmp_path):
     assert (forked[0], forked[1]) == (1, b"out of 0\n") and b"the end of rank 1" in forked[2]
 
 
+@pytest.mark.matrix("a thread runs")
 @pytest.mark.parametrize("reason", ["an import fails", "a thread runs", "an accelerator"])
 def test_where_a_fork_is_unsound_ranks_are_fresh(program, tmp_path, reason):
     body = {
@@ -243,6 +244,7 @@ def test_a_disk_without_room_for_a_start_is_refused_in_a_sentence_and_the_reserv
     assert not (tmp_path / "logs/reserve").exists()
 
 
+@pytest.mark.matrix("0")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_first_failure_is_shown_and_ends_the_others(program, tmp_path, capfd, failing):
     module = program(f"""
@@ -297,6 +299,7 @@ STOPPABLE = """
 """
 
 
+@pytest.mark.matrix("15-STOPPING-0")
 @pytest.mark.parametrize(
     ("number", "stage", "status"),
     [

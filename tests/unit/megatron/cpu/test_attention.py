@@ -108,7 +108,7 @@ def test_output_and_gradients_are_those_of_float64(
         assert_close(ours, theirs.double())
 
 
-@pytest.mark.matrix("native-packed", "x86-64-packed")
+@pytest.mark.matrix("native-packed")
 @pytest.mark.parametrize("lengths", [None, (3, 1, 50, 7)], ids=["prefix", "packed"])
 def test_every_width_of_heads_has_the_output_and_gradients_of_float64(lengths: tuple[int, ...] | None) -> None:
     """Widths are filled up to what the loops step by; one that is not runs over into the next numbers."""
@@ -152,7 +152,7 @@ def test_every_width_of_heads_attends_to_its_window_alone(window: int, built: Li
         assert_close(mixed, torch.einsum("bnt,btnd->bnd", weights, every_value))
 
 
-@pytest.mark.matrix("native")
+@pytest.mark.full
 def test_the_file_is_built_for_the_processors_that_this_is_none_of(tmp_path: Path) -> None:
     """It cannot run here, but its widths, which are those of the registers, are counted at the build."""
     for level in levels(here=False):

@@ -55,6 +55,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_no_file_is_loaded_from_a_folder_that_others_may_write(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,7 @@ def test_where_others_may_write_to_all_folders_nothing_is_built(
     assert not [*cache.iterdir(), *shared.iterdir()]
 
 
+@pytest.mark.full
 def test_a_build_that_is_empty_or_cut_is_built_again(cache: Path) -> None:
     path = library_path()
     path.touch(mode=0o700)

@@ -29,7 +29,7 @@ def on_this_cpu() -> Any:
     return emulated_runs.train()
 
 
-@pytest.mark.matrix("te+apex")
+@pytest.mark.full
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_machine_gets_the_patches_of_what_it_lacks(machine: str, on_this_cpu: dict[str, Any]) -> None:
     has = set(machine.split("+"))
@@ -115,7 +115,7 @@ def test_every_familys_logits_on_cuda_are_those_of_transformers(machine: str) ->
     assert max(differences[name] for name in differences.keys() - amplified) <= 2e-5
 
 
-@pytest.mark.matrix("cuda+broken-te")
+@pytest.mark.full
 @pytest.mark.parametrize("machine", ["cuda+broken-te"])
 def test_a_transformer_engine_that_cannot_be_imported_is_refused_by_its_error(machine: str) -> None:
     done = emulated(machine, "train")

@@ -51,24 +51,7 @@ def logits_and_gradients(
     return logits.detach(), gradients
 
 
-@pytest.mark.matrix(
-    "deepseek_v3-()",
-    "deepseek_v2-()",
-    "deepseek_v32-()",
-    "dots1-()",
-    "glm4_moe-()",
-    "glm4_moe_lite-()",
-    "glm_moe_dsa-()",
-    "gpt_oss-()",
-    "llama-()",
-    "minimax_m2-()",
-    "mistral-()",
-    "olmoe-()",
-    "mixtral-()",
-    "qwen2-()",
-    "qwen2_moe-()",
-    "qwen3-()",
-)
+@pytest.mark.matrix("deepseek_v3-()", "deepseek_v2-()", "deepseek_v32-()", "qwen3-()")
 @pytest.mark.parametrize("lengths", [(), (5, 12, 1, 6), (24,)], ids=str)
 @pytest.mark.parametrize("family", sorted(TINY))
 def test_a_model_computes_what_it_does_with_torchs_layers(
@@ -106,6 +89,7 @@ def test_a_model_computes_what_it_does_with_torchs_layers(
         assert (found_gradients[name] - gradient).norm() <= times * 3e-6 * gradient.norm(), name
 
 
+@pytest.mark.matrix("deepseek_v2", "deepseek_v3", "deepseek_v32", "mixtral", "solar_open")
 @pytest.mark.parametrize("family", sorted(TINY))
 def test_rounded_products_change_a_model_by_their_rounding(family: str, one_rank: Mesh) -> None:
     """Eight bits of each operand; experts are chosen by what changes so, and another one would change more."""

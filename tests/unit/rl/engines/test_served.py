@@ -111,6 +111,7 @@ def served(
             engine.close()
 
 
+@pytest.mark.matrix("vllm")
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_completions_are_the_native_engines_and_keep_the_contract(kind: str, one_rank: Mesh, tmp_path: Path) -> None:
     """Tokens, logprobs and routes; each server gets the same weights in an update, and prompts are spread."""
@@ -153,6 +154,7 @@ def test_a_request_that_fails_is_made_by_the_other_server_with_the_same_seed(one
             ours.engine.generate(prompts, EIGHT, seeds)
 
 
+@pytest.mark.full
 def test_servers_that_all_fail_end_with_the_reasons(one_rank: Mesh, tmp_path: Path) -> None:
     with served(one_rank, tmp_path) as ours:
         for server in ours.servers:
@@ -162,6 +164,7 @@ def test_servers_that_all_fail_end_with_the_reasons(one_rank: Mesh, tmp_path: Pa
         assert sum(len(server.rollouts()) for server in ours.servers) == 3
 
 
+@pytest.mark.full
 def test_a_refusal_and_an_id_that_would_end_a_server_are_not_sent_again(one_rank: Mesh, tmp_path: Path) -> None:
     with served(one_rank, tmp_path) as ours:
         before = sum(ours.asked(GENERATE["vllm"]))
@@ -176,6 +179,7 @@ def test_a_refusal_and_an_id_that_would_end_a_server_are_not_sent_again(one_rank
         assert sum(ours.asked(GENERATE["vllm"])) == before + 1
 
 
+@pytest.mark.full
 def test_our_stop_strings_cut_what_a_server_without_a_tokenizer_sampled_after_them(
     one_rank: Mesh, tmp_path: Path
 ) -> None:
@@ -193,6 +197,7 @@ def test_our_stop_strings_cut_what_a_server_without_a_tokenizer_sampled_after_th
         assert torch.equal(cut.experts_TLK, wanted.experts_TLK)
 
 
+@pytest.mark.full
 def test_a_server_without_the_weights_gets_no_request_until_an_update_has_proved_them(
     one_rank: Mesh, tmp_path: Path
 ) -> None:
@@ -218,6 +223,7 @@ def test_a_server_without_the_weights_gets_no_request_until_an_update_has_proved
         assert metrics["servers/living"] == 2 and metrics["servers/probe_nats"] < 2e-4
 
 
+@pytest.mark.full
 def test_too_few_servers_with_the_weights_end_the_run(one_rank: Mesh, tmp_path: Path) -> None:
     with served(one_rank, tmp_path, min_servers=2) as ours:
         ours.servers[0].faults = [("/finish_weight_update", "status_500")]
@@ -252,6 +258,7 @@ def test_an_answer_during_an_update_counts_only_of_a_server_that_the_probe_has_p
         assert found[0].policy_version == 1
 
 
+@pytest.mark.matrix("vllm-True")
 @pytest.mark.parametrize("may_miss_routes", [True, False])
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_routes_that_newer_weights_computed_again_are_not_those_of_the_tokens_before_them(
@@ -306,6 +313,7 @@ def test_routes_that_newer_weights_computed_again_are_not_those_of_the_tokens_be
             assert ids.count(list(prompt.tokens_T)) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "field"), [("vllm", "cache_salt"), ("sglang", "extra_key")])
 def test_what_another_run_has_left_in_a_servers_caches_is_not_read(
     kind: str, field: str, one_rank: Mesh, tmp_path: Path
@@ -334,6 +342,7 @@ def test_what_another_run_has_left_in_a_servers_caches_is_not_read(
     assert [salt[-2:] for salt in of_runs[0]] == ["v0", "v1"]
 
 
+@pytest.mark.full
 def test_a_server_that_was_started_anew_at_its_address_is_not_believed(one_rank: Mesh, tmp_path: Path) -> None:
     with served(one_rank, tmp_path) as ours:
         ours.servers[0].version = "default"
@@ -343,6 +352,7 @@ def test_a_server_that_was_started_anew_at_its_address_is_not_believed(one_rank:
         assert ours.engine._state.living == (ours.servers[1].url,)
 
 
+@pytest.mark.full
 def test_adapters_are_asked_for_by_name_and_a_server_that_was_started_anew_lacks_them(
     one_rank: Mesh, tmp_path: Path
 ) -> None:

@@ -217,6 +217,7 @@ def test_a_push_gives_servers_every_tensor_in_the_order_of_calls_that_keeps_them
     assert report.num_bytes == sum(tensor.nbytes for tensor in served.new.values())
 
 
+@pytest.mark.full
 def test_the_probe_finds_each_tensor_that_is_left_old(served: Served) -> None:
     """Every tensor of the last layer and of what is outside of the layers, one at a time."""
     probe = Probe(served.chunks, served.mesh, MODEL)
@@ -237,6 +238,7 @@ FAULTS: dict[str, Callable[[str], bool]] = {
 }
 
 
+@pytest.mark.matrix("an expert missing")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_that_does_not_have_the_weights_fails_although_it_says_otherwise(fault: str, served: Served) -> None:
     sound, broken = served.server("http://sound:1"), served.server("http://broken:2")
@@ -282,6 +284,7 @@ REPORTS: dict[str, tuple[Cut, Callable[[Tensor, Tensor, Cut], Tensor]]] = {
 }
 
 
+@pytest.mark.matrix("raw_logprobs", "processed_logprobs with top-k")
 @pytest.mark.parametrize("fault", REPORTS)
 def test_a_server_that_has_the_weights_and_reports_other_logprobs_of_what_it_samples_fails(
     fault: str, served: Served
@@ -313,6 +316,7 @@ UNSEEN: dict[str, tuple[Cut, Callable[[Tensor, Cut], Tensor]]] = {
 }
 
 
+@pytest.mark.matrix("the temperature")
 @pytest.mark.parametrize("ignored", UNSEEN)
 def test_a_server_that_samples_otherwise_and_reports_right_logprobs_is_not_found(ignored: str, served: Served) -> None:
     """The probe does not see such a server, as docs/weight_updates.md says."""
@@ -321,11 +325,13 @@ def test_a_server_that_samples_otherwise_and_reports_right_logprobs_is_not_found
     assert served.push(server, cut=cut).living == ("http://a:1",)
 
 
+@pytest.mark.matrix("Cut(temperature=0.1, top_k=0, top_p=1.0, min_p=0.0)")
 @pytest.mark.parametrize("cut", [Cut(), NUCLEUS, Cut(temperature=0.1), Cut(temperature=2.0)], ids=str)
 def test_a_sound_server_is_accepted_at_every_temperature(cut: Cut, served: Served) -> None:
     assert served.push(served.server(), cut=cut).living == ("http://a:1",)
 
 
+@pytest.mark.full
 def test_in_bf16_rounding_at_a_low_temperature_is_accepted_and_raw_logprobs_are_not(one_rank: Mesh) -> None:
     """Measured over weights and both directions: a sound server 0.67 of the limit at most, a raw one 2.7 at least."""
     served = Served(MODEL, one_rank, servers_precision="bf16")
@@ -345,6 +351,7 @@ def test_a_tied_output_is_sent_and_the_probe_finds_the_one_that_is_left_old(tied
     assert torch.equal(sound.weights["lm_head.weight"], tied.new["model.embed_tokens.weight"])
 
 
+@pytest.mark.matrix("load 3")
 @pytest.mark.parametrize("call", ["pause", "load 3", "reset"])
 def test_a_server_that_fails_is_left_alone_and_the_others_go_on(call: str, served: Served) -> None:
     sound, broken = served.server("http://sound:1"), served.server("http://broken:2")
@@ -435,6 +442,7 @@ ROUNDED_FAULTS: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.matrix("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_each_fault_of_a_server_in_bf16_is_found_beside_what_rounding_makes(
     precision: Precision, one_rank: Mesh
@@ -464,6 +472,7 @@ def test_each_fault_of_a_server_in_bf16_is_found_beside_what_rounding_makes(
             assert not expert.is_apart and difference.mean > 4 * rounding_nats
 
 
+@pytest.mark.full
 def test_a_server_in_bf16_without_an_expert_is_left_out_and_the_expert_is_named(one_rank: Mesh) -> None:
     served = Served(MODEL, one_rank, servers_precision="bf16")
     broken = served.server("http://broken:2")

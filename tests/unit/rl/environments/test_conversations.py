@@ -58,6 +58,7 @@ def test_masks_and_logprobs_are_those_of_a_teacher_forced_pass_over_the_whole_co
     assert all(not output["logprobs"][~batch.mask_T].any() for _ in pairs)
 
 
+@pytest.mark.matrix("plain")
 @pytest.mark.parametrize("template", ["tokenizer", "plain", "raw"])
 def test_the_tokens_between_turns_are_those_of_the_template(template, theirs, engine, folder, one_rank):
     """With a token for each character a conversation has one tokenisation: here the whole is rendered at once."""
@@ -134,6 +135,7 @@ def test_the_first_turn_is_the_completion_that_there_is_without_an_environment(t
             assert one.is_truncated  # also where the turn itself is not: the environment has not ended it
 
 
+@pytest.mark.full
 def test_limits_of_turns_and_of_context_end_conversations_and_count_as_truncated(theirs, engine, folder, one_rank):
     def ends(**environment: object) -> Counter[tuple[str, bool]]:
         groups = held(config_of(theirs.ours, **environment), engine, folder, one_rank, SIX, group_size=4)
@@ -150,6 +152,7 @@ def test_limits_of_turns_and_of_context_end_conversations_and_count_as_truncated
     assert done["done", False] > 0 and set(done) <= {("done", False), ("length", True)}
 
 
+@pytest.mark.full
 def test_a_turn_that_ends_the_document_and_not_the_turn_is_the_last(theirs, engine, folder, one_rank):
     """Letters end documents here, where they are no marks that the config names."""
     config = config_of(theirs.ours)
@@ -175,6 +178,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.full
 def test_an_environment_that_fails_or_floods_ends_its_own_conversation_only(theirs, engine, folder, one_rank):
     config = config_of(theirs.ours, name="tests.conversing:Faulty", timeout_s=2.0, max_turns=3, workers=2)
     prompts = problems(*FAULTS, "flood", "long", "")
@@ -222,6 +226,7 @@ class Asking:
         return group
 
 
+@pytest.mark.full
 def test_groups_that_are_held_while_the_policy_trains_are_those_that_are_held_between_updates(
     theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
 ) -> None:
@@ -243,6 +248,7 @@ def test_groups_that_are_held_while_the_policy_trains_are_those_that_are_held_be
             assert torch.equal(one.experts_TLK, want.experts_TLK)
 
 
+@pytest.mark.full
 def test_conversations_through_servers_are_the_native_engines_and_stay_with_the_server_that_has_their_prefix(
     theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh, tmp_path: Path
 ) -> None:

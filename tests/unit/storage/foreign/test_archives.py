@@ -175,6 +175,7 @@ def bytes_of_the_check(data: bytes) -> bytes | None:
         return None
 
 
+@pytest.mark.full
 def test_what_the_check_accepts_of_random_archives_is_what_torch_loads() -> None:
     rng = random.Random(7)
     outcomes: Counter[tuple[bool, bool]] = Counter()

@@ -39,6 +39,7 @@ def logits_of(chunk: nn.Module, tokens: list[int]) -> Tensor:
     return logits
 
 
+@pytest.mark.matrix("qwen3_5_text-24-200-False")
 @pytest.mark.parametrize(
     ("case", "slots", "step_tokens", "has_fixed_shapes"),
     [

@@ -54,6 +54,7 @@ def training_logits(chunks: list[nn.Module], mesh: Mesh, tokens: list[int]) -> T
     return kept[0]["logits"][0, :, :VOCAB]
 
 
+@pytest.mark.matrix("deepseek_v2-lite")
 @pytest.mark.parametrize(
     "case",
     [
@@ -87,6 +88,7 @@ def test_no_token_is_dropped_while_generating_although_training_drops(one_rank: 
     assert {router.config.moe_expert_capacity_factor for _, router in routers(chunks[0])} == {0.5}
 
 
+@pytest.mark.matrix("deepseek_v3")
 @pytest.mark.parametrize("case", CASES)
 def test_logprobs_are_those_of_the_training_pass(case: str, one_rank: Mesh) -> None:
     _, chunks, engine = engine_of(case, one_rank, slots=5, step_tokens=16)
@@ -114,6 +116,7 @@ def test_ids_beyond_the_tokenizers_are_never_drawn_and_have_no_probability(one_r
             assert completion.logprobs_T == pytest.approx(wanted_T.tolist(), abs=1e-5)
 
 
+@pytest.mark.matrix("deepseek_v2-three-groups")
 @pytest.mark.parametrize(
     "case",
     [
@@ -141,6 +144,7 @@ def test_routes_are_those_of_the_training_pass(case: str, one_rank: Mesh) -> Non
             assert torch.equal(ours_TLE, wanted_TLE)
 
 
+@pytest.mark.matrix("llama")
 @pytest.mark.parametrize("case", ["qwen3_moe", "llama"])
 def test_it_keeps_the_contract_of_engines(case: str, one_rank: Mesh) -> None:
     contract.check_all(engine_of(case, one_rank)[2], VOCAB)

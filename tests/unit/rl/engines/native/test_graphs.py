@@ -34,6 +34,7 @@ def both_ways(case: str, mesh: Mesh) -> list[tuple[Completion, Completion]]:
     return list(zip(*ways, strict=True))
 
 
+@pytest.mark.matrix("deepseek_v3")
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_steps_of_fixed_shapes_give_the_same_completions(case: str, one_rank: Mesh) -> None:
     for usual, fixed in both_ways(case, one_rank):
@@ -45,6 +46,7 @@ def test_steps_of_fixed_shapes_give_the_same_completions(case: str, one_rank: Me
         assert fixed.kept_logprobs_T == pytest.approx(usual.kept_logprobs_T, abs=1e-5)
 
 
+@pytest.mark.full
 def test_where_products_do_not_depend_on_other_rows_they_are_equal_in_every_bit(one_rank: Mesh) -> None:
     with InvariantProducts():
         for usual, fixed in both_ways("qwen3_moe", one_rank):
@@ -84,6 +86,7 @@ def test_graphs_that_are_asked_for_without_a_gpu_are_refused(one_rank: Mesh) -> 
     assert MegatronEngine(chunks, one_rank, theirs.ours, spelled, SIZES).why_no_graphs == "there is no GPU"
 
 
+@pytest.mark.full
 def test_on_an_emulated_gpu_graphs_replay_the_steps_and_the_host_waits_once_a_step() -> None:
     done = emulated("cuda", "tests.emulated_decode:rollouts")
     assert done.returncode == 0, done.stderr[-3000:]

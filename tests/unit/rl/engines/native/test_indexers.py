@@ -44,6 +44,7 @@ def logits_of(chunk: nn.Module, tokens: list[int]) -> Tensor:
     return logits
 
 
+@pytest.mark.matrix("glm_moe_dsa-shared-24-200-False")
 @pytest.mark.parametrize(
     ("case", "slots", "step_tokens", "has_fixed_shapes"),
     [
@@ -68,6 +69,7 @@ def test_greedy_tokens_are_those_of_whole_passes(case, slots, step_tokens, has_f
             assert first == tuple(wanted_T.tolist())
 
 
+@pytest.mark.full
 def test_logprobs_are_those_of_whole_passes(one_rank: Mesh) -> None:
     chunks, model = chunks_of("glm_moe_dsa-shared", one_rank), oracle("glm_moe_dsa-shared").ours
     engine = MegatronEngine(chunks, one_rank, model, spelled, NativeConfig(slots=3, step_tokens=40))
@@ -87,6 +89,7 @@ def overlap_of(engine: MegatronEngine) -> tuple[float, float] | None:
     return (float(metrics[0].value), float(metrics[0].count)) if metrics else None
 
 
+@pytest.mark.matrix("deepseek_v32-False")
 @pytest.mark.parametrize("has_fixed_shapes", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_training_chooses_the_keys_of_the_engine(case, has_fixed_shapes, one_rank, monkeypatch):
