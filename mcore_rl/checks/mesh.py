@@ -40,6 +40,11 @@ def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
             if size > 1:
                 yield f"mesh.{name}={size}, but model.moe.num_experts=0: nothing to cut. Set mesh.{name}=1."
         return
+    if moe.num_experts % mesh.ep:
+        yield (
+            f"model.moe.num_experts={moe.num_experts} is not a multiple of mesh.ep={mesh.ep}: each rank holds as many "
+            f"experts. Set mesh.ep to one of {divisors(moe.num_experts)}."
+        )
     if mesh.tp > 1 and not mesh.sequence_parallel:
         yield (
             f"mesh.sequence_parallel=false with mesh.tp={mesh.tp} and experts: every tensor-parallel rank "
@@ -58,13 +63,12 @@ def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
 
 
 def _parts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
-    """Check that experts, widths and heads are cut into equal parts."""
+    """Check that widths and heads are cut into equal parts."""
     moe, family, kv_heads, tp = model.moe, family_of(model), model.num_kv_heads, mesh.tp
     shared = "ffn_hidden_size" if moe.shared_ffn_hidden_size == "auto" else "shared_ffn_hidden_size"
     padded = "padded vocabulary (model.vocab_size, model.vocab_multiple) = "
     shared_width = moe.shared_width if moe.shared_experts else 0
     for name, size, axis, ranks in (
-        ("model.moe.num_experts=", moe.num_experts, "ep", mesh.ep if model.is_moe else 1),
         (padded, model.padded_vocab_size, "tp", tp),
         ("model.ffn_hidden_size=", 0 if all(model.moe_layers) else model.ffn_hidden_size, "tp", tp),
         ("model.moe.ffn_hidden_size=", moe.ffn_hidden_size if model.is_moe else 0, "etp", mesh.etp),

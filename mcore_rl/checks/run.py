@@ -398,13 +398,16 @@ def _recompute(platform: PlatformConfig, model: ModelConfig, mesh: MeshConfig) -
     """
     if platform.recompute == "full":
         shortest = gcd(*mesh.chunk_layers(model.num_layers, model.mtp_layers))
-        layers = f"platform.recompute_layers={platform.recompute_layers}"
-        if shortest and shortest % platform.recompute_layers:
-            yield f"{layers} does not divide the layers of each stage's chunks. Set it to one of {divisors(shortest)}."
-        elif model.mtp_layers and platform.recompute_layers != 1:
+        layers, depth = platform.recompute_layers, model.mtp_layers
+        if shortest and shortest % layers:
             yield (
-                f"{layers} with model.mtp_layers={model.mtp_layers}: Megatron recomputes the layers of multi-token "
-                "prediction one at a time. Set it to 1."
+                f"platform.recompute_layers={layers} does not divide the layers of each stage's chunks. Set it to one "
+                f"of {divisors(shortest)}."
+            )
+        elif depth and layers != 1:
+            yield (
+                f"platform.recompute_layers={layers} with model.mtp_layers={depth}: Megatron recomputes the layers of "
+                "multi-token prediction one at a time. Set it to 1."
             )
     if platform.recompute != "selective":
         return
