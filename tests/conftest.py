@@ -38,10 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # So a shell starts what it runs in the background, and programs in which tests press Ctrl-C would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    _show_what_hangs(hasattr(config, "workerinput"))
+    is_worker = hasattr(config, "workerinput")
+    _show_what_hangs(is_worker, runs_tests=is_worker or not config.getoption("numprocesses", None))
 
 
-def _show_what_hangs(is_worker: bool) -> None:
+def _show_what_hangs(is_worker: bool, runs_tests: bool) -> None:
     """At SIGUSR2, by which .ci/job ends a job, the process shows its stacks and the tests that run, and ends."""
     stderr = os.dup(2)  # what pytest captures while a test runs is lost when it ends like this
 
@@ -52,7 +53,8 @@ def _show_what_hangs(is_worker: bool) -> None:
 
     if not is_worker:
         signal.signal(signal.SIGUSR2, end)
-    faulthandler.register(signal.SIGUSR2, file=stderr, chain=True)
+    if runs_tests:  # the stacks of two processes that write at once cannot be read
+        faulthandler.register(signal.SIGUSR2, file=stderr, chain=True)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -106,7 +106,8 @@ class BatchSource:
 
     def _microbatch(self, first: int) -> Microbatch:
         samples = [self.dataset[index] for index in range(first, first + self.micro_batch)]
-        stacked = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0] if key != "lengths"}
+        fields = ("tokens", "labels", "loss_mask", "position_ids", "is_padding")  # Megatron's samples have more
+        stacked = {key: torch.stack([sample[key] for sample in samples]) for key in fields if key in samples[0]}
         packed = None
         if "lengths" in samples[0]:
             # cu_seqlens begins with 0, hence the zero in front.

@@ -16,7 +16,7 @@ from tests.hf_models import Tensors, oracle
 from tests.unit.convert.conftest import Converted
 from tests.unit.convert.test_int4 import model as int4_model
 from tests.unit.convert.test_mxfp4 import model as mxfp4_model
-from tests.unit.model.test_logits_equal_transformers import WRONG_CONFIGS, WRONG_TENSORS, swap
+from tests.unit.model.test_logits_equal_transformers import WRONG_CONFIGS, WRONG_TENSORS, swap, with_
 
 NORM, UP = "model.layers.1.input_layernorm.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
 ROUTER = "model.layers.0.mlp.gate.weight"
@@ -67,9 +67,9 @@ def test_a_checkpoint_cast_to_another_type_is_not_the_same(tmp_path: Path) -> No
 def test_mistakes_in_the_weights_that_change_logits_are_found(
     mistake: str, converted: Converted, tmp_path: Path
 ) -> None:
-    case, change = WRONG_TENSORS[mistake]
+    case, change, *arguments = WRONG_TENSORS[mistake]
     theirs = oracle(case)
-    wrong = write_hf(tmp_path / "wrong", theirs.config, change(theirs.tensors))
+    wrong = write_hf(tmp_path / "wrong", theirs.config, change(theirs.tensors, *arguments))
     found = differing(wrong, converted(case)[1])
     assert found and all("values differ" in difference.what for difference in found)
 
@@ -79,10 +79,10 @@ def test_mistakes_in_the_weights_that_change_logits_are_found(
 def test_mistakes_in_the_config_that_change_logits_are_found(
     mistake: str, converted: Converted, tmp_path: Path
 ) -> None:
-    case, change = WRONG_CONFIGS[mistake]
+    case, section, changes = WRONG_CONFIGS[mistake]
     source, checkpoint = converted(case)
     copied = shutil.copytree(checkpoint, tmp_path / "iter_0000000")
-    wrong = change(oracle(case).ours).model_dump(mode="json")
+    wrong = with_(oracle(case).ours, section, **changes).model_dump(mode="json")
     write_marker(copied, dataclasses.replace(read_marker(checkpoint), model=wrong))
     assert differing(source, checkpoint) == []
     assert {difference.name for difference in differing(source, copied)} == {"config"}
