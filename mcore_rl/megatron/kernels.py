@@ -1,5 +1,5 @@
-"""Kernels that a GPU and its packages may have: torch's for packed sequences in a single call of attention, and that of
-flash-linear-attention for the gated delta rule.
+"""Kernels that a GPU and its packages may have: torch's attention over packed sequences in a single call, and the gated
+delta rule of flash-linear-attention.
 """
 
 import importlib

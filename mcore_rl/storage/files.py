@@ -36,9 +36,9 @@ MARK_BYTES = 4096
 MAX_LISTED = 5
 """Most files that a message lists."""
 RUN_RECORDS = ("run.json", "writer.json", "metrics.jsonl")
-"""A run's folder contains one of these files from its first second on."""
+"""A run's folder contains at least one of these files from its first second on."""
 RUN_CONTENT = ("checkpoints", "config.toml")
-"""A run's folder also contains one of these entries."""
+"""A run's folder also contains at least one of these entries."""
 Stamps = Mapping[str, Sequence[int]]
 """Inode, size and times of each file below a folder, by relative path: while they are the same, so is the content."""
 
@@ -461,9 +461,7 @@ def _with_linked_files(source: Path) -> Iterator[Path]:
 
 
 def unfinished_download(folder: Path) -> str:
-    """Describe a partially downloaded file for an error message; empty without
-    any.
-    """
+    """Describe a partially downloaded file for an error message; empty without any."""
     # The client keeps parts in the folder itself (--local-dir), or next to all snapshots of its cache.
     places = [folder / ".cache/huggingface/download"]
     if folder.absolute().parent.name == "snapshots":

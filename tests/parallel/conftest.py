@@ -1,4 +1,4 @@
-"""What tests of checkpoints read, made once."""
+"""Runs and checkpoints that tests of checkpoints read, made once a session."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What one rank finds out, all ranks know; datasets that they build together are those of one rank.
+"""Ranks agree on results and errors; datasets that they build together are those of one rank.
 
 What the groups of a mesh cost a process on gloo, and that they end with it.
 
@@ -148,7 +148,7 @@ STEPS = ((0, 4), (4, 8), (12, 8))
 
 
 def read_all(folder: str) -> list[list[list[int]]]:
-    """Of each step, this rank's rows of tokens."""
+    """On a rank: its rows of tokens in each step."""
     data = DataConfig(train=(f"{folder}/a", f"{folder}/b"), seq_length=8, split=(80.0, 20.0, 0.0))
     plan = plan_data(data, vocab_size=1000, samples=SampleCounts(train=20, valid=4))
     datasets = build_datasets(plan, seed=3, cache_dir=Path(folder) / "cache")

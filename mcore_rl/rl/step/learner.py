@@ -50,7 +50,7 @@ class AddsTensor(Protocol):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether it reads the first minibatch's old logprobs or routes outside that minibatch's only update."""
+        """Whether this part reads the first minibatch's old logprobs or routes outside that minibatch's only update."""
 
     def add(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Collective over the world: return the minibatches with an additional tensor."""

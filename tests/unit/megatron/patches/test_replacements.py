@@ -1,4 +1,4 @@
-"""What stands in for parts of Megatron computes what they compute, or compute with waits."""
+"""Replacements of Megatron's functions compute what the originals do, or what these compute with waits."""
 
 from typing import Any
 
