@@ -74,9 +74,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = {(Path(file).resolve(), name) for file, _, name in split}
     left_out = [item for item in items if _is_extra(item) and not _names(item) & named]
     if left_out:
+        gone = set(left_out)
         config.stash[LEFT_OUT] = len(left_out)
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str | None:

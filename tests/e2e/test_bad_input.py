@@ -13,6 +13,7 @@ from tests.forked import run_main
 ALONE = ("mesh.tp=1", "mesh.ep=1")
 
 
+@pytest.mark.matrix("world", "unknown key")
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -143,6 +143,7 @@ def test_a_training_from_python_learns(tmp_path: Path) -> None:
     assert done.stdout.endswith(f"{losses[20]:.3f} nats a token\n")
 
 
+@pytest.mark.full
 def test_under_a_launcher_every_rank_calls_train(config_file: Path, tmp_path: Path) -> None:
     script = tmp_path / "train_on_rank.py"
     script.write_text(

@@ -82,6 +82,7 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint_and_it_goes_on_alike(
     assert starts[1].command[1:4] == ["-m", "mcore_rl.programs.pretrain", str(config_file)]
 
 
+@pytest.mark.full
 def test_the_report_of_a_run_is_written_by_its_command(
     trained: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:

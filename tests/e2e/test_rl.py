@@ -321,7 +321,7 @@ STARTS = {
 }
 
 
-@pytest.mark.matrix("policy")
+@pytest.mark.full
 @pytest.mark.parametrize("start", STARTS)
 def test_no_start_takes_the_weights_of_another_model_of_the_same_shapes(
     start: str, rl_file: Path, tmp_path: Path
@@ -345,6 +345,7 @@ def test_no_start_takes_the_weights_of_another_model_of_the_same_shapes(
     succeed(module, [*arguments, *other, allowed])
 
 
+@pytest.mark.full
 def test_generate_does_not_use_a_checkpoint_in_the_model_of_another_run(rl_file: Path, tmp_path: Path) -> None:
     model = load_config(RlRunConfig, rl_file).model
     run_ranks(write_language_model, 1, model, tmp_path / "base")
@@ -443,6 +444,7 @@ def test_a_reward_that_always_raises_is_refused_before_the_model_is_built(
     assert not (tmp_path / "rl").exists()
 
 
+@pytest.mark.full
 def test_completions_without_a_score_leave_group_and_loss_and_a_batch_of_them_ends_the_run(
     rl_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,6 +496,7 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
             assert sample["reward"] == sum(c.isdigit() for c in sample["completion"])
 
 
+@pytest.mark.full
 def test_r2_with_a_capacity_warns_and_logs_the_tokens_that_updates_drop(rl_file: Path, tmp_path: Path) -> None:
     alone = ["mesh.tp=1", "mesh.ep=1", "train.steps=2", "train.eval_interval=2", "checkpoint.interval=2"]
     finished = succeed(

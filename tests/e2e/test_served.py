@@ -200,6 +200,7 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
     assert ("tokens that older weights sampled agree with the present weights'" in run.stdout) == computes_again
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_a_second_one_ends_at_once_and_both_end_the_servers_that_the_run_started(
     rl_file: Path, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_new_adapters_begin_over_the_weights_of_a_checkpoint_without_any(tmp_pat
         run(lora_config(tmp_path / "lora-2", "1", TARGETS["all"], load=str(tmp_path / "base")), 1)
 
 
+@pytest.mark.full
 def test_a_model_without_adapters_or_with_other_ones_refuses_them(tmp_path: Path) -> None:
     config = lora_config(tmp_path / "a", "1", TARGETS["all"])
     run(config, 1, [1])

@@ -144,7 +144,7 @@ def test_peft_computes_the_same_logits_and_gradients(case: str, tmp_path: Path) 
     assert max(errors.values()) <= TOLERANCE, max(errors.items(), key=lambda item: item[1])
 
 
-@pytest.mark.matrix("split")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["fused", "split", "latent", "dense"])
 def test_a_merged_export_computes_the_same(case: str, tmp_path: Path) -> None:
     family, lora, _ = CASES[case]

@@ -280,7 +280,7 @@ def compiled_steps(config: PretrainConfig, initial: Tensors) -> tuple[list[float
     return [report.loss for report in reports], assembled([owned(state)])
 
 
-@pytest.mark.matrix("qwen3_moe")
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
 def test_compiled_layers_train_adapters_alike(model: str) -> None:
     shape, lora = shallow(TINY[model]), lora_of(model)
@@ -368,7 +368,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[TrainState], None]]] = {
 }
 
 
-@pytest.mark.matrix("no-sum-over-etp", "moved-biases")
+@pytest.mark.matrix("no-sum-over-etp")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_fault_fails_the_comparison(mutant: str) -> None:
     model, mesh, sabotage = MUTANTS[mutant]

@@ -64,7 +64,7 @@ def model_of(family: str) -> ModelConfig:
     return tiny.model_copy(update={"num_layers": 3, "moe": moe, "indexer": indexer})
 
 
-@pytest.mark.matrix("deepseek_v32-tp2-cp2-packed", "glm_moe_dsa-tp2-cp2-rows", "qwen3_next-tp2-cp2-packed")
+@pytest.mark.matrix("qwen3_next-tp2-cp2-packed")
 @pytest.mark.parametrize(
     ("family", "mesh", "lengths"),
     [

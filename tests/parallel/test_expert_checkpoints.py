@@ -150,7 +150,7 @@ def whole(ranks: list[Any]) -> Saved:
     return tensors, {place for _, objects in ranks for place in objects}
 
 
-@pytest.mark.matrix("tp2-etp2-ep2-stacked")
+@pytest.mark.full
 @pytest.mark.parametrize("is_singleton", [False, True], ids=["stacked", "single"])
 @pytest.mark.parametrize("mesh", ["1", "ep2", "tp2-etp2", "tp2-etp2-ep2"])
 def test_our_experts_are_saved_as_megatrons_are(mesh: str, is_singleton: bool) -> None:

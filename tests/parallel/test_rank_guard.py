@@ -241,6 +241,7 @@ def test_nobody_without_the_secret_can_end_a_run(tmp_path):
         assert errors.count("without a valid signature (key 'failure')") == 1 and "ends because" not in errors
 
 
+@pytest.mark.full
 def test_under_our_launcher_the_traceback_comes_first(tmp_path, monkeypatch, capfd):
     program, failed = write(tmp_path, RAISE.format(failing=1))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")

@@ -264,7 +264,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("references")
 
 
-@pytest.mark.matrix("1-1", "ep2-2")
+@pytest.mark.matrix("ep2-2")
 @pytest.mark.parametrize(("mesh", "num_steps"), [("1", 1), ("1", 2), ("tp2-pp2", 2), ("ep2", 2), ("cp2", 1)])
 def test_wrong_routes_leave_an_update_as_it_is_of_the_batch_without_these_completions(
     mesh: str, num_steps: int, folder: Path, tmp_path: Path
@@ -354,6 +354,7 @@ def test_missing_routes_are_known_before_a_critic_learns(tmp_path: Path) -> None
         learn(config, Batch(in_groups((4,), wrong), texts(), range(GROUPS)), tmp_path / "wrong")
 
 
+@pytest.mark.matrix("3-0-0.1", "1-2-0.1")
 @pytest.mark.parametrize(("num_wrong", "num_missing", "fraction"), [(3, 0, 0.1), (1, 0, 0.0), (0, 3, 0.1), (1, 2, 0.1)])
 def test_more_than_the_allowed_share_ends_the_run(
     num_wrong: int, num_missing: int, fraction: float, tmp_path: Path

@@ -198,6 +198,7 @@ def test_a_reward_model_of_adapters_keeps_its_base_and_scores_as_its_merged_weig
     assert ours.std() > 0.1
 
 
+@pytest.mark.full
 def test_a_process_reward_model_learns_from_labels_of_steps(folder: Path) -> None:
     """A step is right when its word is one of three; the steps of an answer are of one or two words."""
     draw = random.Random(1)

@@ -109,7 +109,7 @@ def assert_same(ours: list[list[dict[str, float]]], theirs: list[list[dict[str, 
                 assert one[name] == pytest.approx(value, rel=1e-6, abs=allowed), (change, step, name)
 
 
-@pytest.mark.matrix("deepseek_v3-pp2-vpp2")
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "mesh"), [*[("qwen3_moe", mesh) for mesh in EVERY_AXIS], *REPRESENTATIVE])
 def test_updates_do_not_depend_on_the_mesh(model: str, mesh: str, folder: Path, tmp_path: Path) -> None:
     model = model_of(model, mesh)
@@ -135,6 +135,7 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(
     assert reference[0][1]["loss"] != pytest.approx(free[0][1]["loss"], rel=1e-5), "routes were not imposed"
 
 
+@pytest.mark.full
 def test_under_r3_the_expert_bias_counts_the_engines_experts() -> None:
     """By hand from the rollout, on all axes at once: no padding counts, and recomputation counts nothing twice."""
     config = config_of("deepseek_v3", MeshConfig(cp=2, pp=2, ep=2), replay="r3")

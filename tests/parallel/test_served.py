@@ -312,7 +312,7 @@ class UnboundAnswers(TransformersAnswers):
         return self
 
 
-@pytest.mark.matrix("vllm")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_servers_load_adapters_under_new_names_and_one_that_ignores_them_is_found_out(
     kind: str, tmp_path: Path

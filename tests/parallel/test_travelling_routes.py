@@ -467,6 +467,7 @@ def disagreement_on_rank(
     return by_sample, problems, sums, totals.expert_choices_2LE
 
 
+@pytest.mark.matrix("cp2", "pp2-vpp2")
 @pytest.mark.parametrize("mesh", ["1", "tp2-ep2", "cp2", "pp2-vpp2", "ep2"])
 def test_a_strangers_routes_are_counted_for_its_sample_on_every_rank_that_has_a_part(mesh: str) -> None:
     """Against sets of experts, counted one by one."""

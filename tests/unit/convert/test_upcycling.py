@@ -29,11 +29,11 @@ def experts(tensors: Tensors, layer: int, role: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("case", "kind", "options"),
     [
-        ("llama", "mixtral", {}),
+        pytest.param("llama", "mixtral", {}, marks=pytest.mark.full),
         ("llama-llama3", "mixtral", {"granularity": 2, "top_k": 4}),
-        ("qwen2", "qwen2_moe", {}),
+        pytest.param("qwen2", "qwen2_moe", {}, marks=pytest.mark.full),
         ("qwen2", "qwen2_moe", {"granularity": 4, "top_k": 4, "shared": 1}),
-        ("qwen3", "qwen3_moe", {}),
+        pytest.param("qwen3", "qwen3_moe", {}, marks=pytest.mark.full),
         ("qwen3-yarn", "qwen3_moe", {"granularity": 4, "top_k": 4}),
     ],
 )

@@ -137,7 +137,13 @@ def read(config: dict[str, Any]) -> ModelConfig | None:
         return None
 
 
-@pytest.mark.parametrize("case", [*CASES, *CLASSES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case in CLASSES or "-" not in case else pytest.param(case, marks=pytest.mark.full)
+        for case in (*CASES, *CLASSES)
+    ],
+)
 def test_an_absent_key_has_transformers_default_or_is_refused(case: str) -> None:
     config = (oracle(case) if case in CASES else whole(case)).config
     compared = 0

@@ -58,6 +58,7 @@ def test_a_plan_imports_no_torch_and_is_written_as_json(tmp_path):
     assert plan["step"]["span"]["low"] < plan["step"]["span"]["likely"] < plan["step"]["span"]["high"]
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
     # With whole logits no mesh of one node has room for the routes.
     of_recipe = ["plan", "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1"]

@@ -212,50 +212,51 @@ def test_a_judge_is_asked_by_a_template_and_its_last_score_counts(server, tmp_pa
     }
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
-        ("Score: 7", 7),
-        ("Score: -3", -3),
-        ("Score: \N{MINUS SIGN}3", -3),
-        ("score = -0.5", -0.5),
-        ("Score: .5", 0.5),
-        ("Score: 1e-1", 0.1),
-        ("Score: 1,000", 1000),
-        ("Score: 3 1/2", 3.5),
-        ("Score: 10.", 10),
-        ("Score: 08", 8),
-        ("**Score:** **7/10**", 7),
-        ("Score 9 of 10", 9),
-        ("Score (0-10): 7", 7),
-        ("Score (out of 10): 7", 7),
-        ("Final score - 4", 4),
-        ("Scores: 4", 4),
-        ('{"final_score": 7}', 7),
-        ("Score for clarity: 3\nScore: 9", 9),
-        ("Score: 3 - could be 5. Score: 4", 4),
-        ("I would score 2 points for this. Total: 8", 8),
-        ("Score: 7. A score of 5 is average", 7),
-        ("Score: 9\n- 3 facts are right", 9),
-        ("The score: nine", "no score"),
-        ("Score (10 at most): none", "no score"),
-        ("Score: 7-8", "no single number for the score 'Score: 7'"),
-        ("Score: 7 or 8", "no single number"),
-        ("Score: 7,5", "no single number"),
-        ("Score: 1.2.3", "no single number"),
-        ("Score: 1e999", "no single number"),
-    ],
-)
-def test_a_score_of_a_judge_is_read_whole_or_has_failed(server, tmp_path, answer, score):
-    (tmp_path / "judge.jinja").write_text("Score?")
-    server.reply = lambda _, __: says(answer)
-    scores = scored(judged_by(server, tmp_path / "judge.jinja"), "5")
-    if isinstance(score, str):
-        (failed,) = scores.failures
-        assert failed.failure.text.startswith(score)
-        assert reduced(scores.metrics())["reward/errors_raised"] == 1
-    else:
-        assert scores.rewards_PG.tolist() == [[score]]
+JUDGED: dict[str, float | str] = {
+    "Score: 7": 7,
+    "Score: -3": -3,
+    "Score: \N{MINUS SIGN}3": -3,
+    "score = -0.5": -0.5,
+    "Score: .5": 0.5,
+    "Score: 1e-1": 0.1,
+    "Score: 1,000": 1000,
+    "Score: 3 1/2": 3.5,
+    "Score: 10.": 10,
+    "Score: 08": 8,
+    "**Score:** **7/10**": 7,
+    "Score 9 of 10": 9,
+    "Score (0-10): 7": 7,
+    "Score (out of 10): 7": 7,
+    "Final score - 4": 4,
+    "Scores: 4": 4,
+    '{"final_score": 7}': 7,
+    "Score for clarity: 3\nScore: 9": 9,
+    "Score: 3 - could be 5. Score: 4": 4,
+    "I would score 2 points for this. Total: 8": 8,
+    "Score: 7. A score of 5 is average": 7,
+    "Score: 9\n- 3 facts are right": 9,
+    "The score: nine": "no score",
+    "Score (10 at most): none": "no score",
+    "Score: 7-8": "no single number for the score 'Score: 7'",
+    "Score: 7 or 8": "no single number",
+    "Score: 7,5": "no single number",
+    "Score: 1.2.3": "no single number",
+    "Score: 1e999": "no single number",
+}
+"""What a judge may say -> its score, or the beginning of the reason why there is none."""
+
+
+def test_a_score_of_a_judge_is_read_whole_or_has_failed(server, tmp_path):
+    (tmp_path / "judge.jinja").write_text("{{ completion }}")
+    server.reply = lambda body, _: says(body["messages"][0]["content"])
+    scores = scored(judged_by(server, tmp_path / "judge.jinja"), *JUDGED)
+    failed = {one.scored.completion: one.failure.text for one in scores.failures}
+    assert reduced(scores.metrics())["reward/errors_raised"] == len(failed)
+    for (answer, wanted), score in zip(JUDGED.items(), scores.rewards_PG[0].tolist(), strict=True):
+        if isinstance(wanted, str):
+            assert failed[answer].startswith(wanted)
+        else:
+            assert answer not in failed and score == wanted
 
 
 def test_the_number_of_a_score_is_whole_where_a_pattern_takes_a_part_of_it(server, tmp_path):

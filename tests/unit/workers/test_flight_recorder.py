@@ -63,6 +63,7 @@ def test_without_a_process_group_nothing_is_written(tmp_path, monkeypatch):
     assert dump(0) == "" and not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_ranks_that_hang_leave_files_in_which_torchs_reader_finds_the_rank_that_is_missing(tmp_path):
     """Rank 1 never enters the collective for which rank 0 waits; the reader is the command of the message."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -32,7 +32,9 @@ def build(level: str, path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["native", *levels(here=True)])
+@pytest.fixture(
+    scope="module", params=["native", *(pytest.param(level, marks=pytest.mark.full) for level in levels(here=True))]
+)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     """The file as other processors have it."""
     if request.param == "native":

@@ -28,7 +28,10 @@ def changed(folder: Path, name: str, *changes: tuple[str, str]) -> Path:
     return copy
 
 
-@pytest.fixture(scope="module", params=["here", "the instruction", "sgemm"])
+@pytest.fixture(
+    scope="module",
+    params=["here", *(pytest.param(other, marks=pytest.mark.full) for other in ("the instruction", "sgemm"))],
+)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     """The file of this processor, as one without AMX has it, and as Intel's without AMX has it."""
     if request.param == "here":

@@ -284,7 +284,7 @@ REPORTS: dict[str, tuple[Cut, Callable[[Tensor, Tensor, Cut], Tensor]]] = {
 }
 
 
-@pytest.mark.matrix("raw_logprobs", "processed_logprobs with top-k")
+@pytest.mark.matrix("raw_logprobs")
 @pytest.mark.parametrize("fault", REPORTS)
 def test_a_server_that_has_the_weights_and_reports_other_logprobs_of_what_it_samples_fails(
     fault: str, served: Served
@@ -300,6 +300,7 @@ def test_a_server_that_has_the_weights_and_reports_other_logprobs_of_what_it_sam
     assert f"Start vLLM with --logprobs-mode {mode}" in message
 
 
+@pytest.mark.full
 def test_a_server_that_counts_ids_beyond_the_tokenizers_vocabulary_fails(served: Served) -> None:
     """As raw_logprobs do, also at temperature 1; training gives such ids no probability."""
     sound, broken = served.server("http://sound:1"), served.server("http://broken:2")
@@ -325,7 +326,7 @@ def test_a_server_that_samples_otherwise_and_reports_right_logprobs_is_not_found
     assert served.push(server, cut=cut).living == ("http://a:1",)
 
 
-@pytest.mark.matrix("Cut(temperature=0.1, top_k=0, top_p=1.0, min_p=0.0)")
+@pytest.mark.full
 @pytest.mark.parametrize("cut", [Cut(), NUCLEUS, Cut(temperature=0.1), Cut(temperature=2.0)], ids=str)
 def test_a_sound_server_is_accepted_at_every_temperature(cut: Cut, served: Served) -> None:
     assert served.push(served.server(), cut=cut).living == ("http://a:1",)
@@ -351,7 +352,7 @@ def test_a_tied_output_is_sent_and_the_probe_finds_the_one_that_is_left_old(tied
     assert torch.equal(sound.weights["lm_head.weight"], tied.new["model.embed_tokens.weight"])
 
 
-@pytest.mark.matrix("load 3")
+@pytest.mark.full
 @pytest.mark.parametrize("call", ["pause", "load 3", "reset"])
 def test_a_server_that_fails_is_left_alone_and_the_others_go_on(call: str, served: Served) -> None:
     sound, broken = served.server("http://sound:1"), served.server("http://broken:2")

@@ -77,6 +77,7 @@ def test_the_kl_over_the_vocabulary_is_added_as_it_is() -> None:
     torch.testing.assert_close(got_V, 0.3 * wanted_V, rtol=0, atol=1e-12)
 
 
+@pytest.mark.matrix("loss-vocabulary")
 @pytest.mark.parametrize(("use", "estimator"), [("advantage", "token"), ("loss", "token"), ("loss", "vocabulary")])
 def test_a_student_becomes_as_accurate_as_its_teacher_on_its_own_samples(use: str, estimator: str) -> None:
     """Twenty questions with six answers each: the teacher knows nine in ten, the student one in six or so."""
