@@ -117,7 +117,7 @@ def _loaded(
     config = with_stored_adapters(config, source)
     settings = config.platform.model_copy(update={"recompute": "none"})
     platform = platforms.start(settings, allows_te=config.allows_te)
-    mesh = build_mesh(config.mesh)
+    mesh = build_mesh(config.mesh, config.platform.timeout_s)
     seed_ranks(config.train.seed)
     allowed = config.checkpoint.allow_changes
     chunks, stored = load_model(config.model, config.lora, mesh, platform, settings, source, allowed=allowed)

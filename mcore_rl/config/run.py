@@ -73,7 +73,7 @@ class PlatformConfig(Section):
     computes them again. `auto`: all if they take at most 2 GiB in fp32 on a rank, else as many as take half a GiB;
     `none`: always all."""
     timeout_s: Seconds = 600.0
-    """Seconds that a collective may wait; a longer wait ends the run."""
+    """Seconds that a collective of any group may wait; a longer wait ends the run."""
 
     @cached_property
     def fp8_multiple(self) -> int:

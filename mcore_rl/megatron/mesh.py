@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -50,8 +51,13 @@ class Mesh:
             object.__setattr__(self, name, value)
 
 
-def build_mesh(config: MeshConfig) -> Mesh:
-    """Collective over the world: check the sizes of a mesh and make all its groups; the process group must be up."""
+def build_mesh(config: MeshConfig, timeout_s: float = 600.0) -> Mesh:
+    """Collective over the world: check the sizes of a mesh and make all its groups; the process group must be up.
+
+    Args:
+        config: The section `mesh`.
+        timeout_s: Seconds that a collective of a group may wait, as `platform.timeout_s` for those of the world.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
@@ -59,8 +65,15 @@ def build_mesh(config: MeshConfig) -> Mesh:
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  # any number of minutes will do
         create_gloo_process_groups=True,
     )
+    if torch.cuda.is_available():
+        # NCCL connects a group's ranks in its first collective: here all of them are at hand, and nothing is timed.
+        # The list is in the order in which all ranks make groups, so that no two wait for each other.
+        for group in parallel_state._global_process_group_list or ():
+            if group is not None and dist.get_backend(group) != "gloo":  # None stands for the world
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     world = dist.group.WORLD
     assert world is not None
     groups = ProcessGroupCollection.use_mpu_process_groups()

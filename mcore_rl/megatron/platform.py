@@ -245,7 +245,8 @@ def _join(device: torch.device, rank: int, world_size: int, timeout_s: float) ->
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        # Without a device_id: with one, torch makes each later group by a split of the whole world's communicator, a
+        # collective that ranks outside of the group take part in too (thousands on a thousand ranks).
     )
 
 

@@ -33,7 +33,7 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
     """Collective over the world: build mesh, model with random weights, optimizer and schedule, at step 0; and the same
     for a critic, if configured.
     """
-    mesh = build_mesh(config.mesh)
+    mesh = build_mesh(config.mesh, config.platform.timeout_s)
     if config.mesh.overlap_tp and platform.layers == "te":
         allocate_user_buffers(
             user_buffer_shape(config.train, config.packed_length, mesh.cp.size, config.model.hidden_size), mesh

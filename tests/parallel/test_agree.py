@@ -184,3 +184,15 @@ def test_a_cache_that_rank_0_cannot_write_is_told_on_every_rank(tmp_path):
     said = run_ranks(unusable_cache, 2, str(tmp_path))
     assert said[0] == said[1]
     assert "data.cache_dir" in said[0]
+
+
+def test_every_group_of_a_mesh_has_the_limit_of_time_of_the_config() -> None:
+    assert run_ranks(limits_of_groups, 2) == [{7.0}] * 2
+
+
+def limits_of_groups() -> set[float]:
+    """On a rank: the seconds that collectives of each of its groups may wait."""
+    mesh = build_mesh(MeshConfig(tp=2), timeout_s=7.0)
+    axes = (mesh.tp, mesh.pp, mesh.cp, mesh.dp, mesh.dp_cp, mesh.ep, mesh.etp, mesh.expert_dp)
+    backends = [axis.group._get_backend(torch.device("cpu")) for axis in axes]
+    return {backend.options._timeout.total_seconds() for backend in backends}
