@@ -24,7 +24,15 @@ from mcore_rl.convert.megatron.model import DistModel, disagreements, open_dist_
 from mcore_rl.data.index_file import read_index, read_sidecar
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from mcore_rl.families import weight_map
-from mcore_rl.families.weight_map import RegionCopy, Shape, composed, copies_into_hf, copies_into_megatron, whole
+from mcore_rl.families.weight_map import (
+    Copies,
+    RegionCopy,
+    Shape,
+    composed,
+    copies_into_hf,
+    copies_into_megatron,
+    whole,
+)
 from mcore_rl.metrics.progress import ByteProgress, readable_bytes
 from mcore_rl.storage.checkpoint import (
     COMMON,
@@ -508,14 +516,14 @@ def _as_hf_tensors(found: HfModel | DistModel, repeated: Collection[str]) -> Com
             copies[name] = composed(copies[name], through)
         dtypes = {copy.source: found.dtype(copy.source) for copy in copies[name]}
         dtype = torch.float32 if keeps_fp32 else common_dtype(name, dtypes)
-        targets[name] = TargetTensor(name=name, shape=shape, dtype=dtype, copies=tuple(copies[name]))
+        targets[name] = TargetTensor(name=name, shape=shape, dtype=dtype, copies=copies[name])
     for copy in weights.copies:
         if copy.name in repeated:
             original = targets[copy.original]
             targets[copy.name] = replace(original, name=copy.name)
             if isinstance(found, HfModel) and copy.name in found.folder.tensors:
                 stored = RegionCopy(whole(original.shape), copy.name, whole(original.shape))
-                targets[copy.name] = replace(targets[copy.name], dtype=found.dtype(copy.name), copies=(stored,))
+                targets[copy.name] = replace(targets[copy.name], dtype=found.dtype(copy.name), copies=Copies([stored]))
     return ComparedCheckpoint(path=found.folder.path, targets=targets, source=found.source())
 
 

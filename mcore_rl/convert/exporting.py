@@ -191,7 +191,7 @@ def export_targets(dist_model: DistModel, dtype: OutputDtype, reference: HfFolde
                 dist_model.dtype,
                 is_fp32=any(copy.source in dist_model.weights.fp32_keys for copy in copies[name]),
             ),
-            copies=tuple(copies[name]),
+            copies=copies[name],
         )
         for name, shape in shapes.items()
     ]

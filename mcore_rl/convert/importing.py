@@ -62,6 +62,7 @@ from mcore_rl.convert.megatron.tensors import save
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import (
     AxisRange,
+    Copies,
     RegionCopy,
     Shape,
     WeightMap,
@@ -289,7 +290,7 @@ def import_targets(hf_model: HfModel, weights: WeightMap, dtype: OutputDtype) ->
             name=key,
             shape=shape,
             dtype=output_dtype(key, copies.get(key, ()), dtype, hf_model.dtype, is_fp32=key in weights.fp32_keys),
-            copies=tuple(copies.get(key, ())),
+            copies=copies.get(key, Copies()),
         )
         for key, shape in weights.mcore_shapes.items()
     ]
@@ -390,7 +391,7 @@ def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]
         for key, group in copies.items():
             # Buffers, such as expert biases, have no moments.
             if all(prefix + copy.source in tensors for copy in group):
-                moved = tuple(RegionCopy(copy.into, prefix + copy.source, copy.where) for copy in group)
+                moved = Copies(RegionCopy(copy.into, prefix + copy.source, copy.where) for copy in group)
                 dtype = common_dtype(prefix + key, {copy.source: tensors[copy.source].dtype for copy in moved})
                 yield TargetTensor(name=prefix + key, shape=shapes[key], dtype=dtype, copies=moved)
 

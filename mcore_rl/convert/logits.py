@@ -30,7 +30,7 @@ from mcore_rl.families import weight_map
 from mcore_rl.families.shells import text_config
 from mcore_rl.families.weight_map import (
     AxisRange,
-    RegionCopy,
+    Copies,
     composed,
     copies_into_hf,
     copies_into_megatron,
@@ -211,12 +211,7 @@ def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | Non
 
 
 def _load_hf(
-    found: HfModel,
-    copies: Mapping[str, list[RegionCopy]],
-    source: HfSource,
-    dtype: torch.dtype | None,
-    name: str,
-    tensor: Tensor,
+    found: HfModel, copies: Mapping[str, Copies], source: HfSource, dtype: torch.dtype | None, name: str, tensor: Tensor
 ) -> None:
     """Fill a parameter of transformers' model from the folder's tensors, rounded to the type that an import has."""
     originals = {duplicate.name: duplicate.original for duplicate in found.weights.copies}
@@ -225,11 +220,11 @@ def _load_hf(
     stored = {found.dtype(copy.source) for copy in copies[name]}
     exact = name.endswith(EXPERT_BIAS) or (dtype is None and len(stored) > 1)
     read_as = torch.float32 if exact else dtype or next(iter(stored))
-    target = TargetTensor(name=name, shape=tuple(tensor.shape), dtype=read_as, copies=tuple(copies[name]))
+    target = TargetTensor(name=name, shape=tuple(tensor.shape), dtype=read_as, copies=copies[name])
     tensor.copy_(fill(chunk_at(target, whole(target.shape)), source))
 
 
-def _copies_of_modules(found: HfModel) -> dict[str, list[RegionCopy]]:
+def _copies_of_modules(found: HfModel) -> dict[str, Copies]:
     """Return the copies that make transformers' parameters, with fused experts, from the files' tensors."""
     through = copies_into_megatron(found.weights.blocks)
     inner = copies_into_hf(weight_map(found.model, "fused").blocks)

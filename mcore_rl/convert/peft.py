@@ -25,7 +25,7 @@ from mcore_rl.convert.megatron.tensors import WEIGHT, StoredAdapter, stored_lora
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.rules import packed_rows
-from mcore_rl.families.weight_map import AxisRange, Region, RegionCopy, WeightBlock, WeightMap, listed
+from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, WeightBlock, WeightMap, listed
 from mcore_rl.model.adapters import target_of
 from mcore_rl.storage.folders import read_json
 
@@ -258,7 +258,7 @@ def _target(
         name=f"{PREFIX}{name}.lora_{part}.{WEIGHT}",
         shape=shape,
         dtype=stored if dtype == "keep" else OUTPUT_DTYPES[dtype],
-        copies=tuple(copies),
+        copies=Copies(copies),
     )
 
 

@@ -27,7 +27,7 @@ from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_named, family_of, weight_map
 from mcore_rl.families.hf_config import common_to_hf
-from mcore_rl.families.weight_map import AxisRange, Region, RegionCopy, sizes, whole
+from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, sizes, whole
 from mcore_rl.storage.files import sizes_and_times
 
 UPCYCLED = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
@@ -88,7 +88,7 @@ def plan_upcycle(source: Path, folder: Path, options: UpcycleOptions, settings: 
         origin = next((made[part.source].dense if part.source in made else part.source for part in parts), None)
         stored = found.dtype(origin or "model.embed_tokens.weight")
         dtype = stored if options.dtype == "keep" else OUTPUT_DTYPES[options.dtype]
-        targets.append(TargetTensor(name=name, shape=shape, dtype=dtype, copies=parts))
+        targets.append(TargetTensor(name=name, shape=shape, dtype=dtype, copies=Copies(parts)))
     config |= dict.fromkeys(set(DTYPE_KEYS) & config.keys() or DTYPE_KEYS[:1], usual_dtype(targets))
     shards = shards_of(targets, settings.shard_bytes)
     copied = small_files(source)

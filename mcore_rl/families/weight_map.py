@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from mcore_rl.errors import CheckpointError
@@ -293,6 +294,41 @@ class RegionCopy(NamedTuple):
     transposed: bool = False
 
 
+class Copies(tuple[RegionCopy, ...]):
+    """The copies that fill one tensor, and those among them that reach a window of it, without a look at all others.
+
+    A tensor of all layers and experts has a copy for each of them, and each is read through windows: a search of all
+    copies for each window would take the square of layers x experts.
+    """
+
+    def within(self, window: Region) -> Iterator[RegionCopy]:
+        """Yield the parts of the copies inside a window, in order; their `into` is relative to the window, whose axes
+        have step 1.
+        """
+        front = [range(axis.start, axis.stop) for axis in window[: self.num_lead]]
+        found = sorted(place for index in itertools.product(*front) for place in self._at.get(index, ()))
+        for copy in (self[place] for place in found):
+            if overlap(copy.into, window):
+                yield cut(copy, window)
+
+    @cached_property
+    def num_lead(self) -> int:
+        """Number of leading axes on which every copy fills a single index; 0 without copies."""
+        num_axes = len(self[0].into) if self else 0
+        return next((i for i in range(num_axes) if any(copy.into[i].count != 1 for copy in self)), num_axes)
+
+    @cached_property
+    def _at(self) -> dict[Shape, list[int]]:
+        """Places of copies in this tuple, by their index on the leading axes."""
+        at: dict[Shape, list[int]] = {}
+        for place, copy in enumerate(self):
+            at.setdefault(tuple(axis.start for axis in copy.into[: self.num_lead]), []).append(place)
+        return at
+
+    def __reduce__(self) -> tuple[type["Copies"], tuple[tuple[RegionCopy, ...]]]:
+        return Copies, (tuple(self),)  # without the index, which is sooner made than sent
+
+
 def sizes(where: Region) -> Shape:
     """Return the shape of a region."""
     return tuple(axis.count for axis in where)
@@ -303,37 +339,34 @@ def whole(shape: Shape) -> Region:
     return tuple(AxisRange(0, size) for size in shape)
 
 
-def copies_into_megatron(blocks: Sequence[WeightBlock]) -> dict[str, list[RegionCopy]]:
+def copies_into_megatron(blocks: Sequence[WeightBlock]) -> dict[str, Copies]:
     """Return, for each Megatron tensor, the copies from Hugging Face tensors that fill it."""
     copies: dict[str, list[RegionCopy]] = {}
     for block in blocks:
         copies.setdefault(block.mcore_key, []).append(
             RegionCopy(block.mcore_where, block.hf_name, block.hf_where, block.transposed)
         )
-    return copies
+    return {key: Copies(found) for key, found in copies.items()}
 
 
-def copies_into_hf(blocks: Sequence[WeightBlock]) -> dict[str, list[RegionCopy]]:
+def copies_into_hf(blocks: Sequence[WeightBlock]) -> dict[str, Copies]:
     """Return, for each Hugging Face tensor, the copies from Megatron tensors that fill it."""
     copies: dict[str, list[RegionCopy]] = {}
     for block in blocks:
         copies.setdefault(block.hf_name, []).append(
             RegionCopy(block.hf_where, block.mcore_key, block.mcore_where, block.transposed)
         )
-    return copies
+    return {name: Copies(found) for name, found in copies.items()}
 
 
-def composed(copies: Sequence[RegionCopy], through: Mapping[str, Sequence[RegionCopy]]) -> list[RegionCopy]:
+def composed(copies: Sequence[RegionCopy], through: Mapping[str, Copies]) -> Copies:
     """Compose copies: every source of `copies` is a target of `through`; the result copies from `through`'s sources."""
-    result = []
-    for copy in copies:
-        for inner in through[copy.source]:
-            if overlap(inner.into, copy.where):
-                part = cut(inner, copy.where)
-                # Swapping the axes twice has no effect.
-                transposed = part.transposed != copy.transposed
-                result.append(RegionCopy(_moved(part.into, copy), part.source, part.where, transposed))
-    return result
+    return Copies(
+        # Swapping the axes twice has no effect.
+        RegionCopy(_moved(part.into, copy), part.source, part.where, part.transposed != copy.transposed)
+        for copy in copies
+        for part in through[copy.source].within(copy.where)
+    )
 
 
 def overlap(region: Region, window: Region) -> bool:

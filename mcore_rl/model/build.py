@@ -90,14 +90,14 @@ def gathered(shards: Sequence[LocalShard], mesh: Mesh, to_rank: int = 0) -> dict
     rank, tensors = mesh.world.rank, dict[str, Tensor]()
     for owner, theirs in enumerate(of_ranks):
         for index, shard in enumerate(theirs):
-            data = own[index].data.detach().contiguous() if rank == owner else None
+            # By main memory, where they end: `to_rank` may have none of the shards, and so cannot tell their device.
+            data = own[index].data.detach().cpu().contiguous() if rank == owner else None
             if data is not None and rank != to_rank:
                 dist.send(data.view(-1).view(torch.uint8), to_rank, group=mesh.world.group)
             if rank != to_rank:
                 continue
             if data is None:
-                device = next((local.data.device for local in own), torch.device("cpu"))
-                flat = torch.empty(shard.data.nbytes, dtype=torch.uint8, device=device)
+                flat = torch.empty(shard.data.nbytes, dtype=torch.uint8)
                 dist.recv(flat, owner, group=mesh.world.group)
                 data = flat.view(shard.data.dtype)
             whole = tensors.setdefault(shard.key, torch.empty(shard.global_shape, dtype=shard.data.dtype))

@@ -5,6 +5,7 @@ It uses the families' rules, like `convert`: the tensors are bit for bit equal t
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,16 +19,15 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
 from mcore_rl.families.weight_map import (
     AxisRange,
+    Copies,
     Region,
-    Shape,
     WeightMap,
     copies_into_megatron,
-    cut,
     listed,
-    overlap,
     sizes,
     whole,
 )
+from mcore_rl.megatron.agree import on_every_rank
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import merged_shards
 from mcore_rl.model.build import LocalShard, local_shards
@@ -56,93 +56,146 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Window:
-    """Rows of a shard that are sent together."""
+class _Held:
+    """A shard as other ranks need to know it: everything but its memory."""
 
-    rank: int
-    """World rank that has the shard."""
-    shard: int
-    """Index of the shard among its rank's shards."""
     key: str
     """Name of Megatron's global tensor."""
     where: Region
     """Region of the global tensor."""
-    local: Region
-    """The same region, relative to the shard."""
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """A region of a window, and the region `where` of the Hugging Face tensor `name` that equals it."""
+    """A region of a shard, and the region of a Hugging Face tensor that equals it."""
 
-    name: str
     where: Region
-    window: _Window
+    """Region of the Hugging Face tensor."""
+    shard: int
+    """Index of the shard among its rank's shards."""
+    window: Region
+    """Rows of the shard that are sent together, relative to the shard."""
     inside: Region
     """Region relative to the window."""
+    dtype: torch.dtype
     transposed: bool
 
     @property
     def num_bytes(self) -> int:
         """Size of the piece in bytes."""
-        return math.prod(sizes(self.where)) * self.window.dtype.itemsize
+        return math.prod(sizes(self.where)) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Target:
-    """A Hugging Face tensor, and the pieces that make it up, in the same order on all ranks."""
+class WeightStream:
+    """The weights of a model in memory as Hugging Face tensors, in buckets, on one rank, as often as they are iterated.
 
-    name: str
-    shape: Shape
-    dtype: torch.dtype
-    pieces: tuple[_Piece, ...]
-
-
-def iter_hf_weights(
-    chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, *, to_rank: int = 0
-) -> Iterator[Bucket]:
-    """Collective over the world: yield the weights as Hugging Face tensors, in buckets, on the rank `to_rank`.
-
-    All ranks must iterate over all buckets: a rank with part of a bucket waits until `to_rank` requests that bucket.
-    No rank has more than one bucket in memory, plus two messages of MESSAGE_BYTES.
+    Which rank sends which part of which tensor is planned once, by all ranks together. A rank plans what it sends
+    itself, and `to_rank` what all ranks send: the others are told nothing, as both follow the same rules. The time of
+    the plan grows with the number of tensors, layers x experts, and not with the world.
 
     Low-rank adapters are added to their weights, in fp32 and rounded once.
 
     A tied output is yielded as `lm_head.weight`, which exports omit: a server may have its own copy, which would
     otherwise not be updated. Layers for multi-token prediction are omitted, as by `convert export --mtp drop`: a server
     only uses them to propose tokens.
-
-    Args:
-        chunks: This rank's chunks of the model, wrapped or not.
-        mesh: The model's mesh.
-        model: The model's config.
-        to_rank: World rank that gathers the tensors.
-
-    Yields:
-        Buckets in the order of the family's rules.
-
-    Raises:
-        CheckpointError: on all ranks, if the modules do not have the tensors that the family's rules describe.
     """
-    shards = [shard for shard in local_shards(chunks) if shard.is_main and not shard.key.startswith(MTP)]
-    targets = _targets(weight_map(model.model_copy(update={"mtp_layers": 0})), shards, mesh)
-    buckets: dict[str, list[_Target]] = {}
-    for target in targets:
-        buckets.setdefault(bucket_of(target.name), []).append(target)
-    # Taken from a parameter, because only the first replica has shards.
-    device = next(chunks[0].parameters()).device
-    for name, members in buckets.items():
-        needed = {
-            piece.window.shard for target in members for piece in target.pieces if piece.window.rank == mesh.world.rank
+
+    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, *, to_rank: int = 0) -> None:
+        """Collective over the world: plan.
+
+        Args:
+            chunks: This rank's chunks of the model, wrapped or not.
+            mesh: The model's mesh.
+            model: The model's config.
+            to_rank: World rank that gathers the tensors.
+
+        Raises:
+            CheckpointError: on all ranks, if the modules do not have the tensors that the family's rules describe.
+        """
+        self._chunks, self._mesh, self._to_rank = chunks, mesh, to_rank
+        own = [_held(shard) for shard in self._shards()]
+        gathers = mesh.world.rank == to_rank
+        held: list[list[_Held]] = [own if rank == mesh.world.rank else [] for rank in range(mesh.world.size)]
+        if mesh.world.size > 1:
+            dist.gather_object(own, held if gathers else None, to_rank, group=mesh.world.group)
+        weights = weight_map(model.model_copy(update={"mtp_layers": 0}))
+        copies = copies_into_megatron(weights.blocks)
+        pieces = {rank: _pieces(copies, shards) for rank, shards in enumerate(held) if shards}
+        on_every_rank(lambda: _check(weights, pieces) if gathers else None)
+        originals = {name: name for name in weights.hf_shapes} | {copy.name: copy.original for copy in weights.copies}
+        self._buckets: dict[str, list[str]] = {}
+        """Names of the tensors in each bucket."""
+        for name in originals:
+            self._buckets.setdefault(bucket_of(name), []).append(name)
+        self._pieces = {
+            name: {rank: of_rank[original] for rank, of_rank in pieces.items() if original in of_rank}
+            for name, original in originals.items()
         }
-        # Weights with adapters added are copies: make them only for the current bucket.
-        merged = merged_shards(chunks, [shards[index] for index in sorted(needed)])
-        at_hand = dict(zip(sorted(needed), merged, strict=True))
-        bucket = Bucket(name, _gathered(members, at_hand, mesh, to_rank, device))
-        yield bucket
-        # The reader may still hold the bucket while it requests the next.
-        bucket.tensors.clear()
+        """Pieces of each tensor by the rank that has them: all on `to_rank`, and its own on every other rank."""
+        self._shapes = {name: weights.hf_shapes[original] for name, original in originals.items()}
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """Collective over the world: yield the buckets in the order of the family's rules.
+
+        All ranks must iterate over all buckets: a rank with part of one waits until `to_rank` requests that bucket. No
+        rank has more than one bucket in memory, plus two messages of MESSAGE_BYTES.
+        """
+        shards = self._shards()
+        # Taken from a parameter, because only the first replica has shards.
+        device = next(self._chunks[0].parameters()).device
+        for bucket_name, names in self._buckets.items():
+            by_rank: dict[int, list[tuple[str, _Piece]]] = {}
+            for name in names:
+                for rank, pieces in self._pieces[name].items():
+                    by_rank.setdefault(rank, []).extend((name, piece) for piece in pieces)
+            needed = sorted({piece.shard for _, piece in by_rank.get(self._mesh.world.rank, ())})
+            # Weights with adapters added are copies: make them only for the current bucket.
+            at_hand = dict(zip(needed, merged_shards(self._chunks, [shards[index] for index in needed]), strict=True))
+            tensors: dict[str, Tensor] = {}
+            if self._mesh.world.rank == self._to_rank:
+                for name in names:
+                    dtype = next(iter(self._pieces[name].values()))[0].dtype
+                    tensors[name] = torch.empty(self._shapes[name], dtype=dtype, device=device)
+            for rank in sorted(by_rank):
+                for message in _messages(by_rank[rank]):
+                    self._pass_on(rank, message, at_hand, tensors, device)
+            bucket = Bucket(bucket_name, tensors)
+            yield bucket
+            # The reader may still hold the bucket while it requests the next.
+            bucket.tensors.clear()
+
+    def _shards(self) -> list[LocalShard]:
+        """Return this rank's shards, always in the same order; their memory may be another one after each step."""
+        return [shard for shard in local_shards(self._chunks) if shard.is_main and not shard.key.startswith(MTP)]
+
+    @torch.no_grad()
+    def _pass_on(
+        self,
+        owner: int,
+        message: Sequence[tuple[str, _Piece]],
+        shards: Mapping[int, LocalShard],
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        """On `owner` and on `to_rank`: bring pieces of one type from the shards of `owner` into the tensors."""
+        rank, group = self._mesh.world.rank, self._mesh.world.group
+        if rank != self._to_rank:
+            parts = [_elements(shards, piece).reshape(-1) for _, piece in message]
+            dist.send(torch.cat(parts).view(torch.uint8), self._to_rank, group=group)
+            return
+        if owner == rank:
+            for name, piece in message:
+                region = _region(tensors[name], piece.where)
+                region.copy_(_elements(shards, piece).reshape(region.shape))
+            return
+        flat = torch.empty(sum(piece.num_bytes for _, piece in message), dtype=torch.uint8, device=device)
+        dist.recv(flat, owner, group=group)
+        start, values = 0, flat.view(message[0][1].dtype)
+        for name, piece in message:
+            region = _region(tensors[name], piece.where)
+            region.copy_(values[start : start + region.numel()].view(region.shape))
+            start += region.numel()
 
 
 def bucket_of(name: str) -> str:
@@ -152,46 +205,49 @@ def bucket_of(name: str) -> str:
     return LAYERS + name.removeprefix(LAYERS).partition(".")[0] + "."
 
 
-def _targets(weights: WeightMap, shards: Sequence[LocalShard], mesh: Mesh) -> list[_Target]:
-    """Collective over the world: return all tensors, each with its pieces on all ranks."""
-    of_ranks: list[list[_Window]] = [[] for _ in range(mesh.world.size)]
-    on_this_rank = [window for index, shard in enumerate(shards) for window in _windows(shard, mesh.world.rank, index)]
-    dist.all_gather_object(of_ranks, on_this_rank, group=mesh.world.group)
-    copies = copies_into_megatron(weights.blocks)
-    pieces: dict[str, list[_Piece]] = {name: [] for name in weights.hf_shapes}
-    for window in (window for of_rank in of_ranks for window in of_rank):
-        for copy in copies.get(window.key, ()):
-            if overlap(copy.into, window.where):
-                part = cut(copy, window.where)
-                pieces[part.source].append(
-                    _Piece(
-                        name=part.source, where=part.where, window=window, inside=part.into, transposed=part.transposed
-                    )
+def _held(shard: LocalShard) -> _Held:
+    where = tuple(
+        AxisRange(at, at + 1) if isinstance(at, int) else AxisRange(*at.indices(size)[:2])
+        for at, size in zip(shard.where, shard.global_shape, strict=True)
+    )
+    return _Held(key=shard.key, where=where, dtype=shard.data.dtype)
+
+
+def _pieces(copies: Mapping[str, Copies], shards: Sequence[_Held]) -> dict[str, list[_Piece]]:
+    """Return the pieces of Hugging Face's tensors in a rank's shards, by the tensors' names."""
+    pieces: dict[str, list[_Piece]] = {}
+    for index, shard in enumerate(shards):
+        for window in _windows(shard):
+            there = tuple(
+                AxisRange(axis.start + rows.start, axis.start + rows.stop)
+                for axis, rows in zip(shard.where, window, strict=True)
+            )
+            for part in copies.get(shard.key, Copies()).within(there):
+                piece = _Piece(
+                    where=part.where,
+                    shard=index,
+                    window=window,
+                    inside=part.into,
+                    dtype=shard.dtype,
+                    transposed=part.transposed,
                 )
-    _check(weights, pieces)
-    targets = {
-        name: _Target(name=name, shape=shape, dtype=pieces[name][0].window.dtype, pieces=tuple(pieces[name]))
-        for name, shape in weights.hf_shapes.items()
-    }
-    repeated = [(copy.name, targets[copy.original]) for copy in weights.copies]
-    return [
-        *targets.values(),
-        *(
-            _Target(name=name, shape=original.shape, dtype=original.dtype, pieces=original.pieces)
-            for name, original in repeated
-        ),
-    ]
+                pieces.setdefault(part.source, []).append(piece)
+    return pieces
 
 
-def _check(weights: WeightMap, pieces: Mapping[str, Sequence[_Piece]]) -> None:
-    """Raise CheckpointError unless the pieces make up every tensor, with a single dtype."""
+def _check(weights: WeightMap, pieces: Mapping[int, Mapping[str, Sequence[_Piece]]]) -> None:
+    """Raise CheckpointError unless the ranks' pieces make up every tensor, with a single dtype."""
+    counts, dtypes = Counter[str](), dict[str, set[str]]()
+    for of_rank in pieces.values():
+        for name, parts in of_rank.items():
+            counts[name] += sum(math.prod(sizes(piece.where)) for piece in parts)
+            dtypes.setdefault(name, set()).update(str(piece.dtype) for piece in parts)
     faults = []
     for name, shape in weights.hf_shapes.items():
-        count = sum(math.prod(sizes(piece.where)) for piece in pieces[name])
-        if count != math.prod(shape):
-            faults.append(f"{name} {shape}: the ranks have {count} of its {math.prod(shape)} elements")
-        elif len(kinds := {str(piece.window.dtype) for piece in pieces[name]}) > 1:
-            faults.append(f"{name} is in memory in several types: {', '.join(sorted(kinds))}")
+        if counts[name] != math.prod(shape):
+            faults.append(f"{name} {shape}: the ranks have {counts[name]} of its {math.prod(shape)} elements")
+        elif len(dtypes[name]) > 1:
+            faults.append(f"{name} is in memory in several types: {', '.join(sorted(dtypes[name]))}")
     if faults:
         raise CheckpointError(
             f"the model in memory is not the one that its family's rules describe:\n{listed(faults)}\n"
@@ -199,13 +255,9 @@ def _check(weights: WeightMap, pieces: Mapping[str, Sequence[_Piece]]) -> None:
         )
 
 
-def _windows(shard: LocalShard, rank: int, index: int) -> Iterator[_Window]:
-    """Yield parts of a shard of at most MESSAGE_BYTES each."""
-    where = tuple(
-        AxisRange(at, at + 1) if isinstance(at, int) else AxisRange(*at.indices(size)[:2])
-        for at, size in zip(shard.where, shard.global_shape, strict=True)
-    )
-    shape, bytes_of_row = sizes(where), shard.data.element_size()
+def _windows(shard: _Held) -> Iterator[Region]:
+    """Yield regions of a shard, relative to it, of at most MESSAGE_BYTES each."""
+    shape, bytes_of_row = sizes(shard.where), shard.dtype.itemsize
     axis = len(shape) - 1
     while axis and bytes_of_row * shape[axis] <= MESSAGE_BYTES:
         bytes_of_row *= shape[axis]
@@ -215,71 +267,29 @@ def _windows(shard: LocalShard, rank: int, index: int) -> Iterator[_Window]:
     for front in itertools.product(*(range(size) for size in shape[:axis])):
         for start in range(0, shape[axis], step):
             rows = AxisRange(start, min(start + step, shape[axis]))
-            local = (*(AxisRange(i, i + 1) for i in front), rows, *whole(shape[axis + 1 :]))
-            yield _Window(
-                rank=rank,
-                shard=index,
-                key=shard.key,
-                where=tuple(
-                    AxisRange(there.start + here.start, there.start + here.stop)
-                    for there, here in zip(where, local, strict=True)
-                ),
-                local=local,
-                dtype=shard.data.dtype,
-            )
+            yield (*(AxisRange(i, i + 1) for i in front), rows, *whole(shape[axis + 1 :]))
 
 
-@torch.no_grad()
-def _gathered(
-    targets: Sequence[_Target], shards: Mapping[int, LocalShard], mesh: Mesh, to_rank: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Collective over the world: return the tensors on `to_rank`, and an empty dict on all other ranks."""
-    rank = mesh.world.rank
-    tensors = {}
-    if rank == to_rank:
-        tensors = {target.name: torch.empty(target.shape, dtype=target.dtype, device=device) for target in targets}
-    for owner, message in _messages([(target.name, piece) for target in targets for piece in target.pieces]):
-        if rank == owner == to_rank:
-            for name, piece in message:
-                region = _region(tensors[name], piece.where)
-                region.copy_(_elements(shards, piece).reshape(region.shape))
-        elif rank == owner:
-            parts = [_elements(shards, piece).reshape(-1) for _, piece in message]
-            dist.send(torch.cat(parts).view(torch.uint8), to_rank, group=mesh.world.group)
-        elif rank == to_rank:
-            dtype, count = message[0][1].window.dtype, sum(piece.num_bytes for _, piece in message)
-            flat = torch.empty(count, dtype=torch.uint8, device=device)
-            dist.recv(flat, owner, group=mesh.world.group)
-            start = 0
-            for name, piece in message:
-                region = _region(tensors[name], piece.where)
-                region.copy_(flat.view(dtype)[start : start + region.numel()].view(region.shape))
-                start += region.numel()
-    return tensors
-
-
-def _messages(pieces: Sequence[tuple[str, _Piece]]) -> Iterator[tuple[int, list[tuple[str, _Piece]]]]:
-    """Yield messages as (rank, pieces), rank by rank: pieces of one dtype, up to MESSAGE_BYTES or a single piece."""
-    kind = {dtype: index for index, dtype in enumerate(dict.fromkeys(piece.window.dtype for _, piece in pieces))}
-    ordered = sorted(pieces, key=lambda item: (item[1].window.rank, kind[item[1].window.dtype]))
-    for (rank, _), group in groupby(ordered, key=lambda item: (item[1].window.rank, item[1].window.dtype)):
+def _messages(pieces: Sequence[tuple[str, _Piece]]) -> Iterator[list[tuple[str, _Piece]]]:
+    """Yield the messages of a rank: pieces of one dtype, up to MESSAGE_BYTES or a single piece."""
+    # Sender and receiver plan apart: the order of types must not depend on other ranks' pieces.
+    for _, group in groupby(sorted(pieces, key=lambda item: str(item[1].dtype)), key=lambda item: item[1].dtype):
         message: list[tuple[str, _Piece]] = []
         num_bytes = 0
         for name, piece in group:
             if message and num_bytes + piece.num_bytes > MESSAGE_BYTES:
-                yield rank, message
+                yield message
                 message, num_bytes = [], 0
             message.append((name, piece))
             num_bytes += piece.num_bytes
-        yield rank, message
+        yield message
 
 
 def _elements(shards: Mapping[int, LocalShard], piece: _Piece) -> Tensor:
     """Return a piece of this rank's shard, with axes in Hugging Face's order."""
-    window = piece.window
-    shard = shards[window.shard]
+    shard = shards[piece.shard]
     shape = tuple(1 if isinstance(at, int) else size for at, size in _axes(shard))
-    part = _region(_region(shard.data.reshape(shape), window.local), piece.inside)
+    part = _region(_region(shard.data.reshape(shape), piece.window), piece.inside)
     return part.mT if piece.transposed else part
 
 

@@ -21,7 +21,7 @@ from mcore_rl.families import weight_map
 from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import copy_in
-from mcore_rl.model.hf_stream import iter_hf_weights
+from mcore_rl.model.hf_stream import WeightStream
 from mcore_rl.rl.rollouts.rollout import sample_seed
 from mcore_rl.storage.checkpoints.read import find_checkpoint
 from tests.conversion import read_dist
@@ -130,9 +130,7 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
     chunks = loaded(model, zeros, mesh)
     copy_in(chunks, base)
     weights = {
-        name: tensor.clone()
-        for bucket in iter_hf_weights(chunks, mesh, model)
-        for name, tensor in bucket.tensors.items()
+        name: tensor.clone() for bucket in WeightStream(chunks, mesh, model) for name, tensor in bucket.tensors.items()
     }
     with ExitStack() as stack:
         servers = [

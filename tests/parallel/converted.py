@@ -108,7 +108,7 @@ def streamed_weights(
         live = LiveBytes(shard.data for shard in local_shards(chunks))
         tensors, buckets = {}, {}
         with live:
-            for bucket in hf_stream.iter_hf_weights(chunks, mesh, model, to_rank=min(1, mesh.world.size - 1)):
+            for bucket in hf_stream.WeightStream(chunks, mesh, model, to_rank=min(1, mesh.world.size - 1)):
                 if not buckets:
                     live.most = 0  # before the first bucket ranks exchange their lists of tensors
                 buckets[bucket.name] = bucket.num_bytes

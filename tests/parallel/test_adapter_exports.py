@@ -19,7 +19,7 @@ from mcore_rl.convert.peft import AdapterLayout, read_peft
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.adapters import adapters_off, fill_adapters, merge_loss
 from mcore_rl.model.build import local_shards, unwrap
-from mcore_rl.model.hf_stream import iter_hf_weights
+from mcore_rl.model.hf_stream import WeightStream
 from mcore_rl.storage.checkpoints.write import load_weights
 from tests.conversion import ONE_FILE, adapter_of, exported, imported, read_hf, saved
 from tests.hf_models import VOCAB, oracle, random_tokens
@@ -162,7 +162,7 @@ def streamed(config: PretrainConfig) -> tuple[dict[str, Tensor], float, float]:
     """On a rank: the weights of `checkpoint.load` as servers get them, and what rounding to fp32 and bf16 loses."""
     with opened(config) as run:
         tensors: dict[str, Tensor] = {}
-        for bucket in iter_hf_weights(run.state.chunks, run.state.mesh, config.model):
+        for bucket in WeightStream(run.state.chunks, run.state.mesh, config.model):
             tensors |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
         losses = [merge_loss(run.state.chunks, dtype) for dtype in (torch.float32, torch.bfloat16)]
         return tensors, losses[0], losses[1]

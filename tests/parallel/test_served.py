@@ -24,7 +24,7 @@ from mcore_rl.megatron.routers import routed_layers
 from mcore_rl.model import hf_stream
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, local_shards
-from mcore_rl.model.hf_stream import Bucket, iter_hf_weights
+from mcore_rl.model.hf_stream import Bucket, WeightStream
 from mcore_rl.rl.engines import weight_push
 from mcore_rl.rl.engines.base import Sampling, make_engine, sampling_of
 from mcore_rl.rl.engines.probe import Probe, ProbeReference, probe_sequences
@@ -82,12 +82,12 @@ def pushed(config: RlRunConfig, tensors: Tensors, message_bytes: int) -> tuple[P
 
     def watched(*args: Any) -> Iterator[Bucket]:
         with live:
-            for index, bucket in enumerate(iter_hf_weights(*args)):
+            for index, bucket in enumerate(WeightStream(*args)):
                 if index == 0:
                     live.most = 0  # before the first bucket ranks exchange their lists of tensors
                 yield bucket
 
-    weight_push.iter_hf_weights = watched
+    weight_push.WeightStream = watched
     report = WeightPush(apis, chunks, mesh, config.model, engine, sampling_in(config)).push(7)
     return report, live.most, Probe(chunks, mesh, config.model, "bf16").reference()
 

@@ -28,7 +28,7 @@ from mcore_rl.families import hf_config
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, local_shards
-from mcore_rl.model.hf_stream import iter_hf_weights
+from mcore_rl.model.hf_stream import WeightStream
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.engines.server_api import HttpClient, ServedCompletion, ServerApi
@@ -187,7 +187,7 @@ class Trainer:
         """Return copies of all tensors of a push by Hugging Face's names."""
         return {
             name: tensor.clone()
-            for bucket in iter_hf_weights(self.chunks, self.mesh, self.model)
+            for bucket in WeightStream(self.chunks, self.mesh, self.model)
             for name, tensor in bucket.tensors.items()
         }
 

@@ -112,7 +112,7 @@ def passed_on(
         assert not different(chunks, tensors), (name, different(chunks, tensors))
         save_weights(chunks, mesh, model, folder / name)
         streamed[name] = {}
-        for bucket in hf_stream.iter_hf_weights(chunks, mesh, model):
+        for bucket in hf_stream.WeightStream(chunks, mesh, model):
             streamed[name] |= {key: tensor.clone() for key, tensor in bucket.tensors.items()}
     return streamed
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families.weight_map import AxisRange, Region, RegionCopy, Shape, cut, listed, overlap, sizes, whole
+from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, Shape, listed, sizes, whole
 from mcore_rl.storage.checksums import PartChecksum, crc32, joined
 from mcore_rl.storage.foreign import FilePart
 
@@ -38,7 +38,7 @@ class TargetTensor:
     name: str
     shape: Shape
     dtype: torch.dtype
-    copies: tuple[RegionCopy, ...]
+    copies: Copies
 
     @property
     def num_bytes(self) -> int:
@@ -85,22 +85,17 @@ class CopyTask:
 
 def chunks_of(target: TargetTensor, limit: int = CHUNK_BYTES) -> Iterator[Chunk]:
     """Yield the chunks of a target in the order of its elements, each of at most `limit` bytes or of one row."""
-    num_lead = _num_lead_axes(target)
-    at: dict[tuple[int, ...], list[RegionCopy]] = {}
-    for copy in target.copies:
-        at.setdefault(tuple(axis.start for axis in copy.into[:num_lead]), []).append(copy)
+    # The last axis is never one to lead: a chunk would then be a single element.
+    num_lead = max(0, min(target.copies.num_lead, len(target.shape) - 1))
     for index in itertools.product(*map(range, target.shape[:num_lead])):
         front = tuple(AxisRange(i, i + 1) for i in index)
         for rows in _runs_of_rows(target, num_lead, limit):
-            where = (*front, *rows)
-            yield Chunk(
-                target, where, tuple(cut(copy, where) for copy in at.get(index, ()) if overlap(copy.into, where))
-            )
+            yield chunk_at(target, (*front, *rows))
 
 
 def chunk_at(target: TargetTensor, where: Region) -> Chunk:
     """Return any region of a target as a chunk."""
-    return Chunk(target, where, tuple(cut(copy, where) for copy in target.copies if overlap(copy.into, where)))
+    return Chunk(target, where, tuple(target.copies.within(where)))
 
 
 def tasks_of(files: Mapping[str, Iterable[TargetTensor]], max_bytes: int) -> list[CopyTask]:
@@ -169,16 +164,6 @@ def digest(tasks: Sequence[CopyTask]) -> str:
 def _plain(where: Region) -> list[tuple[int, ...]]:
     """Return a region as plain tuples, so that a renamed class leaves the digest as it was."""
     return [tuple(axis) for axis in where]
-
-
-def _num_lead_axes(target: TargetTensor) -> int:
-    """Return the number of leading axes, such as layers and experts, on which every copy has size 1."""
-    lead = 0
-    # The last axis never counts: a chunk would then be a single element.
-    while lead < len(target.shape) - 1 and all(copy.into[lead].count == 1 for copy in target.copies):
-        lead += 1
-    # `all` is also true without copies: a target of only zeros is split by bytes, not into single rows.
-    return lead if target.copies and lead < len(target.shape) else 0
 
 
 def _runs_of_rows(target: TargetTensor, num_lead: int, limit: int) -> Iterator[Region]:

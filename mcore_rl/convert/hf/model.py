@@ -38,7 +38,7 @@ from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.hf_config import OBJECT, check_types
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.shells import shell_of, text_config
-from mcore_rl.families.weight_map import AxisRange, Region, RegionCopy, WeightMap, listed, sizes, whole
+from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, WeightMap, listed, sizes, whole
 from mcore_rl.storage.checksums import PartChecksum, as_hex, joined
 
 
@@ -376,7 +376,10 @@ def _equal(found: HfModel, one: str, other: str) -> bool:
     sides = [
         chunks_of(
             TargetTensor(
-                name=name, shape=shape, dtype=found.dtype(name), copies=(RegionCopy(whole(shape), name, whole(shape)),)
+                name=name,
+                shape=shape,
+                dtype=found.dtype(name),
+                copies=Copies([RegionCopy(whole(shape), name, whole(shape))]),
             )
         )
         for name in (one, other)

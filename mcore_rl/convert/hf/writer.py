@@ -42,7 +42,7 @@ from mcore_rl.convert.hf.quantization import (
     with_scale_types,
 )
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families.weight_map import AxisRange, Region, RegionCopy, listed, sizes, whole
+from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, listed, sizes, whole
 
 
 class SafetensorsWriter:
@@ -237,7 +237,7 @@ def blocks_like(
 def as_stored(reference: HfFolder, name: str) -> TargetTensor:
     """Return a target with the name, shape and type of a tensor of the reference."""
     tensor = reference.tensors[name]
-    copies = (RegionCopy(whole(tensor.shape), name, whole(tensor.shape)),)
+    copies = Copies([RegionCopy(whole(tensor.shape), name, whole(tensor.shape))])
     return TargetTensor(name=name, shape=tensor.shape, dtype=tensor.dtype, copies=copies)
 
 

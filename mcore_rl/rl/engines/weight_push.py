@@ -36,7 +36,7 @@ from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import adapters_in, adapters_off, merge_loss
 from mcore_rl.model.build import gathered, local_shards
-from mcore_rl.model.hf_stream import Bucket, iter_hf_weights
+from mcore_rl.model.hf_stream import Bucket, WeightStream
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.probe import (
     DTYPES,
@@ -119,6 +119,8 @@ class WeightPush:
         own, served = next(chunks[0].parameters()).dtype, DTYPES.get(engine.dtype, torch.float32)
         self._dtype = served if own == torch.float32 else own
         """Most precise type in which servers have the weights."""
+        self._weights: WeightStream | None = None
+        """The weights in buckets, planned before the first push for all pushes."""
         self._tolerance = None if engine.probe_tolerance == "auto" else engine.probe_tolerance
 
     def push(self, version: int) -> PushReport:
@@ -127,6 +129,7 @@ class WeightPush:
         A server that fails does not raise; it is listed in the report.
         """
         watch = Stopwatch()
+        self._weights = self._weights or WeightStream(self._chunks, self._mesh, self._model)
         ours = self._probe.reference(self._tolerance)
         has_adapters = any(True for _ in adapters_in(self._chunks))
         lost = merge_loss(self._chunks, self._dtype) if has_adapters else None
@@ -140,7 +143,7 @@ class WeightPush:
         transport: FileTransport | BroadcastTransport | None = None
         try:
             # Every rank iterates over all buckets, even if servers fail: all other ranks would otherwise hang.
-            for bucket in iter_hf_weights(self._chunks, self._mesh, self._model):
+            for bucket in self._weights:
                 watch.lap("gather")
                 num_bytes, largest = num_bytes + bucket.num_bytes, max(largest, bucket.num_bytes)
                 if sender is not None and sender.living:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.convert.copying.tensors import TargetTensor, chunks_of, fill
-from mcore_rl.families.weight_map import AxisRange, Region, RegionCopy, composed
+from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, composed
 from mcore_rl.storage.checksums import PartChecksum
 
 EXPERTS, HIDDEN, WIDTH = 3, 5, 4
@@ -45,7 +45,7 @@ def fused() -> tuple[Tensor, Tensor, list[RegionCopy]]:
 
 
 def assembled(name: str, like: Tensor, copies: list[RegionCopy], source: Memory, limit: int) -> Tensor:
-    target = TargetTensor(name=name, shape=tuple(like.shape), dtype=torch.float32, copies=tuple(copies))
+    target = TargetTensor(name=name, shape=tuple(like.shape), dtype=torch.float32, copies=Copies(copies))
     return torch.cat([fill(chunk, source).reshape(-1) for chunk in chunks_of(target, limit)]).view(like.shape)
 
 
@@ -55,7 +55,7 @@ def test_chunks_of_any_size_make_the_tensor_in_both_directions(limit: int) -> No
     assert torch.equal(assembled("ours", ours, copies, Memory({"theirs": theirs}), limit), ours)
     back = [RegionCopy(copy.where, "ours", copy.into, copy.transposed) for copy in copies]
     assert torch.equal(assembled("theirs", theirs, back, Memory({"ours": ours}), limit), theirs)
-    around = composed(back, {"ours": copies})
+    around = composed(back, {"ours": Copies(copies)})
     assert torch.equal(assembled("theirs", theirs, around, Memory({"theirs": theirs}), limit), theirs)
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import math
+import sys
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -12,7 +14,18 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_named, weight_map
-from mcore_rl.families.weight_map import AxisRange, Region, WeightBlock, WeightMap, covered_otherwise_than_once
+from mcore_rl.families.weight_map import (
+    AxisRange,
+    Region,
+    WeightBlock,
+    WeightMap,
+    composed,
+    copies_into_hf,
+    copies_into_megatron,
+    covered_otherwise_than_once,
+    overlap,
+    sizes,
+)
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, local_shards
@@ -163,3 +176,24 @@ def random_place(shape: tuple[int, ...], generator: torch.Generator) -> Region:
 
 def as_slices(where: Region) -> tuple[slice, ...]:
     return tuple(slice(*span) for span in where)
+
+
+def test_a_window_is_compared_with_the_copies_in_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a push plans and a check of a conversion composes grows with layers x experts, not with its square."""
+    qwen = TINY["qwen3_moe"]
+    model = qwen.model_copy(update={"num_layers": 6, "moe": qwen.moe.model_copy(update={"num_experts": 40})})
+    weights = weight_map(model)
+    num_compared = 0
+
+    def counted(region: Region, window: Region) -> bool:
+        nonlocal num_compared
+        num_compared += 1
+        return overlap(region, window)
+
+    monkeypatch.setattr(sys.modules["mcore_rl.families.weight_map"], "overlap", counted)
+    through = copies_into_megatron(weights.blocks)
+    composites = {name: composed(copies, through) for name, copies in copies_into_hf(weights.blocks).items()}
+    assert {name: sum(math.prod(sizes(part.into)) for part in parts) for name, parts in composites.items()} == {
+        name: math.prod(shape) for name, shape in weights.hf_shapes.items()
+    }
+    assert num_compared <= 3 * len(weights.blocks)

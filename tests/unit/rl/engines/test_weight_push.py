@@ -17,7 +17,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, copy_in, local_shards
-from mcore_rl.model.hf_stream import bucket_of, iter_hf_weights
+from mcore_rl.model.hf_stream import WeightStream, bucket_of
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.probe import Probe, ProbeDifference, difference_of, probe_limit
 from mcore_rl.rl.engines.server_api import ServedCompletion, ServerError
@@ -145,7 +145,7 @@ def randomize(chunks: Sequence[nn.Module], seed: int) -> None:
 
 def hf_weights(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig) -> Tensors:
     found: Tensors = {}
-    for bucket in iter_hf_weights(chunks, mesh, model):
+    for bucket in WeightStream(chunks, mesh, model):
         found |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
     return found
 
