@@ -57,6 +57,15 @@ OF_RANKS = frozenset(
     }
 )
 """Environment variables of a rank, which other torch programs would mistake for their own."""
+OF_TRAINING = frozenset(
+    {
+        *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG"),
+        *("NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    }
+)
+"""Environment variables that a cluster's file or `platform.deterministic` sets for training, and that make servers slow
+or end: vLLM with several GPUs refuses expandable segments, with which it cannot share memory between processes.
+"""
 
 
 @dataclass(slots=True)
@@ -177,11 +186,12 @@ def start_server(
 
     Args:
         command: Program and arguments.
-        settings: Environment variables that it gets in addition to this process's, without a launcher's.
+        settings: Environment variables that it gets in addition to this process's, without those of a rank and of
+            training.
         defaults: Environment variables that it gets unless this process has variables of these names.
         log: File to which its output is appended.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_RANKS | OF_TRAINING}
     with log.open("ab") as file:
         return subprocess.Popen(
             list(command),

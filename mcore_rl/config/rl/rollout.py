@@ -300,8 +300,11 @@ class ServersConfig(EngineConfig):
     args: tuple[str, ...] = ()
     """Further arguments of each server that is started, such as ["--gpu-memory-utilization", "0.8"]."""
     devices: tuple[NonNegativeInt, ...] = ()
-    """GPUs of the servers that are started, `tensor_parallel` for each in order; an empty list: all that the run
-    sees."""
+    """GPUs of the servers that are started, `tensor_parallel` for each in order, counted from 0 among those that the
+    run sees; ranks take the first ones. A run on GPUs that starts servers must name some."""
+    environment: dict[str, str] = {}  # noqa: RUF012  # pydantic gives every instance its own
+    """Environment variables of the servers that are started. They get the run's too, without those that are set for
+    training, such as PYTORCH_CUDA_ALLOC_CONF and NCCL_ALGO."""
     tensor_parallel: PositiveInt = 1
     """GPUs of each server that is started."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

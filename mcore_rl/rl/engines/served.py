@@ -23,7 +23,7 @@ from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.errors import EngineError
+from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.routers import routed_layers
@@ -480,12 +480,21 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
     """Return the engine that generates on servers. With rl.engine.count, rank 0 starts the servers.
 
     `update_weights` must be called before the first request.
+
+    Raises:
+        ConfigError: if servers would share the GPUs of the ranks.
     """
     engine, folder, tokenizer = config.served, servers_folder(config.run_dir), config.data.tokenizer
     assert engine is not None
     vocab_size = config.model.vocab_size if tokenizer.kind == "none" else load_tokenizer(tokenizer).vocab_size
     api_at = server_apis(engine, config.model)
     on_gpu = next(chunks[0].parameters()).is_cuda
+    if engine.count and on_gpu and not engine.devices:
+        raise ConfigError(
+            f"rl.engine.count={engine.count} with an empty rl.engine.devices: the servers would take the GPUs that the "
+            "ranks train on. Name others, as rl.engine.devices=[4,5], and let fewer ranks train; or start servers on "
+            "another machine (mcore-rl serve) and name them in rl.engine.urls."
+        )
     fleet = None
     if mesh.world.rank == 0:
         if engine.transport_dir is not None:

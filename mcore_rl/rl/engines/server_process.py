@@ -20,7 +20,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl.rollout import VLLM_RANKS, ServedConfig, VllmConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.errors import EngineError
+from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.rl.engines.server_api import MODEL, ROUTES_FLAG, ServerApi, ServerError
 from mcore_rl.storage.files import write_atomically
 from mcore_rl.workers.launcher import environment_variable, free_port, start_server
@@ -120,7 +120,7 @@ def server_command(
     if not isinstance(engine, VllmConfig):
         return ServerCommand(
             command=(*start, *_sglang_arguments(engine, served, on_gpu=on_gpu), *engine.args),
-            settings={"HF_HUB_OFFLINE": "1"},
+            settings={"HF_HUB_OFFLINE": "1", **engine.environment},
             defaults={},
         )
     is_cut = bool(config.rl.rollout.cuts)
@@ -132,6 +132,7 @@ def server_command(
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if has_base else {}),
+            **engine.environment,
         },
         defaults={} if on_gpu else defaults,
         python_path=(str(worker_folder(folder)),),
@@ -266,7 +267,7 @@ class ServerProcess:
         found = self._command(self._port)
         settings = dict(found.settings)
         if self._devices:
-            settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._devices))
+            settings["CUDA_VISIBLE_DEVICES"] = _visible(self._devices)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         supervisor = (sys.executable, "-m", SUPERVISOR, str(os.getpid()))
         # The supervisor imports this package with this process's path; the server's own folders come before it.
@@ -277,6 +278,22 @@ class ServerProcess:
         )
         self._started_s = time.monotonic()
         self.num_starts += 1
+
+
+def _visible(devices: Sequence[int]) -> str:
+    """Return CUDA_VISIBLE_DEVICES for GPUs that are counted, from 0, among those that this process sees.
+
+    Raises:
+        ConfigError: if it does not see so many.
+    """
+    own = environment_variable("CUDA_VISIBLE_DEVICES")
+    seen = own.split(",") if own else [str(index) for index in range(max(devices) + 1)]
+    if max(devices) >= len(seen):
+        raise ConfigError(
+            f"rl.engine.devices={list(devices)} with CUDA_VISIBLE_DEVICES={own}: GPUs are counted from 0 among the "
+            f"{len(seen)} that the run sees. Name others, or let the run see more."
+        )
+    return ",".join(seen[index] for index in devices)
 
 
 def servers_folder(run_dir: str) -> Path:

@@ -1,5 +1,6 @@
 """Servers as processes: their command, their log, and that nothing of them stays."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.errors import EngineError
+from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.rl.engines.server_api import HttpClient, ServerApi
 from mcore_rl.rl.engines.server_process import ServerFleet, ServerProcess, server_command
 from mcore_rl.rl.engines.vllm_api import VllmApi
@@ -147,3 +148,24 @@ def test_servers_of_urls_that_are_silent_are_named(tmp_path: Path) -> None:
     config = config_of(tmp_path, urls, "rl.engine.start_timeout_s=0.01")
     with pytest.raises(EngineError, match=r"0 of 1 servers answer.*silent: http://127\.0\.0\.1:9\. Raise"):
         ServerFleet(config.rl.engine, api_at, tmp_path, None).ready()
+
+
+def test_a_server_gets_neither_the_ranks_variables_nor_those_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_run = {"RANK": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_ALGO": "Ring"}
+    for name, value in (of_run | {"NCCL_SOCKET_IFNAME": "ib0", "CUDA_VISIBLE_DEVICES": "4,5,GPU-7"}).items():
+        monkeypatch.setenv(name, value)
+    words = ("rl.engine.count=1", "rl.engine.devices=[2]", 'rl.engine.environment={CUDA_DEVICE_MAX_CONNECTIONS="8"}')
+    found = server_command(config_of(tmp_path, *words), tmp_path / "s", 1, on_gpu=True)
+    shown = ServerProcess(
+        lambda port: dataclasses.replace(found, command=("env",)), tmp_path / "log", devices=(2, 0), port=1
+    )
+    wait_for(lambda: not shown.is_alive)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert {"NCCL_SOCKET_IFNAME=ib0", "CUDA_VISIBLE_DEVICES=GPU-7,4", "CUDA_DEVICE_MAX_CONNECTIONS=8"} <= set(lines)
+    assert not {line.partition("=")[0] for line in lines} & of_run.keys()
+    with pytest.raises(
+        ConfigError, match=r"rl.engine.devices=\[3\] with CUDA_VISIBLE_DEVICES=4,5,GPU-7: .* the 3 that"
+    ):
+        ServerProcess(lambda port: found, tmp_path / "log", devices=(3,))
