@@ -1,6 +1,9 @@
 """Agreement of all ranks on results, decisions and errors that a single rank has found."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -12,11 +15,41 @@ from mcore_rl.megatron.mesh import Mesh
 T = TypeVar("T")
 MAX_PROBLEMS = 5
 """Problems of a rank that one message lists."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.0005, 0.1
+"""Seconds between two looks at who has arrived: at first, and after a while."""
+
+
+def wait_for_hosts() -> None:
+    """Collective over the world: return when all ranks are here, however long their work outside of collectives takes.
+
+    Whatever waits for a server, a reward, a disk or a user's code ends here and not within a collective, whose limit
+    (`platform.timeout_s`) is for computation that all ranks do. The watchdog ends what waits too long (`train.hang_s`).
+    Signals are served meanwhile.
+    """
+    if dist.get_world_size() == 1:
+        return
+    assert dist.group.WORLD is not None
+    arrival = dist.barrier(group=_patient_group(dist.group.WORLD), async_op=True)
+    pause_s = FIRST_PAUSE_S
+    while not arrival.is_completed():
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LAST_PAUSE_S)
+    arrival.wait()  # raises where a rank has ended
+
+
+@lru_cache(maxsize=1)
+def _patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Collective over the world: return a group of its ranks whose collectives wait without a limit."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+    return group
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Collective over the world: return what `action()` returned on rank 0; a McoreRlError there is raised on all."""
+    """Collective over the world: return what `action()` returned on rank 0; a McoreRlError there is raised on all. The
+    action may take any time.
+    """
     box: list[Any] = [_outcome(action) if dist.get_rank() == 0 else None]
+    wait_for_hosts()
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     value, error = box[0]
     if error is not None:
@@ -26,8 +59,11 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def on_every_rank(action: Callable[[], T]) -> T:
-    """Collective over the world: return this rank's `action()`; all ranks raise the first rank's McoreRlError."""
+    """Collective over the world: return this rank's `action()`; all ranks raise the first rank's McoreRlError. The
+    action may take any time, and wait for what is not a rank.
+    """
     value, error = _outcome(action)
+    wait_for_hosts()
     errors: list[McoreRlError | None] = [None] * dist.get_world_size()
     # Before any rank raises: one that raised at once would leave the others waiting in their next collective.
     dist.all_gather_object(errors, error)

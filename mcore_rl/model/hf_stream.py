@@ -27,7 +27,7 @@ from mcore_rl.families.weight_map import (
     sizes,
     whole,
 )
-from mcore_rl.megatron.agree import on_every_rank
+from mcore_rl.megatron.agree import on_every_rank, wait_for_hosts
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import merged_shards
 from mcore_rl.model.build import LocalShard, local_shards
@@ -157,6 +157,7 @@ class WeightStream:
                 for name in names:
                     dtype = next(iter(self._pieces[name].values()))[0].dtype
                     tensors[name] = torch.empty(self._shapes[name], dtype=dtype, device=device)
+            wait_for_hosts()  # `to_rank` may have waited for the reader of the bucket before
             for rank in sorted(by_rank):
                 for message in _messages(by_rank[rank]):
                     self._pass_on(rank, message, at_hand, tensors, device)

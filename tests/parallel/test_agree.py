@@ -7,8 +7,10 @@ A request to stop that reaches one rank ends all ranks after the same step.
 
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from mcore_rl.data.indexed import SampleCounts, build_datasets, plan_data
 from mcore_rl.errors import CheckpointError, DataError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, world_max, world_union
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh
-from mcore_rl.megatron.platform import Platform, start
+from mcore_rl.megatron.platform import Platform, start, stop
 from mcore_rl.train.loop import StopRequest
 from tests.ranks import run_ranks
 from tests.unit.data.test_index_file import write
@@ -196,3 +198,21 @@ def limits_of_groups() -> set[float]:
     axes = (mesh.tp, mesh.pp, mesh.cp, mesh.dp, mesh.dp_cp, mesh.ep, mesh.etp, mesh.expert_dp)
     backends = [axis.group._get_backend(torch.device("cpu")) for axis in axes]
     return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_work_of_hosts_may_take_longer_than_a_collective() -> None:
+    assert run_ranks(slow_hosts, 3) == [(0, "of rank 0"), (1, "of rank 0"), (2, "of rank 0")]
+
+
+def slow_hosts() -> tuple[int, str]:
+    """On a rank whose collectives wait a second: results of work that takes two, on one rank after the other."""
+    stop()
+    start(PlatformConfig(layers="torch", timeout_s=1.0))
+    rank = dist.get_rank()
+
+    def slow(result: Any) -> Any:
+        time.sleep(2.0)
+        return result
+
+    own = on_every_rank(lambda: slow(rank) if rank == 1 else rank)
+    return own, on_rank_zero(lambda: slow(f"of rank {rank}"))
