@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def fake_rank(config: MeshConfig, rank: int, world_size: int) -> Iterator[Mesh]:
     """
     stop()
     functions: Any = dist  # Megatron and torch look these up by name
-    new_group, gather, show_error = dist.new_group, dist.all_gather_object, sys.excepthook
+    new_group, gather, barrier, show_error = dist.new_group, dist.all_gather_object, dist.barrier, sys.excepthook
 
     def new_fake_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
         # Megatron asks for gloo groups by name, which the fake store cannot make.
@@ -61,6 +62,7 @@ def fake_rank(config: MeshConfig, rank: int, world_size: int) -> Iterator[Mesh]:
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     functions.new_group, functions.all_gather_object = new_fake_group, gather_own
+    functions.barrier = lambda **_: SimpleNamespace(is_completed=lambda: True, wait=lambda: None)  # nobody else comes
     try:
         with _without_other_groups(rank):
             mesh = build_mesh(config)
@@ -68,7 +70,7 @@ def fake_rank(config: MeshConfig, rank: int, world_size: int) -> Iterator[Mesh]:
         yield mesh
     finally:
         destroy_mesh()
-        functions.new_group, functions.all_gather_object = new_group, gather
+        functions.new_group, functions.all_gather_object, functions.barrier = new_group, gather, barrier
         dist.destroy_process_group()
         # Every start of a group puts its rank before all later tracebacks.
         sys.excepthook = show_error
