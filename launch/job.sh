@@ -33,8 +33,10 @@ mkdir -p "$log/failures"
 # Room for the cause of a failure on a full disk: who has something to write there deletes this first.
 head -c "$reserve_bytes" /dev/zero >"$log/$reserve_file" 2>/dev/null
 
-# Steps on one node share a pyxis container, which is set up once.
-srun=(srun "${srun_options[@]}")
+# Ranks use no MPI, and all of this script's environment, whatever the submitting shell and the cluster say.
+srun=(srun --mpi=none --export=ALL)
+on_lookout=("${srun[@]}" --overlap --nodes=1 --ntasks=1)
+srun+=("${srun_options[@]}") # steps on one node share a pyxis container, which is set up once
 if [ ${#srun_options[@]} -gt 0 ]; then srun+=(--container-name="mcore_rl_$job"); fi
 on_hosts=(--nodes="${#hosts[@]}") # the nodes of a step
 if [ "$spares" -gt 0 ]; then
@@ -210,9 +212,10 @@ failed() { # why status: after a crash or a hang leave out a node that fails aga
 }
 
 wait_for_folder() { # until the run's folder can be written, and the log that Slurm opens when it starts the job again; sets waited_s
-  local since=$SECONDS
+  local since=$SECONDS fault="cannot be written"
   while ! { : >>"$run/attempts.jsonl" && : >>"$slurm_log"; } 2>/dev/null; do
-    if [ -z "$waited_s" ]; then message "$run cannot be written: waiting up to $writable_s s"; fi
+    if [ ! -d "$run" ]; then fault="is gone: it was renamed, moved or deleted, or is not mounted. Give it back its name"; fi
+    if [ -z "$waited_s" ]; then message "$run $fault: waiting up to $writable_s s"; fi
     waited_s=$((SECONDS - since))
     if [ "$why" = term ] || [ "$why" = limit ]; then return; fi
     if [ "$waited_s" -ge "$writable_s" ]; then leave "${status[no_space]}" disk "$run could not be written for $waited_s s: giving up"; fi
@@ -223,10 +226,15 @@ wait_for_folder() { # until the run's folder can be written, and the log that Sl
 
 # ---- 3  signals. `why` is limit: the time limit is near (USR1); or term: cancelled, or a node is lost (TERM)
 explain_term() { # why TERM came, as Slurm has it. The end is recorded at once: Slurm may kill this script before the program ends
-  local state cause=cancelled ended=term then=${status[cancelled]}
+  local state asked grace_s cause=cancelled ended=term then=${status[cancelled]}
   state="$(of_job JobState) $(of_job Reason)"
   if is_preempted; then
     ended=preempted cause="Slurm requeues the job, or cancels it"
+    asked=$(sed -n 's/.*STEP .* CANCELLED AT \([0-9T:-]*\) .*/\1/p' "$log"/node-*.log 2>/dev/null | head -n 1)
+    grace_s=$(($(date +%s) - $(date -d "${asked:-now}" +%s)))
+    if [ "$grace_s" -gt 2 ]; then # the program was asked to save before this script was ended
+      cause="the run did not save in the grace time of $grace_s s: ask for a longer GraceTime, or set a smaller checkpoint.interval"
+    fi
     count_attempts $((tries - 1)) # an attempt that was preempted is no failed one
   elif [[ $(of_job Restarts) -gt $slurm_restarts ]]; then
     cause=$(sinfo -h -N -n "$nodes" -o '%N is %T' 2>/dev/null | grep -m 1 'down\|fail\|unknown\|\*$')
@@ -280,7 +288,8 @@ handle_signal() { # react to a signal that came. TERM also reaches the program i
   if [ "$now" != limit ] && [ -z "$is_stop" ]; then return; fi
   touch "$run/STOP" # repeatedly, because a program that is starting deletes it as an old one
   if [ "$now" = limit ] && [ $((SECONDS - asked_s)) -ge $((signal_s > 60 ? signal_s - 30 : signal_s / 2)) ]; then
-    message "no time is left to wait for the save"
+    cause="the run did not save within $((SECONDS - asked_s)) s: set survival.signal_s=$signal_s to more than a step and a save take"
+    message "no time is left to wait for the save: $cause"
     back_or_give_up limit "${status[stalled]}"
   fi
 }
@@ -369,7 +378,7 @@ if [ "$spares" -gt 0 ]; then
       if ! scontrol show hostnames "$(of NodeList)" | grep -qx "$2"; then exec scontrol requeue "$1"; fi
     done
   }
-  srun --overlap --nodes=1 --ntasks=1 --nodelist="$lookout" --output="$log/lookout-%N.log" \
+  "${on_lookout[@]}" --nodelist="$lookout" --output="$log/lookout-%N.log" \
     bash -c "$(declare -f watch)"$'\nwatch "$@"' watch "$queue_id" "${allocated[0]}" "$slurm_restarts" &
   watcher=$!
 fi
@@ -420,9 +429,13 @@ enter_folders() {
     exit 1
   done
 }
+explain_python() { # status: end this shell with it; where it is that of a shell without such a program, with its line
+  case $1 in 126 | 127) echo "$SLURMD_NODENAME: UNFIT: python.command cannot be started: $(eval "$python"' -c ""' 2>&1 | tail -n 1)" ;; esac
+  exit "$1"
+}
 set_up=$(
   declare -p folders
-  declare -f enter_folders
+  declare -f enter_folders explain_python
   echo enter_folders
   if [ -n "$scratch" ] || [ ${#setup[@]} -gt 0 ]; then
     cat <<'ON_A_NODE'
@@ -443,9 +456,10 @@ text_of() { # function setting...: bash that calls a function of this file, with
 
 # ---- 6  are the nodes fit? A fit node creates a file; an unfit one writes why to check-<host>.log
 fault_of() { # host: why it is not fit, from its log: its first finding, else the last line of the command that failed
-  local log=$log/check-$1.log text
-  text=$(sed -n "s/^$1: UNFIT: //p" "$log" 2>/dev/null | head -n 1)
-  if [ -z "$text" ]; then text=$(grep -v '^srun: \|\*\*\* STEP\|^ *$' "$log" 2>/dev/null | tail -n 1); fi
+  local file=$log/check-$1.log text
+  text=$(sed -n "s/^$1: UNFIT: //p" "$file" 2>/dev/null | head -n 1)
+  if [ -z "$text" ]; then text=$(grep -v '^srun: \|\*\*\* STEP\|^ *$' "$file" 2>/dev/null | tail -n 1); fi
+  if [ -z "$text" ]; then text=$(grep 'srun: error: ' "$log/srun.log" | grep -vm 1 ': tasks\? '); fi
   echo "${text:-no answer: the node is down, or set up no container within $((check_timeout_s + image_timeout_s)) s}"
 }
 
@@ -456,7 +470,7 @@ check_node() { # folder hosts
   done
   if [ ${#check_arguments[@]} -gt 0 ]; then
     export TORCH_NCCL_BLOCKING_WAIT=1 # so that waiting for a broken node is an error and does not end this process
-    eval "$python"' -m mcore_rl.cli.node_check --hosts "$2" --node "$SLURM_NODEID" --port "$MASTER_PORT" "${check_arguments[@]}"' || exit
+    eval "$python"' -m mcore_rl.cli.node_check --hosts "$2" --node "$SLURM_NODEID" --port "$MASTER_PORT" "${check_arguments[@]}"' || explain_python $?
   fi
   touch "$1/$SLURMD_NODENAME"
 }
@@ -476,8 +490,9 @@ if [ -n "$is_checked" ]; then
   mkdir -p "$log/fit"
   timeout --kill-after=10 $((check_timeout_s + image_timeout_s + 30)) "${srun[@]}" "${on_each_host[@]}" --output="$log/check-%N.log" \
     bash -c "${inside:+$set_up}"$'\n'"$(text_of limit_check inside check_timeout_s)" check "$log/fit" "$(IFS=, && echo "${hosts[*]}")" \
-    "$set_up"$'\n'"$(text_of check_node pre_node check_arguments python)" &
+    "$set_up"$'\n'"$(text_of check_node pre_node check_arguments python)" 2>"$log/srun.log" &
   await $!
+  cat "$log/srun.log" >&2
   rc=null
   unfit=
   kinds=$logs/$queue_id.unfit # a line for each unfit node of this job: kind of the fault, node
@@ -493,9 +508,9 @@ if [ -n "$is_checked" ]; then
   if [ "$why" = term ]; then leave_on_term; fi
   if [ -n "$unfit" ]; then
     # A fault that all nodes have is the job's, or the cluster's file's: other nodes would have it too. One node proves
-    # nothing, unless it is a line of python.setup, and two nodes whose all-reduce fails may have one broken one between them.
+    # nothing, unless it is of [python], and two nodes whose all-reduce fails may have one broken one between them.
     enough=2
-    case $kind in python.setup*) enough=1 ;; *all-reduce*) enough=3 ;; esac
+    case $kind in python.*) enough=1 ;; *all-reduce*) enough=3 ;; esac
     all=$(grep -cF "$kind"$'\t' <(tail -n "$NUM_NODES" "$kinds"))
     seen=$(grep -F "$kind"$'\t' "$kinds" | sort -u | wc -l)
     if [ "$(tr -cd , <<<"$unfit" | wc -c)" = $((NUM_NODES - 1)) ] && [ "$all" = "$NUM_NODES" ] && [ "$seen" -ge "$enough" ]; then
@@ -535,8 +550,9 @@ found = os.path.dirname(list(spec.submodule_search_locations)[0]) if spec else "
 os.path.realpath(found) == os.path.realpath(sys.argv[1]) or sys.exit(f"OTHER CODE: mcore_rl is imported from {found}, and not from the copy of the code of this job, {sys.argv[1]}")'
 start_program() { # argument...
   if [ -n "$code_dir" ] && [ "${SLURM_LOCALID:-0}" = 0 ]; then
-    eval "$python"' -c "$import_check" "$code_dir"' || exit
+    eval "$python"' -c "$import_check" "$code_dir"' || explain_python $?
   fi
+  shopt -s execfail # an exec that fails is explained, too
   # A process above each rank outlives it and records how it died.
   case $starter in
     once) eval "exec $python"' -m "$module" "$@"' ;;
@@ -547,6 +563,7 @@ start_program() { # argument...
         -m mcore_rl.workers.rank_process "$module" "$@"'
       ;;
   esac
+  explain_python $?
 }
 
 if [ -n "$is_training" ]; then
@@ -581,7 +598,10 @@ if [ "$rc" != 0 ] && [ -z "$why" ]; then
   wait $!
 fi
 if [ "$rc" != 0 ]; then cause=$(sed -n 's/: UNFIT: /: /p; s/^OTHER CODE: //p' "$log"/node-*.log 2>/dev/null | head -n 1); fi
-case $cause in "mcore_rl is imported from "*) leave "${status[refused]}" refused "$cause. Correct python.setup, python.command or the container's image, and submit again" ;; esac
+case $cause in "mcore_rl is imported from "* | *": python.command cannot "*)
+  leave "${status[refused]}" refused "$cause. Correct python.setup, python.command or the container's image, and submit again"
+  ;;
+esac
 
 failed_with= # exit status that the first cause has
 find_cause() { # the first cause comes before all that followed from it
@@ -603,7 +623,7 @@ find_cause() { # the first cause comes before all that followed from it
     [ -n "$unwritten_cause" ]; then # the folder of the causes could not be written: it is read-only, or gone
     cause=${unwritten_cause#* }
   elif [ -z "$cause" ]; then # not even the process above a rank was left: Slurm may know
-    cause=$({ grep -hm1 'oom_kill event' "$log"/node-*.log || grep -m1 'srun: error: .*task' "$log/srun.log"; } 2>/dev/null | head -n 1)
+    cause=$({ grep -hm1 'oom_kill event' "$log"/node-*.log || grep -m1 'srun: error: ' "$log/srun.log"; } 2>/dev/null | head -n 1)
   fi
 }
 

@@ -5,7 +5,7 @@ sources the copy of launch/job.sh that the launch has made beside it, which does
 to read. The job writes to the run's folder:
 
 logs/<job>.<attempt>/       node-<host>.log, check-<host>.log, failures/ of ranks, failure.json (the first cause),
-                            srun.log: one folder per attempt
+                            srun.log (its stderr): one folder per attempt
 logs/<job>.tries            number of starts in a row without a new checkpoint
 logs/<job>.restarts         number of starts within an allocation, on spare nodes
 logs/holder                 id of the job that runs
@@ -130,7 +130,7 @@ class JobScript:
     module: str
     """Module for `python -m`: PROGRAMS[program].module, or mcore_rl.cli.cli."""
     arguments: tuple[str, ...]
-    """Arguments of the program: a config and fields. The script adds `run_dir=` and `train.hang_s=` for a training."""
+    """Arguments of the program: a config and fields. The script adds `run_dir=` for a training."""
     run_dir: str
     """Absolute path; elements of an array run in <run_dir>/<index>. Its logs/ must exist before sbatch."""
     is_training: bool = True
@@ -214,8 +214,6 @@ class JobScript:
     bad_node_crashes: int = 3
     """Number of crashes that begin on one node, among the last `bad_node_attempts` attempts, which exclude it."""
     bad_node_attempts: int = 10
-    hang_s: int = 0
-    """train.hang_s of a training, the limit of its steps; 0 keeps the config's."""
 
     def __post_init__(self) -> None:
         if violations := list(_violations(self)):
@@ -351,7 +349,7 @@ def _settings(job: JobScript) -> Iterator[str]:
             "array_field": job.array_field if job.array else "",
             "starter": job.starter,
             "module": job.module,
-            "arguments": (*job.arguments, *([f"train.hang_s={job.hang_s}"] if job.is_training and job.hang_s else [])),
+            "arguments": job.arguments,
             **({} if job.is_training else {"done_text": job.done_text}),
         },
         "its nodes": {

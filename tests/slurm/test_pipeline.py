@@ -1,7 +1,7 @@
 """Jobs that depend on each other, on nodes of which one is unfit; meanwhile a job whose ranks hang and die."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -95,7 +95,8 @@ def crashing(cluster: Cluster, pipeline: Pipeline) -> Crashing:
 
 
 def test_a_run_that_hangs_is_killed_and_is_asked_to_save_ends_bit_equal(cluster: Cluster, pipeline: Pipeline) -> None:
-    script = uninterrupted(cluster, "interrupted", hang_s=20, nodelist="n4,n5")
+    script = uninterrupted(cluster, "interrupted", nodelist="n4,n5")
+    script = replace(script, arguments=(*script.arguments, "train.hang_s=20"))
     run_dir = Path(script.run_dir)
     id_ = submit(cluster, script)
 

@@ -604,3 +604,90 @@ def test_neither_the_submitting_shell_nor_a_file_of_keys_changes_which_code_a_jo
     machines.attempt(code_dir=str(ROOT), python=sys.executable, environment_file=str(keys), setup=setup, hosts="n1")
     assert machines.ends == [("finished", "0", "")] and not (machines.run / "trained").exists()
     assert (machines.run / "logs/7.0/said").read_text() == "n1 3\n"
+
+
+PMIX = ("srun: error: pmi/pmix: can not load PMIx library", "srun: error: Invalid MPI type 'pmix'")
+"""Of Slurm 22.05, with SLURM_MPI_TYPE=pmix in the environment and without that library."""
+
+
+@pytest.mark.parametrize(("pre_node", "status"), [((), 0), (("true",), STATUS["refused"])])
+def test_where_srun_starts_nothing_its_first_line_is_the_cause(machines, pre_node, status):
+    """In the checks of the nodes, too, where no node has anything to say."""
+    said = "\n".join(f"echo {line!r} >&2".replace("\\'", "") for line in PMIX)
+    machines._install("bin/srun", f"#!/bin/bash\n{said}\nexit 1\n")
+    assert machines.attempt(pre_node=pre_node).returncode == status
+    ((_, then, cause),) = machines.ends
+    assert then == ("2" if status else "requeue") and cause.endswith(PMIX[0]) and machines.excluded == ""
+
+
+def test_every_step_is_started_without_mpi_and_with_the_environment_of_the_script(machines):
+    """Whatever SLURM_MPI_TYPE and SLURM_EXPORT_ENV the submitting shell has passed on."""
+    srun = machines.folder / "bin/srun"
+    srun.write_text(srun.read_text().replace("output=", 'echo "$*" >>"$CLUSTER/steps"; output=', 1))
+    machines.program("touch $RUN/DONE")
+    done = machines.attempt(**SPARE, pre_node=("true",), post_node=("true",))
+    assert done.returncode == 0, done.stdout
+    steps = [line for line in (machines.folder / "steps").read_text().splitlines() if line.startswith("-")]
+    assert len(steps) == 4 and all(step.startswith("--mpi=none --export=ALL ") for step in steps)
+
+
+PYTHONLESS = {  # bash ends with 127 or 126, env with 127
+    "pyhton": "pyhton: command not found",
+    "{code}": "Is a directory",
+    "env A=1 pyhton": ": No such file or directory",
+}
+
+
+@pytest.mark.parametrize(
+    ("python", "starter", "has_code", "is_checked"),
+    [
+        ("pyhton", "srun", False, False),
+        ("{code}", "torchrun", True, False),
+        ("env A=1 pyhton", "once", True, False),
+        ("pyhton", "srun", True, True),
+    ],
+)
+def test_a_python_that_cannot_be_started_ends_the_job_at_once_with_the_line_of_its_shell(
+    machines, python, starter, has_code, is_checked
+):
+    """No other node and no other attempt would go better."""
+    code = machines.folder / "copy"
+    code.mkdir()
+    fields = {"python": python.format(code=code), "code_dir": str(code) * has_code, "node_check": is_checked}
+    done = machines.attempt(hosts="n1", starter=starter, is_training=starter != "once", **fields)
+    assert done.returncode == STATUS["refused"]
+    ((_, then, cause),) = machines.ends
+    assert then == "2" and "python.command cannot be started: " in cause, cause
+    assert cause.endswith(PYTHONLESS[python])
+
+
+def test_a_save_that_takes_longer_than_signal_s_is_the_cause_with_the_field_to_raise(machines):
+    machines.program("[ $SLURMD_NODENAME = n1 ] || exit 0\nkill -USR1 $(ps -o ppid= $PPID)\n/bin/sleep 4")
+    assert machines.attempt(signal_s=4).returncode == 0
+    ((why, then, cause),) = machines.ends
+    assert (why, then) == ("limit", "requeue")
+    assert re.fullmatch(r"the run did not save within [23] s: set survival.signal_s=4 to more than a step .*", cause)
+
+
+@pytest.mark.parametrize(("since_s", "is_short"), [(40, True), (0, False)])
+def test_a_save_that_takes_longer_than_the_grace_time_of_a_preemption_is_the_cause(machines, since_s, is_short):
+    """Slurm's own lines, of 22.05: the step is cancelled first, and the job when the grace time is over."""
+    at = f"$(date -d '{since_s} seconds ago' +%FT%T)"
+    before = f"""echo "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT {at} ***"
+echo "x [7.0] on n1
+slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT {at} DUE TO PREEMPTION ***" >>$RUN/logs/7.log
+echo COMPLETING Reason=None >state"""
+    machines.program(TERMED.format(folder=machines.folder, before=before, after=""))
+    assert machines.attempt().returncode == STATUS["cancelled"]
+    ((why, _, cause),) = machines.ends
+    short = r"the run did not save in the grace time of 4\d s: ask for a longer GraceTime, or .* checkpoint.interval"
+    assert why == "preempted" and re.fullmatch(short if is_short else "Slurm requeues the job, or cancels it", cause)
+
+
+def test_a_run_folder_that_was_renamed_is_said_to_be_gone(machines, monkeypatch):
+    monkeypatch.setattr(job, "WRITABLE_S", 1)
+    machines.program("[ $SLURMD_NODENAME = n1 ] && mv $RUN $RUN.renamed; exit 1")
+    done = machines.attempt()
+    assert done.returncode == STATUS["no_space"] and not machines.run.exists()
+    gone = f"{machines.run} is gone: it was renamed, moved or deleted, or is not mounted. Give it back its name"
+    assert f"{gone}: waiting up to 1 s" in done.stdout
