@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checks.run import refuse
-from mcore_rl.config.cluster import ClusterConfig, ContainerConfig, NoContainer, NodeConfig
+from mcore_rl.config.cluster import ClusterConfig, ContainerConfig, NoContainer, NodeConfig, SlurmConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
@@ -176,6 +176,30 @@ RESERVED = {
     "SERVER_URLS": "is set by the job. Take it out",
 }
 """Patterns of names of environment variables, and why a cluster may not set them; the first that matches counts."""
+OPTION = re.compile(r"(--[a-z][\w-]*|-\w)[= ]*(.*)")
+"""An option of sbatch: its long or short name, and its value."""
+SET_BY_LAUNCH = {
+    "--time -t --timelimit": "slurm.time",
+    "--signal": "survival.signal_s",
+    "--requeue --no-requeue": "survival.max_attempts (a job is requeued until it is done)",
+    "--nodes -N --no-kill -k": "--nodes and survival.spares",
+    "--ntasks -n --ntasks-per-node --ntasks-per-gpu": "node.gpus or node.ranks",
+    "--distribution -m": "the order of the nodes (tensor-parallel ranks are neighbours)",
+    "--cpus-per-task -c": "node.cores",
+    "--mem --mem-per-cpu --mem-per-gpu --mem-per-node": "node.memory_gib",
+    "--gpus -G --gpus-per-node --gpus-per-socket --gpus-per-task --gres": "slurm.gpus_by, slurm.gpu_type and node.gpus",
+    "--exclusive --oversubscribe -s": "slurm.exclusive",
+    "--partition -p --account -A --qos -q --constraint -C": "slurm.partition, account, qos or constraint",
+    "--mail-user --mail-type": "slurm.mail_user and slurm.mail_type",
+    "--array -a --array-inx --dependency -d --kill-on-invalid-dep": "--array and --dependency",
+    "--nodelist -w --nodefile -F --exclude -x --reservation": "--nodelist, --exclude and --reservation",
+    "--job-name -J": "--name",
+    "--output -o --error -e --open-mode": "run_dir (logs are in <run_dir>/logs)",
+    "--chdir -D": "the folder that you launch from",
+    "--export --export-file": "environment and environment_file",
+    "--wait -W --test-only": "--check, which waits, and --dry-run",
+}
+"""Options of sbatch, some by the name of their SBATCH_ variable, and what sets them in a launch."""
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
@@ -238,8 +262,11 @@ def _slurm(cluster: ClusterConfig) -> Iterator[str]:
             "would be asked to save before it began. Lower it."
         )
     for option in slurm.options:
-        if not option.startswith("-") or "\n" in option:
+        match = OPTION.fullmatch(option)
+        if match is None:
             yield f'slurm.options names "{option}". Write an option of sbatch, as "--comment=moe".'
+        elif by := set_by_launch(match[1], match[2], slurm):
+            yield f'slurm.options names "{option}", which `mcore-rl launch` sets itself, by {by}. Take it out.'
 
 
 def _environment(environment: Mapping[str, str]) -> Iterator[str]:
@@ -256,6 +283,20 @@ def why_reserved(name: str) -> str:
     """Return why a cluster may not set the environment variable `name`, with the remedy; empty if it may."""
     whys = (why for names, why in RESERVED.items() if any(fnmatchcase(name, one) for one in names.split()))
     return next(whys, "")
+
+
+def set_by_launch(name: str, value: str, slurm: SlurmConfig) -> str:
+    """Return what sets an option of sbatch in a launch; empty for one that contradicts nothing that a launch writes."""
+    # sbatch takes a long name by any beginning that no other option has.
+    rows = ((names.split(), by) for names, by in SET_BY_LAUNCH.items())
+    names, by = next((row for row in rows if any(one.startswith(name) for one in row[0])), ([""], ""))
+    is_in_addition = {
+        "--export": value.startswith("ALL"),
+        "--distribution": value.startswith(("block", "*")),
+        "--exclusive": not slurm.exclusive and (value or name != "--exclusive"),
+        "--gpus": slurm.gpus_by == "none" or (name == "--gres" and slurm.gpus_by != "gres" and "gpu" not in value),
+    }
+    return "" if is_in_addition.get(names[0]) else by
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ def main(args: argparse.Namespace) -> int:
     job, folder = _job_of(args.job)
     found = slurm.in_queue([job]).get(job)
     if found is None or found.state != "RUNNING":
-        state = f"{found.state} {found.reason}".strip() if found else "not in the queue"
+        state = found.describe() if found else "not in the queue"
         raise ConfigError(f"job {job} is {state}: a shell needs a job that runs. See `mcore-rl jobs`.")
     cluster = load_config(ClusterConfig, folder / "cluster.toml")
-    return subprocess.call(step_of(job, cluster, Path.cwd(), args.node, args.command))
+    return subprocess.call(step_of(job, cluster, Path.cwd(), args.node, args.command), env=slurm.environment())
 
 
 def step_of(job: str, cluster: ClusterConfig, work_dir: Path, node: str, command: list[str]) -> list[str]:
@@ -31,7 +31,7 @@ def step_of(job: str, cluster: ClusterConfig, work_dir: Path, node: str, command
     """
     container = cluster.container
     is_shell = not command
-    words = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none"]
+    words = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none"]
     words += [f"--nodelist={node}"] if node else []
     words += ["--pty"] if is_shell and sys.stdin.isatty() else []
     if container.kind == "pyxis":

@@ -248,7 +248,9 @@ def _unknown_fields(kind: type[Section], options: JobOptions) -> Iterator[str]:
     known = [doc.key for doc in describe(kind)]
     given = {"--server-field": options.server_field, "--array-field": options.array_field if options.array else ""}
     for option, key in given.items():
-        if key and key not in known:
+        if key == "run_dir":
+            yield f"{option} {key}: the job sets run_dir itself, to <run_dir>/<index> in an array. Name another field."
+        elif key and key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             remedy = f"Did you mean {near[0]}?" if near else "Name one of `mcore-rl <program> --help`."
             yield f"{option} {key}: the config has no such field. {remedy}"

@@ -172,7 +172,7 @@ def in_use_violations(run_dir: Path) -> Iterator[str]:
     for job in jobs:
         if job in alive:
             yield (
-                f'run_dir="{run_dir}" is in use by job {job}, which is {alive[job].state}. Wait for it, end it '
+                f'run_dir="{run_dir}" is in use by job {job}, which is {alive[job].describe()}. Wait for it, end it '
                 f"(scancel {job}), or choose another run_dir."
             )
 

@@ -1,5 +1,6 @@
 """The only file that runs Slurm's commands. It parses their plain text: what `--json` writes differs by version."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 from mcore_rl.errors import McoreRlError
 
 TIMEOUT_S = 20
+OF_A_JOB = re.compile("SRUN_|SLURM_(?!CONF|CLUSTERS|JWT)")
+"""Beginnings of the names of environment variables of jobs and steps; the others are of the client programs."""
 SEPARATOR = "|"
 UNOPENED = "53"
 """The signal that Slurm records for a job that it could not start because its log could not be opened."""
@@ -70,6 +73,17 @@ class QueuedJob:
         """Whether the job waits or runs."""
         return self.state in ALIVE
 
+    def describe(self) -> str:
+        """Return the state, with the reason for which the job waits."""
+        return f"{self.state} ({self.reason})" if self.reason else self.state
+
+
+def environment() -> dict[str, str]:
+    """Return the environment without the variables of the job or step that this process runs in: a new job would
+    inherit them, and its srun takes options from them.
+    """
+    return {name: value for name, value in os.environ.items() if not OF_A_JOB.match(name)}
+
 
 def has(command: str) -> bool:
     """Return whether the command is on the PATH."""
@@ -112,6 +126,9 @@ def in_queue(jobs: Sequence[str], timeout_s: float = TIMEOUT_S) -> dict[str, Que
             # An array or a heterogeneous job as a whole runs when a part of it does.
             if key not in found or state == "RUNNING":
                 why = reason if state == "PENDING" else ""
+                if re.search("hold|held", f"{state} {reason}", re.IGNORECASE):
+                    by = " by an administrator" if "Admin" in reason else ""
+                    why = f"{reason or state}: held until `scontrol release {job}`{by}"
                 found[key] = QueuedJob(job=key, state=state, reason=why, nodes=nodes)
     return found
 
@@ -201,6 +218,7 @@ def _run(
             errors="replace",
             timeout=timeout_s,
             check=False,
+            env=environment(),
         )
     except subprocess.TimeoutExpired:
         raise SlurmUnreachableError(f"{command[0]} has not answered for {timeout_s:g} s. Try again later.") from None

@@ -12,10 +12,10 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mcore_rl.checks.cluster import REPORT, SOUND, check_cluster
+from mcore_rl.checks.cluster import REPORT, SOUND, check_cluster, set_by_launch
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
-from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.cluster import ClusterConfig, SlurmConfig
 from mcore_rl.config.kinds import READERS
 from mcore_rl.config.load import files_of, kind_of, load_config
 from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingStage
@@ -51,6 +51,7 @@ def main(args: argparse.Namespace) -> int:
     """Submit the jobs, or show them with --dry-run; return the exit status."""
     cluster = load_config(ClusterConfig, args.cluster)
     check_cluster(cluster)
+    refuse([text for variable in os.environ.items() for text in _overriding(*variable, cluster.slurm)])
     plans = list(_plans(args, cluster))
     if not plans:
         sys.stderr.write(f"{args.config}: all stages are finished; nothing is submitted\n")
@@ -70,6 +71,14 @@ def main(args: argparse.Namespace) -> int:
         )
     jobs = _submit_all(plans, code)
     return _await_check(plans[0], jobs[0]) if args.check else 0
+
+
+def _overriding(name: str, value: str, slurm: SlurmConfig) -> Iterator[str]:
+    """Yield a sentence if an environment variable of sbatch replaces an option of the script: sbatch prefers it."""
+    option = name.removeprefix("SBATCH_").lower().replace("_", "-")
+    by = set_by_launch(f"--{option}", value, slurm) if name.startswith("SBATCH_") else ""
+    if by and getattr(slurm, option, "") is not None:  # a field that the cluster's file leaves open may be a user's
+        yield f"{name}={value} of this shell would replace what `mcore-rl launch` sets by {by}. Unset it."
 
 
 def _await_check(plan: PlannedJob, job: str) -> int:

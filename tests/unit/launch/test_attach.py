@@ -27,7 +27,8 @@ def test_a_command_runs_beside_the_job_in_the_container_of_its_steps(launched, s
     slurm.says("squeue", "12|N/A|RUNNING|None|n[1-2]\n")
     slurm.says("scontrol", f"JobId=12 JobName=a Command={launched}/job.sbatch WorkDir=/home/user NodeList=n1\n")
     assert main(["attach", job, "--node", "n2", "--", "nvidia-smi", "--list-gpus"]) == 0
-    step = "--jobid=12 --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist=n2 --container-name=mcore_rl_12"
+    step = "--jobid=12 --overlap --nodes=1 --ntasks=1 --cpu-bind=none --mpi=none --nodelist=n2"
+    step += " --container-name=mcore_rl_12"
     expected = f"{step} --container-workdir={os.getcwd()} bash -c exec nvidia-smi --list-gpus\n"
     assert slurm.asked("srun") == expected
 
@@ -45,7 +46,7 @@ def test_an_apptainer_and_the_lines_of_set_up_come_before_the_shell(launched, sl
 @pytest.mark.parametrize(
     ("squeue", "job", "message"),
     [
-        ("12|N/A|PENDING|Resources|\n", "12", "job 12 is PENDING Resources: a shell needs a job that runs"),
+        ("12|N/A|PENDING|Resources|\n", "12", "job 12 is PENDING (Resources): a shell needs a job that runs"),
         ("", "12", "job 12 is not in the queue"),
         ("", "13", "job 13 is not one of `mcore-rl launch`"),
         ("", "runs/b", "runs/b is neither the id of a job nor a run that was launched"),

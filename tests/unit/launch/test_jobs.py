@@ -5,6 +5,7 @@ import pytest
 
 from mcore_rl.cli.cli import main
 from mcore_rl.launch.job import STATUS
+from mcore_rl.launch.preflight import in_use_violations
 
 
 class Run:
@@ -79,6 +80,21 @@ def test_a_waiting_job_is_listed_with_its_reason(run, slurm, capsys):
     slurm.says("squeue", "12|N/A|PENDING|Resources|\n")
     row = listed(capsys, "runs/a")["a"]
     assert (row["state"], row["why"], row["step"], row["age"]) == ("PENDING", "Resources", "-", "-")
+
+
+@pytest.mark.parametrize(
+    ("reason", "by"),
+    [("JobHeldUser", ""), ("JobHeldAdmin", " by an administrator"), ("job requeued in held state", "")],
+)
+def test_a_held_job_is_listed_with_the_command_that_releases_it(run, slurm, capsys, reason, by):
+    """Reasons of Slurm 22.05, for `scontrol hold` and `scontrol requeuehold`."""
+    slurm.says("squeue", f"12|N/A|PENDING|{reason}|\n")
+    why = f"{reason}: held until `scontrol release 12`{by}"
+    assert listed(capsys, "runs/a")["a"]["why"] == why
+    assert list(in_use_violations(run.path)) == [
+        f'run_dir="{run.path}" is in use by job 12, which is PENDING ({why}). Wait for it, end it (scancel 12), or '
+        "choose another run_dir."
+    ]
 
 
 @pytest.mark.parametrize(

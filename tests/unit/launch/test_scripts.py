@@ -4,12 +4,14 @@ RENEW_GOLDEN=1 python -m pytest tests/unit/launch/test_scripts.py
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mcore_rl.checks.cluster import set_by_launch
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import kind_of, load_config
@@ -101,6 +103,27 @@ def test_directives_come_before_the_first_command_since_sbatch_stops_reading_the
     first = next(index for index, line in enumerate(lines) if not line.startswith("#"))
     assert all(not line.startswith("#SBATCH") for line in lines[first:])
     assert any(line.startswith("#SBATCH --nodes") for line in lines[:first])
+
+
+SHORT = (
+    "-a --array, -A --account, -C --constraint, -c --cpus-per-task, -D --chdir, -d --dependency, -e --error, "
+    "-F --nodefile, -G --gpus, -J --job-name, -k --no-kill, -m --distribution, -N --nodes, -n --ntasks, -o --output, "
+    "-p --partition, -q --qos, -s --oversubscribe, -t --time, -W --wait, -w --nodelist, -x --exclude"
+)
+"""Of `sbatch --help` in Slurm 22.05, the short options that contradict a launch."""
+
+
+def test_a_cluster_may_set_no_option_that_a_script_has(case):
+    text, written = script(case).partition("#SBATCH hetjob")[0], cluster_of("example_h100").slurm
+    options = re.findall(r"^#SBATCH (--[\w-]+)(?:=(.*))?$", text, re.MULTILINE)
+    own = [option for option in options if option not in (("--comment", "mcore_rl"),)]
+    assert len(own) > 9 and not [option for option in own if not set_by_launch(*option, written)]
+
+
+def test_a_short_option_is_refused_as_its_long_one_is():
+    slurm = cluster_of("example_h100").slurm
+    for short, long in (pair.split() for pair in SHORT.split(", ")):
+        assert set_by_launch(short, "x", slurm) == set_by_launch(long, "x", slurm) != ""
 
 
 def test_the_golden_files_are_those_of_the_cases():

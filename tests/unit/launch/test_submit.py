@@ -146,6 +146,10 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
         (["--server-command", "serve"], "need --servers N"),
         (["--servers", "1", "--server-command", "s", "--server-field", "log.projet"], "Did you mean log.project?"),
         (["--array", "0-3", "--array-field", "train.sed"], "Did you mean train.seed?"),
+        (
+            ["--array", "0-3", "--array-field", "run_dir"],
+            "--array-field run_dir: the job sets run_dir itself, to <run_di",
+        ),
         (["mesh.tp=3"], "on 1 nodes of 4 ranks"),
         (["mesh.ep=3"], "is not a multiple of mesh.ep=3"),
         (["mesh.tpp=3"], "Did you mean mesh.tp?"),
@@ -163,6 +167,38 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
 def test_what_would_fail_later_is_refused_before_anything_is_submitted(words, message, home, slurm, capsys):
     assert launch(DATA, *words) == 2
     assert message in capsys.readouterr().err and slurm.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "by"),
+    [
+        ("SBATCH_TIMELIMIT", "7", "slurm.time"),
+        ("SBATCH_NO_REQUEUE", "1", "survival.max_attempts"),
+        ("SBATCH_EXPORT", "NONE", "environment"),
+        ("SBATCH_PARTITION", "debug", "slurm.partition"),
+    ],
+)
+def test_a_variable_that_sbatch_prefers_to_the_script_is_refused(name, value, by, home, slurm, capsys, monkeypatch):
+    """So it does with all of them; seen with SBATCH_TIMELIMIT of Slurm 22.05."""
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")  # the cluster's file leaves that open
+    monkeypatch.setenv("SBATCH_WAIT_ALL_NODES", "1")
+    assert launch(DATA, "--dry-run") == 0
+    monkeypatch.setenv(name, value)
+    assert launch(DATA) == 2 and slurm.submitted == []
+    assert f"{name}={value} of this shell would replace what `mcore-rl launch` sets by {by}" in capsys.readouterr().err
+
+
+def test_a_job_inherits_nothing_of_the_job_that_it_is_launched_from(home, slurm, monkeypatch):
+    """An interactive step has SLURM_CPU_BIND and the like, from which srun would take options in the new job."""
+    (slurm.bin / "env").symlink_to("/usr/bin/env")
+    sbatch = slurm.bin / "sbatch"
+    sbatch.write_text(sbatch.read_text().replace("echo", f"env >{slurm.folder}/environment; echo", 1))
+    given = {"SLURM_CPU_BIND": "mask_cpu:0x8", "SLURM_MPI_TYPE": "pmix", "SRUN_DEBUG": "3", "SLURM_CONF": "/etc/a.conf"}
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    assert launch(DATA, "--dry-run") == 0
+    names = {line.partition("=")[0] for line in (slurm.folder / "environment").read_text().splitlines()}
+    assert names & given.keys() == {"SLURM_CONF"}
 
 
 def test_a_hugging_face_folder_is_imported_before_jobs_load_it(home, slurm, capsys):
@@ -396,7 +432,7 @@ def test_a_run_whose_fence_names_a_live_job_is_refused(home, slurm, capsys):
     (run / "writer.json").write_text(json.dumps({"job": "77", "number": 0, "host": "n1", "pid": 1, "born": 1}))
     slurm.says("squeue", "77|N/A|RUNNING||n1\n")
     assert launch(DATA) == 2
-    assert "is in use by job 77, which is RUNNING" in capsys.readouterr().err and "77" in slurm.asked("squeue")
+    assert "is in use by job 77, which is RUNNING. Wait" in capsys.readouterr().err and "77" in slurm.asked("squeue")
     (slurm.folder / "squeue").unlink()
     slurm.fails("squeue", "slurm_load_jobs error: Invalid job id specified")
     assert launch(DATA) == 0
