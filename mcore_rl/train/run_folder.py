@@ -130,10 +130,16 @@ class Fence:
         """Raise CheckpointError on this rank if this run is not the writer; for rank 0, when it acts for all ranks."""
         with checkpoint_errors_explained(self._path, "reading"):
             writer = read_writer(self._path)
-        if writer != self._me:
-            taker = writer.describe() if writer else "somebody who deleted the file"
+        folder = self._path.parent
+        if writer is None:
             raise CheckpointError(
-                f"{self._path.parent} now belongs to {taker}: this run ({self._me.describe()}) stops without saving. "
+                f"{self._path if folder.is_dir() else folder} was renamed, moved or deleted while this run "
+                f"({self._me.describe()}) wrote to its folder: it stops without saving. Give the folder back its name, "
+                "and start again: the run resumes from its last checkpoint"
+            )
+        if writer != self._me:
+            raise CheckpointError(
+                f"{folder} now belongs to {writer.describe()}: this run ({self._me.describe()}) stops without saving. "
                 "Let only one of them run"
             )
 

@@ -94,7 +94,7 @@ def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
     # Keys on lines of their own, the headline first: the job script reads it with sed.
     content = json.dumps(asdict(failure), indent=1, ensure_ascii=False) + "\n"
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was renamed is not made anew
         try:
             write_atomically(path, content)
         except OSError as error:

@@ -107,8 +107,25 @@ def test_a_writer_that_was_taken_over_hears_it_on_all_ranks(tmp_path: Path) -> N
     first, second = run_ranks(lost, 2, tmp_path)
     assert first == second
     assert f"{tmp_path} now belongs to job 12 attempt 3, process 5 on n7" in first[0]
-    assert "somebody who deleted the file" in first[1]
+    assert f"{tmp_path}/writer.json was renamed, moved or deleted while this run (process " in first[1]
     assert "is damaged" in first[2]
+
+
+def renamed(path: Path) -> str:
+    """On a rank: what a check says after the folder was renamed."""
+    fence = RunFolder(path).claim()
+    path.rename(path.with_name("renamed"))
+    with pytest.raises(CheckpointError) as error:
+        fence.check()
+    return str(error.value)
+
+
+def test_a_run_whose_folder_was_renamed_says_so_and_makes_no_folder_of_the_old_name(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    (message,) = run_ranks(renamed, 1, path)
+    assert message.startswith(f"{path} was renamed, moved or deleted while this run (process ")
+    assert "Give the folder back its name, and start again: the run resumes from its last checkpoint" in message
+    assert not path.exists()
 
 
 def done(path: Path) -> tuple[str | None, str | None]:

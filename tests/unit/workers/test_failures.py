@@ -40,6 +40,12 @@ def test_a_dead_rank_and_a_rank_s_own_error_explain_the_others_and_the_earlier_o
         time.sleep(0.002)  # file names have milliseconds
 
 
+def test_a_cause_makes_no_folder_of_a_run_that_was_renamed_anew(tmp_path, capsys):
+    """The user could not give the run's folder its name back."""
+    assert note_failure(rank_failure(0, 2, "gone"), tmp_path / "run/logs/7.0/failures") is None
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().err.endswith(f"rank 0 on {HOST}: gone\n")
+
+
 def test_a_long_error_of_several_lines_becomes_one_line_of_500_characters():
     assert rank_failure(0, 1, "A:\n - b\n - c", host="n1").headline == "rank 0 on n1: A: - b - c"
     assert len(rank_failure(0, 1, "x" * 9999, host="n1").headline) == len("rank 0 on n1: ") + 500
