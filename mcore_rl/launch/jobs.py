@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mcore_rl.errors import ConfigError, escaped
+from mcore_rl.errors import ConfigError, DataError, escaped
 from mcore_rl.launch import slurm
 from mcore_rl.launch.job import MEANING, STATUS
 from mcore_rl.launch.records import (
@@ -21,6 +21,7 @@ from mcore_rl.launch.records import (
     submissions,
     tail,
 )
+from mcore_rl.storage.files import run_errors_explained
 
 TAIL_BYTES = 1_000_000
 """Size of the end of metrics.jsonl that is read; tables of the experts' load are long lines."""
@@ -55,7 +56,10 @@ class RunStatus:
 
 def main(args: argparse.Namespace) -> int:
     """Print a line for each run."""
-    runs = list(dict.fromkeys(run for path in args.runs for run in found_runs(path)))
+    runs: list[Path] = []
+    for path in args.runs:
+        with run_errors_explained(path):
+            runs += [run for run in found_runs(path) if run not in runs]
     if not runs:
         folders = ", ".join(map(str, args.runs))
         raise ConfigError(f"{folders}: no run in it was launched. Name the run_dir of one, or a folder of them.")
@@ -70,7 +74,13 @@ def main(args: argparse.Namespace) -> int:
         queued = slurm.in_queue(list(dict.fromkeys(entry.job for entry in latest.values())), SLURM_S)
     except slurm.SlurmError as error:
         sys.stderr.write(f"{error} States come from the runs' folders alone.\n")
-    statuses = [status_of(run, entry, queued) for run, entry in latest.items()]
+    statuses = []
+    for run, entry in latest.items():
+        try:
+            with run_errors_explained(run):
+                statuses.append(status_of(run, entry, queued))
+        except DataError as error:  # the other runs may be readable
+            sys.stderr.write(f"{error}. It is left out.\n")
     if args.json:
         sys.stdout.write(json.dumps([asdict(status) for status in statuses], indent=1) + "\n")
         return 0
@@ -81,6 +91,8 @@ def main(args: argparse.Namespace) -> int:
 
 def found_runs(path: Path) -> Iterator[Path]:
     """Yield the run at `path`, or those below it; for an array, its elements."""
+    for folder in (path, path / FOLDER):
+        list(folder.iterdir() if folder.is_dir() else ())  # glob passes over a folder that may not be read
     for level in range(LEVELS + 1):
         pattern = "/".join(["*"] * level + [FOLDER, "*", "submission.json"])
         for file in sorted(path.glob(pattern)):

@@ -94,7 +94,7 @@ def done(run_dir: Path) -> str:
     """Return the text of DONE; empty while the run is not done."""
     try:
         return (run_dir / "DONE").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return ""
 
 
@@ -127,7 +127,7 @@ def tail(path: Path, num_bytes: int) -> Iterator[dict[str, object]]:
             start = max(0, size - num_bytes)
             file.seek(start)
             lines = file.read().splitlines()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return
     for line in reversed(lines[1:] if start else lines):
         try:

@@ -25,7 +25,7 @@ from mcore_rl.report.figures import EXPERTS, LEARNING, SPEED
 from mcore_rl.report.notices import Notice, notices
 from mcore_rl.report.runs import STAGES, RunRecord, Stage, read_runs
 from mcore_rl.report.samples import SHADES, SampledStep, before_and_after, last_traced
-from mcore_rl.storage.files import has_mark, refuse_replacing, write_atomically
+from mcore_rl.storage.files import has_mark, refuse_replacing, run_errors_explained, write_atomically
 
 HOST = "127.0.0.1"
 FILES = ("*", "samples/*.jsonl", "logs/*/failure.json")
@@ -234,17 +234,18 @@ def rendered(views: Sequence[RunView], stamp: str = "") -> str:
 
 
 def _view(run_index: int, run: RunRecord) -> RunView:
-    return RunView(
-        run_index=run_index,
-        run=run,
-        headline=summary.headline(run),
-        tagline=summary.tagline(run),
-        provenance=summary.provenance(run),
-        notices=notices(run),
-        samples=before_and_after(run.path),
-        traced=last_traced(run.path),
-        config=(run.path / "config.toml").read_text(encoding="utf-8"),
-    )
+    with run_errors_explained(run.path):
+        return RunView(
+            run_index=run_index,
+            run=run,
+            headline=summary.headline(run),
+            tagline=summary.tagline(run),
+            provenance=summary.provenance(run),
+            notices=notices(run),
+            samples=before_and_after(run.path),
+            traced=last_traced(run.path),
+            config=(run.path / "config.toml").read_text(encoding="utf-8"),
+        )
 
 
 def _stage(stage: Stage, runs: Sequence[RunRecord], drawn: list[Chart]) -> StageView | None:

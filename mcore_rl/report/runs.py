@@ -13,6 +13,7 @@ from typing import Any, Literal
 from mcore_rl.errors import DataError
 from mcore_rl.metrics.attempts_file import RunAttempt, read_attempts
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
+from mcore_rl.storage.files import run_errors_explained
 
 Stage = Literal["pretrain", "sft", "rm", "dpo", "rl"]
 STAGES: dict[Stage, str] = {
@@ -113,12 +114,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
 
 def read_run(path: Path, name: str) -> RunRecord:
     """Return the run in a folder; DataError where it is none, is damaged or may not be read."""
-    try:
+    with run_errors_explained(path):
         return _read_run(path, name)
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or path} cannot be read: {error.strerror}. A report needs all files of its runs"
-        ) from None
 
 
 def _read_run(path: Path, name: str) -> RunRecord:

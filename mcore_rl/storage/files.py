@@ -180,6 +180,23 @@ def checkpoint_errors_explained(path: Path, doing: str) -> Iterator[None]:
 
 
 @contextmanager
+def run_errors_explained(run_dir: Path) -> Iterator[None]:
+    """Raise a DataError in place of any OSError of reading a run: the file, its run, and whose it is."""
+    try:
+        yield
+    except OSError as error:
+        file = Path(error.filename or run_dir)
+        seen = existing_part(file)
+        owner = f"user {seen.stat().st_uid}"
+        with suppress(KeyError):  # a number without a name
+            owner = seen.owner()
+        raise DataError(
+            f"{file} of the run {run_dir} cannot be read: {error.strerror}. {seen} belongs to {owner}, who can "
+            "give you the right to read all of the run"
+        ) from None
+
+
+@contextmanager
 def full_disk_explained(run_dir: Path) -> Iterator[None]:
     """Raise a TrainingError in place of the errors of a full disk in the run of a folder; other errors stay as they
     are.
@@ -456,8 +473,9 @@ def _identities(path: Path) -> set[tuple[int, int]]:
 
 def _with_linked_files(source: Path) -> Iterator[Path]:
     yield source
-    if source.is_dir():
-        yield from (Path(os.path.realpath(entry)) for entry in source.iterdir() if entry.is_symlink())
+    with suppress(PermissionError):  # who reads the source names what may not be read
+        if source.is_dir():
+            yield from [Path(os.path.realpath(entry)) for entry in source.iterdir() if entry.is_symlink()]
 
 
 def unfinished_download(folder: Path) -> str:

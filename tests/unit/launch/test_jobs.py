@@ -1,9 +1,15 @@
 import json
+import os
+import shutil
+import tempfile
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from mcore_rl.cli.cli import main
+from mcore_rl.cli.show import make_report  # now: another user may not read Python's own files
 from mcore_rl.launch.job import STATUS
 from mcore_rl.launch.preflight import in_use_violations
 
@@ -320,3 +326,60 @@ def test_a_warning_that_quotes_a_completion_reaches_the_terminal_with_its_contro
     assert main(["jobs", str(run.path)]) == 0
     shown = capsys.readouterr().out
     assert "warning: it wrote \\x1b[2J\\x1b]0;title\\x07 (step 2)" in shown and "\x1b" not in shown
+
+
+@contextmanager
+def another_user():
+    """Root reads everything; another user does not read what has no permissions."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def theirs():
+    """A run in a folder that everybody may enter, with nothing in it that is not readable."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield Run(folder / "runs/a")
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("unreadable", ["attempts.jsonl", "metrics.jsonl", "DONE", "launch", ""])
+def test_a_run_of_another_user_is_named_with_what_cannot_be_read_and_whose_it_is(
+    theirs, home, slurm, capsys, unreadable
+):
+    theirs.attempt("start")
+    (theirs.path / "metrics.jsonl").touch()
+    (theirs.path / "DONE").touch()
+    path = theirs.path / unreadable
+    path.chmod(0)
+    with another_user():
+        status = main(["jobs", str(theirs.path)])
+    path.chmod(0o755)
+    err = capsys.readouterr().err
+    assert f"{path} of the run {theirs.path} cannot be read: Permission denied. {path} belongs to {path.owner()}" in err
+    assert status == (2 if unreadable in ("launch", "") else 0)
+
+
+@pytest.mark.parametrize("unreadable", ["config.toml", "metrics.jsonl", "logs/7.0/failure.json", ""])
+def test_a_report_on_a_run_of_another_user_names_the_run_and_not_the_page(theirs, home, slurm, capsys, unreadable):
+    (theirs.path / "logs/7.0").mkdir(parents=True)
+    for name in ("metrics.jsonl", "logs/7.0/failure.json"):
+        (theirs.path / name).touch()
+    config = Path(__file__).parents[3] / "launch/recipes/tiny_moe/pretrain.toml"
+    (theirs.path / "config.toml").write_text(config.read_text())
+    path = theirs.path / unreadable
+    path.chmod(0)
+    os.chdir(theirs.path.parent)
+    with another_user():
+        assert main(["report", str(theirs.path)]) == 2, make_report
+    path.chmod(0o755)
+    err = capsys.readouterr().err
+    assert f" of the run {theirs.path} cannot be read: Permission denied. {path} belongs to {path.owner()}" in err
+    assert "--output" not in err
