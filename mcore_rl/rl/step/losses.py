@@ -148,13 +148,16 @@ def anchored_means(values_T: Tensor, sequence_T: Tensor, lengths_N: Tensor, cp: 
 
 LARGEST_ERROR = 0.2
 """Largest relative error of the KL that the controller responds to."""
+KL_COEFFS = torch.finfo(torch.float32)
+"""Range of a KL coefficient, which weighs float32 terms: from the smallest normal number to the largest."""
 
 
 def next_kl_coeff(coeff: float, kl_nats: float, *, target: float, horizon: int, num_completions: int) -> float:
     """Return the coefficient of the next rollout batch: larger where the KL is above its target, smaller below it.
 
-    The paper multiplies by 1 + error x completions / horizon, which is negative for batches of more than five horizons;
-    exp(error x completions / horizon) is the same for small steps and always positive.
+    The authors of arXiv 1909.08593 limit the error to 0.2 and multiply by 1 + error x completions / horizon, which is
+    negative beyond five horizons. Here that is added to the logarithm, the same for small steps, and a batch of more
+    than one horizon counts as one: a factor is at most e^0.2. The coefficient stays a number of float32.
 
     Args:
         coeff: the coefficient of this rollout batch.
@@ -164,7 +167,7 @@ def next_kl_coeff(coeff: float, kl_nats: float, *, target: float, horizon: int, 
         num_completions: completions in this rollout batch.
     """
     error = min(max(kl_nats / target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
-    return coeff * exp(error * num_completions / horizon)
+    return min(max(coeff * exp(error * min(1.0, num_completions / horizon)), KL_COEFFS.tiny), KL_COEFFS.max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
