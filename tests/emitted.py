@@ -49,7 +49,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "rl/*",
         "eval/accuracy",
         "eval/prompts",
-        "eval/reward",
+        "eval/reward*",
         "eval/completion_tokens",
         "eval/truncated_fraction",
         "eval/pass_at_K",

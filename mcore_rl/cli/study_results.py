@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 
 from mcore_rl.metrics.attempts_file import read_attempts
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 from mcore_rl.metrics.metric_table import row_name
+from mcore_rl.metrics.verdict import student_t
 
 SERIES = (
     "reward/mean",
@@ -50,8 +51,6 @@ LAYER = re.compile(r"/layer_(\d+)/")
 DIGITS = 5
 TAIL = 0.2
 """Fraction of rollout batches, at the end of a run, that the columns "at the end" average over."""
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t at 97.5 % for 1, 2, ... degrees of freedom."""
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#3ca951", "#a463f2", "#6cc5b0", "#9c6b4e", "#97bbf5")
 DASHES = ("", "6 3", "2 2")
 """Strokes for the first eight arms, the next eight, and further arms."""
@@ -155,19 +154,6 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     if len(values) < 2:
         return fmean(values), None
     return fmean(values), student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-
-
-def student_t(degrees: int) -> float:
-    """Return Student's t at 97.5 %; beyond the table by the Cornish-Fisher expansion, accurate to 1e-3."""
-    if degrees <= len(T_95):
-        return T_95[degrees - 1]
-    z = NormalDist().inv_cdf(0.975)
-    return (
-        z
-        + (z**3 + z) / (4 * degrees)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
-    )
 
 
 def interval_text(values: Sequence[float]) -> str:

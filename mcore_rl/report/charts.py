@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from mcore_rl.metrics.metric_table import row_of
-from mcore_rl.metrics.progress import wilson
+from mcore_rl.metrics.verdict import wilson
 from mcore_rl.report.figures import LAYER_MAPS, Band, Figure, Line
 from mcore_rl.report.runs import RunRecord, Series
 from mcore_rl.report.summary import ACCURACY, NUM_PROMPTS, by_conditions, own_conditions

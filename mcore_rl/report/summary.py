@@ -3,13 +3,14 @@
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import fmean, median_low
 from typing import Any
 
 from mcore_rl.config.sft import evaluation_conditions
 from mcore_rl.config.toml import toml_value
 from mcore_rl.metrics.attempts_file import RunAttempt
-from mcore_rl.metrics.progress import wilson
+from mcore_rl.metrics.verdict import OverOptimization, verdict, wilson
 from mcore_rl.planning.estimate import Planned, plan_of_run
 from mcore_rl.report.runs import RunRecord, Series
 
@@ -190,7 +191,18 @@ def mesh_text(mesh: Mapping[str, Any]) -> str:
     return ", ".join(sizes_text) or "one rank"
 
 
+def _verdict(run: RunRecord) -> str:
+    """Return whether a run of reinforcement learning learned, and the first alarm for its reward."""
+    if run.stage != "rl" or (found := verdict(run.records)) is None:
+        return ""
+    reward = run.config["rl"].get("reward", {})
+    watch = OverOptimization(reward.get("parts", ()), reward.get("weights"))
+    alarms = filter(None, map(watch.of_record, run.records))
+    return ". ".join([found.text, *(alarm.removeprefix("warning: ") for alarm in islice(alarms, 1))])
+
+
 NUMBERS: dict[str, Callable[[RunRecord], str]] = {
+    "verdict": _verdict,
     "steps": lambda run: str(run.last_step),
     "time": lambda run: duration(run.seconds),
     "tokens trained on": lambda run: count(next(reversed(run.series("train/consumed_tokens").values), None)),

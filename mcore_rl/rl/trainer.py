@@ -9,19 +9,19 @@ from mcore_rl.megatron.schedule import MAX
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 from mcore_rl.metrics.metrics import Metric, reduced
 from mcore_rl.metrics.performance import memory_metrics, peak_flops, speed_metrics
+from mcore_rl.metrics.verdict import OverOptimization, verdict
 from mcore_rl.model.router_load import RouterLoad
 from mcore_rl.planning.flops import train_flops_by_length
 from mcore_rl.rl.batch import Minibatch
 from mcore_rl.rl.rollouts.evaluation import (
     evaluate_policy,
-    evaluation_interval,
     evaluation_metrics,
     gather_samples,
     table_lines,
     write_samples,
 )
 from mcore_rl.rl.rollouts.rollout import Rollouts
-from mcore_rl.rl.rollouts.signal import LearningWarnings, evaluation_warnings, update_signal
+from mcore_rl.rl.rollouts.signal import LearningWarnings, Onset, update_signal
 from mcore_rl.rl.step.learner import Learner
 from mcore_rl.rl.step.losses import staleness_metrics, update_metrics
 from mcore_rl.rl.step.policy_routes import RefusedCompletionsError
@@ -53,6 +53,9 @@ class RlTrainer(Trainer):
         if self.state.progress.step == 0 and self.config.train.eval_interval:
             self._pause_to_evaluate(is_last=False)
         super().run()
+        is_done = self.state.progress.step >= self.config.train.steps
+        if is_done and self.state.platform.rank == 0 and (found := verdict(self.step_log.records())):
+            self.log.message(found.line)
 
     def _step(self) -> None:
         """Run a rollout batch: generate and score completions, learn from them, and give the engine the new weights."""
@@ -108,22 +111,7 @@ class RlTrainer(Trainer):
             self.log.message(f"evaluation: {warning}")
         metrics = list(evaluation_metrics(summaries))
         self.log.write_now(self.state.progress.step, metrics)
-        measured = evaluation_interval(summaries)
-        if is_last and measured is not None and self.state.platform.rank == 0:
-            name, interval = measured
-            start, end = self._first_evaluation(name), reduced(metrics)[name]
-            if start is not None and isinstance(end, int | float):
-                for line in evaluation_warnings(name, start, end, interval):
-                    self.log.message(line)
-
-    def _first_evaluation(self, name: str) -> float | None:
-        """Return the metric's value before the first step, on rank 0; None if it was not measured.
-
-        It is read from the log, because an earlier process of the run may have made that evaluation.
-        """
-        records = read_records(self.folder.path / FILE_NAME)
-        first = next((record[name] for record in records if record["step"] == 0 and name in record), None)
-        return float(first) if isinstance(first, int | float) else None
+        self.step_log.watch(metrics)
 
 
 class ReportsSkip(Protocol):
@@ -146,7 +134,15 @@ class StepLog:
         self._run, self._state, self._config = run, run.state, config
         self._rollouts, self._learner, self._report_skip = rollouts, learner, report_skip
         advantage = config.rl.advantage
-        self._learning = LearningWarnings(compares_groups=advantage.compares_group or not advantage.is_of_tokens)
+        self._learning = LearningWarnings(
+            compares_groups=advantage.compares_group or not advantage.is_of_tokens,
+            num_rollouts=config.train.steps // config.updates_per_rollout,
+        )
+        self._over_optimization = OverOptimization(config.rl.reward.parts, config.rl.reward.weights)
+        self._alarm = Onset()
+        if run.state.platform.rank == 0:
+            for record in self.records():  # those of earlier starts
+                self._over_optimization.of_record(record)
         self._compares_rewards = advantage.compares_group and not advantage.uses_steps
         """Whether an advantage compares a completion's reward with the rewards of its group."""
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
@@ -156,6 +152,17 @@ class StepLog:
         """Whether all completions of the previous rollout batch were truncated; the warning is then not repeated."""
         self._samples: tuple[int, Sequence[Mapping[str, Any]]] | None = None
         """Step and samples of this rollout batch, if they are written."""
+
+    def records(self) -> Iterator[Mapping[str, object]]:
+        """Yield the run's metrics so far, also those of earlier starts."""
+        path = self._run.folder.path / FILE_NAME
+        yield from read_records(path) if path.exists() else ()
+
+    def watch(self, metrics: Sequence[Metric]) -> None:
+        """Warn when the reward begins to be over-optimised by metrics of a rollout batch or of an evaluation."""
+        alarm = self._over_optimization.of_record({"step": self._state.progress.step, **reduced(metrics)})
+        if self._alarm.begins(holds=alarm is not None) and alarm is not None:
+            self._run.log.message(alarm)
 
     def begin(self) -> None:
         """Begin a rollout batch, before its completions are generated."""
@@ -198,6 +205,7 @@ class StepLog:
         self._metrics += [*metrics, *self._rollout.metrics]
         self._metrics += self._rollout_metrics(time.perf_counter() - self._begin_s)
         self._write(self._last_report)
+        self.watch(self._rollout.metrics)
 
     def finished(self) -> None:
         """Report skipped steps of the critic, and add tokens with their ratios to the samples."""

@@ -19,6 +19,7 @@ from mcore_rl.planning.memory import memory_of_fullest_rank
 from mcore_rl.planning.training import training_of
 from mcore_rl.report.notices import notices
 from mcore_rl.report.runs import read_run
+from mcore_rl.report.summary import numbers
 from mcore_rl.storage.checkpoints.read import OWN_ENTRY
 from mcore_rl.storage.files import NOT_WRITER
 from tests.e2e.conftest import RL_CONFIG
@@ -557,9 +558,12 @@ def test_a_run_that_the_balance_loss_alone_moves_warns_in_log_and_report(rl_file
     found = [notice.text for notice in notices(read_run(tmp_path / "rl", "rl"))]
     for begin in (
         "all 32 scores of a rollout batch are 0: nothing is learned from them. Likely reason: 0 % of the completions",
-        "100 % of the groups of the last 10 rollout batches have no signal",
+        "100 % of the groups of the last 5 rollout batches have no signal",
         "no token of an update has an advantage: the routers' balance or z-loss alone moves the weights",
-        "eval/accuracy ends at 0 (95 %: 0 to 0.4899) and was 0 at the start",
+        "no difference shown: eval/accuracy 0 -> 0, difference +0 (95 %: -0.4899 to +0.4899; 4 held-out prompts)",
     ):
         assert finished.stdout.count(f"warning: {begin}") == 1, finished.stdout
         assert sum(text.startswith(begin) for text in found) == 1, found
+    # The last line of the log and the report's table have the same verdict.
+    table = dict(numbers([read_run(tmp_path / "rl", "rl")]))
+    assert finished.stdout.splitlines()[-1].startswith(f"warning: {table['verdict'][0]}. Likely reason: ")

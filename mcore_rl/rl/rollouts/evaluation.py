@@ -16,7 +16,7 @@ from mcore_rl.config.rl.rollout import EvalConfig
 from mcore_rl.errors import escaped
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.metrics.progress import Z_95, wilson
+from mcore_rl.metrics.verdict import student_t
 from mcore_rl.rl.rollouts.prompts import HELD_OUT_SEED
 from mcore_rl.rl.rollouts.rollout import Rollouts, rewards_of, sample_seed
 from mcore_rl.rl.sampling import Cut
@@ -53,6 +53,11 @@ def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
         yield Metric("eval/accuracy", sum(map(sum, scored_PG)), num_scored)
     if rewards:
         yield Metric("eval/reward", sum(rewards), len(rewards))
+    rewards_PG = [[reward for reward in group.rewards_G if not math.isnan(reward)] for group in summaries]
+    means_P = [statistics.fmean(rewards_G) for rewards_G in rewards_PG if rewards_G]
+    if len(means_P) > 1:
+        half = student_t(len(means_P) - 1) * statistics.stdev(means_P) / math.sqrt(len(means_P))
+        yield Metric("eval/reward_half_width", half)
     yield Metric("eval/prompts", sum(1 for scored_G in scored_PG if scored_G))
     num_sampled = sum(sum(summary.num_sampled_G) for summary in summaries)
     yield Metric("eval/completion_tokens", num_sampled, num_answers)
@@ -64,26 +69,6 @@ def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
         if passes:
             yield Metric(f"eval/pass_at_{k}", sum(passes), len(passes))
         k *= 2
-
-
-def evaluation_interval(summaries: Sequence[GroupSummary]) -> tuple[str, tuple[float, float]] | None:
-    """Return the name and 95 % confidence interval of the main metric: eval/accuracy, or eval/reward without it.
-
-    The result is None if fewer than two prompts have the metric.
-    """
-    correct_PG = [
-        [float(is_correct) for is_correct in group.correct_G if is_correct is not None] for group in summaries
-    ]
-    if any(correct_PG):
-        scored = [score for of_prompt in correct_PG for score in of_prompt]
-        num_prompts = sum(map(bool, correct_PG))
-        return ("eval/accuracy", wilson(statistics.fmean(scored), num_prompts)) if num_prompts > 1 else None
-    rewards_PG = [[reward for reward in group.rewards_G if not math.isnan(reward)] for group in summaries]
-    means_P = [statistics.fmean(of_prompt) for of_prompt in rewards_PG if of_prompt]
-    if len(means_P) < 2:
-        return None
-    middle, half = statistics.fmean(means_P), Z_95 * statistics.stdev(means_P) / math.sqrt(len(means_P))
-    return "eval/reward", (middle - half, middle + half)
 
 
 def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:

@@ -14,7 +14,7 @@ from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import EpisodeEnd, Group, GroupSummary, Signal
 
 NUM_BATCHES = 10
-"""Number of rollout batches over which groups are counted, and of calls after which a warning may be repeated."""
+"""Largest number of rollout batches over which groups are counted, and calls after which a warning may be repeated."""
 MOST_WITHOUT_SIGNAL = 0.8
 """Fraction of groups without a signal above which a warning is given."""
 REPLACING = "Replace such groups (rl.rollout.dynamic_sampling=true; where it is, by more rl.rollout.max_refills)"
@@ -93,10 +93,16 @@ class LearningWarnings:
     The state is not saved: a resumed run counts its batches anew, and repeats a warning if its condition still holds.
     """
 
-    def __init__(self, *, compares_groups: bool) -> None:
-        """Create the warnings; `compares_groups`: whether a group with equal scores gives no advantage."""
+    def __init__(self, *, compares_groups: bool, num_rollouts: int) -> None:
+        """Create the warnings.
+
+        Args:
+            compares_groups: whether a group with equal scores gives no advantage.
+            num_rollouts: rollout batches of the whole run. Groups are counted over half of a run of less than 20.
+        """
         self._compares_groups = compares_groups
-        self._batches: deque[Signal] = deque(maxlen=NUM_BATCHES)
+        self._num_counted = max(1, min(NUM_BATCHES, num_rollouts // 2))
+        self._batches: deque[Signal] = deque(maxlen=self._num_counted)
         self._equal, self._without_signal, self._balance = Onset(), Onset(), Onset()
 
     def of_batch(self, signal: Signal) -> list[str]:
@@ -110,11 +116,11 @@ class LearningWarnings:
             )
         num_groups = sum(batch.num_groups for batch in self._batches)
         fraction = sum(batch.num_without_signal for batch in self._batches) / max(1, num_groups)
-        is_known = self._compares_groups and len(self._batches) == NUM_BATCHES
+        is_known = self._compares_groups and len(self._batches) == self._num_counted
         if self._without_signal.begins(holds=is_known and fraction > MOST_WITHOUT_SIGNAL):
             warnings.append(
-                f"warning: {100 * fraction:.0f} % of the groups of the last {NUM_BATCHES} rollout batches have no "
-                "signal: all completions of a prompt have the same score, and nothing is learned from them. "
+                f"warning: {100 * fraction:.0f} % of the groups of the last {self._num_counted} rollout batches have "
+                "no signal: all completions of a prompt have the same score, and nothing is learned from them. "
                 f"{_reason(self._batches)}"
             )
         return warnings
@@ -134,31 +140,6 @@ class LearningWarnings:
             f"minibatch has a signal. {REPLACING}, or even out the load by "
             'model.moe.expert_bias=true, with model.moe.balance="none" and z_loss_coeff=0.'
         ]
-
-
-def evaluation_warnings(name: str, start: float, end: float, interval: tuple[float, float]) -> list[str]:
-    """Return a warning if the metric before training is within the confidence interval of its final value.
-
-    Args:
-        name: name of the metric.
-        start: value before the first step.
-        end: value after the last step.
-        interval: 95 % confidence interval of `end`.
-    """
-    low, high = interval
-    if not low <= start <= high:
-        return []
-    reason = (
-        "the task was solved at the start: take harder prompts"
-        if name == "eval/accuracy" and start > MOST
-        else "the rewards of training have no signal (reward/groups_without_signal_fraction), there are too few steps, "
-        "or optim.lr is too low; where reward/mean has risen, training and held-out prompts are of different kinds. "
-        "More held-out prompts (rl.eval.num_prompts) or answers to each (rl.eval.samples) narrow the interval"
-    )
-    return [
-        f"warning: {name} ends at {end:.4g} (95 %: {low:.4g} to {high:.4g}) and was {start:.4g} at the start: the run "
-        f"has changed nothing that this evaluation can see. Likely reason: {reason}."
-    ]
 
 
 def _reason(signals: Sequence[Signal]) -> str:

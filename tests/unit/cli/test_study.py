@@ -21,11 +21,11 @@ from mcore_rl.cli.study_results import (
     collapsed,
     read_run,
     rows_of,
-    student_t,
 )
 from mcore_rl.config.load import load_config
 from mcore_rl.config.pipeline import StudyConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.metrics.verdict import student_t
 from tests.finished import finish
 
 ROOT = Path(__file__).parents[3]

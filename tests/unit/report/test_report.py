@@ -14,7 +14,7 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.sft import evaluation_conditions
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.metrics.progress import wilson
+from mcore_rl.metrics.verdict import OverOptimization, verdict, wilson
 from mcore_rl.report import charts, summary
 from mcore_rl.report.figures import EXPERTS, LAYER_MAPS, LEARNING, SPEED, Band
 from mcore_rl.report.notices import notices
@@ -187,6 +187,21 @@ def test_only_accuracies_under_the_same_conditions_stand_beside_each_other(runs)
         "25.0 % (95 %: 16.0 to 36.8, n = 64)",
     ]
     assert rows[1][1][:2] == ["", ""]
+
+
+def test_the_table_has_the_verdict_of_the_log_and_the_first_alarm_for_the_reward(runs):
+    grpo = runs[3]
+    hacked = [
+        {"step": step, "time": float(step), "reward/mean": step, "reward/accuracy": 0.8 if step <= 15 else 0.2}
+        for step in range(1, 31)
+    ]
+    ends = [{"step": step, "time": 0.0, "eval/accuracy": x, "eval/prompts": 64} for step, x in ((0, 0.75), (30, 0.25))]
+    records = [ends[0], *hacked, ends[1]]
+    cells = dict(summary.numbers([replace(grpo, records=records), *runs[:1]]))["verdict"]
+    found, watch = verdict(records), OverOptimization(["exact"], None)
+    alarm = next(filter(None, map(watch.of_record, records)))
+    assert found is not None and found.word == "got worse" and found.text in found.line
+    assert cells == [f"{found.text}. {alarm.removeprefix('warning: ')}", ""]  # nothing of a pretraining
 
 
 def test_evenly_spaced_places_have_both_ends():

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from mcore_rl.metrics.metrics import reduced
-from mcore_rl.rl.rollouts.evaluation import evaluation_interval, evaluation_metrics, pass_at_k, table_lines
+from mcore_rl.rl.rollouts.evaluation import evaluation_metrics, pass_at_k, table_lines
 from mcore_rl.rl.rollouts.rollout import sample_seed
 from mcore_rl.rl.types import GroupSummary
 
@@ -55,19 +55,15 @@ def test_answers_whose_score_failed_count_in_no_accuracy() -> None:
     assert metrics["eval/prompts"] == 2
 
 
-def test_the_interval_is_of_the_accuracy_or_without_one_of_the_mean_reward_of_prompts() -> None:
-    name, (low, high) = evaluation_interval([summary([True])] * 26 + [summary([False])] * 38) or ("", (0, 0))
-    # 26 of 64 (Wilson): (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-    assert name == "eval/accuracy" and (low, high) == pytest.approx((0.2946, 0.5285), abs=5e-5)
+def test_the_half_width_of_the_reward_is_over_prompts_not_over_answers() -> None:
     undecided = [
         replace(summary([None, None]), rewards_G=rewards)
         for rewards in ([1.0, 3.0], [math.nan, 4.0], [0.0, 0.0], [math.nan, math.nan])
     ]
-    name, interval = evaluation_interval(undecided) or ("", (0, 0))
-    # Means of prompts 2, 4 and 0: mean 2, deviation 2.
-    half = 1.959964 * 2 / math.sqrt(3)
-    assert name == "eval/reward" and interval == pytest.approx((2 - half, 2 + half))
-    assert evaluation_interval(undecided[1:2]) is None and evaluation_interval([summary([True])]) is None
+    # Means of prompts 2, 4 and 0: deviation 2. Student's t of two degrees of freedom: 4.303.
+    half = reduced(evaluation_metrics(undecided))["eval/reward_half_width"]
+    assert half == pytest.approx(4.303 * 2 / math.sqrt(3))
+    assert "eval/reward_half_width" not in reduced(evaluation_metrics(undecided[1:2]))
 
 
 def test_seeds_differ_between_runs_prompts_and_indices() -> None:

@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from mcore_rl.metrics.metrics import reduced
-from mcore_rl.rl.rollouts.signal import (
-    NUM_BATCHES,
-    LearningWarnings,
-    Onset,
-    evaluation_warnings,
-    signal_of,
-    update_signal,
-)
+from mcore_rl.rl.rollouts.signal import NUM_BATCHES, LearningWarnings, Onset, signal_of, update_signal
 
 NAN = math.nan
 NOTHING = [[0.0, 0.0], [0.0, 0.0]]
@@ -50,7 +43,7 @@ def test_groups_of_an_update_are_those_with_weights_in_it() -> None:
 
 
 def test_equal_scores_are_warned_of_at_once_and_not_again_while_they_go_on() -> None:
-    warnings = LearningWarnings(compares_groups=True)
+    warnings = LearningWarnings(compares_groups=True, num_rollouts=99)
     (text,) = warnings.of_batch(signal(NOTHING, [False] * 4))
     assert text.startswith("warning: all 4 scores of a rollout batch are 0: ")
     assert "0 % of the completions are correct: the task is too hard" in text
@@ -64,13 +57,13 @@ def test_equal_scores_are_warned_of_at_once_and_not_again_while_they_go_on() -> 
 
 @pytest.mark.parametrize("scores", [[[2.0]], [[NAN, 2.0]], [[NAN, NAN]]])
 def test_fewer_than_two_scores_are_not_equal(scores: list[list[float]]) -> None:
-    assert LearningWarnings(compares_groups=True).of_batch(signal(scores)) == []
+    assert LearningWarnings(compares_groups=True, num_rollouts=99).of_batch(signal(scores)) == []
 
 
 def test_groups_without_a_signal_are_counted_over_ten_batches() -> None:
     """Batches of five groups: 40 of 50 without a signal are 80 %, which is not above the limit; 41 are."""
     four_of_five = [[0.0, 0.0]] * 4 + [[0.0, 1.0]]
-    warnings = LearningWarnings(compares_groups=True)
+    warnings = LearningWarnings(compares_groups=True, num_rollouts=99)
     for _ in range(NUM_BATCHES):
         assert warnings.of_batch(signal(four_of_five, [False] * 9 + [True])) == []
     five_of_five = [[float(p)] * 2 for p in range(5)]
@@ -83,7 +76,10 @@ def test_groups_without_a_signal_are_counted_over_ten_batches() -> None:
 
 def test_a_window_that_is_not_full_and_groups_that_compare_nothing_are_not_judged() -> None:
     constant = [[0.0, 0.0], [1.0, 1.0]]
-    few, tokens = LearningWarnings(compares_groups=True), LearningWarnings(compares_groups=False)
+    few, tokens = (
+        LearningWarnings(compares_groups=True, num_rollouts=99),
+        LearningWarnings(compares_groups=False, num_rollouts=99),
+    )
     for _ in range(NUM_BATCHES - 1):
         assert few.of_batch(signal(constant)) == tokens.of_batch(signal(constant)) == []
     assert len(few.of_batch(signal(constant))) == 1
@@ -91,8 +87,16 @@ def test_a_window_that_is_not_full_and_groups_that_compare_nothing_are_not_judge
     assert len(tokens.of_batch(signal(NOTHING))) == 1
 
 
+@pytest.mark.parametrize(("num_rollouts", "num_counted"), [(1, 1), (8, 4), (9, 4), (19, 9), (20, 10), (500, 10)])
+def test_a_short_run_hears_of_groups_without_a_signal_after_half_of_it(num_rollouts: int, num_counted: int) -> None:
+    warnings = LearningWarnings(compares_groups=True, num_rollouts=num_rollouts)
+    heard = [warnings.of_batch(signal([[0.0, 0.0], [1.0, 1.0]])) for _ in range(num_counted)]
+    assert not any(heard[:-1]) and len(heard[-1]) == 1
+    assert f"100 % of the groups of the last {num_counted} rollout batches have no signal" in heard[-1][0]
+
+
 def test_an_update_that_the_balance_loss_alone_moves_is_warned_of() -> None:
-    warnings = LearningWarnings(compares_groups=True)
+    warnings = LearningWarnings(compares_groups=True, num_rollouts=99)
     assert warnings.of_update(has_loss=True, grad_norm=1.0) == []
     assert warnings.of_update(has_loss=False, grad_norm=0.0) == []
     (text,) = warnings.of_update(has_loss=False, grad_norm=0.00123)
@@ -105,14 +109,3 @@ def test_a_condition_begins_again_after_ten_calls_without_it() -> None:
     held = [True, *[False] * (NUM_BATCHES - 1), True, *[False] * NUM_BATCHES, True]
     assert [onset.begins(holds=holds) for holds in held].count(True) == 2
     assert Onset().begins(holds=True)
-
-
-def test_an_evaluation_within_its_interval_of_the_start_is_warned_of() -> None:
-    # Wilson's interval of 26 of 64: 0.2945 to 0.5285.
-    assert evaluation_warnings("eval/accuracy", 0.29, 0.40625, (0.2945, 0.5285)) == []
-    assert evaluation_warnings("eval/accuracy", 0.53, 0.40625, (0.2945, 0.5285)) == []
-    (text,) = evaluation_warnings("eval/accuracy", 0.375, 0.40625, (0.2945, 0.5285))
-    assert "eval/accuracy ends at 0.4062 (95 %: 0.2945 to 0.5285) and was 0.375 at the start" in text
-    assert "optim.lr" in text
-    (solved,) = evaluation_warnings("eval/accuracy", 1.0, 1.0, (0.94, 1.0))
-    assert "take harder prompts" in solved and "optim.lr" not in solved
