@@ -192,23 +192,22 @@ MAX_EXPRESSION = 200
 def countdown(scored: RewardInput, *, answer_pattern: str) -> float:
     """Return 1 if the answer is an arithmetic expression (+ - * /) that equals the target, else 0.
 
-    It must use each of the prompt's numbers exactly once. `numbers` and `target` are fields of the prompt. Text after
-    an equals sign is ignored.
+    It must use each of the prompt's numbers exactly once, in decimal digits. `numbers` and `target` are fields of the
+    prompt. What the answer claims after an equals sign must equal the target too.
 
     Raises:
         ValueError: if the prompt's `numbers` or `target` are not numbers.
     """
     target = _exactly(scored.fields["target"])
     wanted = Counter(map(_exactly, scored.fields["numbers"]))
-    text = answered(scored.completion, answer_pattern).partition("=")[0].strip()
-    if len(text) > MAX_EXPRESSION:
-        return 0.0
+    text, *claims = answered(scored.completion, answer_pattern).split("=")
     try:
-        tree = ast.parse(text, mode="eval").body
-        value, numbers = _evaluate(tree)
+        value, numbers = _evaluate(text)
+        stated = [(stated_number(claim), claim) for claim in claims if claim.strip()]
+        claimed = [_evaluate(claim)[0] if number is None else number for number, claim in stated]
     except (SyntaxError, ValueError, ZeroDivisionError):
         return 0.0
-    return float(value == target and Counter(map(Fraction, numbers)) == wanted)
+    return float({value, *claimed} == {target} and Counter(numbers) == wanted)
 
 
 def _exactly(number: Any) -> Fraction:
@@ -218,15 +217,22 @@ def _exactly(number: Any) -> Fraction:
     return Fraction(str(number))
 
 
-def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
-    """Return the value and the numbers used. Raises ValueError for anything but + - * / on whole numbers."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return Fraction(node.value), [node.value]
-    if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
-        raise ValueError(f"not arithmetic: {ast.dump(node)}")
-    left, left_numbers = _evaluate(node.left)
-    right, right_numbers = _evaluate(node.right)
-    return OPERATORS[type(node.op)](left, right), left_numbers + right_numbers
+def _evaluate(text: str) -> tuple[Fraction, list[Fraction]]:
+    """Return the value and the numbers used. Raises ValueError or SyntaxError for anything but + - * / on numbers."""
+    # Python would also read 0b10, 1_0 and 1e1, which are not numbers as a prompt gives them.
+    if len(text) > MAX_EXPRESSION or re.search(r"[^0-9.()+*/\s-]", text):
+        raise ValueError(f"not arithmetic: {text[:MAX_EXPRESSION]}")
+    text, numbers = text.strip(), []
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant):
+            numbers.append(Fraction(ast.get_source_segment(text, node) or ""))
+            return numbers[-1]
+        if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
+            raise ValueError(f"not arithmetic: {ast.dump(node)}")
+        return OPERATORS[type(node.op)](value(node.left), value(node.right))
+
+    return value(ast.parse(text, mode="eval").body), numbers
 
 
 def _comparing(compare: Callable[..., float]) -> Callable[[RewardConfig], RewardFunction]:

@@ -299,6 +299,18 @@ def test_length(length, reward):
         ("(((", 0),
         ("(3+5)*3" + "+0" * 200, 0),
         ("", 0),
+        ("3 * (5 + 3) =", 1),
+        ("3 * (5 + 3) = 3 * 8 = 24.", 1),
+        ("3 * (5 + 3) = 25", 0),
+        ("3 * (5 + 3) = 3 * 9 = 24", 0),
+        ("3 * (5 + 3) = 24 or 25", 0),
+        ("3 * (0b101 + 3)", 0),
+        ("3 * (0x5 + 3)", 0),
+        ("3 * (50e-1 + 3)", 0),
+        ("3 * (5_ + 3)", 0),
+        ("3 * (5j + 3)", 0),
+        ("3 * (\u0665 + 3)", 0),  # an Arabic digit 5
+        ("3 * (5.0000000000000000001 + 3)", 0),  # a binary number could not tell it from 5
     ],
 )
 def test_countdown_takes_any_expression_of_the_numbers_that_makes_the_target(completion, reward):
@@ -308,6 +320,11 @@ def test_countdown_takes_any_expression_of_the_numbers_that_makes_the_target(com
 def test_numbers_of_countdown_are_those_that_are_written():
     assert countdown(scored("1 / 10", target=0.1, numbers=[1, 10]), answer_pattern="") == 1
     assert countdown(scored("1 / 10", target=0.1, numbers=[1.0, 10]), answer_pattern="") == 1
+    assert countdown(scored("1 / 10 = 0.1", target=0.1, numbers=[1, 10]), answer_pattern="") == 1
+    assert countdown(scored("3 - 8 = -5", target=-5, numbers=[3, 8]), answer_pattern="") == 1
+    assert countdown(scored("5 * 1_0 = 50", target=50, numbers=[5, 10]), answer_pattern="") == 0
+    assert countdown(scored("2 * 5 = 11", target=10, numbers=[2, 5]), answer_pattern="") == 0
+    assert countdown(scored("0b10 * 5", target=10, numbers=[2, 5]), answer_pattern="") == 0
 
 
 @pytest.mark.parametrize("fields", [{"target": "24"}, {"target": None}, {"target": True}, {"numbers": ["3", 5, 3]}])
