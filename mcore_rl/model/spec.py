@@ -95,6 +95,10 @@ def block_spec(config: TransformerConfig, *, vp_stage: int | None) -> Transforme
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     kinds = layer_kinds(config)[first : first + count]
+    # Its choice of keys would be in another chunk; checks/mesh.py refuses meshes that do this.
+    assert not kinds or kinds[0].mixer != "shared", (
+        f"layer {first}, which takes the keys that a layer before it chooses, begins a chunk of {count} layers"
+    )
     pairs = list(zip(kinds, choice_slots([kind.mixer for kind in kinds]), strict=True))
     specs = {pair: _layer_spec(config, *pair) for pair in set(pairs)}
     return TransformerBlockSubmodules(

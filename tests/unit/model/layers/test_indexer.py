@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron.mesh import Mesh, seed_ranks
@@ -13,6 +14,8 @@ from mcore_rl.model.layers import indexed as indexer
 from mcore_rl.model.layers.attention import gathered_order, packed_params
 from mcore_rl.model.layers.indexed import Indexed, Segment, blocks, choose, segments
 from mcore_rl.model.spec import choice_slots
+from tests.fake_world import fake_rank
+from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
 HEADS, WIDTH, TOPK = 3, 4, 5
@@ -100,6 +103,29 @@ def built(model: ModelConfig, mesh: Mesh) -> nn.Module:
     settings = PlatformConfig(layers="torch")
     seed_ranks(1)
     return build_model(model, mesh, start(settings), settings)[0].eval()
+
+
+def refusals(mesh: MeshConfig) -> list[str]:
+    """The message with which each pipeline rank refuses to build its chunks, or no text."""
+    messages = []
+    for rank in range(mesh.pp):
+        with fake_rank(mesh, rank, mesh.pp) as fake:
+            try:
+                built(TINY["glm_moe_dsa"], fake)
+            except AssertionError as error:
+                messages.append(str(error))
+            else:
+                messages.append("")
+    return messages
+
+
+def test_a_chunk_that_begins_with_a_shared_choice_is_not_built() -> None:
+    """Layers 1 and 3 of 4 share the choices of layers 0 and 2. Such a chunk had gradients that were 50 % off."""
+    (messages,) = run_ranks(refusals, 1, MeshConfig(pp=2, first_stage_layers=3, last_stage_layers=1))
+    refusal = "layer {}, which takes the keys that a layer before it chooses, begins a chunk of 1 layers"
+    assert messages == ["", refusal.format(3)]
+    assert run_ranks(refusals, 1, MeshConfig(pp=2, vpp=2)) == [["", refusal.format(1)]]
+    assert run_ranks(refusals, 1, MeshConfig(pp=2)) == [["", ""]]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
