@@ -3,20 +3,22 @@
 import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from inspect import getsource
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
 
 from mcore_rl.config.rl.rollout import CodeConfig, RewardConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.rl.rewards import proxies
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput
 from mcore_rl.rl.rewards.rules import answered
 from mcore_rl.rl.workers import cut
@@ -28,6 +30,7 @@ HOME = "/tmp"
 """Working folder of a program: initially empty, in memory, and gone when the program ends."""
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr")
 """Folders of the system, which a program may read."""
+ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
 MIB = 2**20
 TRIAL_S = 30.0
 """Time limit of a sandbox's trial, in seconds: the first start reads the interpreter from the disk."""
@@ -142,7 +145,7 @@ class Sandbox:
             )
         interpreter, prefixes = _interpreter(python)
         self._command = [*_bubblewrap(executable, prefixes, limits), interpreter, "-I", "-X", "utf8", "-c", BOOTSTRAP]
-        trial = self._run("print(6 * 7)", "", limits._replace(time_s=TRIAL_S))
+        trial = self.run("print(6 * 7)", time_s=TRIAL_S)
         if trial.status != 0 or trial.output != "42\n":
             how = f"status {trial.status}" if trial.status is not None else f"no answer within {TRIAL_S:g} s"
             raise ConfigError(
@@ -161,9 +164,35 @@ class Sandbox:
             time_s: time limit in seconds; None: the sandbox's limit.
         """
         limits = self.limits if time_s is None else self.limits._replace(time_s=time_s)
-        return self._run(program, stdin, limits)
+        with self._started(program, stdin, limits) as result:
+            return result()
 
-    def _run(self, program: str, stdin: str, limits: SandboxLimits) -> ProgramResult:
+    def run_both(self, *programs: tuple[str, Mapping[str, Any]]) -> ProgramResult:
+        """Run two programs, each in its own namespaces, with a pipe from either to the other.
+
+        Args:
+            programs: Python source, and the object that the program reads as JSON from its standard input; its entry
+                `pipes` is the file descriptors of the program's pipes, to read and to write.
+
+        Returns:
+            The result of the second; the first is killed when the second ends.
+        """
+        with ExitStack() as stack:
+            ends = [end for _ in programs for end in os.pipe()]
+            files = [stack.enter_context(os.fdopen(end, "wb")) for end in ends]
+            for (source, given), pipes in zip(programs, ((ends[0], ends[3]), (ends[2], ends[1])), strict=True):
+                stdin = json.dumps({**given, "pipes": pipes})
+                result = stack.enter_context(self._started(source, stdin, self.limits, pipes))
+            # The pipe of a program that ends must have no other writer.
+            for file in files:
+                file.close()
+            return result()
+
+    @contextmanager
+    def _started(
+        self, program: str, stdin: str, limits: SandboxLimits, pipes: Sequence[int] = ()
+    ) -> Iterator[Callable[[], ProgramResult]]:
+        """Start a program, and give a function that waits for its result; the program is killed at the end."""
         source = program.encode("utf-8", "replace")
         machine = os.uname().machine
         numbers = (
@@ -181,20 +210,28 @@ class Sandbox:
             given.write(header + source + stdin.encode("utf-8", "replace"))
             given.seek(0)
             process = subprocess.Popen(
-                self._command, stdin=given, stdout=output, stderr=errors, cwd="/", env={"PATH": "/usr/bin:/bin"}
+                self._command, stdin=given, stdout=output, stderr=errors, cwd="/", env=ENVIRONMENT, pass_fds=pipes
             )
-            try:
-                status: int | None = process.wait(limits.time_s)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
+
+            def end() -> None:
                 # This ends the first process inside the sandbox, and with it everything in its namespace.
                 process.kill()
                 process.wait()
-            most = limits.output_kib * 1024
-            if status is not None and status < 0:
-                status = 128 - status
-            return ProgramResult(status, _text(output, most), _text(errors, most))
+
+            def result() -> ProgramResult:
+                status: int | None = None
+                with suppress(subprocess.TimeoutExpired):
+                    status = process.wait(limits.time_s)
+                end()
+                most = limits.output_kib * 1024
+                if status is not None and status < 0:
+                    status = 128 - status
+                return ProgramResult(status, _text(output, most), _text(errors, most))
+
+            try:
+                yield result
+            finally:
+                end()
 
 
 def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
@@ -250,25 +287,6 @@ CODE_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 SHOWN_CHARACTERS = 200
 """Maximum number of characters of a test, or of a program's output, in a reason."""
 OUTPUT_KIB = 1024
-RUN_TESTS = """
-def run():
-    import json, os, sys, traceback
-    write, given = os.write, json.loads(sys.stdin.buffer.read())
-    passed, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0), os.dup2(nowhere, 1)
-    names = {"__name__": "program"}
-    exec(compile(given["program"], "program.py", "exec"), names)
-    for index, test in enumerate(given["tests"]):
-        try:
-            exec(compile(test, f"test {index + 1}", "exec"), names)
-        except BaseException as error:
-            traceback.print_exception(type(error), error, error.__traceback__.tb_next)
-        else:
-            write(passed, f"{given['token']} {index}\\n".encode())
-run()
-"""
-"""Program that runs the model's program and then the tests. A test counts as passed when it is reported with a token
-that the model's program does not know, so a program that exits early or prints arbitrary text passes no test."""
 
 
 def code_function(config: RewardConfig) -> RewardFunction:
@@ -347,11 +365,15 @@ def _lines(value: Any) -> str:
 
 
 def _run_asserts(program: str, tests: list[str], sandbox: Sandbox) -> tuple[int, str]:
-    """Return the number of tests that pass, and why the first failing test fails."""
-    token = secrets.token_hex(16)
-    given = json.dumps({"program": program, "tests": tests, "token": token})
-    result = sandbox.run(RUN_TESTS, given)
-    passed = {line.partition(" ")[2] for line in result.output.splitlines() if line.startswith(f"{token} ")}
+    """Return the number of tests that pass, and why the first failing test fails.
+
+    The program runs in a sandbox beside that of the tests, which ask it: no code of the program runs where tests pass.
+    """
+    source = getsource(proxies)
+    result = sandbox.run_both(
+        (f"{source}\nserve_program()", {"program": program}), (f"{source}\nrun_tests()", {"tests": tests})
+    )
+    passed = result.output.splitlines()
     failed = [index for index in range(len(tests)) if str(index) not in passed]
     if not failed:
         return len(tests), ""

@@ -5,8 +5,10 @@ import sys
 
 import pytest
 
+from mcore_rl.config.rl.rollout import CodeConfig, RewardConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rl.rewards.sandbox import Sandbox, SandboxLimits
+from mcore_rl.rl.rewards.interface import RewardInput
+from mcore_rl.rl.rewards.sandbox import Sandbox, SandboxLimits, code_function
 
 NEEDED_BY = "the reward code"
 LIMITS = SandboxLimits(time_s=20.0, memory_mib=128)
@@ -51,3 +53,25 @@ def test_limits_and_the_filter_of_calls_do_not_depend_on_the_sandbox(tmp_path, m
     result = sandbox.run(program)
     assert (result.status, result.output) == (1, "no process\n")
     assert result.errors.endswith("MemoryError\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "share"),
+    [
+        ("def f(items): items.sort()\ndef g(x): return x * x", 1.0),
+        ("def f(items): pass\ndef g(x): return 9", 0.5),
+        ("import builtins\nbuiltins.exec = lambda *a: None\ndef f(items): pass\ndef g(x): return 8", 0.0),
+        ("class A: __eq__ = lambda self, other: True\ndef f(items): items[:] = A()\ndef g(x): return A()", 0.0),
+    ],
+)
+def test_no_code_of_a_program_runs_where_its_tests_pass(program, share, tmp_path, monkeypatch):
+    """A stand-in that starts the program after "--"; tests/sandbox has many more programs."""
+    stand_in(tmp_path, "bwrap", 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"')
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code = CodeConfig(python=sys.executable, partial=True, timeout_s=60.0)
+    function = code_function(RewardConfig(parts=("code",), code=code))
+    tests = ["x = [3, 1]\nf(x)\nassert x == [1, 3]", "assert g(3) == 9"]
+    scored = RewardInput(
+        prompt="?", completion=program, answer="", num_tokens=1, is_truncated=False, fields={"tests": tests}
+    )
+    assert function(scored)[0] == share
