@@ -128,7 +128,10 @@ def environment_file_violations(cluster: ClusterConfig, run_dir: Path) -> Iterat
     name = f'environment_file="{path}"'
     try:
         mode = path.stat().st_mode
-        lines = path.read_text(encoding="utf-8").splitlines()
+        if not path.is_file():
+            raise OSError("it is a folder, pipe or device")  # which would wait for a writer forever
+        # As the job's shell reads it: it takes the carriage return of a Windows line as part of the value.
+        lines = path.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         yield f"{name} cannot be read: {error}. Make it, with one NAME=value in each line."
         return
@@ -141,6 +144,8 @@ def environment_file_violations(cluster: ClusterConfig, run_dir: Path) -> Iterat
         if line and not line.startswith("#") and not (equals and NAME.fullmatch(variable)):
             # The line is not shown: it may hold a key.
             yield f"{name}: line {number} is not NAME=value. Correct it; a comment begins with #."
+        elif {"\r", "\0"} & set(line):
+            yield f"{name}: line {number} has a carriage return of Windows or a NUL. Take it out: tr -d '\\r\\000'."
         elif reason := why_reserved(variable):
             yield f"{name}: line {number} sets {variable}, which {reason}."
 

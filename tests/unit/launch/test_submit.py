@@ -378,6 +378,14 @@ def test_keys_are_read_by_the_job_and_are_in_no_file_of_the_launch(home, slurm, 
         ("keys.env", 0o644, "A=secret\n", "can be read by others (mode 644). Take that away: chmod 600"),
         ("home/runs/tiny_moe/keys.env", 0o600, "A=secret\n", "lies in the run's folder"),
         ("keys.env", 0o600, "A=secret\nexport B=secret\n", "line 2 is not NAME=value"),
+        (
+            "keys.env",
+            0o600,
+            "A=1\r\nB=secret\r\n",
+            "line 1 has a carriage return of Windows or a NUL. Take it out: tr -d '\\r\\000'.",
+        ),
+        ("keys.env", 0o600, "A=1\nB=sec\0ret\n", "line 2 has a carriage return"),
+        ("keys.env", 0o600, None, "cannot be read: it is a folder, pipe or device"),
         ("gone/keys.env", None, "", "cannot be read"),
     ],
 )
@@ -385,7 +393,7 @@ def test_a_file_of_keys_that_is_not_safe_is_refused(where, mode, text, message, 
     keys = tmp_path / where
     if mode is not None:
         keys.parent.mkdir(parents=True, exist_ok=True)
-        keys.write_text(text)
+        os.mkfifo(keys) if text is None else keys.write_bytes(text.encode())
         keys.chmod(mode)
     assert launch(DATA, cluster=with_keys(tmp_path, keys)) == 2
     shown = capsys.readouterr().err
