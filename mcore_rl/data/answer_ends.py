@@ -230,6 +230,8 @@ def read_steps(chat: Chat, prompt: Conversation, text: str, ends: Sequence[int])
     # A tokenizer may normalize texts; a token may have the end of the prompt and the beginning of the answer.
     is_kept = chat.as_decoded(text) == text
     readable = [text[:end] if is_kept else chat.as_decoded(text[:end]) for end in ends]
+    if len(ends) > 1 and not readable[-1].strip():
+        raise DataError("the answer is only white space, in which no step can be found")
     # Prompt and answer are decoded together: alone, the answer may lose a space at its beginning.
     certain_T = text_ends(ids_T, chat.decode)
     num_before = certain_T[first - 1] if first else 0

@@ -305,6 +305,14 @@ def test_an_answer_that_begins_with_a_space_has_its_steps(tmp_path: Path) -> Non
     assert read.tokens[1] == len(read.ids_T) - 1
 
 
+def test_the_steps_of_an_answer_of_white_space_alone_are_refused(kind: Kind) -> None:
+    chat = load_chat("raw", kind.tokenizer, kind.path)
+    prompt = Conversation(messages=({"role": "user", "content": "two"},))
+    assert read_steps(chat, prompt, " \n\n", [3]).tokens
+    with pytest.raises(DataError, match="only white space, in which no step can be found"):
+        read_steps(chat, prompt, " \n\n \n", [3, 5])
+
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>", "<|return|>", "</s>"]
 PLAIN_ADDED = ["\n\n", "</think>", "<|eot|>"]
 EACH = "{% for message in messages %}"
