@@ -16,6 +16,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.storage.checksums import crc32_of
 from mcore_rl.storage.files import data_files
+from mcore_rl.storage.folders import POINTER_REMEDY, is_lfs_pointer
 
 OF_TEXT = ("data.", "rl.prompts.", "rl.eval.", "rl.ptx.")
 """Prefixes of the fields that name files of text, tokenizers or templates."""
@@ -30,10 +31,14 @@ Inputs = Iterable[tuple[str, Path, str]]
 
 
 def absent_inputs(inputs: Inputs) -> Iterator[str]:
-    """Yield a sentence, with its remedy, for each missing file."""
+    """Yield a sentence, with its remedy, for each file that is missing, no file at all, or a pointer of Git LFS."""
     for name, path, what in inputs:
         if not os.path.exists(path):  # also False if the name is too long, where Path.exists() raises
             yield absent(name, path, what)
+        elif not (path.is_file() or path.is_dir()):
+            yield f"{name} names {what} {path}, a pipe or device, which cannot be read twice. Name a file."
+        for file in filter(is_lfs_pointer, _files_of(name, path)):
+            yield f"{name} names {what} {path}, and {file} holds no data. {POINTER_REMEDY}"
 
 
 def absent(name: str, path: Path, what: str) -> str:
@@ -53,13 +58,17 @@ def contents_of_inputs(inputs: Inputs) -> dict[str, dict[str, str]]:
     contents: dict[str, dict[str, str]] = {}
     for name, path, _ in inputs:
         if name.startswith(OF_TEXT):
-            files = [path]
-            if path.is_dir():
-                is_tokenizer = name == "data.tokenizer.path"
-                files = [path / file for file in OF_TOKENIZERS] if is_tokenizer else data_files(path)
-            found = {str(file): _content(file) for file in files if file.is_file()}
-            contents.setdefault(name, {}).update(found)
+            contents.setdefault(name, {}).update({str(file): _content(file) for file in _files_of(name, path)})
     return contents
+
+
+def _files_of(name: str, path: Path) -> Iterator[Path]:
+    """Return the files that are read of the path in a field: itself, or those of a folder of data or a tokenizer."""
+    files = [path]
+    if os.path.isdir(path):
+        is_tokenizer = name.endswith("tokenizer.path")
+        files = [path / file for file in OF_TOKENIZERS] if is_tokenizer else data_files(path)
+    return (file for file in files if os.path.isfile(file))
 
 
 def _content(file: Path) -> str:

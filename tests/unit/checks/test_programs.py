@@ -1,5 +1,6 @@
 """Programs as a whole: what follows from their configs, and the files that they name."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,21 @@ def test_teachers_and_texts_that_are_not_there_are_named_with_the_other_files() 
     assert inputs == [(name, path) for name, paths in wanted.items() for path in paths.split()]
     sentences = "\n".join(absent_inputs(inputs_of(gone)))
     assert all(f"{name} names" in sentences and path in sentences for name, path in inputs)
+
+
+def test_a_pipe_and_a_pointer_of_git_lfs_are_no_inputs(tmp_path: Path) -> None:
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "tokenizer").mkdir()
+    for name in ("chats/1.jsonl", "tokenizer/tokenizer.json"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (tmp_path / "tokenizer/weights.safetensors").write_text("{}")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    words = [f"data.train=[{tmp_path}/chats]", f"data.valid=[{tmp_path}/pipe.jsonl]", f"run_dir={tmp_path}/run"]
+    sft = load_config(SFTConfig, None, [*words, f"data.tokenizer.path={tmp_path}/tokenizer"])
+    tokenizer, folder, pipe = absent_inputs(inputs_of(sft))
+    assert f"{tmp_path}/tokenizer/tokenizer.json holds no data. It is a pointer of Git LFS" in tokenizer
+    assert f"{tmp_path}/chats/1.jsonl holds no data. It is a pointer of Git LFS" in folder
+    assert pipe.startswith(f"data.valid names the file {tmp_path}/pipe.jsonl, a pipe or device")
 
 
 def test_a_reference_that_is_not_there_is_named(tmp_path: Path) -> None:
