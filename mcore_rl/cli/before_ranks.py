@@ -1,28 +1,27 @@
 """Errors of a training or an evaluation that are found before its ranks start."""
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from mcore_rl.config.extension import is_extension, load_extensions
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SFTConfig
+from mcore_rl.config.sft import SFTConfig, SFTDataConfig
 from mcore_rl.data.examples import conversation_of
 from mcore_rl.data.preferences import comparison_of
-from mcore_rl.data.records import Record, beyond_max, is_table, listed, read_records
+from mcore_rl.data.records import HUB, Record, beyond_max, listed, read_records
 from mcore_rl.errors import DataError
 from mcore_rl.programs.rollouts import load_prompts
 from mcore_rl.rl.rewards.score import ANSWER_PARTS, TRIED_AT_START, try_reward
 from mcore_rl.rl.rollouts.prompts import read_problems
 
 FIRST = 100
-"""Number of lines of each file that are read."""
+"""Number of records of each file whose meaning is looked at."""
 
 
 def refuse_first_records(config: RunConfig) -> None:
-    """Import the user's own functions that the config names, read the first lines of its text files, and try its own
-    rewards on the first prompts.
+    """Import the user's own functions that the config names, read its text files, which may be cut off anywhere, look
+    at the first conversations and preferences and at all prompts, and try its own rewards on the first prompts.
 
     Raises:
         ConfigError: if a function of the user's own is missing, or its module fails.
@@ -33,9 +32,8 @@ def refuse_first_records(config: RunConfig) -> None:
     if isinstance(config, RlRunConfig) and config.rl.prompts.task == "file":
         needs_answer = any(part in ANSWER_PARTS for part in config.rl.reward.parts)
         for files in (config.rl.prompts.files, config.rl.eval.files):
-            lines = tuple(name for name in files if not is_table(name))
-            of_files = config.rl.prompts.model_copy(update={"files": lines})
-            read_problems(of_files, needs_answer=needs_answer, most_lines=FIRST)
+            here = tuple(name for name in files if not name.startswith(HUB))
+            read_problems(config.rl.prompts.model_copy(update={"files": here}), needs_answer=needs_answer)
     if isinstance(config, RlRunConfig) and (own := config.rl.reward.only(is_extension)):
         prompts = load_prompts(config)
         tried = prompts.train.take(0, TRIED_AT_START)
@@ -43,17 +41,24 @@ def refuse_first_records(config: RunConfig) -> None:
     if isinstance(config, SFTConfig):
         data = config.data
         _refuse((*data.train, *data.valid), data.max_bad, lambda record: conversation_of(record.fields, data))
-    if isinstance(config, PreferenceRunConfig) and not config.data.has_steps:
+    if isinstance(config, PreferenceRunConfig):
         pairs = config.data
-        _refuse((*pairs.train, *pairs.valid), pairs.max_bad, lambda record: comparison_of(record, pairs))
+        named = (*pairs.train, *pairs.valid)
+        _refuse(named, pairs.max_bad, lambda record: pairs.has_steps or comparison_of(record, pairs))
+    if isinstance(config, RlRunConfig):
+        texts = SFTDataConfig()
+        _refuse(config.rl.ptx.files, texts.max_bad, lambda record: conversation_of(record.fields, texts))
 
 
 def _refuse(files: Sequence[str], max_bad: int | None, read: Callable[[Record], object]) -> None:
     problems = []
     for name in files:
-        for record in [] if is_table(name) else islice(read_records(name), FIRST):
+        for index, record in enumerate([] if name.startswith(HUB) else read_records(name)):
             try:
-                read(record)
+                if record.problem:
+                    raise DataError(record.problem)
+                if index < FIRST:
+                    read(record)
             except DataError as error:
                 problems.append(f"{record.file}:{record.line}: {error}.")
     if beyond := beyond_max(problems, max_bad):

@@ -61,6 +61,7 @@ def make_tokenizer(args: argparse.Namespace) -> int:
             character_coverage=args.character_coverage,
             max_bytes=args.max_mb << 20,
             threads=args.threads,
+            max_bad=args.max_bad,
             overwrite=args.overwrite,
         )
     )

@@ -49,7 +49,7 @@ class SFTDataConfig(Section):
     """
 
     train: tuple[str, ...] = ()
-    """Data to train on: JSON lines or a single JSON list (also .gz, .bz2, .xz, .zst), .parquet, or folders of
+    """Data to train on: JSON lines, a JSON list or CSV (also .gz, .bz2, .xz, .zst), .parquet, or folders of
     them, one conversation per line, entry or row, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
     train_weights: tuple[float, ...] = ()
     """Weight of each entry of `train` in the mixture, in conversations: with [3, 1], three of four conversations are

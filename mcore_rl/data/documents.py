@@ -1,25 +1,36 @@
 """Files to documents: JSON lines or plain text, cut at byte offsets so that any process can read any part."""
 
-import json
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
-from mcore_rl.data.records import HUB, is_compressed, is_table, load_hub, opened, read_rows
+from mcore_rl.data.records import (
+    BOM,
+    DELIMITERS,
+    Record,
+    is_dataset,
+    is_in_lines,
+    is_packed,
+    is_table,
+    load_dataset,
+    not_utf8,
+    opened,
+    read_records,
+    record_of_line,
+    unpacked_suffix,
+)
 from mcore_rl.data.shapes import refuse_labels
 from mcore_rl.errors import DataError
-from mcore_rl.storage.files import PACKED, with_ending
+from mcore_rl.storage.files import with_ending
 
-BOM = b"\xef\xbb\xbf"
-ZIP = b"PK\x03\x04"
-"""First bytes of an archive, which may hold many files."""
 ENDINGS: dict[str, Literal["jsonl", "text"]] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
+    **dict.fromkeys(DELIMITERS, "jsonl"),
     ".txt": "text",
     ".text": "text",
     ".md": "text",
@@ -31,19 +42,17 @@ class DocumentFormat:
     """The format of documents in a file."""
 
     kind: Literal["jsonl", "text"]
+    """Records, of JSON lines or any other form that `read_records` reads; or plain text."""
     key: str = "text"
-    """Field that holds the text, in JSON lines."""
+    """Field that holds the text, in records."""
     separator: str | None = None
     """Line that separates two documents of plain text; "" is a blank line, None makes each file one document."""
 
     def is_splittable_in(self, name: str) -> bool:
-        """Return whether the file `name` may be read in parts, as neither tables nor packed files are."""
-        return self.is_splittable and not is_table(name) and not is_compressed(name)
-
-    @property
-    def is_splittable(self) -> bool:
-        """True when a file of lines may be read in parts."""
-        return self.kind == "jsonl" or self.separator is not None
+        """Return whether the file `name` may be read in parts, as neither tables nor lists nor packed files are."""
+        if self.kind == "jsonl":
+            return is_in_lines(name)
+        return self.separator is not None and not is_table(name) and not is_packed(name)
 
     def is_boundary(self, line: bytes) -> bool:
         """Return whether a file may be cut in front of `line`."""
@@ -90,7 +99,7 @@ def find_input_files(inputs: Sequence[Path]) -> tuple[InputFile, ...]:
     """
     paths: list[Path] = []
     for path in inputs:
-        if str(path).startswith(HUB):
+        if is_dataset(str(path)):
             paths.append(path)
             continue
         if not path.exists():
@@ -116,27 +125,18 @@ def _is_output(path: Path) -> bool:
 
 
 def _source(path: Path) -> InputFile:
-    if str(path).startswith(HUB):
-        rows = load_hub(str(path))
+    if is_dataset(str(path)):
+        rows = load_dataset(str(path))
         # The fingerprint replaces the modification time: a changed dataset has another fingerprint.
         return InputFile(path=str(path), num_bytes=rows.data.nbytes, modified_ns=zlib.crc32(rows._fingerprint.encode()))
-    try:
-        with open(path, "rb") as file:
-            start = file.read(len(ZIP))
-    except OSError as error:
-        raise DataError(f"input {path} cannot be read: {error.strerror}.") from error
-    if start == ZIP:
-        raise DataError(f"input {path} is an archive (zip). Unpack it first.")
-    status = path.stat()
+    with opened(str(path)):
+        status = path.stat()
     return InputFile(path=str(path), num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
 
 
 def format_of_endings(sources: Sequence[InputFile]) -> Literal["jsonl", "text"]:
     """Return the format that the files' suffixes mean. Raises DataError if they mean none, or several."""
-    kinds = {
-        "jsonl" if is_table(source.path) else ENDINGS.get(Path(_without_packing(source.path.lower())).suffix)
-        for source in sources
-    }
+    kinds = {"jsonl" if is_table(source.path) else ENDINGS.get(unpacked_suffix(source.path)) for source in sources}
     kind = kinds.pop()
     if kinds or kind is None:
         endings = sorted({Path(source.path).suffix for source in sources})
@@ -144,11 +144,6 @@ def format_of_endings(sources: Sequence[InputFile]) -> Literal["jsonl", "text"]:
             f"the endings {endings} do not distinguish JSON lines from plain text. Give --format jsonl or text."
         )
     return kind
-
-
-def _without_packing(name: str) -> str:
-    packed = next((ending for ending in PACKED if ending and name.endswith(ending)), "")
-    return name.removesuffix(packed)
 
 
 class DocumentReader:
@@ -160,24 +155,35 @@ class DocumentReader:
         self.num_lines = 0
 
     def __iter__(self) -> Iterator[Document]:
-        if is_table(self.file_slice.path):
-            for number, entry in enumerate(read_rows(self.file_slice.path), start=1):
-                self.num_lines = number
-                yield _entry_record(entry, key=self.document_format.key, line=number)
+        path = self.file_slice.path
+        if self.document_format.kind == "jsonl" or is_table(path):
+            for record in self._records():
+                yield _document_of(record, self.document_format.key)
             return
-        with opened(self.file_slice.path) as file:
-            if not self.document_format.is_splittable:
-                yield _text_record(file.read().removeprefix(BOM), line=1)
-            elif self.document_format.kind == "jsonl":
-                for line in self._lines(file):
-                    yield _json_record(line, key=self.document_format.key, line=self.num_lines)
+        with opened(path) as file:
+            if self.document_format.separator is None:
+                yield _text_document(file.read().removeprefix(BOM), line=1)
             else:
                 yield from self._separated(self._lines(file))
 
+    def _records(self) -> Iterator[Record]:
+        path = self.file_slice.path
+        if Path(path).is_file() and (self.file_slice.start or self.file_slice.end < Path(path).stat().st_size):
+            with opened(path) as file:
+                for line in self._lines(file):
+                    if line.strip():
+                        yield record_of_line(line, path, self.num_lines)
+            return
+        for record in read_records(path):
+            self.num_lines = record.line
+            yield record
+        if not self.num_lines:
+            yield Record(line=1, file=path, problem="there is no record in it")
+
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         offset, last = self.file_slice.start, self.file_slice.end
-        if is_compressed(self.file_slice.path):
-            last = sys.maxsize  # a compressed file is a single slice, and its size counts compressed bytes
+        if is_packed(self.file_slice.path):
+            last = sys.maxsize  # a packed file is a single slice, and its size counts packed bytes
         # One byte back: a slice that begins right after a line end begins with a whole line, which must not be skipped.
         if offset:
             file.seek(offset - 1)
@@ -201,58 +207,37 @@ class DocumentReader:
                 first_line = first_line if document else self.num_lines
                 document.append(line)
             elif document:
-                yield _text_record(b"".join(document).rstrip(b"\r\n"), line=first_line)
+                yield _text_document(b"".join(document).rstrip(b"\r\n"), line=first_line)
                 document = []
         if document:
-            yield _text_record(b"".join(document).rstrip(b"\r\n"), line=first_line)
+            yield _text_document(b"".join(document).rstrip(b"\r\n"), line=first_line)
 
 
-def _text_record(content: bytes, *, line: int) -> Document:
+def _text_document(content: bytes, *, line: int) -> Document:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        return Document(line=line, problem=_not_utf8(error))
+        return Document(line=line, problem=not_utf8(error))
     return Document(line=line, problem="empty") if _is_empty(text) else Document(line=line, text=text)
 
 
-def _json_record(content: bytes, *, key: str, line: int) -> Document:
-    if not content.strip():
-        return Document(line=line, problem="empty line")
+def _document_of(record: Record, key: str) -> Document:
+    line = record.line
     try:
-        entry = json.loads(content.decode())
-    except UnicodeDecodeError as error:
-        return Document(line=line, problem=_not_utf8(error))
-    except (ValueError, RecursionError) as error:
-        return Document(line=line, problem=f"not JSON ({error})")
-    if not isinstance(entry, dict):
-        return Document(line=line, problem=f"a JSON {type(entry).__name__}, not an object")
-    return _entry_record(entry, key=key, line=line)
-
-
-def _entry_record(entry: Mapping[str, Any], *, key: str, line: int) -> Document:
-    if key not in entry:
-        return Document(line=line, problem=f"no key {key!r} (keys: {', '.join(entry) or 'none'})")
-    try:
+        entry = record.fields
         refuse_labels(entry, "document", [key])
     except DataError as error:
         return Document(line=line, problem=str(error))
+    if key not in entry:
+        return Document(line=line, problem=f"no key {key!r} (keys: {', '.join(entry) or 'none'})")
     text = entry[key]
     if not isinstance(text, str):
         return Document(line=line, problem=f"{key!r} holds a {type(text).__name__}, not text")
     if _is_empty(text):
         return Document(line=line, problem=f"{key!r} is empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # JSON can spell half a surrogate pair ("\ud800"), which no tokenizer takes.
-        return Document(line=line, problem=f"{key!r} holds a lone surrogate, which is not text")
     return Document(line=line, text=text)
 
 
 def _is_empty(text: str) -> bool:
     """Return whether a text has nothing but white space and byte order marks, which editors put before a text."""
     return not text.replace(BOM.decode(), "").strip()
-
-
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8 (byte 0x{error.object[error.start]:02x})"

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from rich.console import Console
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat, InputFile, find_input_files
 from mcore_rl.data.index_file import Sidecar, SourceFile, sidecar_from
+from mcore_rl.data.records import MAX_BAD, refuse_bad_share
 from mcore_rl.data.shards import Shard, ShardReport, finished_shards, merge_shards, plan_shards, token_dtype, tokenizing
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
@@ -41,7 +41,7 @@ from mcore_rl.storage.files import (
     write_atomically,
 )
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 """Version of plan.json and of the shards' markers: an unfinished run of another version is not resumed."""
 ENDINGS = (".bin", ".idx", ".json")
 LOG = ".log.jsonl"
@@ -66,8 +66,8 @@ class PreprocessOptions:
     document_format: DocumentFormat
     workers: int = 1
     """Number of processes that tokenize."""
-    max_bad: int | None = None
-    """More bad lines than this end the run; None allows any number, and they are reported and left out."""
+    max_bad: float = MAX_BAD
+    """Share of the documents that may be bad: they are reported and left out. With more, the run ends."""
     overwrite: bool = False
     """Replace an existing dataset with this prefix, and delete an unfinished dataset with another plan."""
 
@@ -80,8 +80,6 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
             f"output {options.output} is a folder and no prefix of files. Give one with a name, such as "
             f"{options.output / 'train'}."
         )
-    if options.max_bad is not None and options.max_bad < 0:
-        raise DataError(f"at most {options.max_bad} bad lines: wanted 0 or more.")
     sources = find_input_files(options.inputs)
     tokenizer = load_tokenizer(options.tokenizer)
     folder = with_ending(options.output, ".partial")
@@ -123,7 +121,6 @@ def _make(
     shards = plan_shards(sources, options.document_format)
     reports = finished_shards(shards, folder)
     missing = [shard for shard in shards if shard.index not in reports]
-    _enforce_max_bad(options, shards, reports)
     _log(options.output, "tokenizing", shards=len(shards), finished=len(reports), workers=options.workers)
     workers = tokenizing(missing, options.document_format, options.tokenizer, folder, options.workers)
     with workers as done, ByteProgress(console) as progress:
@@ -134,12 +131,13 @@ def _make(
             reports[report.index] = report
             progress.add(report.num_bytes)
             _log(options.output, "shard", index=report.index, documents=report.documents, tokens=report.tokens)
-            _enforce_max_bad(options, shards, reports)
         speed = f"{progress.bytes_per_s / 2**20:.2f} MiB/s" if missing else "tokenized by an earlier run"
-    _report_bad_lines(options.output, shards, reports, console)
     if find_input_files(options.inputs) != tuple(sources):
         raise DataError(f"the inputs of {options.output} changed while they were read. Run again with --overwrite.")
     sidecar = _sidecar(options, sources, tokenizer, list(reports.values()))
+    shown = _shown(sidecar.bad_lines, _bad_lines(shards, reports))
+    refuse_bad_share(sidecar.bad_lines, sidecar.documents, options.max_bad, shown)
+    _report_bad_lines(options.output, shards, reports, console)
     num_bytes, free = (sum(path.stat().st_size for path in folder.glob("shard-*")), shutil.disk_usage(folder).free)
     if free < num_bytes:
         raise DataError(f"{folder}: joining the parts takes {num_bytes} bytes, and {free} are free. {AGAIN}")
@@ -277,17 +275,6 @@ def _bad_lines(shards: Sequence[Shard], reports: dict[int, ShardReport]) -> list
             ]
             lines_before[file_slice.path] = start + lines
     return found
-
-
-def _enforce_max_bad(options: PreprocessOptions, shards: Sequence[Shard], reports: dict[int, ShardReport]) -> None:
-    """Raise DataError beyond `max_bad`, counting up to the first shard without a report: lines have numbers there."""
-    settled = list(takewhile(lambda shard: shard.index in reports, shards))
-    num_bad = sum(reports[shard.index].num_bad for shard in settled)
-    if options.max_bad is not None and num_bad > options.max_bad:
-        raise DataError(
-            f"{options.output}: {num_bad} bad lines so far, and --max-bad is {options.max_bad}. Correct the "
-            f"input, or allow more.{_shown(num_bad, _bad_lines(settled, reports))}"
-        )
 
 
 def _report_bad_lines(output: Path, shards: Sequence[Shard], reports: dict[int, ShardReport], console: Console) -> None:

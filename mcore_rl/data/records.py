@@ -1,23 +1,29 @@
-"""Records of data as people have it: JSON lines (also compressed), parquet, and datasets of the Hugging Face hub."""
+"""Records of data as people have it: JSON lines and lists, CSV (all also compressed), parquet, and datasets of the
+Hugging Face hub or saved by its library. All programs read records here.
+"""
 
 import bz2
+import codecs
+import csv
 import gzip
 import importlib
+import io
 import json
 import lzma
 import re
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.storage.files import DATA_ENDINGS, data_files
+from mcore_rl.storage.files import DATA_ENDINGS, PACKED, data_files, is_saved
+from mcore_rl.storage.folders import POINTER, POINTER_REMEDY
 
 
 def required_package(module: str, extra: str, name: str) -> Any:
@@ -42,19 +48,31 @@ def _open_zstandard(name: str, mode: str) -> Any:
     return required_package("backports.zstd", "zstandard", name).open(name, mode)
 
 
-COMPRESSED: dict[bytes, Any] = {
+def _open_utf_16(name: str, _: str) -> BinaryIO:
+    return io.BytesIO(Path(name).read_bytes().decode("utf-16").encode())
+
+
+BEGINS: dict[bytes, Any] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
     b"\x28\xb5\x2f\xfd": _open_zstandard,
     # A frame that readers skip; pzstd puts one in front of the content.
     **{bytes([number, 0x2A, 0x4D, 0x18]): _open_zstandard for number in range(0x50, 0x60)},
+    codecs.BOM_UTF16_LE: _open_utf_16,
+    codecs.BOM_UTF16_BE: _open_utf_16,
+    b"PK\x03\x04": "It is an archive (zip). Unpack it first.",
+    POINTER: POINTER_REMEDY,
 }
-"""First bytes of compressed files, and what opens them."""
-DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error)
+"""First bytes of files that are not read as they are, and what opens them; of files that are not read, the reason."""
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+BOM = codecs.BOM_UTF8
+DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeError, csv.Error)
 """Errors of reading a file that is missing, damaged or cut off."""
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 ROWS_AT_A_TIME = 1024
+MAX_BAD = 0.01
+"""Share of documents that may be bad unless the user allows another."""
 SHOWN = 5
 """Number of bad lines that an error, or a line of the log, lists."""
 
@@ -79,13 +97,32 @@ class Record:
 
 
 def is_table(name: str) -> bool:
-    """Return whether `name` is a parquet file or a dataset of the hub, with rows instead of lines as records."""
-    return name.startswith(HUB) or Path(name).suffix.lower() == ".parquet"
+    """Return whether `name` is a parquet file or a dataset, with rows instead of lines as records."""
+    return is_dataset(name) or Path(name).suffix.lower() == ".parquet"
 
 
-def is_compressed(name: str) -> bool:
-    """Return whether the file begins like a gzip, bzip2, xz or zstandard file."""
+def is_dataset(name: str) -> bool:
+    """Return whether the package `datasets` reads `name`: a dataset of the hub, or a folder that it saved."""
+    return name.startswith(HUB) or is_saved(Path(name))
+
+
+def unpacked_suffix(name: str) -> str:
+    """Return the last ending of a file's name in small letters, without the ending of a compression."""
+    packed = next((ending for ending in PACKED if ending and name.lower().endswith(ending)), "")
+    return Path(name.lower().removesuffix(packed)).suffix
+
+
+def is_packed(name: str) -> bool:
+    """Return whether a file is compressed, or text in UTF-16 or UTF-32: its bytes are not those of its lines."""
     return _opener(name) is not open
+
+
+def is_in_lines(name: str) -> bool:
+    """Return whether a file has a record in each line, and may be read in parts; a DataError for a damaged list."""
+    if is_table(name) or unpacked_suffix(name) in DELIMITERS or is_packed(name):
+        return False
+    with opened(name) as file:
+        return _json_list(file, name) is None
 
 
 @contextmanager
@@ -105,36 +142,45 @@ def opened(name: str) -> Iterator[BinaryIO]:
 
 
 def _opener(name: str) -> Any:
-    with open(name, "rb") as file:
-        begin = file.read(max(map(len, COMPRESSED)))
-    return next((opener for magic, opener in COMPRESSED.items() if begin.startswith(magic)), open)
+    path = Path(name)
+    if path.exists() and not path.is_file():
+        raise DataError(f"{name} is no file, but a folder, pipe or device. Write the data to a file, and name that.")
+    with path.open("rb") as file:
+        begin = file.read(max(map(len, BEGINS)))
+    opener = next((opener for magic, opener in BEGINS.items() if begin.startswith(magic)), open)
+    if isinstance(opener, str):
+        raise DataError(f"{name} holds no data. {opener}")
+    return opener
 
 
 def read_records(name: str) -> Iterator[Record]:
     """Yield the records of a file, of the files in a folder, or of a dataset of the hub, in order; blank lines are
-    skipped. A file may also be a single JSON list of records.
+    skipped. A file may also be a single JSON list of records, or CSV with a line of names.
 
     Raises:
         DataError: the file cannot be read or is damaged; the folder has no data files, or has files of several splits.
         ConfigError: the package that reads such data is not installed.
     """
-    if Path(name).is_dir():
+    if Path(name).is_dir() and not is_saved(Path(name)):
         for path in _files_of_one_split(Path(name)):
             yield from read_records(str(path))
         return
     if is_table(name):
-        for number, entry in enumerate(read_rows(name), start=1):
+        for number, entry in enumerate(_rows(name), start=1):
             yield Record(line=number, file=name, entry=entry)
         return
     with opened(name) as file:
-        if (entries := _json_list(file)) is not None:
+        if delimiter := DELIMITERS.get(unpacked_suffix(name)):
+            yield from _csv_records(file, name, delimiter)
+            return
+        if (entries := _json_list(file, name)) is not None:
             for number, entry in enumerate(entries, start=1):
-                yield _record(json.dumps(entry).encode(), name, number)
+                yield record_of_line(json.dumps(entry).encode(), name, number)
             return
         file.seek(0)
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _record(line, name, number)
+                yield record_of_line(line, name, number)
 
 
 def _files_of_one_split(folder: Path) -> list[Path]:
@@ -148,10 +194,9 @@ def _files_of_one_split(folder: Path) -> list[Path]:
     return files
 
 
-def read_rows(name: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a parquet file or of a dataset of the hub, as dicts."""
-    if name.startswith(HUB):
-        yield from load_hub(name)
+def _rows(name: str) -> Iterator[Mapping[str, Any]]:
+    if is_dataset(name):
+        yield from load_dataset(name)
         return
     parquet = required_package("pyarrow.parquet", "parquet", name)
     try:
@@ -162,18 +207,26 @@ def read_rows(name: str) -> Iterator[Mapping[str, Any]]:
         raise DataError(f"{name} cannot be read as parquet: {error}. Copy it again.") from error
 
 
-def load_hub(name: str) -> Any:
-    """Return the dataset that `hub:NAME#CONFIG:SPLIT` names, through `datasets`; NAME may also be a local folder."""
+def load_dataset(name: str) -> Any:
+    """Return the dataset that `hub:NAME#CONFIG:SPLIT` names (NAME may also be a local folder), or that
+    `datasets.save_to_disk` wrote to the folder `name`.
+    """
     datasets = required_package("datasets", "hub", name)
     path, _, split = name.removeprefix(HUB).partition(":")
     path, _, config = path.partition("#")
     try:
-        return datasets.load_dataset(path, config or None, split=split or "train")
-    except (OSError, ValueError, RuntimeError) as error:  # of the hub, of the disk, of names
+        if name.startswith(HUB):
+            return datasets.load_dataset(path, config or None, split=split or "train")
+        found = datasets.load_from_disk(name)
+    except (OSError, ValueError, RuntimeError, LookupError) as error:  # of the hub, of the disk, of names
         raise DataError(
-            f"{name} cannot be loaded: {error}. It is read as hub:NAME#CONFIG:SPLIT; correct the name, or download it "
-            "where there is a network."
+            f"{name} cannot be loaded: {error}. It is read as hub:NAME#CONFIG:SPLIT, or as datasets.save_to_disk wrote "
+            "it; correct the name, download it where there is a network, or save it again."
         ) from error
+    if isinstance(found, datasets.DatasetDict):
+        folders = ", ".join(f"{name}/{split}" for split in found)
+        raise DataError(f"{name} is a saved dataset of several splits. Name one of them: {folders}.")
+    return found
 
 
 def beside(template: str | None, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,11 +295,11 @@ class RecordReader(ABC, Generic[T]):
         """Return why an example is too long and how to make room for it; None if it fits."""
         return None
 
-    def read(self, path: str, most_lines: int | None = None) -> Iterator[T]:
-        """Yield the examples of one file that fit, or of its first lines."""
+    def read(self, path: str) -> Iterator[T]:
+        """Yield the examples of one file that fit."""
         num_lines = 0
         self._shapes, self._unread, self._warnings = {}, Counter(), {}
-        for record in islice(read_records(path), most_lines):
+        for record in read_records(path):
             num_lines += 1
             try:
                 example = self._example(record)
@@ -288,6 +341,15 @@ def shapes_among(notes: Sequence[str]) -> str:
     return "".join(f". {note}" for note in notes if not note.startswith(WARNING))
 
 
+def refuse_bad_share(num_bad: int, num_documents: int, max_bad: float, shown: str) -> None:
+    """Raise DataError, which ends in `shown`, if more than the share `max_bad` of the documents could not be read."""
+    if num_bad > max_bad * (num_bad + num_documents):
+        raise DataError(
+            f"{num_bad} of {num_bad + num_documents} documents are bad, and --max-bad allows a share of {max_bad:g}. "
+            f"Correct them, or allow more.{shown}"
+        )
+
+
 def beyond_max(bad_lines: Sequence[str], max_bad: int | None) -> Sequence[str]:
     """Return the bad lines where they are more than `max_bad`, which ends the run; None allows any number."""
     return bad_lines if max_bad is not None and len(bad_lines) > max_bad else ()
@@ -299,29 +361,55 @@ def listed(bad_lines: Sequence[str]) -> str:
     return "\n".join(bad_lines[:SHOWN]) + (f"\nand {more} more like these" if more > 0 else "")
 
 
-def _json_list(file: BinaryIO) -> list[Any] | None:
-    """Return the entries of a file that is a single JSON list of objects; None for any other file."""
-    begin = file.read(64).decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
-    if begin[:1] != "[":
+def _json_list(file: BinaryIO, name: str) -> list[Any] | None:
+    """Return the entries of a file that is a single JSON list; None for any other file, such as one with a list in each
+    line. Raises DataError if the list is damaged or cut off.
+    """
+    first = next((line for line in file if line.removeprefix(BOM).strip()), b"").removeprefix(BOM)
+    if not first.lstrip().startswith(b"["):
         return None
-    file.seek(0)
+    rest = file.read()
+    with suppress(ValueError, RecursionError):
+        entries: list[Any] = json.loads(first)
+        return None if rest.strip() else entries
     try:
-        entries = json.loads(file.read().decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return None
-    is_of_objects = isinstance(entries, list) and any(isinstance(entry, dict) for entry in entries)
-    return entries if is_of_objects else None
+        entries = json.loads(first + rest)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{name} begins a JSON list that is damaged or cut off: {error}. Copy the file again, or correct it there."
+        ) from error
+    return entries
 
 
-def _record(line: bytes, file: str, number: int) -> Record:
+def _csv_records(file: BinaryIO, name: str, delimiter: str) -> Iterator[Record]:
+    csv.field_size_limit(sys.maxsize)  # its 128 KiB are less than a document
+    rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+    for entry in rows:
+        # The reader has None as the key of fields too many, and as the value of fields too few.
+        is_whole = None not in entry and None not in entry.values()
+        problem = "" if is_whole else f"it has not the {len(rows.fieldnames or ())} fields of the first line"
+        yield Record(line=rows.line_num, file=name, entry=entry if is_whole else None, problem=problem)
+
+
+def record_of_line(line: bytes, file: str, number: int) -> Record:
+    """Return the record of a line of JSON, with a problem where it is no object."""
     try:
         entry = json.loads(line.decode("utf-8-sig"))
-        # JSON can spell half a surrogate pair ("\ud800"), which no tokenizer takes.
-        json.dumps(entry, ensure_ascii=False).encode()
+        if b"\\u" in line:
+            # JSON can spell half a surrogate pair ("\ud800"), which no tokenizer takes.
+            json.dumps(entry, ensure_ascii=False).encode()
+        problem = "" if isinstance(entry, dict) else f"a JSON {type(entry).__name__}, wanted an object"
+    except UnicodeDecodeError as error:
+        problem = not_utf8(error)
     except UnicodeEncodeError:
-        return Record(line=number, file=file, problem="it holds a lone surrogate, which is not text")
+        problem = "it holds a lone surrogate, which is not text"
     except (ValueError, RecursionError) as error:
-        return Record(line=number, file=file, problem=f"not JSON ({error})")
-    if not isinstance(entry, dict):
-        return Record(line=number, file=file, problem=f"a JSON {type(entry).__name__}, wanted an object")
-    return Record(line=number, file=file, entry=entry)
+        # Such as UTF-16 without a mark, a parquet file of another name, what a machine wrote while it crashed.
+        problem = "not text: it has NUL bytes" if b"\0" in line else f"not JSON ({error})"
+    return Record(line=number, file=file, entry=None if problem else entry, problem=problem)
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return what a text that is not UTF-8 is, as the end of a sentence."""
+    byte = error.object[error.start]
+    return f"not UTF-8 (byte 0x{byte:02x}); from Latin-1 it becomes that with iconv -f LATIN1 -t UTF-8"

@@ -13,6 +13,7 @@ import sentencepiece
 
 from mcore_rl import __version__
 from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, InputFile, find_input_files
+from mcore_rl.data.records import MAX_BAD, refuse_bad_share
 from mcore_rl.errors import DataError
 from mcore_rl.storage.checksums import crc32_of
 from mcore_rl.storage.files import disk_errors_explained, make_folder, refuse_replacing, with_ending, write_atomically
@@ -44,6 +45,8 @@ class TokenizerTraining:
     """Bytes of text that are read; of a larger corpus documents are drawn at random, the same at every run."""
     threads: int = 4
     """Number of threads. It is written into the file, so that the file's digest depends on it."""
+    max_bad: float = MAX_BAD
+    """Share of the documents that may be bad: they are left out."""
     overwrite: bool = False
     """Replace the file where it is a tokenizer that this function wrote."""
 
@@ -61,7 +64,7 @@ def train_tokenizer(options: TokenizerTraining) -> int:
     refuse_replacing(options.output, sources, overwrite=options.overwrite, foreign=_foreign)
     refuse_replacing(manifest, sources, overwrite=True, foreign=_foreign_manifest)
     make_folder(options.output.parent, AGAIN)  # now: the training may take an hour
-    lines = _Lines(find_input_files(options.inputs), options.document_format, options.max_bytes)
+    lines = _Lines(find_input_files(options.inputs), options)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -86,6 +89,7 @@ def train_tokenizer(options: TokenizerTraining) -> int:
         )
     except RuntimeError as error:
         raise DataError(_explained(str(error), options, lines)) from error
+    refuse_bad_share(lines.num_bad, lines.num_documents, options.max_bad, f" The first is {lines.problem}.")
     with disk_errors_explained(options.output.parent, AGAIN):
         write_atomically(options.output, model.getvalue())
         content = {"program": f"mcore_rl {__version__}", "kind": "tokenizer", "crc32": crc32_of(options.output)}
@@ -114,13 +118,12 @@ def _recorded(manifest: Path) -> object:
 class _Lines:
     """The lines of the documents, counted as they are read."""
 
-    def __init__(self, sources: Sequence[InputFile], document_format: DocumentFormat, max_bytes: int) -> None:
-        self.count = 0
-        self.num_bad = 0
+    def __init__(self, sources: Sequence[InputFile], options: TokenizerTraining) -> None:
+        self.count = self.num_documents = self.num_bad = 0
         self.problem = ""
         self._sources = sources
-        self._document_format = document_format
-        self._share = min(1.0, max_bytes / max(1, sum(source.num_bytes for source in sources)))
+        self._document_format = options.document_format
+        self._share = min(1.0, options.max_bytes / max(1, sum(source.num_bytes for source in sources)))
 
     def __iter__(self) -> Iterator[str]:
         draw = random.Random(SAMPLE_SEED)
@@ -131,7 +134,9 @@ class _Lines:
                 if record.problem:
                     self.num_bad += 1
                     self.problem = self.problem or f"{source.path}:{record.line}: {record.problem}"
-                elif self._share == 1.0 or draw.random() < self._share:
+                    continue
+                self.num_documents += 1
+                if self._share == 1.0 or draw.random() < self._share:
                     yield from self._cut(record.text)
 
     def _cut(self, text: str) -> Iterator[str]:

@@ -58,7 +58,13 @@ DATA_ENDINGS = (".parquet", *(kind + packed for kind in (".jsonl", ".json") for 
 
 def data_files(folder: Path) -> list[Path]:
     """Return the data files directly in a folder, recognized by their endings, in the order of their names."""
-    return sorted(path for path in folder.iterdir() if path.name.lower().endswith(DATA_ENDINGS) and path.is_file())
+    endings = ".arrow" if is_saved(folder) else DATA_ENDINGS
+    return sorted(path for path in folder.iterdir() if path.name.lower().endswith(endings) and path.is_file())
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether `datasets.save_to_disk` made a folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def with_ending(prefix: str | Path, ending: str) -> Path:

@@ -47,9 +47,6 @@ def _preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         help="plain text: lines equal to this separate documents (default: one document a file)",
     )
     parser.add_argument(
-        "--max-bad", type=int, metavar="N", help="fail on more than N bad lines (default: report and go on)"
-    )
-    parser.add_argument(
         "--overwrite", action="store_true", help="replace an existing dataset or another unfinished run"
     )
 
@@ -118,7 +115,14 @@ def _corpus(parser: argparse.ArgumentParser) -> None:
         "inputs", nargs="+", type=Path, help="files, or folders of files; their order is the documents' order"
     )
     parser.add_argument("--format", choices=("jsonl", "text"), help="default: by the files' endings")
-    parser.add_argument("--key", default="text", help="JSON lines: the field with the text (default 'text')")
+    parser.add_argument("--key", default="text", help="JSON lines, tables: the field with the text (default 'text')")
+    parser.add_argument(
+        "--max-bad",
+        type=number_from(0, 1, float),
+        default=0.01,
+        metavar="SHARE",
+        help="fail if a larger share of the documents is bad; fewer are reported and left out (default 0.01)",
+    )
 
 
 DATA: dict[str, Command] = {

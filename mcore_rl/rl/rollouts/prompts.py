@@ -59,12 +59,11 @@ def make_problem(config: PromptConfig, seed: int, index: int) -> Problem:
     )
 
 
-def read_problems(config: PromptConfig, *, needs_answer: bool = False, most_lines: int | None = None) -> ProblemFile:
+def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> ProblemFile:
     """Read the lines of `config.files`, in order.
 
     Args:
         config: the config section `rl.prompts`.
-        most_lines: number of lines to read from the start of each file; None reads all.
         needs_answer: whether a reward part compares with the reference answer (`ANSWER_PARTS`); a line without an
             answer is then invalid.
 
@@ -77,12 +76,10 @@ def read_problems(config: PromptConfig, *, needs_answer: bool = False, most_line
     bad_lines = reader.problems
     for name in config.files:
         before, num_bad = len(problems), len(bad_lines)
-        problems += reader.read(name, most_lines)
+        problems += reader.read(name)
         num_per_file.append(len(problems) - before)
         if not num_per_file[-1]:
             of_this = bad_lines[num_bad:]
-            if of_this and len(of_this) == most_lines:
-                continue  # later lines may be prompts
             first = f" {of_this[0]}" if of_this else ""
             raise DataError(
                 f"{name} holds no prompt in {len(of_this)} lines.{first} Name other keys: "

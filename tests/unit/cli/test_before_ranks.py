@@ -10,7 +10,7 @@ from mcore_rl.checks.run import absent_packages
 from mcore_rl.cli.before_ranks import FIRST, refuse_first_records
 from mcore_rl.cli.cli import main
 from mcore_rl.config.load import dump_config, load_config
-from mcore_rl.config.preferences import DPOConfig
+from mcore_rl.config.preferences import DPOConfig, RewardModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import LogConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
@@ -57,12 +57,30 @@ def test_bad_lines_are_refused_where_the_config_allows_none(file: Callable[..., 
         refuse_first_records(config)
 
 
-def test_lines_after_the_first_ones_are_left_to_the_ranks(file: Callable[..., str]) -> None:
+def test_what_conversations_and_pairs_after_the_first_ones_mean_is_left_to_the_ranks(file: Callable[..., str]) -> None:
     good = PROMPT | CHAT | PAIR
     for config in configs(file(*[OTHER] * FIRST, good), "max_bad=none"):
         refuse_first_records(config)
-    for config in configs(file(*[good] * FIRST, OTHER)):
+    for config in configs(file(*[good] * FIRST, OTHER))[:2]:
         refuse_first_records(config)
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_file_that_is_cut_off_anywhere_is_refused(file: Callable[..., str], is_list: bool) -> None:
+    good = PROMPT | CHAT | PAIR
+    path = Path(file(*[good] * (FIRST + 5)))
+    steps = ["data.format=steps", f"data.train={path}"]
+    texts = ["rl.prompts.task=sorting", f"rl.ptx.files={path}", "rl.ptx.coeff=0.1"]
+    every = [*configs(str(path)), load_config(RlRunConfig, None, texts), load_config(RewardModelConfig, None, steps)]
+    for config in every:
+        refuse_first_records(config)
+    whole = path.read_bytes()
+    if is_list:
+        whole = b"[" + whole.rstrip().replace(b"\n", b",\n") + b"]"
+    path.write_bytes(whole[:-20])
+    for config in every:
+        with pytest.raises(DataError, match="damaged or cut off" if is_list else f"{path}:105: not JSON"):
+            refuse_first_records(config)
 
 
 def test_prompts_and_functions_that_are_not_there_are_refused(file: Callable[..., str]) -> None:

@@ -1,5 +1,6 @@
 """A corpus of made-up words, a tokenizer of it, and a world of one rank."""
 
+import csv
 import gzip
 import json
 import random
@@ -11,6 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch.distributed as dist
 from backports import zstd
+from datasets import Dataset
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.chat import Chat, load_chat
@@ -55,7 +57,8 @@ PACKED = {
     "zstandard": (".zst", zstd.compress),
     "pzstd": (".zst", lambda text: SKIPPED + zstd.compress(text[:900]) + SKIPPED + zstd.compress(text[900:])),
 }
-FORMS = (*PACKED, "parquet", "hub")
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+FORMS = (*PACKED, *DELIMITERS, "list", "utf-16", "parquet", "hub", "saved")
 
 
 def in_form(form: str, lines: list[dict[str, str]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -66,6 +69,19 @@ def in_form(form: str, lines: list[dict[str, str]], folder: Path, monkeypatch: p
         path = folder / f"a/a.jsonl{ending}"
         path.write_bytes(pack("".join(json.dumps(line) + "\n" for line in lines).encode()))
         return str(path)
+    if form in DELIMITERS:
+        with open(path := folder / f"a/a.{form}", "w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, lines[0].keys(), delimiter=DELIMITERS[form])
+            table.writeheader()
+            table.writerows(lines)
+        return str(path)
+    if form in ("list", "utf-16"):
+        text = json.dumps(lines, indent=1) if form == "list" else "".join(json.dumps(line) + "\r\n" for line in lines)
+        (path := folder / "a/a.json").write_text(text, encoding="utf-8" if form == "list" else form)
+        return str(path)
+    if form == "saved":
+        Dataset.from_list(lines).save_to_disk(folder / "a/saved")
+        return str(folder / "a/saved")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), folder / "a/train.parquet", row_group_size=7)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(folder / "cache"))
     return f"hub:{folder}/a:train" if form == "hub" else str(folder / "a/train.parquet")

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import random
 import re
 import sysconfig
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from backports import zstd
+from datasets import Dataset, DatasetDict
 from rich.console import Console
 
 from mcore_rl.config.rl.rollout import PromptConfig
@@ -20,6 +22,7 @@ from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, f
 from mcore_rl.data.examples import read_examples
 from mcore_rl.data.preprocess import preprocess
 from mcore_rl.data.records import filled, read_records
+from mcore_rl.data.shards import plan_shards
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.rl.rollouts.prompts import read_problems
@@ -47,7 +50,7 @@ CONTENTS = {
     "jsonl": (
         JSONL,
         b'{"text": "one"}\n\n{"text": "tw\xc3\xb6"}\nnot json\n{"text": "three"}',
-        [(1, "one"), (2, ""), (3, "twö"), (4, ""), (5, "three")],
+        [(1, "one"), (3, "twö"), (4, ""), (5, "three")],
     ),
     "jsonl with a byte-order mark": (
         JSONL,
@@ -84,23 +87,30 @@ def test_wherever_a_file_is_cut_its_documents_and_line_numbers_are_the_same(tmp_
     ("line", "problem"),
     [
         (b"{", "not JSON"),
-        (b"[1, 2]", "a JSON list, not an object"),
+        (b"[1, 2]", "a JSON list, wanted an object"),
         (b'{"txt": "a", "n": 1}', r"no key 'text' \(keys: txt, n\)"),
         (b'{"text": 5}', "'text' holds a int, not text"),
         (b'{"text": " \\n "}', "'text' is empty"),
         (b'{"text": "\xff"}', r"not UTF-8 \(byte 0xff\)"),
         (b'{"text": "\\ud800"}', "lone surrogate"),
         (b"[" * 100_000, "not JSON"),
-        (b"  ", "empty line"),
+        (b'{"text": "of a cut-off li', "not JSON"),
+        ('{"text": "zwölf"}'.encode("latin-1"), r"not UTF-8 \(byte 0xf6\); .*iconv -f LATIN1"),
+        ('{"text": "two"}'.encode("utf-16-le"), "NUL bytes"),
+        (b'{"text": "a"},', r"not JSON \(Extra data"),
+        (b"\0\0\0\0\0", "NUL bytes"),
     ],
 )
-def test_a_bad_line_is_told_with_its_reason_and_the_next_one_read(tmp_path, line, problem):
+def test_a_bad_line_is_told_with_its_reason_by_every_reader_and_blank_lines_are_skipped(tmp_path, line, problem):
     path = tmp_path / "file"
-    path.write_bytes(line + b"\n" + json.dumps({"text": "good"}).encode() + b"\n")
-    bad, good = read(path, JSONL)
-    assert good == (2, "good", "")
-    assert bad[0] == 1
+    path.write_bytes(json.dumps({"text": "good"}).encode() + b"\n\n" + line + b"\n")
+    good, bad = read(path, JSONL)
+    assert good == (1, "good", "")
+    assert bad[0] == 3
     assert re.search(problem, bad[2])
+    first, second = read_records(str(path))
+    assert (first.line, first.entry, second.line) == (1, {"text": "good"}, 3)
+    assert second.problem in (bad[2], "")  # none: an object whose text is no document
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\xef\xbb\xbf\r\n"])
@@ -132,11 +142,44 @@ def test_endings_decide_the_format_and_a_doubt_is_an_error(tmp_path):
             format_of_endings(doubtful)
 
 
-def test_missing_inputs_and_archives_are_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"PK\x03\x04" + b"zip")
-    for name, message in (("a.jsonl", r"an archive \(zip\)"), ("b.jsonl", "does not exist")):
-        with pytest.raises(DataError, match=message):
-            find_input_files([tmp_path / name])
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"PK\x03\x04zip", r"an archive \(zip\)"),
+        ("a.jsonl", LFS, "pointer of Git LFS.*git lfs pull"),
+        ("a.csv", LFS, "pointer of Git LFS.*git lfs pull"),
+        ("a.jsonl", None, "no file, but a folder, pipe or device"),
+        ("a.json", b'[{"text": "one"},\n{"text": "tw', "begins a JSON list that is damaged or cut off"),
+        ("a.json", b'[{"text": "on\xf6"}]', "begins a JSON list that is damaged.*byte 0xf6"),
+        ("a.csv", b'text,n\none,1\n"two', "a.csv cannot be read: unexpected end of data"),
+        ("a.jsonl", '{"text": "zwölf"}'.encode("utf-16")[:-1], "a.jsonl cannot be read: .*truncated data"),
+    ],
+)
+def test_files_that_hold_no_records_are_named_for_what_they_are(tmp_path, name, content, message):
+    path = tmp_path / name
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        list(read_records(str(path)))
+    with pytest.raises(DataError, match=message):
+        [list(DocumentReader(part, JSONL)) for part in plan_shards(find_input_files([path]), JSONL)[0].file_slices]
+
+
+def test_an_input_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        find_input_files([tmp_path / "b.jsonl"])
+
+
+def test_a_saved_dataset_is_read_one_split_at_a_time(tmp_path):
+    texts = Dataset.from_list([{"text": "one"}, {"text": "two"}])
+    DatasetDict({"train": texts, "test": texts.select([1])}).save_to_disk(tmp_path / "both")
+    with pytest.raises(
+        DataError, match=f"several splits. Name one of them: {tmp_path}/both/train, {tmp_path}/both/test"
+    ):
+        list(read_records(str(tmp_path / "both")))
+    assert [record.fields for record in read_records(f"{tmp_path}/both/test")] == [{"text": "two"}]
 
 
 LINES = [
@@ -150,13 +193,14 @@ def data(request, tmp_path, monkeypatch):
     return in_form(request.param, LINES, tmp_path, monkeypatch)
 
 
-@pytest.mark.matrix("lines", "gzipped", "zstandard", "pzstd", "hub")
+@pytest.mark.matrix("lines", "gzipped", "zstandard", "pzstd", "hub", "list", "csv", "utf-16")
 def test_records_are_the_same_in_every_form(data):
     assert [record.entry for record in read_records(data)] == LINES
-    assert [record.line for record in read_records(data)] == list(range(1, 31))
+    # A row of CSV may have several lines.
+    assert data.endswith("sv") or [record.line for record in read_records(data)] == list(range(1, 31))
 
 
-@pytest.mark.matrix("lines", "gzipped", "zstandard")
+@pytest.mark.matrix("lines", "gzipped", "zstandard", "list", "tsv", "saved")
 def test_chats_prompts_and_documents_are_read_in_every_form(data, tokenizer, tmp_path):
     words = load_tokenizer(tokenizer)
     config = SFTDataConfig(prompt_template="Question: {question}\n", response_field="solution")

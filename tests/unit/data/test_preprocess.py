@@ -141,7 +141,7 @@ def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_bytes(options, ref
 
 def stop_before_the_end(options):
     """Leaves PREFIX.partial with the plan and all shards of a run that may have no bad line."""
-    with pytest.raises(DataError, match="--max-bad is 0"):
+    with pytest.raises(DataError, match="--max-bad allows a share of 0"):
         run(replace(options, max_bad=0))
     return Path(f"{options.output}.partial")
 
@@ -150,7 +150,7 @@ def stop_before_the_end(options):
 def cut(options, corpus, tmp_path):
     """Options of a small input that ends inside a line."""
     (tmp_path / "cut.jsonl").write_bytes(corpus.read_bytes()[:20_000])
-    return replace(options, inputs=(tmp_path / "cut.jsonl",))
+    return replace(options, inputs=(tmp_path / "cut.jsonl",), max_bad=0.5)
 
 
 @pytest.mark.matrix("moved0", "moved2")
@@ -183,7 +183,10 @@ def test_a_part_that_was_damaged_before_the_run_went_on_is_not_joined(cut):
 def test_data_made_anew_with_the_same_lengths_is_other_data_to_a_run(options, corpus, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_bytes(corpus.read_bytes()[:20_000].replace(b" 1984 ", b" 1985 "))
-    options, config = (replace(options, inputs=(text,)), PretrainConfig(data=DataConfig(train=(str(options.output),))))
+    options, config = (
+        replace(options, inputs=(text,), max_bad=0.5),
+        PretrainConfig(data=DataConfig(train=(str(options.output),))),
+    )
     run(options)
     before, index = contents_of_inputs(inputs_of(config)), files(options.output)[".idx"]
     text.write_bytes(corpus.read_bytes()[:20_000])
@@ -221,12 +224,12 @@ BAD = b'{"text": "good one"}\n{"text": "a\n\n{"id": 1}\n{"text": "\xff"}\n{"text
 def test_bad_lines_are_left_out_counted_and_told_with_file_and_line(options, tmp_path):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(BAD)
-    said = run(replace(options, inputs=(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), workers=2))
+    said = run(replace(options, inputs=(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), workers=2, max_bad=1))
     assert len(IndexedDataset(str(options.output))) == 4
-    assert json.loads(files(options.output)[".json"])["bad_lines"] == 10
+    assert json.loads(files(options.output)[".json"])["bad_lines"] == 8
     reported = [(e["path"], e["line"]) for e in events(options.output) if e["event"] == "bad line"]
-    assert reported == [(str(tmp_path / name), line) for name in ("a.jsonl", "b.jsonl") for line in range(2, 7) if line]
-    assert "10 bad lines were left out" in said
+    assert reported == [(str(tmp_path / name), line) for name in ("a.jsonl", "b.jsonl") for line in (2, 4, 5, 6)]
+    assert "8 bad lines were left out" in said
     assert f"{tmp_path}/b.jsonl:4: no key 'text' (keys: id)" in said
 
 
@@ -241,14 +244,19 @@ def test_line_numbers_count_on_over_shards(options, corpus, tmp_path):
     assert len(IndexedDataset(str(options.output))) == len(lines) - len(bad)
 
 
-def test_too_many_bad_lines_end_the_run_and_a_higher_limit_goes_on(options, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(BAD)
+def test_a_larger_share_of_bad_lines_than_one_in_a_hundred_ends_the_run_and_a_higher_limit_goes_on(options, tmp_path):
+    lines = [b'{"text": "good"}\n'] * 99
+    (tmp_path / "a.jsonl").write_bytes(b"".join([*lines, b'{"text": "cut o']))
+    run(replace(options, inputs=(tmp_path / "a.jsonl",), output=tmp_path / "one in a hundred"))
+    (tmp_path / "a.jsonl").write_bytes(b"".join([*lines[1:], b'{"text": "cut o']))
     options = replace(options, inputs=(tmp_path / "a.jsonl",))
-    with pytest.raises(DataError, match=r"5 bad lines so far, and --max-bad is 4(.|\n)*a\.jsonl:2: not JSON"):
-        run(replace(options, max_bad=4))
+    with pytest.raises(
+        DataError, match=r"1 of 99 documents are bad, and --max-bad allows .* 0\.01(.|\n)*a\.jsonl:99: not"
+    ):
+        run(options)
     assert not options.output.with_suffix(".v1.bin").exists()
-    run(replace(options, max_bad=5))
-    assert len(IndexedDataset(str(options.output))) == 2
+    run(replace(options, max_bad=0.02))
+    assert len(IndexedDataset(str(options.output))) == 98
 
 
 def test_plain_text_is_a_document_a_file_or_cut_at_blank_lines(options, tokenizer, tmp_path):
@@ -299,7 +307,6 @@ def test_a_second_writer_is_refused(options):
     [
         ({"inputs": (Path("absent.jsonl"),)}, "does not exist"),
         ({"workers": 0}, "wanted at least 1"),
-        ({"max_bad": -1}, "at most -1 bad lines: wanted 0 or more"),
         ({"output": Path("/proc/absent/x")}, r"/proc/absent/x.partial cannot be made: .* Or give another output"),
         (
             {"document_format": DocumentFormat(kind="jsonl", key="body")},

@@ -59,6 +59,16 @@ def test_input_without_the_key_is_refused_with_the_keys_there_are(training):
         train_tokenizer(replace(training, document_format=DocumentFormat(kind="jsonl", key="body")))
 
 
+def test_more_bad_documents_than_allowed_make_no_tokenizer(training):
+    training.inputs[0].write_bytes(training.inputs[0].read_bytes() + b'{"text": "cut o')
+    with pytest.raises(
+        DataError, match=r"1 of 9 documents are bad, .* a share of 0\.01.* is .*text\.jsonl:9: not JSON"
+    ):
+        train_tokenizer(training)
+    assert not training.output.exists()
+    train_tokenizer(replace(training, max_bad=0.2))
+
+
 def test_a_larger_corpus_is_sampled_and_every_run_draws_the_same(training):
     lines = train_tokenizer(training)
     half = replace(training, max_bytes=training.inputs[0].stat().st_size // 2, overwrite=True)

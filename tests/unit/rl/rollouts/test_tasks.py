@@ -101,7 +101,7 @@ def test_lines_of_a_file_are_problems_and_bad_lines_are_told(tmp_path):
         ":5: no text in 'q'",
         ":8: 'a' holds [\"4\"], neither text nor a number",
         ":9: 'a' holds true, neither text nor a number",
-        ":10: not JSON",
+        ":10: not UTF-8",
     ]
 
 
