@@ -75,9 +75,17 @@ class TrainSource:
         return f"{num_epochs} epochs shuffled as {'one and the last apart' if is_apart else 'one'}"
 
 
+@dataclass
+class EpochConfig(GPTDatasetConfig):
+    """Megatron's config with what an EpochDataset needs besides."""
+
+    twins: Mapping[str, int] = field(default_factory=dict)
+    """Prefix -> how many sources before it in the blend have as many sequences, and would have the same orders."""
+
+
 class EpochDataset(GPTDataset):
     """Repeats one epoch as Megatron cuts, shuffles and caches it. Each epoch has every sequence once: the first epoch
-    in Megatron's order, later epochs in an order that depends only on the seed and the epoch's index.
+    in Megatron's order, later epochs in an order that depends only on the seed, the epoch's index and `twins`.
 
     The sequences are the same in all epochs; remaining tokens at the end that do not fill a sequence are never used.
     From the second epoch on, an order takes 8 bytes for each sequence of the source, on each rank.
@@ -92,6 +100,7 @@ class EpochDataset(GPTDataset):
         self._per_epoch = int(super().__len__())
         self._num_epochs: int = max(1, -(-num_samples // self._per_epoch))
         self._order: tuple[int, NDArray[numpy.int64]] | None = None
+        self._twin: int = self.config.twins.get(str(path), 0)
 
     def __len__(self) -> int:
         """Return the number of samples in all epochs that the requested samples begin."""
@@ -103,7 +112,8 @@ class EpochDataset(GPTDataset):
         if epoch:
             order = self._order
             if order is None or order[0] != epoch:
-                rng = numpy.random.default_rng((self.config.random_seed, epoch))
+                # A last 0 changes no order: a source without twins goes on as before there were any.
+                rng = numpy.random.default_rng((self.config.random_seed, epoch, self._twin))
                 # Assigned as a whole: a thread reads ahead while another may ask for an earlier sample.
                 self._order = order = epoch, rng.permutation(self._per_epoch)
             place = int(order[1][place])
@@ -408,13 +418,17 @@ def _with_ranges_written(plan: DataPlan, folder: Path) -> DataPlan:
     return replace(plan, blends=(blends[0], blends[1], blends[2]), split="", ranges={})
 
 
-def _megatron_config(plan: DataPlan, seed: int, cache_dir: Path) -> GPTDatasetConfig:
+def _megatron_config(plan: DataPlan, seed: int, cache_dir: Path) -> EpochConfig:
     # Megatron takes a single prefix without a weight.
     blends = [
         blend and (list(blend.prefixes), list(blend.weights) if len(blend.prefixes) > 1 else None)
         for blend in plan.blends
     ]
-    config = GPTDatasetConfig(
+    assert plan.blends[0] is not None  # or plan_data has refused
+    lengths = dict(zip(plan.blends[0].prefixes, (source.sequences for source in plan.sources), strict=True))
+    sequences = list(lengths.values())
+    config = EpochConfig(
+        twins={prefix: sequences[:index].count(length) for index, (prefix, length) in enumerate(lengths.items())},
         random_seed=seed,
         sequence_length=plan.seq_length,
         blend=blends[0] if plan.split else None,

@@ -348,6 +348,33 @@ def test_each_epoch_has_every_sequence_once_in_an_order_of_its_own(tmp_path):
     assert max(in_place) < epoch / 4
 
 
+@pytest.mark.parametrize("split", [(100.0, 0.0, 0.0), (90.0, 10.0, 0.0)], ids=["whole", "cut in documents"])
+def test_sources_of_one_length_have_orders_of_their_own_after_the_first_epoch(tmp_path, split):
+    """Numbered tokens: a source's sequence is known by its first one, less that of the source."""
+    documents = [list(range(320 * (5 if split[1] else 1) + 1))]
+    sizes = [len(documents[0]), len(documents[0]), 1000, len(documents[0])]
+    prefixes = [
+        write(tmp_path / name, [list(range(2000 * i, 2000 * i + size))])
+        for i, (name, size) in enumerate(zip("abcd", sizes, strict=True))
+    ]
+    data = config(*prefixes, split=split, train_weights=(1.0,) * 4)
+    samples = [tokens[0] for tokens in read(data, 8 * max(sizes) // SEQ, tmp_path)]
+    orders = [[first - 2000 * i for first in samples if first // 2000 == i] for i in range(4)]
+    per_epoch = plan_data(data, vocab_size=60_000, samples=SampleCounts(train=4)).sources[0].sequences
+    epochs = [order[per_epoch : 2 * per_epoch] for order in (orders[0], orders[1], orders[3])]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2]) and len(set(epochs[0])) == per_epoch
+    assert len(set(map(tuple, epochs))) == 3
+
+
+def test_the_order_of_later_epochs_is_that_of_the_seed_and_the_epoch_alone_without_twins(tmp_path):
+    """An order of numpy's own generator, as earlier versions had it for every source."""
+    per_epoch = (40 * 20 - 1) // SEQ
+    sequences = read(config(write(tmp_path / "data", numbered(0, 40))), 3 * per_epoch, tmp_path)
+    for epoch in (1, 2):
+        order = numpy.random.default_rng((7, epoch)).permutation(per_epoch)
+        assert sequences[epoch * per_epoch : (epoch + 1) * per_epoch] == [sequences[index] for index in order]
+
+
 def one_or_two_sources(tmp_path, weights, **changes):
     prefixes = [write(tmp_path / "a", numbered(0, 10))]
     if weights:
