@@ -252,12 +252,14 @@ def write_range(index: IndexFile, begin: int, end: int, folder: Path) -> str:
     bounds_N = numpy.arange(lengths_N.size + 1, dtype=numpy.int64)
     header = HEADER.pack(MAGIC, 1, CODES[index.dtype.name], lengths_N.size, bounds_N.size)
     prefix = folder / f"{Path(index.prefix).name}-{index.fingerprint[:16]}-{begin}-{end}"
-    link = with_ending(prefix, ".bin")
-    link.unlink(missing_ok=True)
-    link.symlink_to(with_ending(index.prefix, ".bin").absolute())
-    write_atomically(
-        with_ending(prefix, ".idx"), header + lengths_N.tobytes() + offsets_N.tobytes() + bounds_N.tobytes()
-    )
+    content = header + lengths_N.tobytes() + offsets_N.tobytes() + bounds_N.tobytes()
+    link, own_idx, whole = with_ending(prefix, ".bin"), with_ending(prefix, ".idx"), with_ending(index.prefix, ".bin")
+    # Left alone where they are right: they may be another user's.
+    if not (link.exists() and link.samefile(whole)):
+        link.unlink(missing_ok=True)
+        link.symlink_to(whole.absolute())
+    if not (own_idx.is_file() and own_idx.read_bytes() == content):
+        write_atomically(own_idx, content)
     return str(prefix)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -449,8 +450,13 @@ def _megatron_config(plan: DataPlan, seed: int, cache_dir: Path) -> EpochConfig:
 
 @contextlib.contextmanager
 def _repaired_cache(folder: Path) -> Iterator[None]:
-    """Hold the cache for this process, after deleting files that a killed writer left half-written."""
+    """Hold the cache for this process, after deleting files that a killed writer left half-written. A cache that only
+    others may write to is read as it is.
+    """
     make_folder(folder, OTHER_CACHE)
+    if not os.access(folder, os.W_OK, effective_ids=True):
+        yield
+        return
     with (
         disk_errors_explained(folder, OTHER_CACHE),
         sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy="Wait, or set another data.cache_dir."),

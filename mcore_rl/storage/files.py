@@ -245,7 +245,11 @@ def sole_writer(lock: Path, *, wait_s: float, remedy: str) -> Iterator[None]:
         DataError: Another process keeps the lock, or has just ended its work and removed the folder.
     """
     give_up = time.monotonic() + wait_s
-    with open(lock, "ab") as handle:  # "wb" would empty the file that a link of this name leads to
+    with suppress(FileExistsError):
+        made = os.open(lock, os.O_CREAT | os.O_EXCL)
+        os.fchmod(made, lock.parent.stat().st_mode & 0o666)  # who may write there may lock, too
+        os.close(made)
+    with open(lock, "r+b") as handle:  # "wb" would empty the file that a link of this name leads to
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,8 @@
 """Epochs of data for pretraining: what a longer run reads, against Megatron's own datasets."""
 
+import os
 import resource
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -152,6 +154,39 @@ def test_a_cache_file_that_a_killed_run_left_half_written_is_made_again(tmp_path
         assert tokens_of(build(data, 20, cache=cache).train) == whole
         path.write_bytes(path.read_bytes()[:20])
         assert tokens_of(build(data, 20, cache=cache).train) == whole
+
+
+@pytest.fixture
+def shared():
+    """A folder that other users see, and an act by which this process becomes another user."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name), lambda: os.seteuid(65534) if os.geteuid() == 0 else None
+        if os.getuid() == 0:
+            os.seteuid(0)
+        for folder in Path(name).glob("cache*"):
+            folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("folder_mode", [0o555, 0o1777], ids=oct)
+@pytest.mark.parametrize("split", [(100.0, 0.0, 0.0), (90.0, 10.0, 0.0)], ids=["whole", "cut in documents"])
+def test_a_cache_serves_other_users_than_the_first(shared, folder_mode, split):
+    """Without root to change users there is the folder alone that may not be written to."""
+    folder, become_another = shared
+    valid = 2 if split[1] else 0
+    prefixes = [write(folder / name, [list(range(400))]) for name in "ab"]
+    data, cache = config(*prefixes, split=split), folder / "cache"
+    cache.mkdir()
+    cache.chmod(folder_mode | 0o700)
+    first = tokens_of(build(data, 60, valid, cache=cache).train)
+    written = {path.name: path.lstat().st_mtime_ns for path in cache.iterdir()}
+    cache.chmod(folder_mode)
+    become_another()
+    assert tokens_of(build(data, 60, valid, cache=cache).train) == first
+    assert {path.name: path.lstat().st_mtime_ns for path in cache.iterdir()} == written
+    if folder_mode & 0o222:
+        assert len(build(data, 90, valid, cache=cache).train) > len(first) // SEQ
+        assert (cache / "lock").stat().st_mode & 0o777 == 0o666
 
 
 def test_arrays_of_a_user_in_the_cache_folder_stay(tmp_path):
@@ -351,16 +386,18 @@ def test_each_epoch_has_every_sequence_once_in_an_order_of_its_own(tmp_path):
 @pytest.mark.parametrize("split", [(100.0, 0.0, 0.0), (90.0, 10.0, 0.0)], ids=["whole", "cut in documents"])
 def test_sources_of_one_length_have_orders_of_their_own_after_the_first_epoch(tmp_path, split):
     """Numbered tokens: a source's sequence is known by its first one, less that of the source."""
-    documents = [list(range(320 * (5 if split[1] else 1) + 1))]
-    sizes = [len(documents[0]), len(documents[0]), 1000, len(documents[0])]
     prefixes = [
         write(tmp_path / name, [list(range(2000 * i, 2000 * i + size))])
-        for i, (name, size) in enumerate(zip("abcd", sizes, strict=True))
+        for i, (name, size) in enumerate([("a", 1601), ("b", 1601), ("c", 1000), ("d", 1601)])
     ]
     data = config(*prefixes, split=split, train_weights=(1.0,) * 4)
-    samples = [tokens[0] for tokens in read(data, 8 * max(sizes) // SEQ, tmp_path)]
+    count, valid = 800, 2 if split[1] else 0  # two epochs of each of four
+    train = build(data, count, valid, cache=tmp_path / "cache").train
+    samples = [tokens[0] for tokens in sequences_of(train, count)]
     orders = [[first - 2000 * i for first in samples if first // 2000 == i] for i in range(4)]
-    per_epoch = plan_data(data, vocab_size=60_000, samples=SampleCounts(train=4)).sources[0].sequences
+    plan = plan_data(data, vocab_size=60_000, samples=SampleCounts(train=4, valid=valid))
+    per_epoch = plan.sources[0].sequences
+    assert bool(plan.ranges) == bool(valid) and per_epoch == (90 if valid else 100)
     epochs = [order[per_epoch : 2 * per_epoch] for order in (orders[0], orders[1], orders[3])]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2]) and len(set(epochs[0])) == per_epoch
     assert len(set(map(tuple, epochs))) == 3
